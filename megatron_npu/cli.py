@@ -1,0 +1,44 @@
+"""The ``megatron-npu`` command: finds the sub-command and turns bad input into one line, exit code 2."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from megatron_npu.errors import UsageError
+
+# name -> (module:function taking the remaining arguments and returning an exit code, help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("megatron_npu.runner:main", "run a stock Megatron script on this machine's device"),
+    "pretrain": ("megatron_npu.training.pretrain:main", "pre-train a GPT on megatron-core alone"),
+    "preprocess": ("megatron_npu.preprocessing.command:main", "turn jsonl text into .bin/.idx"),
+    "generate": ("megatron_npu.evaluation.generate:main", "generate text from a checkpoint"),
+    "ledger": ("megatron_npu.inspection:ledger", "list every patch and its state"),
+    "check": ("megatron_npu.inspection:check", "compare a Megatron with the pins, statically"),
+    "pin": ("megatron_npu.inspection:pin", "write the pin file of a Megatron"),
+}
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    return f"usage: megatron-npu COMMAND [ARGUMENTS...]\n\ncommands:\n{rows}\n\nmegatron-npu COMMAND --help says more."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one sub-command; return its exit code (2 for bad input)."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        print(f"megatron-npu: no command {argv[0]!r}\n{_usage()}", file=sys.stderr)
+        return 2
+    os.umask(0o027)
+    module, function = COMMANDS[argv[0]][0].split(":")
+    try:
+        return getattr(importlib.import_module(module), function)(argv[1:]) or 0
+    except UsageError as error:
+        print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
+        return 2

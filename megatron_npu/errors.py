@@ -1,0 +1,19 @@
+"""The one error that a user can cause: what was given, what was expected, what to do."""
+
+from __future__ import annotations
+
+
+class UsageError(Exception):
+    """Bad input from outside: an option, a file, an environment variable, an installed package.
+
+    The command line prints it as one line and exits with code 2, without a traceback.
+
+    Args:
+        given: what was found, with the name of the option or file and its value.
+        expected: what would have been accepted.
+        remedy: what the user can do about it, as an instruction.
+    """
+
+    def __init__(self, given: str, expected: str, remedy: str) -> None:
+        self.given, self.expected, self.remedy = given, expected, remedy
+        super().__init__(f"{given}; expected {expected}. {remedy}")
