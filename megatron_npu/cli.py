@@ -23,7 +23,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
-    return f"usage: megatron-npu COMMAND [ARGUMENTS...]\n\ncommands:\n{rows}\n\nmegatron-npu COMMAND --help says more."
+    head = "usage: megatron-npu COMMAND [ARGUMENTS...]\n\ncommands:"
+    return f"{head}\n{rows}\n\nmegatron-npu COMMAND --help says more."
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,41 @@
+"""The device of this process: chosen once, from what is there and ``MEGATRON_NPU_DEVICE``."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from megatron_npu import settings
+from megatron_npu.devices.base import Device, MemoryStatistics
+from megatron_npu.devices.cpu import CpuDevice
+from megatron_npu.devices.cuda import CudaDevice
+from megatron_npu.devices.npu import NpuDevice
+from megatron_npu.errors import UsageError
+
+__all__ = ["CpuDevice", "CudaDevice", "Device", "MemoryStatistics", "NpuDevice", "current", "select"]
+
+_KINDS: dict[str, type[Device]] = {"npu": NpuDevice, "cuda": CudaDevice, "cpu": CpuDevice}
+
+
+def select(name: str) -> Device:
+    """Return the device called ``name``; ``auto`` takes the first of npu, cuda, cpu that is there.
+
+    Raises:
+        UsageError: a device asked for by name is absent.
+    """
+    if name == "auto":
+        return next(device for device in (kind() for kind in _KINDS.values()) if device.absence() is None)
+    device = _KINDS[name]()
+    reason = device.absence()
+    if reason is not None:
+        raise UsageError(
+            f"{settings.DEVICE.name}={name}, but {reason}",
+            f"a machine with a usable {name} device",
+            f"Install what is missing, or set {settings.DEVICE.name}=auto.",
+        )
+    return device
+
+
+@cache
+def current() -> Device:
+    """Return the device of this process (the first call decides)."""
+    return select(settings.DEVICE.get())

@@ -1,0 +1,16 @@
+"""Adaptors of megatron-core (``megatron.core.*``) and of the training scripts of the same tag.
+
+One file per upstream module, called after it. An adaptor only records patches; see ``patching``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+
+def register() -> None:
+    """Import every adaptor of this folder, which records its patches."""
+    for module in pkgutil.iter_modules(__path__):
+        if module.name.startswith("adaptor_"):
+            importlib.import_module(f"{__name__}.{module.name}")

@@ -1,0 +1,81 @@
+"""Ascend NPUs through torch_npu's own means, without its script-wide ``transfer_to_npu``.
+
+``transfer_to_npu`` switches ``torch.jit.script`` off and turns float64 into float32 for the whole
+process; the redirection here only gives ``torch.cuda`` names another meaning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_npu.devices.base import Device, MemoryStatistics
+from megatron_npu.devices.cuda_names import no_operation, tensor_types
+
+# Everything Megatron asks of torch.cuda that torch.npu answers under the same name.
+_SAME_NAME = (
+    "is_available set_device current_device device device_count get_device_properties get_device_name "
+    "synchronize _lazy_init _lazy_call get_rng_state set_rng_state manual_seed manual_seed_all "
+    "initial_seed Stream Event ExternalStream current_stream default_stream stream set_stream "
+    "memory_stats memory_allocated memory_reserved max_memory_allocated max_memory_reserved "
+    "reset_peak_memory_stats empty_cache mem_get_info default_generators is_current_stream_capturing "
+    "utilization OutOfMemoryError"
+).split()
+_RANDOM = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "initial_seed")
+
+
+class NpuDevice(Device):
+    """An NPU, HCCL between them."""
+
+    name = "npu"
+    backend = "hccl"
+
+    def absence(self) -> str | None:
+        if importlib.util.find_spec("torch_npu") is None:
+            return "the package torch_npu is not installed"
+        try:
+            import torch_npu  # noqa: F401  (registers torch.npu)
+        except Exception as error:  # a wheel without its CANN fails in many ways; all mean absent
+            return f"torch_npu does not import ({type(error).__name__}: {error})"
+        return None if torch.npu.is_available() else "torch_npu finds no NPU"
+
+    def count(self) -> int:
+        return torch.npu.device_count()
+
+    def torch_device(self) -> torch.device:
+        return torch.device("npu", torch.npu.current_device())
+
+    def set_current(self, index: int) -> None:
+        torch.npu.set_device(index)
+
+    def synchronize(self) -> None:
+        torch.npu.synchronize()
+
+    def manual_seed(self, seed: int) -> None:
+        torch.npu.manual_seed(seed)
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.npu.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.npu.set_rng_state(state)
+
+    def memory(self) -> MemoryStatistics:
+        return MemoryStatistics(
+            torch.npu.memory_allocated(), torch.npu.memory_reserved(), torch.npu.max_memory_allocated()
+        )
+
+    def reset_peak_memory(self) -> None:
+        torch.npu.reset_peak_memory_stats()
+
+    def cuda_namespace(self) -> Mapping[str, Any]:
+        npu = torch.npu
+        names = {name: getattr(npu, name) for name in _SAME_NAME if hasattr(npu, name)}
+        names |= {f"random.{name}": names[name] for name in _RANDOM if name in names}
+        # Capability 8.0 (Ampere) is where Megatron stops asking for work-arounds: bf16 is native.
+        names["get_device_capability"] = lambda *_: (8, 0)
+        names |= {f"nvtx.{name}": no_operation for name in ("range_push", "range_pop", "mark")}
+        return names | tensor_types("npu")

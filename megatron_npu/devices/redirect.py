@@ -1,0 +1,282 @@
+"""What ``torch.cuda``, ``"cuda"`` and ``nccl`` mean on a device that is not CUDA.
+
+Megatron names CUDA in some 750 lines (core 0.16.1), so patching each is hopeless; torch itself is told
+once what is meant. Three rules keep the lie small: only devices of type cuda are mapped; torch's own
+frames see the truth where they probe for hardware (inductor, elastic); everything is undone by ``off``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from megatron_npu.devices.base import Device
+
+_FACTORIES = (
+    "empty zeros ones full tensor as_tensor arange linspace logspace eye rand randn randint randperm normal "
+    "empty_strided tril_indices triu_indices "
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
+).split()
+# Questions that torch's own modules ask to find out what hardware there is.
+_PROBES = {
+    "is_available",
+    "device_count",
+    "get_device_properties",
+    "get_device_capability",
+    "get_device_name",
+}
+_MISSING = object()
+
+
+def _caller(depth: int = 2) -> str:
+    """Return the module name of the frame that called the redirected function."""
+    return sys._getframe(depth).f_globals.get("__name__", "")
+
+
+def _is_host(module: str) -> bool:
+    """Return whether a module belongs to Megatron or to the user's script."""
+    return module.startswith("megatron.") or module == "__main__"
+
+
+def _means_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device == "cuda" or device.startswith("cuda:")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class Redirection:
+    """Gives torch's CUDA names the meaning of ``device``; ``off`` restores each of them."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def on(self) -> None:
+        """Switch the redirection on; on the cuda device, and when it is on already, nothing changes."""
+        if self.device.name == "cuda" or self._originals:
+            return
+        self._redirect_namespace()
+        self._redirect_factories()
+        self._redirect_tensors_and_modules()
+        self._redirect_autocast()
+        self._redirect_distributed()
+        if self.device.name == "cpu":
+            self._separate_generators()
+
+    def off(self) -> None:
+        """Put everything back, last change first."""
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    def _target(self, device: Any) -> Any:
+        """Return the device that a CUDA device stands for, keeping its index where there is one."""
+        if not _means_cuda(device):
+            return device
+        index = torch.device(device).index
+        if self.device.name == "cpu" or index is None:
+            return torch.device(self.device.name)
+        return torch.device(self.device.name, index)
+
+    # -- torch.cuda ------------------------------------------------------------------------------
+
+    def _redirect_namespace(self) -> None:
+        for path, value in self.device.cuda_namespace().items():
+            *parents, name = path.split(".")
+            owner = functools.reduce(getattr, parents, torch.cuda)
+            if name in _PROBES:
+                value = _truthful_to_torch(getattr(owner, name), value)
+            self._set(owner, name, value)
+
+    # -- "cuda" as a device argument -------------------------------------------------------------
+
+    def _redirect_factories(self) -> None:
+        for name in _FACTORIES:
+            original = getattr(torch, name)
+            replacement = self._with_device_keyword(original)
+            self._set(torch, name, replacement)
+            _keep_scriptable(original, replacement)
+
+    def _with_device_keyword(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        target, unpinned = self._target, self.device.name == "cpu"
+
+        @functools.wraps(original)
+        def factory(*args: Any, **kwargs: Any) -> Any:
+            if "device" in kwargs:
+                kwargs["device"] = target(kwargs["device"])
+            if unpinned and kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False  # page-locking needs a driver; it changes speed only
+            return original(*args, **kwargs)
+
+        return factory
+
+    def _redirect_tensors_and_modules(self) -> None:
+        target, name = self._target, self.device.name
+        tensor_to, module_to = torch.Tensor.to, torch.nn.Module.to
+        tensor_type = torch.Tensor.type
+
+        def to(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if args:
+                    args = (target(args[0]), *args[1:])
+                if "device" in kwargs:
+                    kwargs["device"] = target(kwargs["device"])
+                return original(self, *args, **kwargs)
+
+            return move
+
+        def cuda(original_to: Callable[..., Any]) -> Callable[..., Any]:
+            def move(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+                index = device if isinstance(device, int) and name != "cpu" else None
+                place = name if index is None else f"{name}:{index}"
+                return original_to(self, place if device is None or index is not None else target(device))
+
+            return move
+
+        def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(dtype, str):
+                dtype = dtype.replace("torch.cuda.", "torch." if name == "cpu" else f"torch.{name}.")
+            answer = tensor_type(self, dtype, *args, **kwargs)
+            if isinstance(answer, str) and self.device.type == name and _is_host(_caller()):
+                return "torch.cuda." + answer.rsplit(".", 1)[-1]
+            return answer
+
+        self._set(torch.Tensor, "to", to(tensor_to))
+        self._set(torch.nn.Module, "to", to(module_to))
+        self._set(torch.Tensor, "cuda", cuda(tensor_to))
+        self._set(torch.nn.Module, "cuda", cuda(module_to))
+        self._set(torch.Tensor, "type", type_)
+        if name == "cpu":
+            self._set(torch.Tensor, "pin_memory", lambda self, device=None: self)
+            self._set(torch.Tensor, "record_stream", lambda self, stream: None)
+
+    def _redirect_autocast(self) -> None:
+        original, name = torch.autocast.__init__, self.device.name
+
+        @functools.wraps(original)
+        def initialise(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            original(self, name if _means_cuda(device_type) else device_type, *args, **kwargs)
+
+        self._set(torch.autocast, "__init__", initialise)
+
+    # -- torch.distributed -----------------------------------------------------------------------
+
+    def _redirect_distributed(self) -> None:
+        backend = self.device.backend
+        cpu = self.device.name == "cpu"
+
+        def meant(asked: str | None) -> str | None:
+            if asked is None:
+                return None
+            if cpu and ("nccl" in asked or ":" in asked):
+                return backend  # "cpu:gloo,cuda:nccl" names two devices; here there is one
+            return asked.replace("nccl", backend).replace("cuda:", f"{self.device.name}:")
+
+        def prepare(kwargs: dict[str, Any]) -> None:
+            if kwargs.get("backend") is not None:
+                kwargs["backend"] = meant(kwargs["backend"])
+            kwargs.pop("pg_options", None)  # options of ProcessGroupNCCL fit no other backend
+            if "device_id" in kwargs:
+                kwargs["device_id"] = None if cpu else self._target(kwargs["device_id"])
+
+        def init(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def init_process_group(asked: str | None = None, *args: Any, **kwargs: Any) -> Any:
+                prepare(kwargs)
+                # torch without a name would take every backend it was built with
+                first = kwargs.pop("backend", None) or meant(asked) or backend
+                return original(first, *args, **kwargs)
+
+            return init_process_group
+
+        def group(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def new_group(
+                ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kw: Any
+            ) -> Any:
+                kw["backend"] = backend
+                prepare(kw)
+                return original(ranks, timeout, *args[1:], **kw)
+
+            return new_group
+
+        self._set(dist, "init_process_group", init(dist.init_process_group))
+        replacement = group(dist.new_group)
+        self._set(dist, "new_group", replacement)
+        self._set(dist.distributed_c10d, "new_group", replacement)
+        if cpu:
+            barrier = dist.barrier
+            self._set(
+                dist,
+                "barrier",
+                lambda group=None, async_op=False, device_ids=None: barrier(group, async_op),
+            )
+
+    # -- generators of the CPU ------------------------------------------------------------------
+
+    def _separate_generators(self) -> None:
+        """Make host and device generators distinct where torch has one (see ``CpuDevice``)."""
+        device = self.device
+        get, put, seed = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
+        iterate = DataLoader.__iter__
+
+        @functools.wraps(get)
+        def get_rng_state() -> torch.Tensor:
+            return device.host_rng_state() if _caller().startswith("megatron.") else get()
+
+        @functools.wraps(put)
+        def set_rng_state(new_state: torch.Tensor) -> None:
+            if _caller().startswith("megatron."):
+                device.set_host_rng_state(new_state)
+            else:
+                put(new_state)
+
+        @functools.wraps(seed)
+        def manual_seed(value: int) -> torch.Generator:
+            device.host_generator.manual_seed(value)
+            return seed(value)
+
+        @functools.wraps(iterate)
+        def loader_iterator(self: DataLoader) -> Any:
+            with device.host_rng():
+                return iterate(self)
+
+        for owner in (torch, torch.random):
+            self._set(owner, "get_rng_state", get_rng_state)
+            self._set(owner, "set_rng_state", set_rng_state)
+            self._set(owner, "manual_seed", manual_seed)
+        self._set(DataLoader, "__iter__", loader_iterator)
+
+
+def _truthful_to_torch(real: Callable[..., Any], redirected: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that answers torch's own modules with ``real`` and all others redirected."""
+
+    @functools.wraps(real)
+    def probe(*args: Any, **kwargs: Any) -> Any:
+        asked_by_torch = _caller().partition(".")[0] in ("torch", "triton")
+        return (real if asked_by_torch else redirected)(*args, **kwargs)
+
+    return probe
+
+
+def _keep_scriptable(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """Let ``torch.jit.script`` recognise a replaced factory as the operator that it wraps."""
+    from torch.jit import _builtins
+
+    name = _builtins._find_builtin(original)
+    if name is not None:
+        _builtins._register_builtin(replacement, name)

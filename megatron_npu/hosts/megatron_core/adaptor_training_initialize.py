@@ -1,0 +1,33 @@
+"""``megatron.training.initialize`` of a Megatron-LM checkout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, replace, wrap
+
+
+@wrap(
+    "megatron.training.initialize:initialize_megatron",
+    devices=WITHOUT_CUDA,
+    why="its assertion that CUDA is available has an argument to turn it off",
+)
+def allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Call it with ``allow_no_cuda=True``."""
+
+    @functools.wraps(original)
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+    return initialize_megatron
+
+
+@replace(
+    "megatron.legacy.fused_kernels:load",
+    devices=WITHOUT_CUDA,
+    why="it compiles CUDA kernels with nvcc, which nothing uses here",
+)
+def load(args: Any) -> None:
+    """Build nothing."""

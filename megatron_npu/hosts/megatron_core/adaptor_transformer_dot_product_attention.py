@@ -1,0 +1,181 @@
+"""``megatron.core.transformer.dot_product_attention``: the core attention of every local spec."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_npu import settings
+from megatron_npu.hosts.megatron_core.records import wrap
+from megatron_npu.ops.attention import Window, attention
+from megatron_npu.ops.dispatch import report_refusal
+
+_TARGET = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+
+
+@wrap(
+    f"{_TARGET}.__init__",
+    why="upstream refuses context_parallel_size > 1 without TransformerEngine; the forward below has it",
+)
+def accept_context_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the constructor see a context-parallel size of 1."""
+
+    @functools.wraps(original)
+    def initialise(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        size, config.context_parallel_size = config.context_parallel_size, 1
+        try:
+            original(self, config, *args, **kwargs)
+        finally:
+            config.context_parallel_size = size
+
+    return initialise
+
+
+@wrap(
+    f"{_TARGET}.forward",
+    why="upstream materialises the scores [b, n, s, s]; the device has fused attention",
+)
+def fused_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``ops.attention``; what it does not mean goes to upstream's forward, with the reason logged."""
+
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        if _unfused_asked_for(self) or _refused(self, attention_bias, packed_seq_params):
+            return original(
+                self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
+            )
+        causal = (attn_mask_type or self.attn_mask_type).name == "causal"
+        return _forward(self, query, key, value, attention_mask, causal)
+
+    return forward
+
+
+def _unfused_asked_for(self: Any) -> bool:
+    backend = getattr(self.config, "attention_backend", None)  # absent before 0.11
+    return (
+        backend is not None
+        and backend.name in ("unfused", "local")
+        and self.config.context_parallel_size == 1
+    )
+
+
+def _refused(self: Any, attention_bias: Tensor | None, packed_seq_params: Any) -> bool:
+    reason = None
+    if getattr(self, "softmax_offset", None) is not None:
+        reason = f"softmax_type={self.config.softmax_type}"
+    elif attention_bias is not None:
+        reason = "attention_bias is given"
+    elif packed_seq_params is not None:
+        reason = "packed sequences"
+    if reason is None:
+        return False
+    if self.config.context_parallel_size > 1:
+        raise NotImplementedError(f"context parallelism with {reason}: upstream's forward would ignore it")
+    report_refusal("attention", reason)
+    return True
+
+
+def _forward(
+    self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> Tensor:
+    """``[sq, b, n, d]`` and ``[sk, b, g, d]`` to ``[sq, b, n * d]``."""
+    # apply_query_key_layer_scaling divides the one and multiplies by the other
+    scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
+    dropout_p = self.attention_dropout.p if self.training else 0.0
+    call = functools.partial(_attend, scale=scale, causal=causal, window=_window(self), dropout_p=dropout_p)
+    with _dropout_generator(self, dropout_p):
+        if self.config.context_parallel_size > 1:
+            return _context_parallel(self, query, key, value, mask, call)
+        return call(query, key, value, mask=mask, offset=key.size(0) - query.size(0) if causal else 0)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+    """Hand the tensors over in the layout that ``--shape-order`` asks for; answer in SBH.
+
+    The heads stay a dimension of their own: SBH and SBND are the same memory.
+    """
+    if settings.ATTENTION.shape_order == "SBH":
+        return attention(query, key, value, layout="SBND", **kwargs).flatten(2)
+    query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+    return attention(query, key, value, layout="BSND", **kwargs).transpose(0, 1).flatten(2)
+
+
+def _window(self: Any) -> Window:
+    """Return how far a query sees: ``--pre-tockens/--next-tockens`` if given, else ``config.window_size``."""
+    options = settings.ATTENTION
+    if options.pre_tokens is not None or options.next_tokens is not None:
+        return options.pre_tokens, options.next_tokens
+    size = getattr(self.scale_mask_softmax, "window_size", None)  # absent before 0.16
+    if size is None:
+        return None, None
+    return tuple(None if limit < 0 else limit for limit in size)  # -1 is TransformerEngine's "no limit"
+
+
+def _dropout_generator(self: Any, dropout_p: float) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which upstream drops out: heads are split, so each rank has its own masks."""
+    if dropout_p == 0.0 or self.config.sequence_parallel:
+        return contextlib.nullcontext()
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker().fork()
+
+
+def _context_parallel(
+    self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Callable[..., Tensor]
+) -> Tensor:
+    """Attention of this rank's two chunks of the sequence over everyone's keys.
+
+    megatron-core cuts a sequence into 2·cp chunks and gives rank r the chunks r and 2·cp - 1 - r, so that
+    causal work is balanced. Keys and values are gathered; each chunk of queries attends to the keys up to
+    its own end, so no mask is built and nothing after the diagonal is computed.
+    """
+    from megatron.core import parallel_state
+
+    if mask is not None or not call.keywords["causal"]:
+        raise NotImplementedError("context parallelism of the local attention: causal, without a mask")
+    group = parallel_state.get_context_parallel_group()
+    size, rank, chunk = group.size(), group.rank(), query.size(0) // 2
+    key, value = (_in_order(_Gather.apply(t, group), size) for t in (key, value))
+    outputs = []
+    for part, index in zip(query.chunk(2), (rank, 2 * size - 1 - rank), strict=True):
+        end = (index + 1) * chunk
+        outputs.append(call(part, key[:end], value[:end], mask=None, offset=end - chunk))
+    return torch.cat(outputs)
+
+
+def _in_order(gathered: Tensor, size: int) -> Tensor:
+    """Bring ``[cp, s / cp, ...]`` chunks r, 2·cp - 1 - r into the order of the sequence, ``[s, ...]``."""
+    first, second = gathered.unflatten(1, (2, -1)).unbind(1)
+    return torch.cat([first, second.flip(0)]).flatten(0, 1)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather along a new first dimension; backward sums each rank's gradients where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        output = input.new_empty((group.size(), *input.shape))
+        dist.all_gather_into_tensor(output.flatten(0, 1), input.contiguous(), group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        output = grad.new_empty(grad.shape[1:])
+        dist.reduce_scatter_tensor(output, grad.flatten(0, 1).contiguous(), group=ctx.group)
+        return output, None

@@ -1,0 +1,91 @@
+"""The wiring: from the first import under ``megatron`` to a patched host, once per process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_npu import settings
+from megatron_npu.patching.hooks import Context, Engine
+from megatron_npu.patching.pins import Pins
+from megatron_npu.patching.record import registry
+
+if TYPE_CHECKING:
+    from megatron_npu.devices.redirect import Redirection
+
+_redirection: Redirection | None = None
+
+
+def pins_directory() -> Path:
+    """Return where the pin files lie: inside the package in a wheel, else beside it."""
+    package = Path(__file__).resolve().parent
+    inside = package / "patches"
+    return inside if inside.is_dir() else package.parent / "patches"
+
+
+@cache
+def engine() -> Engine:
+    """Return the engine of this process."""
+    return Engine(registry, prefixes=("megatron",), on_first=_activate)
+
+
+def install() -> None:
+    """Arm the engine, and patch what was imported before it."""
+    if not engine().armed:
+        engine().arm()
+        engine().apply_loaded()
+
+
+def installed() -> bool:
+    """Return whether the engine is armed."""
+    return engine().armed
+
+
+def uninstall() -> None:
+    """Undo every patch, end the redirection, disarm the engine."""
+    global _redirection
+    engine().undo()
+    engine().disarm()
+    if _redirection is not None:
+        _redirection.off()
+        _redirection = None
+
+
+@cache
+def announce() -> None:
+    """Say once, on rank 0, which host and device run and how many patches are applied."""
+    from megatron_npu import __version__, devices
+
+    if int(os.environ.get("RANK", "0")):
+        return
+    context, device = engine().context, devices.current()
+    print(
+        f"megatron_npu {__version__} · {context.host} {context.version} · {device.name}/{device.backend} · "
+        f"{engine().ledger.summary()}",
+        flush=True,
+    )
+
+
+def _activate() -> Context:
+    """Find the host, select the device, redirect torch, and let the host's adaptors record patches."""
+    global _redirection
+    from megatron_npu import devices, host, standins
+    from megatron_npu.devices.redirect import Redirection
+
+    found = host.find()
+    found.require_supported()
+    device = devices.current()
+    _redirection = Redirection(device)
+    _redirection.on()
+    standins.install(found)
+    importlib.import_module(f"megatron_npu.hosts.{found.name}").register()
+    return Context(
+        host=found.name,
+        version=found.version,
+        device=device.name,
+        pins=Pins.load(pins_directory(), found.name),
+        drift=settings.DRIFT.get(),
+    )

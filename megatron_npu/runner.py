@@ -1,0 +1,41 @@
+"""``megatron-npu run SCRIPT ARGS…``: run an unmodified Megatron script with the import hook armed."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from megatron_npu import plugin, settings
+from megatron_npu.errors import UsageError
+
+_USAGE = """usage: megatron-npu run SCRIPT [ARGUMENTS...]
+       torchrun --nproc-per-node N -m megatron_npu run SCRIPT [ARGUMENTS...]
+
+Runs SCRIPT as __main__, as `python SCRIPT ARGUMENTS...` would, with Megatron patched at import.
+A Megatron-LM checkout is found beside SCRIPT, or through MEGATRON_LM_PATH."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the script; return 0 (a script that ends with SystemExit ends this process the same way).
+
+    Raises:
+        UsageError: no script is given, or it is not there.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if argv else 2
+    script = Path(argv[0])
+    if not script.is_file():
+        raise UsageError(f"no script {script}", "the path of a Python file", "Check the path.")
+    # Spawned children (checkpoint writers, data loaders) must be patched too, so they find the hook armed.
+    os.environ[settings.AUTOLOAD.name] = "1"
+    plugin.install()
+    sys.path[0] = str(script.resolve().parent)  # as the interpreter does for a script
+    checkout = settings.MEGATRON_PATH.get()
+    if checkout:
+        sys.path.insert(1, checkout)
+    sys.argv = list(argv)
+    runpy.run_path(str(script), run_name="__main__")
+    return 0

@@ -1,0 +1,19 @@
+"""Stand-in for megatron-core's batch-invariant kernels where triton is absent: the mode is always off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def enable_batch_invariant_mode(*_: Any, **__: Any) -> None:
+    """Refuse.
+
+    Raises:
+        RuntimeError: always: the kernels are written in triton.
+    """
+    raise RuntimeError("--batch-invariant-mode needs the package triton, which is not installed")
+
+
+def is_batch_invariant_mode_enabled() -> bool:
+    """Return False: the mode cannot be switched on here."""
+    return False
