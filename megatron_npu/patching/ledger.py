@@ -1,0 +1,147 @@
+"""The ledger: the state of every patch, told as text, JSON or Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+from megatron_npu.patching.record import Patch
+
+STATES = ("applied", "drifted", "skipped", "failed", "pending")
+
+
+@dataclass
+class Row:
+    """The state of one patch.
+
+    Attributes:
+        target, kind, origin, why, until, devices: as in its ``Patch``.
+        state: ``pending`` (the module was not imported), ``applied``, ``skipped``, ``drifted`` (applied
+            although upstream has changed) or ``failed``.
+        reason: why it is in that state, or what else is worth knowing; may be empty.
+        repaired: ``module.name`` of the names that held the original and were repaired.
+        late: it was applied to a module that had been imported before.
+    """
+
+    target: str
+    kind: str
+    origin: str
+    why: str
+    until: str
+    devices: tuple[str, ...]
+    state: str = "pending"
+    reason: str = ""
+    repaired: list[str] = field(default_factory=list)
+    late: bool = False
+
+    def settle(self, state: str, reason: str = "", *, late: bool = False) -> None:
+        """Enter a state; what was repaired for an earlier one is forgotten."""
+        self.state, self.reason, self.late, self.repaired = state, reason, late, []
+
+
+@dataclass
+class Note:
+    """A fast path that was not taken, and how often."""
+
+    subject: str
+    reason: str
+    count: int = 0
+
+
+class Ledger:
+    """The rows of the patches, and the notes about fast paths that were not taken."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str, str, str], Row] = {}
+        self._notes: dict[tuple[str, str], Note] = {}
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows, in order of registration."""
+        return list(self._rows.values())
+
+    @property
+    def notes(self) -> list[Note]:
+        """The notes, in order of first appearance."""
+        return list(self._notes.values())
+
+    def row(self, patch: Patch) -> Row:
+        """Return the row of ``patch``; a new one is pending."""
+        key = _key(patch)
+        if key not in self._rows:
+            self._rows[key] = Row(
+                patch.target, patch.kind, patch.origin, patch.why, patch.until, patch.devices
+            )
+        return self._rows[key]
+
+    def keep(self, patches: Iterable[Patch]) -> None:
+        """Make the rows those of ``patches``, in their order; what is known of them is kept."""
+        self._rows = {_key(patch): self.row(patch) for patch in patches}
+
+    def note(self, subject: str, reason: str) -> bool:
+        """Count a fast path of ``subject`` that was not taken; return whether it is the first time."""
+        note = self._notes.setdefault((subject, reason), Note(subject, reason))
+        note.count += 1
+        return note.count == 1
+
+    def count(self, state: str) -> int:
+        """Return the number of rows in ``state``."""
+        return sum(row.state == state for row in self._rows.values())
+
+    def summary(self) -> str:
+        """Return one line: ``29 applied, 0 drifted, 2 skipped (reason; reason)``."""
+        parts = [self._part(state) for state in ("applied", "drifted", "skipped")]
+        parts += [self._part(state) for state in ("failed", "pending") if self.count(state)]
+        return ", ".join(parts)
+
+    def _part(self, state: str) -> str:
+        text = f"{self.count(state)} {state}"
+        if state not in ("drifted", "skipped", "failed"):
+            return text
+        reasons = dict.fromkeys(row.reason for row in self.rows if row.state == state and row.reason)
+        return f"{text} ({'; '.join(reasons)})" if reasons else text
+
+    def text(self) -> str:
+        """Return the ledger for a terminal: one line a patch, with indented remarks."""
+        width = max((len(row.target) for row in self.rows), default=0)
+        lines = []
+        for row in self.rows:
+            lines.append(f"{row.state:<8} {row.kind:<8} {row.target:<{width}}  {row.why}".rstrip())
+            lines += [f"{'':9}{remark}" for remark in _remarks(row)]
+        lines += [f"not taken: {note.subject}: {note.reason} ({note.count}x)" for note in self.notes]
+        return "\n".join([*lines, self.summary()])
+
+    def json(self) -> str:
+        """Return the ledger as a JSON object: ``summary``, ``counts``, ``patches``, ``notes``."""
+        return json.dumps(
+            {
+                "summary": self.summary(),
+                "counts": {state: self.count(state) for state in STATES},
+                "patches": [asdict(row) for row in self.rows],
+                "notes": [asdict(note) for note in self.notes],
+            },
+            indent=2,
+        )
+
+    def markdown(self) -> str:
+        """Return the ledger as a Markdown table."""
+        lines = ["| target | kind | devices | state | why | until |", "|---|---|---|---|---|---|"]
+        for row in self.rows:
+            state = "; ".join([row.state, *_remarks(row)])
+            cells = (f"`{row.target}`", row.kind, ", ".join(row.devices), state, row.why, row.until)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        return "\n".join(lines)
+
+
+def _key(patch: Patch) -> tuple[str, str, str, str]:
+    return patch.target, patch.kind, patch.origin, patch.where
+
+
+def _remarks(row: Row) -> list[str]:
+    remarks = [row.reason] if row.reason else []
+    if row.late:
+        remarks.append("applied late: the module had been imported before")
+    if row.repaired:
+        remarks.append("repaired: " + ", ".join(row.repaired))
+    return remarks
