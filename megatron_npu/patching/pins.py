@@ -326,15 +326,6 @@ class Source:
         self.module, self.path = module, Path(path)
         self._content = self.path.read_bytes()
 
-    @classmethod
-    def find(cls, module: str, root: Path) -> Source | None:
-        """Return the source of ``module`` under the folder ``root``, or None if there is no file."""
-        base = root.joinpath(*module.split("."))
-        for path in (base / "__init__.py", base.with_name(base.name + ".py")):
-            if path.is_file():
-                return cls(module, path)
-        return None
-
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the file."""
@@ -416,19 +407,39 @@ def _judge(found: Pin, known: list[Pin]) -> tuple[str, str]:
     return "signature_changed", f"signature changed from {known[-1].signature!r} to {found.signature!r}"
 
 
-def collect(patches: Iterable[Patch], host: str, version: str, root: Path) -> tuple[PinFile, list[str]]:
-    """Pin the targets of ``patches`` in the host under ``root``.
+class SourceTree:
+    """The sources under a folder, each read once.
 
-    Returns:
-        The pins, and the targets that are not there.
+    Args:
+        root: the folder that holds the host's top-level package.
     """
-    pinned, missing = PinFile(host, version), []
-    for patch in patches:
-        source = Source.find(patch.module, root)
-        nodes = source.locate(patch.qualname) if source else []
-        if source is None or not nodes:
-            missing.append(patch.target)
-            continue
-        pinned.modules[patch.module] = source.digest
-        pinned.targets[patch.target] = Pin.of(nodes)
-    return pinned, missing
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+        self._sources: dict[str, Source | None] = {}
+
+    def find(self, module: str) -> Source | None:
+        """Return the source of ``module``, or None if there is no file."""
+        if module not in self._sources:
+            base = self.root.joinpath(*module.split("."))
+            paths = (base / "__init__.py", base.with_name(f"{base.name}.py"))
+            path = next((path for path in paths if path.is_file()), None)
+            self._sources[module] = Source(module, path) if path else None
+        return self._sources[module]
+
+    def pin(self, patches: Iterable[Patch], host: str, version: str) -> tuple[PinFile, list[str]]:
+        """Pin the targets of ``patches``.
+
+        Returns:
+            The pins, and the targets that are not there.
+        """
+        pinned, missing = PinFile(host, version), []
+        for patch in patches:
+            source = self.find(patch.module)
+            nodes = source.locate(patch.qualname) if source else []
+            if source is None or not nodes:
+                missing.append(patch.target)
+                continue
+            pinned.modules[patch.module] = source.digest
+            pinned.targets[patch.target] = Pin.of(nodes)
+        return pinned, missing

@@ -219,22 +219,9 @@ class Registry:
         devices = tuple(devices)
 
         def record(make: Make) -> Make:
-            origin, where = f"{make.__module__}.{make.__qualname__}", _where(make)
-            fields = (
-                target,
-                kind,
-                make,
-                devices,
-                host,
-                versions,
-                why,
-                until,
-                origin,
-                early,
-                condition,
-                where,
-            )
-            self.add(Patch(*fields))
+            origin = f"{make.__module__}.{make.__qualname__}"
+            fields = (target, kind, make, devices, host, versions, why, until, origin)
+            self.add(Patch(*fields, early=early, condition=condition, where=_where(make)))
             return make
 
         return record
