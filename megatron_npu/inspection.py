@@ -1,0 +1,192 @@
+"""The commands that look at patches: ``check`` and ``pin`` read sources, ``ledger`` shows states."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from megatron_npu import host, plugin
+from megatron_npu.errors import UsageError
+from megatron_npu.host import Host
+from megatron_npu.patching.ledger import Ledger
+from megatron_npu.patching.pins import PinFile, Pins, SourceTree, Verdict, compare
+from megatron_npu.patching.record import Patch, admits, registry
+
+
+def check(argv: list[str]) -> int:
+    """Compare a Megatron with the pins, importing nothing of it.
+
+    Returns:
+        0 if every patch can be applied, 1 if upstream has drifted too far for one, 2 for bad usage.
+
+    Raises:
+        UsageError: there is no Megatron, or no patch is recorded for it.
+    """
+    parser = _parser("check", check)
+    parser.add_argument("--strict", action="store_true", help="also fail on drift that a wrap survives")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    options = parser.parse_args(argv)
+    found = _find(options)
+    patches = _shipped(_records(found), found)
+    pins, sources = Pins.load(plugin.pins_directory(), found.name), SourceTree(found.root)
+    verdicts = [compare(patch, sources.find(patch.module), pins) for patch in patches]
+    print(_verdicts_as_json(found, verdicts) if options.json else _verdicts_as_text(found, verdicts))
+    return int(any(verdict.fails or (options.strict and verdict.drifted) for verdict in verdicts))
+
+
+def pin(argv: list[str]) -> int:
+    """Write the pin file of a Megatron: what the targets of the patches look like there.
+
+    Pins of modules that this Megatron does not ship (the wheel of megatron-core lacks the training
+    scripts) are kept from the pin file that is being replaced.
+
+    Returns:
+        0, or 1 if a target is missing; it is then left out and named.
+
+    Raises:
+        UsageError: there is no Megatron, or no patch is recorded for it.
+    """
+    parser = _parser("pin", pin)
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the pin file")
+    options = parser.parse_args(argv)
+    found = _find(options)
+    directory = options.output or plugin.pins_directory()
+    records = _records(found)
+    shipped = _shipped(records, found)
+    pinned, missing = SourceTree(found.root).pin(shipped, found.name, found.version)
+    _keep_absent(pinned, {patch.module for patch in records if patch not in shipped}, directory)
+    print(f"{pinned.write(directory)}: {len(pinned.targets)} targets pinned")
+    for target in missing:
+        print(f"{target}: not there, not pinned", file=sys.stderr)
+    return int(bool(missing))
+
+
+def ledger(argv: list[str]) -> int:
+    """Show the state of every patch, importing the modules that they change.
+
+    Returns:
+        0, or 1 if a patch failed.
+
+    Raises:
+        UsageError: there is no Megatron, or no patch is recorded for it.
+    """
+    parser = _parser("ledger", ledger)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print a JSON object")
+    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser.add_argument("--static", action="store_true", help="import nothing of Megatron; show the records")
+    parser.add_argument("--import", dest="modules", nargs="+", metavar="MODULE", help="import these instead")
+    options = parser.parse_args(argv)
+    found = _find(options)
+    book = Ledger() if options.static else _live_ledger(found, options.modules)
+    if options.static:
+        book.keep(_records(found))
+    print(book.json() if options.json else book.markdown() if options.markdown else book.text())
+    return int(book.count("failed") > 0)
+
+
+def _parser(command: str, function: object) -> argparse.ArgumentParser:
+    summary = (function.__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog=f"megatron-npu {command}", description=summary)
+    parser.add_argument(
+        "--megatron",
+        metavar="PATH",
+        help="a checkout, a site-packages or an unpacked wheel",
+    )
+    parser.add_argument("--host", metavar="NAME", help="megatron_core or megatron_lm")
+    return parser
+
+
+def _find(options: argparse.Namespace) -> Host:
+    found = host.find(options.megatron)
+    return replace(found, name=options.host) if options.host else found
+
+
+def _records(found: Host) -> list[Patch]:
+    """Return the patches for this version of the host; their adaptors are imported, which only records."""
+    package = f"megatron_npu.hosts.{found.name}"
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(f"no host {found.name}", "a folder of megatron_npu/hosts", "Check --host.")
+    importlib.import_module(package).register()
+    patches = [
+        patch
+        for patch in registry.patches
+        if patch.is_for_host(found.name) and admits(patch.versions, found.version)
+    ]
+    if not patches:
+        raise UsageError(
+            f"no patch is recorded for {found.name} {found.version}", "a supported version", "Check --host."
+        )
+    return patches
+
+
+def _shipped(patches: list[Patch], found: Host) -> list[Patch]:
+    """Return the patches of the packages that this Megatron has at all, say ``megatron/training``."""
+    return [patch for patch in patches if found.root.joinpath(*patch.module.split(".")[:2]).exists()]
+
+
+def _keep_absent(pinned: PinFile, modules: set[str], directory: Path) -> None:
+    path = directory / f"{pinned.host}-{pinned.version}.json"
+    if not path.is_file():
+        return
+    former = PinFile.read(path)
+    for target, old in former.targets.items():
+        module = target.partition(":")[0]
+        if module in modules:
+            pinned.targets[target] = old
+            pinned.modules[module] = former.modules[module]
+
+
+def _live_ledger(found: Host, modules: list[str] | None) -> Ledger:
+    """Import ``modules`` (default: every one that has a patch) with the hook armed."""
+    if str(found.root) not in map(os.path.realpath, sys.path):
+        sys.path.insert(0, str(found.root))
+    plugin.install()
+    patches = _records(found)
+    for name in modules or dict.fromkeys(patch.module for patch in patches):
+        try:
+            importlib.import_module(name)
+        except UsageError:
+            raise
+        except Exception as error:  # whatever an upstream module may raise belongs into the ledger
+            _remark(patches, name, f"not imported: {type(error).__name__}: {error}")
+    return plugin.engine().ledger
+
+
+def _remark(patches: list[Patch], module: str, text: str) -> None:
+    for patch in patches:
+        row = plugin.engine().ledger.row(patch)
+        if patch.module == module and row.state == "pending":
+            row.reason = text.partition("\n")[0]
+
+
+def _verdicts_as_json(found: Host, verdicts: list[Verdict]) -> str:
+    report = {
+        "host": found.name,
+        "version": found.version,
+        "root": str(found.root),
+        "counts": dict(Counter(verdict.status for verdict in verdicts)),
+        "fails": sum(verdict.fails for verdict in verdicts),
+        "targets": [{**asdict(verdict), "fails": verdict.fails} for verdict in verdicts],
+    }
+    return json.dumps(report, indent=2)
+
+
+def _verdicts_as_text(found: Host, verdicts: list[Verdict]) -> str:
+    lines = [f"{found.name} {found.version} in {found.root}"]
+    for verdict in verdicts:
+        mark = "FAILS" if verdict.fails else "warns" if verdict.drifted else "ok"
+        lines.append(f"{mark:<5}  {verdict.status:<17}  {verdict.kind:<8}  {verdict.target}")
+        if verdict.status != "same":
+            lines.append(f"{'':7}{verdict.place}: {verdict.detail}")
+    counts = Counter(verdict.status for verdict in verdicts)
+    told = ", ".join(f"{count} {status}" for status, count in counts.items())
+    lines.append(f"{len(verdicts)} targets: {told}; {sum(verdict.fails for verdict in verdicts)} fail")
+    return "\n".join(lines)
