@@ -1,0 +1,167 @@
+"""``megatron-npu preprocess``: JSON lines of text to Megatron's ``.bin`` and ``.idx``."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron_npu.errors import UsageError
+from megatron_npu.preprocessing import corpus, indexed
+from megatron_npu.preprocessing.encoder import Recipe, Result, encode_all
+from megatron_npu.tokenizer import GPT2Tokenizer
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command; the flags are those of Megatron's tools/preprocess_data.py."""
+    result = argparse.ArgumentParser("megatron-npu preprocess", description=__doc__)
+    add = result.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines; also .gz, .xz, .bz2, .zst")
+    add("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text (default: text)")
+    add("--tokenizer-type", choices=["GPT2BPETokenizer"], default="GPT2BPETokenizer")
+    add("--vocab-file", "--vocab", required=True, metavar="FILE", help="GPT-2's vocab.json")
+    add("--merge-file", required=True, metavar="FILE", help="GPT-2's merges.txt")
+    add("--append-eod", action="store_true", help="end each document with <|endoftext|>")
+    add("--workers", type=_count, default=1, help="CPU workers, none of which changes the output")
+    add(
+        "--log-interval",
+        type=_count,
+        default=100_000,
+        metavar="DOCUMENTS",
+        help="documents between two log lines where there is no terminal for a bar (default: 100000)",
+    )
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code (130 after an interrupt, with nothing written).
+
+    Raises:
+        UsageError: an input, the tokenizer's files or the place of the output are unfit.
+    """
+    arguments = parser().parse_args(argv)
+    try:
+        with _terminated_like_interrupted():
+            preprocess(arguments)
+    except KeyboardInterrupt:
+        print("megatron-npu preprocess: interrupted, nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def preprocess(arguments: argparse.Namespace) -> None:
+    """Encode all files into one dataset a key; either all of them appear or none.
+
+    Args:
+        arguments: what ``parser()`` gives.
+
+    Raises:
+        UsageError: an input, the tokenizer's files or the place of the output are unfit.
+    """
+    size = corpus.check(arguments.input)
+    keys = tuple(dict.fromkeys(arguments.json_keys))
+    dtype = indexed.token_type(GPT2Tokenizer(arguments.vocab_file, arguments.merge_file).vocab_size)
+    recipe = Recipe(arguments.vocab_file, arguments.merge_file, keys, arguments.append_eod, dtype.name)
+    _check_place(arguments.output_prefix)
+    with ExitStack() as stack:
+        prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
+        writers = [stack.enter_context(indexed.Writer(prefix, dtype)) for prefix in prefixes]
+        batches = chain.from_iterable(map(corpus.batches, arguments.input))
+        results = encode_all(batches, recipe, arguments.workers)
+        stack.callback(results.close)  # first of all: the workers end before the files go
+        for result in stack.enter_context(_Progress(size, arguments.log_interval)).watch(results):
+            for writer, encoded in zip(writers, result.keys, strict=True):
+                writer.add(encoded.tokens, encoded.lengths, encoded.sequences)
+        for writer, key in zip(writers, keys, strict=True):
+            _refuse_empty(writer, key)
+            writer.finish()
+        indexed.publish(writers)
+    for writer in writers:
+        print(f"{writer.prefix}.bin and .idx: {writer.tokens} tokens, {dtype.name}")
+
+
+class _Progress:
+    """A bar on a terminal, a line every so many documents elsewhere, and one line at the end."""
+
+    def __init__(self, size: int, interval: int) -> None:
+        self._interval = interval
+        self._documents = self._text = 0
+        self._begin = time.monotonic()
+        # disable=None: no bar where stderr is no terminal
+        self._bar = tqdm(total=size, unit="B", unit_scale=True, disable=None, dynamic_ncols=True)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def watch(self, results: Iterator[Result]) -> Iterator[Result]:
+        """Yield the results on, reporting them."""
+        for result in results:
+            yield result
+            before, self._documents = self._documents, self._documents + result.documents
+            self._text += result.text_bytes
+            self._bar.update(result.read)
+            self._bar.set_postfix_str(self._speed(), refresh=False)
+            if self._bar.disable and self._documents // self._interval > before // self._interval:
+                print(self._line(), file=sys.stderr, flush=True)
+        print(self._line(), file=sys.stderr, flush=True)
+
+    def _speed(self) -> str:
+        return f"{self._text / 1e6 / max(time.monotonic() - self._begin, 1e-9):.2f} MB/s of text"
+
+    def _line(self) -> str:
+        return f"{self._documents} documents, {self._text / 1e6:.1f} MB, {self._speed()}"
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}; expected at least 1")
+    return value
+
+
+def _check_place(prefix: str) -> None:
+    directory = Path(prefix).parent
+    if not directory.is_dir():
+        raise UsageError(
+            f"--output-prefix {prefix}: no directory {directory}",
+            "an existing directory",
+            "Make it first, or correct the path.",
+        )
+
+
+def _refuse_empty(writer: indexed.Writer, key: str) -> None:
+    if not writer.tokens:
+        raise UsageError(
+            f"--input: no text under {key!r} in any document",
+            "at least one document with text",
+            "Look at the files and --json-keys; nothing was written.",
+        )
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Let SIGTERM clean up as ctrl-C does; signals can be set in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,188 @@
+"""From batches of lines to token bytes, in this process or in several, always in the order of the input."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_npu.errors import UsageError
+from megatron_npu.preprocessing import corpus
+from megatron_npu.tokenizer import GPT2Tokenizer
+
+# Words that are worth remembering: longer ones hardly come back. Full, the table takes about 40 MB.
+_WORD_LENGTH = 32
+_WORDS_KEPT = 200_000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a worker needs to know, all of it small.
+
+    Attributes:
+        vocab_file, merge_file: the tokenizer's files.
+        keys: the JSON keys, each of which becomes a dataset.
+        append_eod: end every document that has tokens with ``eod``.
+        dtype: name of the tokens' numpy type.
+    """
+
+    vocab_file: str
+    merge_file: str
+    keys: tuple[str, ...]
+    append_eod: bool
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The documents of one batch under one key.
+
+    Attributes:
+        tokens: the tokens' bytes in the dataset's type.
+        lengths: [sequences] int32, tokens of each sequence; a sequence without tokens does not count.
+        sequences: [documents] int64, sequences of each document; 0 for an empty one.
+    """
+
+    tokens: bytes
+    lengths: np.ndarray
+    sequences: np.ndarray
+
+
+@dataclass(frozen=True)
+class Result:
+    """One batch, done: one ``Encoded`` a key, documents, bytes of text, bytes read from disk."""
+
+    keys: tuple[Encoded, ...]
+    documents: int
+    text_bytes: int
+    read: int
+
+
+class _Words(dict[str, bytes]):
+    """Word to token bytes. Text repeats its words: looking one up is many times cheaper than the BPE."""
+
+    def __init__(self, tokenizer: GPT2Tokenizer, dtype: np.dtype) -> None:
+        super().__init__()
+        self._tokenizer, self._dtype = tokenizer, dtype
+
+    def __missing__(self, word: str) -> bytes:
+        tokens = np.array(self._tokenizer.encode_word(word), dtype=self._dtype).tobytes()
+        if len(word) <= _WORD_LENGTH:
+            if len(self) >= _WORDS_KEPT:
+                self.clear()
+            self[word] = tokens
+        return tokens
+
+
+class Encoder:
+    """Encodes batches; the tokens depend on the batch alone.
+
+    Raises:
+        UsageError: the tokenizer's files are unfit.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._tokenizer = GPT2Tokenizer(recipe.vocab_file, recipe.merge_file)
+        self._dtype = np.dtype(recipe.dtype)
+        self._bytes_of = _Words(self._tokenizer, self._dtype).__getitem__
+        self._eod = np.array([self._tokenizer.eod], dtype=self._dtype).tobytes() if recipe.append_eod else b""
+
+    def encode(self, batch: corpus.Batch) -> Result:
+        """Return the batch's tokens.
+
+        Raises:
+            LineError: a line is no document.
+        """
+        documents = list(corpus.documents(batch, self._recipe.keys))
+        columns = zip(*documents, strict=True)
+        keys = tuple(self._encode_key(column) for column in columns)
+        return Result(keys, len(documents), len(batch.text), batch.read)
+
+    def _encode_key(self, documents: Sequence[list[str]]) -> Encoded:
+        words, bytes_of = self._tokenizer.words, self._bytes_of
+        pieces: list[bytes] = []
+        counts: list[int] = []
+        for texts in documents:
+            first = len(pieces)
+            for text in texts:
+                if text:
+                    pieces.append(b"".join(map(bytes_of, words(text))))
+            if len(pieces) > first:
+                pieces[-1] += self._eod
+            counts.append(len(pieces) - first)
+        lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)) // self._dtype.itemsize
+        return Encoded(b"".join(pieces), lengths.astype(np.int32), np.array(counts, dtype=np.int64))
+
+
+def encode_all(batches: Iterable[corpus.Batch], recipe: Recipe, workers: int) -> Iterator[Result]:
+    """Yield the result of each batch in order, from ``workers`` processes (1: this one).
+
+    At most two batches a worker are under way, whatever the length of the input.
+
+    Raises:
+        UsageError: a line is no document, or a worker was killed.
+    """
+    if workers == 1:
+        yield from map(Encoder(recipe).encode, batches)
+        return
+    pool = ProcessPoolExecutor(workers, _context(), _start_worker, (recipe,))
+    try:
+        yield from _in_order(pool, batches, 2 * workers)
+    except BrokenProcessPool as error:
+        raise UsageError(
+            "a worker process was killed",
+            f"{workers} workers that stay alive",
+            "Look for want of memory, or give fewer --workers; nothing was written.",
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(pool: ProcessPoolExecutor, batches: Iterable[corpus.Batch], ahead: int) -> Iterator[Result]:
+    pending: deque[Future[Result]] = deque()
+    for batch in batches:
+        pending.append(pool.submit(_encode, batch))
+        if len(pending) >= ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+def _context() -> multiprocessing.context.BaseContext:
+    """Fork where there is fork: a worker is there at once, and it never touches torch or a device."""
+    return multiprocessing.get_context(
+        "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    )
+
+
+_encoder: Encoder | None = None  # of this worker process
+
+
+def _start_worker(recipe: Recipe) -> None:
+    """Get ready; an interrupt is the parent's business, and without a parent there is nothing to do."""
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    _encoder = Encoder(recipe)
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _encode(batch: corpus.Batch) -> Result:
+    assert _encoder is not None
+    return _encoder.encode(batch)
