@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +100,7 @@ class Redirection:
             owner = functools.reduce(getattr, parents, torch.cuda)
             if name in _PROBES:
                 value = _truthful_to_torch(getattr(owner, name), value)
-            self._set(owner, name, value)
+            self._set(owner, name, _distinct(value))
 
     # -- "cuda" as a device argument -------------------------------------------------------------
 
@@ -141,9 +142,9 @@ class Redirection:
 
         def cuda(original_to: Callable[..., Any]) -> Callable[..., Any]:
             def move(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-                index = device if isinstance(device, int) and name != "cpu" else None
-                place = name if index is None else f"{name}:{index}"
-                return original_to(self, place if device is None or index is not None else target(device))
+                if isinstance(device, int):
+                    device = f"cuda:{device}"
+                return original_to(self, target("cuda" if device is None else device))
 
             return move
 
@@ -260,6 +261,23 @@ class Redirection:
             self._set(owner, "set_rng_state", set_rng_state)
             self._set(owner, "manual_seed", manual_seed)
         self._set(DataLoader, "__iter__", loader_iterator)
+
+
+def _distinct(value: Any) -> Any:
+    """Return a function object of its own for a function or method, anything else as it is.
+
+    torch._dynamo keeps its rules by function object: one function under two names of torch.cuda whose
+    rules differ makes its import fail.
+    """
+    if isinstance(value, (types.BuiltinMethodType, types.MethodType)):
+        return lambda *args, **kwargs: value(*args, **kwargs)
+    if not isinstance(value, types.FunctionType):
+        return value
+    copy = types.FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, value.__closure__
+    )
+    copy.__kwdefaults__ = value.__kwdefaults__
+    return copy
 
 
 def _truthful_to_torch(real: Callable[..., Any], redirected: Callable[..., Any]) -> Callable[..., Any]:

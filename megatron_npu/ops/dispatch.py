@@ -18,6 +18,9 @@ class FusedPathRefusedError(RuntimeError):
     """A call left its fused path although ``MEGATRON_NPU_STRICT=1`` forbids it."""
 
 
+OPERATIONS: list[Operation] = []
+
+
 class Operation:
     """An operation: its name, its plain-torch reference and the implementations of the devices.
 
@@ -31,6 +34,7 @@ class Operation:
         self.reference = reference
         self.implementations: dict[str, tuple[Implementation, Supports | None]] = {}
         self._bound: tuple[Implementation, Supports | None] | None = None
+        OPERATIONS.append(self)
 
     def on(self, *names: str, supports: Supports | None = None) -> Callable[[Implementation], Implementation]:
         """Register the decorated function as the implementation for the named devices."""

@@ -1,0 +1,31 @@
+# Two commands do everything on a new machine: `make demo` and `make test`.
+#   make demo            set up, get data, pre-train a small GPT; again: goes on where it stopped
+#   make demo CLEAN=1    the same from the beginning
+#   make test            set up and run the whole suite
+# VENV: the virtual environment; PYTHON: what makes it; TORCH: installed only if PYTHON has no torch.
+
+VENV ?= .venv
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/demo.stamp
+	$(VENV)/bin/python demo/run.py $(if $(CLEAN),--clean)
+
+test: $(VENV)/test.stamp
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+lint: $(VENV)/test.stamp
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+$(VENV)/%.stamp: setup.py scripts/make_venv.sh
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" bash scripts/make_venv.sh "$(VENV)" "$*"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,54 @@
+"""Installation of megatron_npu. torch is never a requirement by itself: see the README, "Which torch"."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "megatron_npu" / "__init__.py").read_text())[1]
+
+MEGATRON_CORE = "megatron-core==0.16.1"
+PLOT = ["matplotlib", "tensorboard", "tqdm"]
+
+
+class BuildWithPins(build_py):
+    """Copies the pin files, which lie beside the package, into it."""
+
+    def run(self) -> None:
+        super().run()
+        target = Path(self.build_lib) / "megatron_npu" / "patches"
+        target.mkdir(parents=True, exist_ok=True)
+        for file in (ROOT / "patches").iterdir():
+            shutil.copy(file, target / file.name)
+
+
+setup(
+    name="megatron_npu",
+    version=VERSION,
+    description="Stock NVIDIA Megatron on Ascend NPU, CUDA and CPU, by patching at import",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["megatron_npu", "megatron_npu.*"]),
+    # megatron-core uses psutil and six without declaring them; without psutil its checkpoint writer hangs
+    install_requires=["numpy", "packaging", "psutil", "six", "tokenizers", "tqdm"],
+    extras_require={
+        "core": [MEGATRON_CORE],
+        "demo": [MEGATRON_CORE, *PLOT],
+        "test": [MEGATRON_CORE, *PLOT, "hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
+        "cuda": ["torch>=2.5", MEGATRON_CORE],
+        "npu": ["torch-npu", MEGATRON_CORE],
+        "hf": ["safetensors", "transformers"],
+    },
+    entry_points={
+        "console_scripts": ["megatron-npu = megatron_npu.cli:main"],
+        "torch.backends": ["megatron_npu = megatron_npu.autoload:arm"],
+    },
+    cmdclass={"build_py": BuildWithPins},
+)

@@ -1,0 +1,65 @@
+"""A real megatron-core in this process, patched; and its modules as they were written."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("torch")
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+
+def load_stock(name: str) -> ModuleType:
+    """Return a second copy of the module ``name``, which no patch has touched."""
+    spec = importlib.util.find_spec(name)
+    parent, _, last = name.rpartition(".")
+    copy = importlib.util.spec_from_file_location(f"{parent}._stock_{last}", spec.origin)
+    module = importlib.util.module_from_spec(copy)
+    copy.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def stock() -> Callable[[str], ModuleType]:
+    return load_stock
+
+
+@pytest.fixture(scope="module")
+def single_process(tmp_path_factory) -> Iterator[None]:
+    """Model-parallel groups of one process, and Megatron's RNG tracker."""
+    import megatron_npu
+
+    megatron_npu.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    store = tmp_path_factory.mktemp("store") / "file"
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def make_config(**changes):
+    """Return a small TransformerConfig."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    values = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "use_cpu_initialization": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    return TransformerConfig(**{**values, **changes})

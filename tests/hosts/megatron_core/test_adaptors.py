@@ -1,0 +1,373 @@
+"""Each adaptor against the stock function that it replaces, on the installed megatron-core."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import megatron_npu
+from megatron_npu import settings
+from tests.hosts.megatron_core.conftest import load_stock, make_config
+
+pytestmark = pytest.mark.usefixtures("single_process")
+core = "megatron.core"
+
+
+def same_gradients(ours, stock, leaves, atol=1e-5, rtol=1e-5):
+    """Compare two results and their gradients for ``leaves``."""
+    torch.testing.assert_close(ours, stock, atol=atol, rtol=rtol)
+    grad = torch.randn_like(stock)
+    a = torch.autograd.grad(ours, leaves, grad.clone())
+    b = torch.autograd.grad(stock, leaves, grad.clone())
+    for left, right in zip(a, b, strict=True):
+        torch.testing.assert_close(left, right, atol=atol, rtol=rtol)
+
+
+# -- attention --------------------------------------------------------------------------------------
+
+
+def attention_pair(**changes):
+    """Return our attention module and a stock one, with the same configuration."""
+    from megatron.core.transformer import dot_product_attention as patched
+    from megatron.core.transformer.enums import AttnMaskType
+
+    stock = load_stock("megatron.core.transformer.dot_product_attention")
+    kind = getattr(AttnMaskType, changes.pop("mask_type", "causal"))
+    config = make_config(attention_softmax_in_fp32=True, **changes)
+    return tuple(module.DotProductAttention(config, 1, kind, "self").train() for module in (patched, stock))
+
+
+def qkv(queries=12, keys=12, heads=4, groups=4):
+    torch.manual_seed(3)
+    shapes = [(queries, 2, heads, 8), (keys, 2, groups, 8), (keys, 2, groups, 8)]
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("shape_order", ["SBH", "BSH"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_query_groups": 2},
+        {"apply_query_key_layer_scaling": True},
+        {"mask_type": "padding"},
+        {"window_size": (3, 0)},
+    ],
+    ids=lambda changes: "-".join(changes) or "causal",
+)
+def test_attention(changes, shape_order, monkeypatch):
+    monkeypatch.setattr(settings.ATTENTION, "shape_order", shape_order)
+    ours, stock = attention_pair(**changes)
+    leaves = qkv(groups=changes.get("num_query_groups", 4))
+    mask = None
+    if changes.get("mask_type") == "padding":
+        mask = torch.zeros(2, 1, 1, 12, dtype=torch.bool)
+        mask[1, ..., 9:] = True
+    same_gradients(ours(*leaves, mask), stock(*leaves, mask), leaves)
+
+
+def test_attention_is_the_fused_one(monkeypatch):
+    """The scores are never materialised: torch's fused attention is called, the stock forward is not."""
+    calls = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *a, **k: calls.append(k["is_causal"]) or fused(*a, **k),
+    )
+    ours, _ = attention_pair()
+    ours(*qkv(), None)
+    assert calls == [True]
+
+
+def test_window_flags_reach_the_attention(monkeypatch):
+    ours, stock = attention_pair(window_size=(3, 0))
+    free, _ = attention_pair()
+    leaves = qkv()
+    monkeypatch.setattr(settings.ATTENTION, "pre_tokens", 3)
+    monkeypatch.setattr(settings.ATTENTION, "next_tokens", 0)
+    torch.testing.assert_close(free(*leaves, None), stock(*leaves, None))
+    monkeypatch.setattr(settings.ATTENTION, "pre_tokens", 65536)
+    monkeypatch.setattr(settings.ATTENTION, "next_tokens", 65536)
+    _, plain = attention_pair()
+    torch.testing.assert_close(free(*leaves, None), plain(*leaves, None))
+    del ours
+
+
+def test_cached_keys():
+    """Two new queries behind ten cached keys see what the last two of twelve see."""
+    ours, _ = attention_pair()
+    query, key, value = qkv()
+    whole = ours(query, key, value, None)
+    torch.testing.assert_close(ours(query[10:], key, value, None), whole[10:])
+    torch.testing.assert_close(ours(query[11:], key, value, None), whole[11:])
+
+
+def test_attention_dropout_draws_from_the_tracker():
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    ours, _ = attention_pair(attention_dropout=0.5)
+    leaves = qkv()
+    states = get_cuda_rng_tracker().get_states()
+    default = torch.get_rng_state()
+    first = ours(*leaves, None)
+    assert torch.equal(torch.get_rng_state(), default), "the default generator must not move"
+    assert not torch.equal(ours(*leaves, None), first), "the tracker's generator must move"
+    get_cuda_rng_tracker().set_states(states)
+    assert torch.equal(ours(*leaves, None), first)
+    assert torch.equal(ours.eval()(*leaves, None), ours.eval()(*leaves, None))
+
+
+def test_unfused_backend_runs_upstreams_forward(monkeypatch):
+    from megatron.core.transformer.enums import AttnBackend
+
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: pytest.fail("fused")
+    )
+    ours, stock = attention_pair(attention_backend=AttnBackend.unfused)
+    leaves = qkv()
+    torch.testing.assert_close(ours(*leaves, None), stock(*leaves, None))
+
+
+def test_off_by_one_softmax_is_upstreams_and_said(monkeypatch):
+    from megatron_npu.ops import dispatch
+
+    ours, stock = attention_pair(softmax_type="off-by-one")
+    leaves = qkv()
+    torch.testing.assert_close(ours(*leaves, None), stock(*leaves, None))
+    assert dispatch.refusals["attention", "softmax_type=off-by-one"] >= 1
+    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
+    with pytest.raises(dispatch.FusedPathRefusedError, match="off-by-one"):
+        ours(*leaves, None)
+
+
+# -- norm, activations, softmax ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_norm(normalization):
+    from megatron.core.transformer import torch_norm
+
+    config = make_config(normalization=normalization)
+    stock = load_stock("megatron.core.transformer.torch_norm").WrappedTorchNorm(config, 32, 1e-5)
+    ours = torch_norm.WrappedTorchNorm(config, 32, 1e-5)
+    assert ours.state_dict().keys() == {k for k, v in stock.state_dict().items() if v is not None}
+    torch.nn.init.normal_(stock.weight)
+    ours.load_state_dict(stock.state_dict())
+    x = torch.randn(5, 2, 32, requires_grad=True)
+    same_gradients(ours(x), stock(x), [x])
+
+
+def test_norm_of_sequence_parallel_is_marked():
+    from megatron.core.transformer import torch_norm
+
+    config = make_config(tensor_model_parallel_size=2, sequence_parallel=True)
+    norm = torch_norm.WrappedTorchNorm(config, 32)
+    assert norm.weight.sequence_parallel
+    assert norm.bias.sequence_parallel
+
+
+def test_every_local_spec_has_our_norm():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import transformer_block
+
+    from megatron_npu.hosts.megatron_core.adaptor_transformer_torch_norm import Norm
+
+    for normalization in ("LayerNorm", "RMSNorm"):
+        spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization=normalization).submodules
+        attention = spec.self_attention.submodules
+        assert {spec.input_layernorm, spec.pre_mlp_layernorm, attention.q_layernorm} == {Norm}
+    assert transformer_block.LayerNormImpl is Norm
+
+
+def test_bias_gelu():
+    from megatron.core.fusions import fused_bias_gelu
+
+    stock = load_stock("megatron.core.fusions.fused_bias_gelu")
+    x, bias = torch.randn(4, 2, 9, requires_grad=True), torch.randn(9, requires_grad=True)
+    same_gradients(fused_bias_gelu.bias_gelu_impl(x, bias), stock.bias_gelu_impl(x, bias), [x, bias])
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_swiglu(with_bias):
+    from megatron.core.fusions import fused_bias_swiglu
+
+    stock = load_stock("megatron.core.fusions.fused_bias_swiglu")
+    x = torch.randn(4, 2, 18, requires_grad=True)
+    bias = torch.randn(18, requires_grad=True) if with_bias else None
+    leaves = [x, bias] if with_bias else [x]
+    same_gradients(fused_bias_swiglu.bias_swiglu_impl(x, bias), stock.bias_swiglu_impl(x, bias), leaves)
+
+
+@pytest.mark.parametrize("kind", ["causal", "padding"])
+def test_scale_mask_softmax(kind):
+    from megatron.core.fusions import fused_softmax
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.utils import attention_mask_func
+
+    stock = load_stock("megatron.core.fusions.fused_softmax")
+    arguments = (False, True, getattr(AttnMaskType, kind), True, attention_mask_func, True, 2.0)
+    ours, theirs = (m.FusedScaleMaskSoftmax(*arguments) for m in (fused_softmax, stock))
+    x = torch.randn(2, 3, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+    mask = None if kind == "causal" else torch.rand(2, 1, 8, 8) < 0.3
+    assert ours.is_kernel_available(mask, 2, 3, 8, 8)
+    same_gradients(ours(x, mask), theirs.forward_torch_softmax(x, mask), [x], atol=1e-2, rtol=1e-2)
+
+
+# -- loss -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy(smoothing):
+    from megatron.core import tensor_parallel
+
+    stock = load_stock("megatron.core.tensor_parallel.cross_entropy")
+    logits = torch.randn(6, 2, 50, requires_grad=True)
+    target = torch.randint(50, (6, 2))
+    same_gradients(
+        tensor_parallel.vocab_parallel_cross_entropy(logits * 1, target, smoothing),
+        stock.vocab_parallel_cross_entropy(logits * 1, target, smoothing),
+        [logits],
+    )
+
+
+def test_fused_cross_entropy_keeps_fp32_gradients():
+    from megatron.core import parallel_state
+    from megatron.core.fusions import fused_cross_entropy
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    logits = torch.randn(6, 2, 50, requires_grad=True)
+    target = torch.randint(50, (6, 2))
+    loss = fused_cross_entropy.fused_vocab_parallel_cross_entropy(logits * 1, target, group)
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), reduction="none"
+    ).view(6, 2)
+    same_gradients(loss, expected, [logits])
+
+
+# -- generators -------------------------------------------------------------------------------------
+
+
+def test_tracker_fork_sets_and_restores_now():
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    default = torch.get_rng_state()
+    with tracker.fork():
+        first = torch.rand(4)
+    assert torch.equal(torch.get_rng_state(), default)
+    with tracker.fork():
+        second = torch.rand(4)
+    assert not torch.equal(first, second)
+    tracker.set_states(states)
+    with tracker.fork():
+        assert torch.equal(torch.rand(4), first)
+
+
+def test_fork_does_not_complain_of_the_host_generator(caplog):
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():
+        torch.rand(4)
+    assert "CPU RNG state changed" not in caplog.text
+
+
+def test_weights_on_the_host_do_not_depend_on_device_draws():
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    def build(draws):
+        torch.manual_seed(5)
+        torch.rand(draws)
+        config = make_config()
+        return ColumnParallelLinear(
+            8, 16, config=config, init_method=torch.nn.init.normal_, bias=False
+        ).weight
+
+    assert torch.equal(build(0), build(7))
+
+
+# -- optimizer --------------------------------------------------------------------------------------
+
+
+def make_optimizer(distributed):
+    """Return a one-layer model wrapped for data parallelism, and its Megatron optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = make_config()
+    layout = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
+    model = DistributedDataParallel(config, layout, torch.nn.Linear(4, 4))
+    settings_ = OptimizerConfig(
+        optimizer="adam", lr=1e-2, min_lr=0.0, use_distributed_optimizer=distributed, clip_grad=1.0
+    )
+    return model, get_megatron_optimizer(settings_, [model])
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_optimizer_is_the_fused_one(distributed):
+    from megatron_npu.ops.adam import FusedAdam
+
+    model, optimizer = make_optimizer(distributed)
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
+    assert isinstance(inner.optimizer, FusedAdam)
+    before = model.module.weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.main_grad.fill_(0.1)
+    successful, norm, _ = optimizer.step()
+    assert successful
+    assert norm == pytest.approx(0.1 * 20**0.5, rel=1e-5)
+    # the first Adam step moves each weight by the learning rate against its gradient
+    torch.testing.assert_close(model.module.weight.detach(), before - 1e-2, atol=2e-4, rtol=0)
+    assert inner.state_dict()  # fails upstream, before the first step even (distrib_optimizer.py)
+
+
+def test_gradient_norm_and_scaling():
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import clip_grads
+
+    stock = load_stock("megatron.core.optimizer.clip_grads")
+    grads = [torch.randn(n) for n in (3, 50)]
+    group = parallel_state.get_model_parallel_group()
+    ours = clip_grads.get_grad_norm_fp32(grads, 2, group)
+    assert ours == pytest.approx(stock.get_grad_norm_fp32(grads, 2, group), rel=1e-6)
+    parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad.clone()
+    clip_grads.clip_grad_by_total_norm_fp32(parameters, 0.5, ours)
+    clipped = torch.cat([p.grad for p in parameters]).norm().item()
+    assert clipped == pytest.approx(0.5, rel=1e-4)
+
+
+# -- the whole --------------------------------------------------------------------------------------
+
+
+def test_functions_keep_upstreams_signatures():
+    """Callers may pass by name: every replacement of a function has the parameters of the original."""
+    from megatron_npu.patching.record import registry
+
+    checked = 0
+    for patch in registry.patches:
+        if patch.kind != "replace" or not inspect.isfunction(patch.make):
+            continue
+        if not patch.module.startswith("megatron.core") or patch.qualname == "jit_fuser":
+            continue  # upstream binds jit_fuser to torch.compile, and uses it as a bare decorator
+        owner = load_stock(patch.module)
+        for name in patch.qualname.split("."):
+            owner = getattr(owner, name)
+        target = inspect.unwrap(owner, stop=lambda f: not hasattr(f, "__wrapped__"))
+        if not inspect.isfunction(target):
+            continue
+        assert list(inspect.signature(patch.make).parameters) == list(inspect.signature(target).parameters), (
+            patch.target
+        )
+        checked += 1
+    assert checked >= 6
+
+
+def test_ledger_has_nothing_wrong():
+    states = {row.target: (row.state, row.reason) for row in megatron_npu.ledger().rows}
+    wrong = {target: state for target, state in states.items() if state[0] in ("failed", "drifted")}
+    assert not wrong

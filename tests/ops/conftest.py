@@ -1,0 +1,28 @@
+"""Every operation runs on each device that is present."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_npu import devices
+from megatron_npu.ops import dispatch
+
+
+def present() -> list[str]:
+    """Return the names of the devices that can be used here."""
+    kinds = (devices.CpuDevice, devices.CudaDevice, devices.NpuDevice)
+    return [kind.name for kind in kinds if kind().absence() is None]
+
+
+@pytest.fixture(params=present())
+def device(request) -> str:
+    """Bind every operation to the device and return its name."""
+    for operation in dispatch.OPERATIONS:
+        operation.bind(request.param)
+    return request.param
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def dtype(request) -> torch.dtype:
+    return request.param

@@ -1,0 +1,110 @@
+"""ops.cross_entropy against the formula in fp64, on one rank and on a split vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_npu.ops import cross_entropy
+from megatron_npu.ops.cross_entropy import vocab_parallel_cross_entropy
+from tests.ops.tolerances import assert_near
+
+
+def formula(logits, target, smoothing):
+    """Loss per token in fp64: (1 - a') · nll + a' · mean over the vocabulary of -log p, a' = a·K/(K-1)."""
+    size = logits.size(-1)
+    log_p = logits - logits.exp().sum(-1, keepdim=True).log()
+    nll = -log_p.gather(-1, target[..., None])[..., 0]
+    share = smoothing * size / (size - 1)
+    return (1 - share) * nll - share * log_p.mean(-1)
+
+
+def check(logits, target, dtype, loss, smoothing, scale=1.0):
+    leaf = logits.to(dtype).requires_grad_()
+    double = leaf.detach().double().requires_grad_()
+    actual, expected = loss(leaf * 1), formula(double, target, smoothing)
+    assert actual.dtype is torch.float32
+    assert_near(actual, expected, torch.float32 if dtype is torch.float32 else dtype)
+    factor = torch.rand(expected.shape, device=logits.device)
+    (ours,) = torch.autograd.grad(actual, leaf, factor)
+    (right,) = torch.autograd.grad(expected, double, factor.double())
+    assert_near(ours, right, dtype, "gradient")
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.tuples(st.integers(1, 7), st.integers(1, 3)),
+    vocabulary=st.integers(2, 70),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    chunk=st.sampled_from([1 << 20, 64]),
+)
+def test_whole_vocabulary(device, dtype, tokens, vocabulary, smoothing, chunk):
+    torch.manual_seed(2)
+    logits = torch.randn(*tokens, vocabulary, device=device) * 3
+    target = torch.randint(vocabulary, tokens, device=device)
+    whole, cross_entropy._CHUNK_BYTES = cross_entropy._CHUNK_BYTES, chunk  # also more chunks than one
+    try:
+        check(
+            logits,
+            target,
+            dtype,
+            lambda x: vocab_parallel_cross_entropy(
+                x, target, vocab_start=0, vocab_size=vocabulary, label_smoothing=smoothing
+            ),
+            smoothing,
+        )
+    finally:
+        cross_entropy._CHUNK_BYTES = whole
+
+
+def test_large_logits_do_not_overflow(device):
+    logits = torch.tensor([[500.0, -500.0, 499.0]], device=device, requires_grad=True)
+    loss = vocab_parallel_cross_entropy(
+        logits * 1, torch.tensor([0], device=device), vocab_start=0, vocab_size=3
+    )
+    assert loss.item() == pytest.approx(0.313262, abs=1e-5)
+
+
+def test_backward_twice_is_refused(device):
+    """The gradient has taken the place of the logits: a second pass must fail, not be wrong."""
+    logits = torch.randn(4, 9, device=device, requires_grad=True) * 1
+    loss = vocab_parallel_cross_entropy(
+        logits, torch.zeros(4, dtype=torch.long, device=device), vocab_start=0, vocab_size=9
+    ).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def _rank(rank: int, world_size: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    torch.manual_seed(3)
+    vocabulary, part = 12 * world_size, 12
+    logits = torch.randn(5, 2, vocabulary, requires_grad=True)
+    target = torch.randint(vocabulary, (5, 2))
+    for smoothing in (0.0, 0.1):
+        piece = logits.detach()[..., rank * part : (rank + 1) * part].clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(
+            piece * 1,
+            target,
+            vocab_start=rank * part,
+            vocab_size=vocabulary,
+            group=dist.group.WORLD,
+            label_smoothing=smoothing,
+        )
+        double = logits.detach().double().requires_grad_()
+        expected = formula(double, target, smoothing)
+        assert_near(loss, expected, torch.float32)
+        loss.sum().backward()
+        (whole,) = torch.autograd.grad(expected.sum(), double)
+        assert_near(piece.grad, whole[..., rank * part : (rank + 1) * part], torch.float32, "gradient")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_split_vocabulary(tmp_path, world_size):
+    mp.spawn(_rank, (world_size, str(tmp_path / "store")), nprocs=world_size)

@@ -1,0 +1,267 @@
+"""The redirection of torch.cuda on a CPU: what it changes, for whom, and that it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from megatron_npu import devices
+from megatron_npu.devices.redirect import Redirection
+
+
+@pytest.fixture
+def redirection():
+    redirection = Redirection(devices.CpuDevice())
+    redirection.on()
+    yield redirection
+    redirection.off()
+
+
+def as_megatron(source: str) -> dict:
+    """Run ``source`` in a module that belongs to Megatron and return its names."""
+    module = types.ModuleType("megatron.core.example")
+    module.torch = torch
+    exec(source, vars(module))  # a test's own literal
+    return vars(module)
+
+
+OWNERS = [
+    torch,
+    torch.cuda,
+    torch.cuda.random,
+    torch.cuda.memory,
+    torch.cuda.nvtx,
+    torch.random,
+    torch.Tensor,
+    torch.nn.Module,
+    torch.autocast,
+    dist,
+    dist.distributed_c10d,
+    DataLoader,
+]
+
+
+def test_off_restores_every_name():
+    before = [dict(vars(owner)) for owner in OWNERS]
+    redirection = Redirection(devices.CpuDevice())
+    redirection.on()
+    changed = sum(dict(vars(owner)) != old for owner, old in zip(OWNERS, before, strict=True))
+    redirection.off()
+    assert changed == len(OWNERS)
+    for owner, old in zip(OWNERS, before, strict=True):
+        assert dict(vars(owner)) == old, owner
+
+
+def test_on_twice_is_once(redirection):
+    first = torch.empty
+    redirection.on()
+    assert torch.empty is first
+
+
+def test_cuda_device_is_left_alone():
+    redirection = Redirection(devices.CudaDevice())
+    before = dict(vars(torch.cuda))
+    redirection.on()
+    assert dict(vars(torch.cuda)) == before
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.empty(2, device="cuda"),
+        lambda: torch.zeros(2, device="cuda:3"),
+        lambda: torch.tensor([1.0], device=torch.device("cuda", 1)),
+        lambda: torch.ones_like(torch.empty(2), device="cuda"),
+        lambda: torch.empty(2).cuda(),
+        lambda: torch.empty(2).cuda(0, non_blocking=True),
+        lambda: torch.empty(2).to("cuda"),
+        lambda: torch.empty(2).to(device="cuda", dtype=torch.float16),
+        lambda: torch.empty(2).to(torch.cuda.current_device()),
+        lambda: torch.nn.Linear(2, 2).cuda().weight,
+        lambda: torch.nn.Linear(2, 2).to("cuda").weight,
+        lambda: torch.empty(2, pin_memory=True),
+        lambda: torch.empty(2).pin_memory(),
+        lambda: torch.cuda.FloatTensor([1.0]),
+        lambda: torch.cuda.LongTensor(3),
+    ],
+)
+def test_cuda_means_cpu(redirection, call):
+    assert call().device.type == "cpu"
+
+
+def test_other_devices_keep_their_meaning(redirection):
+    assert torch.empty(2, device="meta").is_meta
+    assert torch.empty(2).to("meta").is_meta
+    assert torch.empty(2).to(torch.float16).dtype is torch.float16
+
+
+def test_tensor_types_are_types(redirection):
+    assert isinstance(torch.cuda.HalfTensor, type)
+    half = torch.empty(2, dtype=torch.float16)
+    assert isinstance(half, torch.cuda.HalfTensor)
+    assert not isinstance(half, torch.cuda.FloatTensor)
+    assert isinstance(half, (torch.FloatTensor, torch.cuda.HalfTensor))
+
+
+def test_type_strings_say_cuda_to_megatron_alone(redirection):
+    tensor = torch.empty(2, dtype=torch.bfloat16)
+    names = as_megatron("def kind(x): return x.type()")
+    assert names["kind"](tensor) == "torch.cuda.BFloat16Tensor"
+    assert tensor.type() == "torch.BFloat16Tensor"
+    assert tensor.type("torch.cuda.FloatTensor").dtype is torch.float32
+    assert tensor.type(torch.float64).dtype is torch.float64
+
+
+def test_torch_itself_still_sees_no_cuda(redirection):
+    from torch._inductor.utils import get_gpu_type
+
+    assert torch.cuda.device_count() >= 1
+    assert not torch.cuda.is_available()
+    assert get_gpu_type() == "cuda"  # inductor's default word for "none found"; it must not raise
+
+
+def test_jit_script_still_knows_the_factories(redirection):
+    @torch.jit.script
+    def scripted(n: int) -> torch.Tensor:
+        return torch.zeros(n) + torch.ones(n)
+
+    assert scripted(3).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("first", ["", "import torch._dynamo"], ids=["redirected-first", "dynamo-first"])
+def test_compile_still_works_on_redirected_names(first):
+    """In a process of its own: torch._dynamo reads the names of torch once, at its import."""
+    code = f"""
+import torch
+{first}
+from megatron_npu import devices
+from megatron_npu.devices.redirect import Redirection
+Redirection(devices.CpuDevice()).on()
+def function(x):
+    return torch.zeros(3, device="cuda") + x.to("cuda")
+compiled = torch.compile(function, backend="eager", fullgraph=True)
+assert compiled(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_float64_and_default_dtype_survive(redirection):
+    assert torch.zeros(2, dtype=torch.float64, device="cuda").dtype is torch.float64
+    assert torch.tensor(1.5, device="cuda", dtype=torch.double).dtype is torch.float64
+
+
+def test_autocast_for_cuda_runs_on_the_cpu(redirection):
+    linear = torch.nn.Linear(4, 4)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert linear(torch.randn(2, 4)).dtype is torch.bfloat16
+
+
+def test_streams_and_events(redirection):
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        start.record()
+        torch.randn(200, 200) @ torch.randn(200, 200)
+        end.record()
+    torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) > 0
+
+
+def test_memory_statistics(redirection):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    assert torch.cuda.memory_allocated() - before > 48 << 20
+    del block
+    torch.cuda.empty_cache()
+    assert torch.cuda.max_memory_allocated() - before > 48 << 20
+    assert (
+        torch.cuda.memory_stats()["allocated_bytes.all.peak"]
+        >= torch.cuda.memory_stats()["allocated_bytes.all.current"]
+    )
+    assert torch.cuda.memory_stats()["num_alloc_retries"] == 0
+
+
+def test_process_groups_asked_for_nccl_are_gloo(redirection, tmp_path):
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{tmp_path}/store",
+        rank=0,
+        world_size=1,
+        device_id=torch.device("cuda", 0),
+    )
+    try:
+        assert dist.get_backend() == "gloo"
+        group = dist.new_group([0], backend="nccl", pg_options=object())
+        assert dist.get_backend(group) == "gloo"
+        dist.barrier(group, device_ids=[0])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_device_generator_is_torchs_default(redirection):
+    torch.cuda.manual_seed(5)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3))
+    assert torch.equal(torch.cuda.default_generators[0].get_state(), torch.cuda.random.get_rng_state("cuda"))
+
+
+def test_host_generator_is_another(redirection):
+    device = redirection.device
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    torch.rand(100)  # draws of the device
+    with device.host_rng():
+        assert torch.equal(torch.rand(3), expected)
+        second = torch.rand(3)
+    with device.host_rng():
+        assert not torch.equal(torch.rand(3), second)  # the host's generator has moved on
+
+
+def test_megatron_reads_the_host_generator(redirection):
+    names = as_megatron("def state(): return torch.get_rng_state()\ndef put(s): torch.set_rng_state(s)")
+    before = names["state"]()
+    torch.rand(10)
+    assert torch.equal(names["state"](), before), "a draw of the device must not move the host's generator"
+    names["put"](before)
+    default = torch.get_rng_state()
+    torch.rand(10)
+    assert not torch.equal(torch.get_rng_state(), default), "outside Megatron: the default generator"
+
+
+def test_data_loader_does_not_move_the_device_generator(redirection):
+    state = torch.cuda.get_rng_state()
+    assert len(list(DataLoader(range(8), batch_size=2))) == 4
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_data_loader_workers(redirection):
+    batches = list(DataLoader(list(range(8)), batch_size=2, num_workers=2))
+    assert torch.cat(batches).tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("name", ["npu", "cuda"])
+def test_an_absent_device_is_an_error(name):
+    if {"npu": devices.NpuDevice, "cuda": devices.CudaDevice}[name]().absence() is None:
+        pytest.skip(f"{name} is here")
+    code = "import megatron.core"
+    result = subprocess.run(
+        [sys.executable, "-c", f"import megatron_npu; {code}"],
+        env={**__import__("os").environ, "MEGATRON_NPU_DEVICE": name},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode
+    last = result.stderr.strip().splitlines()[-1]
+    assert f"MEGATRON_NPU_DEVICE={name}, but " in last
+    assert "Install what is missing" in last

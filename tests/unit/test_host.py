@@ -1,0 +1,94 @@
+"""Finding the Megatron on the path without importing it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_npu import host
+from megatron_npu.errors import UsageError
+
+
+def make_core(root: Path, version: str, namespace: bool = True) -> Path:
+    """Write the few files of a megatron-core that ``host`` reads."""
+    core = root / "megatron" / "core"
+    core.mkdir(parents=True)
+    major, minor, patch = version.split(".")
+    (core / "package_info.py").write_text(
+        f'MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ""\n'
+    )
+    (core / "__init__.py").write_text("raise AssertionError('must not be imported')\n")
+    if not namespace:
+        (root / "megatron" / "__init__.py").write_text("raise AssertionError('must not be imported')\n")
+    return root.resolve()
+
+
+@pytest.fixture
+def path(monkeypatch):
+    """Return a function that makes the given folders the whole of ``sys.path`` for Megatron."""
+
+    def use(*roots: Path) -> None:
+        monkeypatch.setattr(sys, "path", [str(root) for root in roots])
+
+    return use
+
+
+@pytest.mark.parametrize("namespace", [True, False])
+def test_finds_the_version_unimported(tmp_path, path, namespace):
+    root = make_core(tmp_path, "0.15.3", namespace)
+    path(root)
+    found = host.find()
+    assert (found.name, found.version, found.root) == ("megatron_core", "0.15.3", root)
+    found.require_supported()
+
+
+def test_finds_the_legacy_tree(tmp_path):
+    model = tmp_path / "megatron" / "model"
+    model.mkdir(parents=True)
+    (model / "transformer.py").touch()
+    assert host.find(tmp_path).name == "megatron_lm"
+
+
+def test_none_at_all(tmp_path, path):
+    path(tmp_path)
+    with pytest.raises(UsageError, match=r"no Megatron on the Python path.*pip install megatron-core"):
+        host.find()
+
+
+@pytest.mark.parametrize(("version", "age"), [("0.11.0", "old"), ("0.17.0", "new"), ("1.0.0", "new")])
+def test_unsupported_versions(tmp_path, version, age):
+    found = host.find(make_core(tmp_path, version))
+    with pytest.raises(UsageError, match=f"{version} in .* is too {age}; expected a version from 0.12"):
+        found.require_supported()
+
+
+@pytest.mark.parametrize("namespace", [True, False])
+def test_two_megatrons(tmp_path, path, monkeypatch, namespace):
+    first = make_core(tmp_path / "a", "0.16.1", namespace)
+    second = make_core(tmp_path / "b", "0.12.1")
+    path(first, second)
+    found = host.find()
+    assert found.shadowed == ((second, "0.12.1"),)
+    with pytest.raises(UsageError, match=r"two Megatrons.*0\.16\.1 in .*a \(first\) and 0\.12\.1 in .*b"):
+        found.require_supported()
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(first))
+    found.require_supported()
+
+
+def test_a_checkout_beside_a_wheel_of_the_same_version(tmp_path, path):
+    path(make_core(tmp_path / "checkout", "0.16.1"), make_core(tmp_path / "wheel", "0.16.1"))
+    host.find().require_supported()
+
+
+def test_the_installed_megatron_core():
+    pytest.importorskip("psutil")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        installed = version("megatron-core")
+    except PackageNotFoundError:
+        pytest.skip("megatron-core is not installed")
+    assert host.find().version == installed
+    assert "megatron.core" not in sys.modules or hasattr(sys.modules["megatron.core"], "__version__")
