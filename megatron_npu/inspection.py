@@ -16,7 +16,7 @@ from megatron_npu import host, plugin
 from megatron_npu.errors import UsageError
 from megatron_npu.host import Host
 from megatron_npu.patching.ledger import Ledger
-from megatron_npu.patching.pins import PinFile, Pins, SourceTree, Verdict, compare
+from megatron_npu.patching.pins import PinError, PinFile, Pins, SourceTree, Verdict, compare
 from megatron_npu.patching.record import Patch, admits, registry
 
 
@@ -35,7 +35,7 @@ def check(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     found = _find(options)
     patches = _shipped(_records(found), found)
-    pins, sources = Pins.load(plugin.pins_directory(), found.name), SourceTree(found.root)
+    pins, sources = _load_pins(found), SourceTree(found.root)
     verdicts = [compare(patch, sources.find(patch.module), pins) for patch in patches]
     print(_verdicts_as_json(found, verdicts) if options.json else _verdicts_as_text(found, verdicts))
     return int(any(verdict.fails or (options.strict and verdict.drifted) for verdict in verdicts))
@@ -132,11 +132,19 @@ def _shipped(patches: list[Patch], found: Host) -> list[Patch]:
     return [patch for patch in patches if found.root.joinpath(*patch.module.split(".")[:2]).exists()]
 
 
+def _load_pins(found: Host) -> Pins:
+    try:
+        return Pins.load(plugin.pins_directory(), found.name)
+    except PinError as error:
+        raise UsageError(str(error), "a pin file", "Write it anew: megatron-npu pin") from error
+
+
 def _keep_absent(pinned: PinFile, modules: set[str], directory: Path) -> None:
     path = directory / f"{pinned.host}-{pinned.version}.json"
-    if not path.is_file():
+    try:
+        former = PinFile.read(path)
+    except PinError:  # there is none, or nothing in it can be kept
         return
-    former = PinFile.read(path)
     for target, old in former.targets.items():
         module = target.partition(":")[0]
         if module in modules:

@@ -88,7 +88,8 @@ class Engine:
             os.register_at_fork(after_in_child=self._forget_lock)
 
     def _forget_lock(self) -> None:
-        self._lock = threading.RLock()  # a thread that held it does not exist in the child
+        # A thread that held the lock does not exist in the child.
+        self._lock, self._activating = threading.RLock(), False
 
     # --- switching on and off ---
 
@@ -116,8 +117,9 @@ class Engine:
     def apply_loaded(self) -> None:
         """Patch the modules that were imported before the engine was armed.
 
-        Names that other modules of the host or the main module took by value are repaired. A module whose
-        body is still running is patched when it ends.
+        Functions and classes that other modules of the host or the main module took by value are repaired;
+        plain values, and names that the patched module itself had imported, are not. A module whose body
+        is still running is patched when it ends.
 
         Raises:
             DriftError: see ``Context.drift``.
@@ -194,12 +196,18 @@ class Engine:
             self._activate()
             if self._incomplete:
                 self.apply_loaded()
-            # On a reload the body must find its own names again, not ours.
-            self._restore([change for change in self._changes if change.owner is module])
+            self._forget(module)
             run(module)
             self._patch(module, late=False)
         finally:
             self._running.discard(id(module))
+
+    def _forget(self, module: ModuleType) -> None:
+        """Make ready for a body that runs again: on a reload it must find its own names, not ours."""
+        self._restore([change for change in self._changes if change.owner is module])
+        self._patched.pop(module.__name__, None)
+        for patch in self.registry.for_module(module.__name__):
+            self._ledger.row(patch).settle("pending")
 
     def _activate(self) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
@@ -103,12 +104,12 @@ class Ledger:
         return f"{text} ({'; '.join(reasons)})" if reasons else text
 
     def text(self) -> str:
-        """Return the ledger for a terminal: one line a patch, with indented remarks."""
-        width = max((len(row.target) for row in self.rows), default=0)
+        """Return the ledger for a terminal: a line for each patch, its reason and remarks below."""
         lines = []
         for row in self.rows:
-            lines.append(f"{row.state:<8} {row.kind:<8} {row.target:<{width}}  {row.why}".rstrip())
-            lines += [f"{'':9}{remark}" for remark in _remarks(row)]
+            lines.append(f"{row.state:<8} {row.kind:<8} {row.target}")
+            for remark in (*_remarks(row), row.why):
+                lines += textwrap.wrap(remark, 100, initial_indent=" " * 18, subsequent_indent=" " * 18)
         lines += [f"not taken: {note.subject}: {note.reason} ({note.count}x)" for note in self.notes]
         return "\n".join([*lines, self.summary()])
 

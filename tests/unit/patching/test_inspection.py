@@ -1,0 +1,136 @@
+"""The commands on real Megatron sources: a copy of the installed megatron-core, edited."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_npu import cli, host, inspection, plugin
+from megatron_npu.errors import UsageError
+from megatron_npu.patching.pins import Pins
+
+
+@pytest.fixture(scope="module")
+def found() -> host.Host:
+    try:
+        return host.find()
+    except UsageError:
+        pytest.skip("no Megatron is installed")
+
+
+@pytest.fixture
+def tree(found: host.Host, tmp_path: Path) -> Path:
+    """The patched modules of the installed Megatron, nothing else."""
+    patches = inspection._shipped(inspection._records(found), found)
+    files = {found.root / "megatron/core/package_info.py"}
+    for module in {patch.module for patch in patches}:
+        base = found.root.joinpath(*module.split("."))
+        files.add(base / "__init__.py" if base.is_dir() else base.with_suffix(".py"))
+    for path in files:
+        copy = tmp_path / "tree" / path.relative_to(found.root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    return tmp_path / "tree"
+
+
+@pytest.fixture
+def pins(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Path:
+    """Pins of ``tree`` as it is."""
+    directory = tmp_path / "pins"
+    assert inspection.pin(["--megatron", str(tree), "--output", str(directory)]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(plugin, "pins_directory", lambda: directory)
+    return directory
+
+
+def edit(tree: Path, old: str, new: str) -> None:
+    path = tree / "megatron/core/tensor_parallel/random.py"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def check(tree: Path, capsys: pytest.CaptureFixture, *options: str) -> tuple[int, dict]:
+    code = inspection.check(["--megatron", str(tree), "--json", *options])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_unchanged(tree: Path, pins: Path, capsys: pytest.CaptureFixture) -> None:
+    code, report = check(tree, capsys)
+    assert code == report["fails"] == 0
+    assert set(report["counts"]) == {"same"}
+    assert len(report["targets"]) >= 10
+
+
+def test_a_changed_comment_is_the_same(tree: Path, pins: Path, capsys: pytest.CaptureFixture) -> None:
+    edit(tree, "def _set_cuda_rng_state(", "# a remark\ndef _set_cuda_rng_state(")
+    assert check(tree, capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("new", "status"),
+    [
+        ("def _set_cuda_rng_state(extra, ", "signature_changed"),
+        ("def _set_cuda_rng_state_renamed(", "gone"),
+    ],
+)
+def test_drift(tree: Path, pins: Path, capsys: pytest.CaptureFixture, new: str, status: str) -> None:
+    edit(tree, "def _set_cuda_rng_state(", new)
+    code, report = check(tree, capsys)
+    assert code == report["fails"] == 1
+    (failing,) = [target for target in report["targets"] if target["fails"]]
+    assert failing["status"] == status
+    assert failing["file"].endswith("random.py")
+    assert inspection.check(["--megatron", str(tree)]) == 1
+    assert "FAILS" in capsys.readouterr().out
+
+
+def test_a_removed_module_is_drift(tree: Path, pins: Path, capsys: pytest.CaptureFixture) -> None:
+    (tree / "megatron/core/tensor_parallel/random.py").unlink()
+    assert check(tree, capsys)[0] == 1
+
+
+def test_it_is_static_and_fast(tree: Path, pins: Path, capsys: pytest.CaptureFixture) -> None:
+    loaded = {name for name in sys.modules if name.partition(".")[0] == "megatron"}
+    start = time.perf_counter()
+    check(tree, capsys)
+    assert time.perf_counter() - start < 1.0
+    assert {name for name in sys.modules if name.partition(".")[0] == "megatron"} == loaded
+
+
+def test_pins_of_modules_that_this_megatron_lacks_are_kept(
+    tree: Path, pins: Path, found: host.Host, capsys: pytest.CaptureFixture
+) -> None:
+    (path,) = pins.iterdir()
+    data = json.loads(path.read_text())
+    elsewhere = [patch for patch in inspection._records(found) if ".core." not in patch.target]
+    target, module = elsewhere[0].target, elsewhere[0].module
+    if module in data["modules"]:
+        pytest.skip("this Megatron ships the training scripts")
+    data["targets"][target] = {"fingerprint": "0" * 16, "signature": "def f()", "line": 1}
+    data["modules"][module] = "0" * 64
+    path.write_text(json.dumps(data))
+    assert inspection.pin(["--megatron", str(tree), "--output", str(pins)]) == 0
+    assert Pins.load(pins, found.name).of(target)[0].signature == "def f()"
+
+
+def test_static_ledger_shows_every_record_as_pending(found: host.Host, capsys: pytest.CaptureFixture) -> None:
+    assert inspection.ledger(["--static", "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)["counts"]
+    assert counts["pending"] == sum(counts.values()) >= 10
+
+
+@pytest.mark.parametrize("arguments", [["--megatron", "no/such/place"], ["--host", "no_such_host"]])
+@pytest.mark.parametrize("command", ["check", "pin", "ledger"])
+def test_bad_usage_is_one_line(
+    found: host.Host, command: str, arguments: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert cli.main([command, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert arguments[1] in error

@@ -1,0 +1,53 @@
+"""The ledger as text, JSON and Markdown."""
+
+from __future__ import annotations
+
+import json
+
+from megatron_npu.patching.ledger import Ledger
+from megatron_npu.patching.record import Registry
+from tests.unit.patching.conftest import HostTree
+
+
+def test_a_module_that_was_never_imported_is_pending(host: HostTree) -> None:
+    host.registry.constant("hostpkg.model:LIMIT", 7, why="w", host="host")
+    host.registry.constant("hostpkg.never:X", 7, why="w")
+    host.registry.constant("hostpkg.model:LIMIT", 7, why="w", host="another host")
+    engine = host.engine()
+    assert engine.ledger.summary() == "0 applied, 0 drifted, 0 skipped, 3 pending"
+    host.load("model")
+    assert engine.ledger.summary() == "1 applied, 0 drifted, 0 skipped, 1 pending"
+    assert [row.state for row in engine.ledger.rows] == ["applied", "pending"]
+
+
+def test_forms(host: HostTree) -> None:
+    host.registry.constant("hostpkg.model:LIMIT", 7, why="a | b", until="later")
+    engine = host.engine()
+    host.load("model")
+    engine.ledger.note("attention", "window on cpu")
+    data = json.loads(engine.ledger.json())
+    assert data["counts"]["applied"] == 1
+    assert data["patches"][0]["target"] == "hostpkg.model:LIMIT"
+    assert data["notes"] == [{"subject": "attention", "reason": "window on cpu", "count": 1}]
+    table = engine.ledger.markdown().splitlines()
+    assert len({line.replace("\\|", "").count("|") for line in table}) == 1
+    text = engine.ledger.text()
+    assert "hostpkg.model:LIMIT" in text
+    assert "window on cpu" in text
+    assert text.endswith(engine.ledger.summary())
+
+
+def test_notes_are_counted_once_each() -> None:
+    ledger = Ledger()
+    assert ledger.note("norm", "fp64")
+    assert not ledger.note("norm", "fp64")
+    assert ledger.note("norm", "cpu")
+    assert [(note.reason, note.count) for note in ledger.notes] == [("fp64", 2), ("cpu", 1)]
+
+
+def test_equal_reasons_are_told_once() -> None:
+    registry, ledger = Registry(), Ledger()
+    for name in "abc":
+        registry.constant(f"m:{name}", 1, why="w")
+        ledger.row(registry.patches[-1]).settle("skipped", "apex is here" if name < "c" else "")
+    assert ledger.summary() == "0 applied, 0 drifted, 3 skipped (apex is here)"

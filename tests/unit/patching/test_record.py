@@ -1,0 +1,156 @@
+"""Records: what is refused at registration, and what selects a patch."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_npu.patching.record import Patch, PatchConflict, Registry, admits, versions_overlap
+
+
+def first(x: int) -> int:
+    return x
+
+
+def second(x: int) -> int:
+    return x
+
+
+def make_patch(**changes: object) -> Patch:
+    fields = {"target": "a.b:C.d", "kind": "replace", "make": first, "devices": ("cpu",), "host": "",
+              "versions": "", "why": "w", "until": "", "origin": "here"}  # fmt: skip
+    return Patch(**{**fields, **changes})
+
+
+def test_second_replacement_is_refused_and_names_both_origins() -> None:
+    registry = Registry()
+    registry.replace("a.b:f", why="w", devices=("npu", "cpu"))(first)
+    with pytest.raises(PatchConflict) as caught:
+        registry.replace("a.b:f", why="w", devices=("cpu",))(second)
+    assert "test_record.first" in str(caught.value)
+    assert "test_record.second" in str(caught.value)
+    assert len(registry.patches) == 1
+
+
+def test_constant_conflicts_with_a_replacement() -> None:
+    registry = Registry()
+    registry.constant("a.b:f", 1, why="w")
+    with pytest.raises(PatchConflict):
+        registry.replace("a.b:f", why="w")(first)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"devices": ("npu",)}, {"devices": ("cpu",)}),
+        ({"host": "x"}, {"host": "y"}),
+        ({"versions": "<0.15"}, {"versions": ">=0.15"}),
+    ],
+)
+def test_replacements_that_never_meet_are_admitted(one: dict, other: dict) -> None:
+    registry = Registry()
+    registry.replace("a.b:f", why="w", **one)(first)
+    registry.replace("a.b:f", why="w", **other)(second)
+    assert len(registry.for_module("a.b")) == 2
+
+
+def test_any_host_meets_every_host() -> None:
+    registry = Registry()
+    registry.replace("a.b:f", why="w")(first)
+    with pytest.raises(PatchConflict):
+        registry.replace("a.b:f", why="w", host="x")(second)
+
+
+def test_wraps_never_conflict() -> None:
+    registry = Registry()
+    registry.replace("a.b:f", why="w")(first)
+    registry.wrap("a.b:f", why="w")(first)
+    registry.wrap("a.b:f", why="w")(second)
+    assert [patch.kind for patch in registry.for_module("a.b")] == ["replace", "wrap", "wrap"]
+
+
+def test_the_same_record_again_takes_its_own_place() -> None:
+    registry = Registry()
+    for _ in range(2):
+        registry.wrap("a.b:f", why="w")(first)
+        registry.constant("a.b:X", 1, why="w")
+    assert len(registry.patches) == 2
+
+
+def test_two_functions_of_one_name_are_two_records() -> None:
+    registry = Registry()
+    makes = []
+    for line in ("", "\n"):
+        scope: dict = {"__name__": "adaptor"}
+        exec(compile(f"{line}def _(x): pass", "adaptor.py", "exec"), scope)
+        makes.append(scope["_"])
+    registry.replace("a.b:f", why="w")(makes[0])
+    with pytest.raises(PatchConflict):
+        registry.replace("a.b:f", why="w")(makes[1])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("", ">=1", True),
+        (">=0.12,<0.15", ">=0.15", False),
+        (">=0.12,<=0.15", ">=0.15", True),
+        (">0.15", "<=0.15", False),
+        (">0.14", "<0.15", True),
+        ("==0.16.*", ">=0.16.1", True),
+        ("==0.15.*", "==0.16.*", False),
+        ("!=0.16.1", "==0.16.1", False),
+        ("<0.15", "<0.13", True),
+        ("~=0.16.0", ">=0.17", False),
+    ],
+)
+def test_overlap_of_versions(one: str, other: str, expected: bool) -> None:
+    assert versions_overlap(one, other) is expected
+    assert versions_overlap(other, one) is expected
+
+
+def test_versions_admit_pre_releases_and_refuse_what_is_no_version() -> None:
+    assert admits(">=0.15", "0.16.0rc0")
+    assert not admits(">=0.17", "0.16.1")
+    assert admits("", "not a version")
+    assert not admits(">=0", "not a version")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target": "a.b.f"},
+        {"target": "a.b:"},
+        {"target": "a b:f"},
+        {"devices": ()},
+        {"devices": ("tpu",)},
+        {"why": " "},
+        {"versions": "newest"},
+    ],
+)
+def test_malformed_records_are_refused(changes: dict) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Registry().add(make_patch(**changes))
+
+
+def test_reasons_to_skip() -> None:
+    assert make_patch().reason_to_skip("1.0", "cpu") is None
+    assert make_patch().reason_to_skip("1.0", "npu") == "for cpu, not npu"
+    assert make_patch(versions="<1").reason_to_skip("1.0", "cpu") == "for versions <1, not 1.0"
+    assert make_patch(condition=lambda: "apex is here").reason_to_skip("1.0", "cpu") == "apex is here"
+
+
+def test_scoped_registry_records_into_its_parent() -> None:
+    registry = Registry()
+    scoped = registry.scoped("x")
+    scoped.replace("a.b:f", why="w")(first)
+    assert [patch.host for patch in registry.patches] == ["x"]
+    assert registry.modules() == ["a.b"]
+
+
+def test_records_know_where_they_come_from() -> None:
+    registry = Registry()
+    registry.constant("a.b:X", 1, why="w")
+    registry.wrap("a.b:f", why="w")(first)
+    constant, wrap = registry.patches
+    assert constant.origin == wrap.origin.rpartition(".")[0] == __name__
+    assert constant.where.startswith(__file__)
