@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -121,14 +121,17 @@ def is_shared_by_identity(value: Any, module: str) -> bool:
     return callable(value) and getattr(value, "__module__", None) == module
 
 
-def holders(prefixes: tuple[str, ...]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Yield every (module, name, value) of the host's modules and the main module."""
+def holders(values: Set[int], prefixes: tuple[str, ...]) -> Iterator[tuple[ModuleType, str, Any]]:
+    """Yield every (module, name, value) of the host and the main module whose value has one of the ids."""
     for module_name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType):
             continue
-        if module_name in MAIN_MODULES or is_under(module_name, prefixes):
-            for name, value in list(vars(module).items()):
-                yield module, name, value
+        if not (module_name in MAIN_MODULES or is_under(module_name, prefixes)):
+            continue
+        names = vars(module).copy()
+        if values.isdisjoint(map(id, names.values())):  # almost always; much faster than the loop below
+            continue
+        yield from ((module, name, value) for name, value in names.items() if id(value) in values)
 
 
 def is_under(name: str, prefixes: tuple[str, ...]) -> bool:

@@ -254,6 +254,9 @@ class Engine:
         wanted = [
             patch for patch in self._patches_for(module.__name__) if self._is_wanted(patch, context, late)
         ]
+        if not wanted:
+            self._patched[module.__name__] = module
+            return
         verdicts = self._check(wanted, module, context)
         first = len(self._changes)
         try:
@@ -263,6 +266,9 @@ class Engine:
             self._repair(module, self._changes[first:])
         except BaseException:
             self._restore(self._changes[first:])
+            for row in map(self._ledger.row, wanted):
+                if row.state in ("applied", "drifted"):
+                    row.settle("pending", "taken back: another patch of the module failed")
             raise
         self._patched[module.__name__] = module
 
@@ -357,11 +363,10 @@ class Engine:
         }
         news = {id(change.new) for change in changes if change.owner is module and callable(change.new)}
         ours = {(id(change.owner), change.name) for change in self._changes}
-        for holder, name, value in holders(self.prefixes):
-            if id(value) in olds:
-                self._repair_one(
-                    Change(module, holder, name, value, olds[id(value)].new), olds[id(value)].name
-                )
+        for holder, name, value in holders(news | olds.keys(), self.prefixes):
+            change = olds.get(id(value))
+            if change is not None:
+                self._repair_one(Change(module, holder, name, value, change.new), change.name)
             elif id(value) in news and (id(holder), name) not in ours:
                 news.discard(id(value))  # it has a home of its own in the host
         self._captured += [
@@ -390,10 +395,11 @@ class Engine:
         originals: dict[int, dict[str, Any]] = {}
         for name, new, old in self._captured:
             originals.setdefault(id(new), {}).setdefault(name, old)
-        for holder, name, value in holders(self.prefixes):
-            named = originals.get(id(value))
-            if named:  # one new object may stand for several originals: the name tells which
-                setattr(holder, name, named.get(name, next(iter(named.values()))))
+        for holder, name, value in holders(originals.keys(), self.prefixes):
+            named = originals[
+                id(value)
+            ]  # one new object may stand for several originals: the name tells which
+            setattr(holder, name, named.get(name, next(iter(named.values()))))
         self._captured.clear()
 
 

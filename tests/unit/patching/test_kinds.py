@@ -162,6 +162,7 @@ def test_a_failing_factory_fails_the_import_and_leaves_nothing(host: HostTree) -
     with pytest.raises(PatchError, match="boom"):
         host.engines[0].apply_loaded()
     assert snapshot(model) == before
+    assert host.engines[0].ledger.count("applied") == 0
 
 
 def test_what_others_set_since_is_left_alone(host: HostTree, caplog: pytest.LogCaptureFixture) -> None:
