@@ -78,9 +78,10 @@ def preprocess(arguments: argparse.Namespace) -> None:
         batches = chain.from_iterable(map(corpus.batches, arguments.input))
         results = encode_all(batches, recipe, arguments.workers)
         stack.callback(results.close)  # first of all: the workers end before the files go
-        for result in stack.enter_context(_Progress(size, arguments.log_interval)).watch(results):
-            for writer, encoded in zip(writers, result.keys, strict=True):
-                writer.add(encoded.tokens, encoded.lengths, encoded.sequences)
+        with _Progress(size, arguments.log_interval) as progress:
+            for result in progress.watch(results):
+                for writer, encoded in zip(writers, result.keys, strict=True):
+                    writer.add(encoded.tokens, encoded.lengths, encoded.sequences)
         for writer, key in zip(writers, keys, strict=True):
             _refuse_empty(writer, key)
             writer.finish()
@@ -102,8 +103,10 @@ class _Progress:
     def __enter__(self) -> _Progress:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bar.close()
+        if kind is None:
+            print(self._line(), file=sys.stderr, flush=True)
 
     def watch(self, results: Iterator[Result]) -> Iterator[Result]:
         """Yield the results on, reporting them."""
@@ -115,7 +118,6 @@ class _Progress:
             self._bar.set_postfix_str(self._speed(), refresh=False)
             if self._bar.disable and self._documents // self._interval > before // self._interval:
                 print(self._line(), file=sys.stderr, flush=True)
-        print(self._line(), file=sys.stderr, flush=True)
 
     def _speed(self) -> str:
         return f"{self._text / 1e6 / max(time.monotonic() - self._begin, 1e-9):.2f} MB/s of text"

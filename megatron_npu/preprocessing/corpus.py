@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import importlib
 import json
 import lzma
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO
 
 from megatron_npu.errors import UsageError
@@ -133,12 +136,12 @@ def _refuse_surrogates(text: str, key: str) -> None:
 
 
 def _read(stream: BinaryIO, path: str, size: int) -> bytes:
+    damage: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
+    if (zstd := _zstd()) is not None:
+        damage = (*damage, zstd.ZstdError)
     try:
         return stream.read(size)
-    except Exception as error:
-        # each decompressor has errors of its own; the one of zstandard may not be installed
-        if not isinstance(error, (OSError, EOFError, zlib.error, lzma.LZMAError, _zstd_error())):
-            raise
+    except damage as error:
         raise UsageError(
             f"--input {path}: {error}", "an undamaged file", "Fetch or compress the file again."
         ) from error
@@ -154,23 +157,25 @@ def _decompressed(path: str, raw: BinaryIO) -> BinaryIO:
     if suffix == ".bz2":
         return bz2.BZ2File(raw)
     if suffix == ".zst":
-        return _zstd(path, raw)
+        if (zstd := _zstd()) is None:
+            raise UsageError(
+                f"--input {path}",
+                "the package backports.zstd for .zst files",
+                "Install it: pip install backports.zstd.",
+            )
+        return zstd.ZstdFile(raw)
     return raw
 
 
-def _zstd(path: str, raw: BinaryIO) -> BinaryIO:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UsageError(
-            f"--input {path}", "the package zstandard for .zst files", "Install it: pip install zstandard."
-        ) from error
-    return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
+@cache
+def _zstd() -> ModuleType | None:
+    """Return the module for .zst: the standard library's from Python 3.14 on, before that its backport.
 
-
-def _zstd_error() -> type[Exception]:
-    try:
-        import zstandard
-    except ImportError:
-        return EOFError
-    return zstandard.ZstdError
+    The package ``zstandard`` would not do: it takes a truncated file for a whole one.
+    """
+    for name in ("compression.zstd", "backports.zstd"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return None
