@@ -1,0 +1,275 @@
+"""The command as a whole: equal bytes for any number of workers, lossless, all or nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import hashlib
+import multiprocessing
+import os
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_npu import cli
+from megatron_npu.errors import UsageError
+from megatron_npu.preprocessing import corpus, encoder, indexed
+from megatron_npu.settings import MEGATRON_PATH
+from megatron_npu.tokenizer import GPT2Tokenizer
+from tests.conftest import ROOT, Vocabulary
+from tests.unit.preprocessing.conftest import SAMPLE
+
+Write = Callable[..., Path]
+Run = Callable[..., Path]
+ODD = [SAMPLE, "", "rose", " \n", "It's <|endoftext|> 'll", "\x00\x1f\x85\u2028é", "x" * 3000, "\U00031350🙂"]
+
+
+def contents(prefix: Path) -> tuple[bytes, bytes]:
+    return prefix.with_suffix(".bin").read_bytes(), prefix.with_suffix(".idx").read_bytes()
+
+
+def texts(prefix: Path, tokenizer: GPT2Tokenizer) -> list[str]:
+    """Read a dataset by its documented layout; return the text of each document."""
+    data, index = contents(prefix)
+    _, _, code, sequences, boundaries = indexed.HEADER.unpack_from(index)
+    tokens = np.frombuffer(data, indexed.CODES[code]).tolist()
+    lengths = np.frombuffer(index, "<i4", sequences, indexed.HEADER.size)
+    limits = np.frombuffer(index, "<i8", boundaries, indexed.HEADER.size + 12 * sequences)
+    ends = np.concatenate([[0], np.cumsum(lengths)])[limits]
+    return [tokenizer.decode(tokens[a:b]) for a, b in pairwise(ends)]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    documents=st.lists(st.text(max_size=40), min_size=1, max_size=12).filter(any),
+    workers=st.integers(2, 3),
+    batch=st.integers(1, 200),
+)
+def test_lossless_and_equal_for_any_number_of_workers(
+    tiny: Vocabulary, corpus_file: Write, preprocess: Run, documents: list[str], workers: int, batch: int
+) -> None:
+    file = corpus_file({"text": text} for text in documents)
+    alone = preprocess(file, prefix="alone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus.batches, "__defaults__", (batch,))
+        together = preprocess(file, prefix="together", flags=["--workers", str(workers)])
+    assert contents(together) == contents(alone)
+    assert texts(alone, GPT2Tokenizer(*tiny)) == documents
+
+
+def test_append_eod_spares_empty_documents(tiny: Vocabulary, corpus_file: Write, preprocess: Run) -> None:
+    prefix = preprocess(corpus_file({"text": text} for text in ODD), flags=["--append-eod"])
+    expected = [text + "<|endoftext|>" if text else "" for text in ODD]
+    assert texts(prefix, GPT2Tokenizer(*tiny)) == expected
+    assert indexed.validate(prefix, 400).documents == len(ODD)
+
+
+def test_several_files_are_one_corpus(tmp_path: Path, corpus_file: Write, preprocess: Run) -> None:
+    whole = preprocess(corpus_file({"text": text} for text in ODD), prefix="whole")
+    first = corpus_file(({"text": text} for text in ODD[:3]), "first.jsonl")
+    second = tmp_path / "second.jsonl.gz"
+    second.write_bytes(gzip.compress(corpus_file({"text": text} for text in ODD[3:]).read_bytes()))
+    assert contents(preprocess(first, second, prefix="parts")) == contents(whole)
+
+
+def test_several_keys_and_lists(
+    tmp_path: Path, tiny: Vocabulary, corpus_file: Write, preprocess: Run
+) -> None:
+    file = corpus_file([{"text": "rose", "parts": ["a b", "", "c"]}, {"text": "", "parts": []}])
+    prefix = preprocess(file, flags=["--json-keys", "text", "parts"])
+    parts = tmp_path / "out_parts_document"
+    assert texts(prefix, GPT2Tokenizer(*tiny)) == ["rose", ""]
+    assert texts(parts, GPT2Tokenizer(*tiny)) == ["a bc", ""]
+    assert indexed.validate(parts).sequences == 2
+
+
+def test_the_word_table_is_bounded_and_changes_nothing(
+    tiny: Vocabulary, corpus_file: Write, preprocess: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = corpus_file({"text": text} for text in ODD)
+    plenty = preprocess(file, prefix="plenty")
+    monkeypatch.setattr(encoder, "_WORDS_KEPT", 2)
+    assert contents(preprocess(file, prefix="scarce")) == contents(plenty)
+    words = encoder._Words(GPT2Tokenizer(*tiny), np.dtype(np.uint16))
+    for word in ["a", "b", "c" * 100, "d", "e"]:
+        assert words[word]
+        assert len(words) <= 2
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_bad_line_leaves_everything_as_it_was(
+    tmp_path: Path, corpus_file: Write, preprocess: Run, workers: str
+) -> None:
+    before = contents(preprocess(corpus_file([{"text": "old"}])))
+    file = corpus_file([{"text": "new"}] * 2000 + [{"other": 1}, {"text": 0}], "bad.jsonl")
+    with pytest.raises(UsageError, match=r"bad\.jsonl:2001: no key 'text'"):
+        preprocess(file, flags=["--workers", workers])
+    assert contents(tmp_path / "out_text_document") == before
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_input_without_text(tmp_path: Path, corpus_file: Write, preprocess: Run) -> None:
+    with pytest.raises(UsageError, match="no text under 'text'"):
+        preprocess(corpus_file([{"text": ""}]))
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_no_directory_for_the_output(corpus_file: Write, preprocess: Run) -> None:
+    with pytest.raises(UsageError, match=r"--output-prefix .*no directory"):
+        preprocess(corpus_file([{"text": "a"}]), prefix="absent/out")
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str], tiny: Vocabulary) -> None:
+    flags = [
+        "--output-prefix",
+        "x",
+        "--vocab-file",
+        str(tiny.vocab_file),
+        "--merge-file",
+        str(tiny.merge_file),
+    ]
+    assert cli.main(["preprocess", "--input", "absent.jsonl", *flags]) == 2
+    assert "absent.jsonl: no such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["preprocess", "--input", "absent.jsonl", "--workers", "0", *flags])
+
+
+def test_reading_keeps_close_to_encoding(tiny: Vocabulary) -> None:
+    """Memory is bounded because only two batches a worker are ever ahead of what was taken."""
+    read = 0
+
+    def batches() -> Iterator[corpus.Batch]:
+        nonlocal read
+        for _ in range(100):
+            read += 1
+            yield corpus.Batch("f", 1, b'{"text": "a"}\n', 0)
+
+    recipe = encoder.Recipe(str(tiny.vocab_file), str(tiny.merge_file), ("text",), False, "uint16")
+    for taken, _ in enumerate(encoder.encode_all(batches(), recipe, workers=2), start=1):
+        assert read - taken < 4
+
+
+def test_a_killed_worker_is_said(tiny: Vocabulary) -> None:
+    recipe = encoder.Recipe(str(tiny.vocab_file), str(tiny.merge_file), ("text",), False, "uint16")
+    batches = iter([corpus.Batch("f", 1, b'{"text": "a"}\n', 0)] * 1000)
+    results = encoder.encode_all(batches, recipe, workers=2)
+    next(results)
+    for child in multiprocessing.active_children():
+        child.kill()
+    with pytest.raises(UsageError, match="a worker process was killed"):
+        list(results)
+
+
+def test_log_lines_without_a_terminal(
+    corpus_file: Write, preprocess: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    preprocess(corpus_file({"text": text} for text in ODD), flags=["--log-interval", "4"])
+    captured = capfd.readouterr()
+    assert "8 documents" in captured.err
+    assert "MB/s" in captured.err
+    assert "uint16" in captured.out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a pseudo-terminal")
+def test_bar_on_a_terminal(tmp_path: Path, tiny: Vocabulary, corpus_file: Write) -> None:
+    file = corpus_file({"text": text} for text in ODD)
+    ours, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # rows, columns
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_npu",
+        "preprocess",
+        "--input",
+        str(file),
+        "--log-interval",
+        "1",
+    ]
+    command += ["--output-prefix", str(tmp_path / "out"), "--vocab-file", str(tiny.vocab_file)]
+    command += ["--merge-file", str(tiny.merge_file)]
+    subprocess.run(command, cwd=ROOT, stderr=terminal, check=True, timeout=60)
+    os.close(terminal)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "100%" in shown
+    assert "MB/s of text" in shown
+    assert shown.count(" documents, ") == 1  # the last line; the bar stands for the others
+
+
+def _members(group: int) -> list[int]:
+    """Return the live processes of a process group."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_stopped_half_way(
+    tmp_path: Path, tiny: Vocabulary, corpus_file: Write, number: signal.Signals, code: int
+) -> None:
+    """Ctrl-C reaches the whole group, the other signals the command alone; no worker outlives it."""
+    file = corpus_file([{"text": SAMPLE * 40}])  # one line, repeated below
+    file.write_bytes(file.read_bytes() * 4000)
+    command = [sys.executable, "-m", "megatron_npu", "preprocess", "--input", str(file), "--workers", "2"]
+    command += ["--output-prefix", str(tmp_path / "out"), "--vocab-file", str(tiny.vocab_file)]
+    command += ["--merge-file", str(tiny.merge_file)]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE)
+    while not any(path.stat().st_size for path in tmp_path.glob("out*.partial")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert b"Traceback" not in errors
+    assert not list(tmp_path.glob("out*.bin")) + list(tmp_path.glob("out*.idx"))
+    if number != signal.SIGKILL:
+        assert not list(tmp_path.glob("out*"))
+    end = time.monotonic() + 10
+    while _members(process.pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert _members(process.pid) == []
+
+
+@pytest.mark.parametrize("eod", [(), ("--append-eod",)])
+def test_bytes_of_the_stock_tool(
+    tmp_path: Path, gpt2_vocab: Vocabulary, corpus_file: Write, preprocess: Run, eod: tuple[str, ...]
+) -> None:
+    tool = Path(MEGATRON_PATH.get() or "/nonexistent") / "tools" / "preprocess_data.py"
+    if not tool.is_file():
+        pytest.skip(f"{MEGATRON_PATH.name} names no Megatron-LM checkout with tools/preprocess_data.py")
+    documents = [*ODD, ["a b", "", "c"], [], *(f"{SAMPLE} {number}" for number in range(60))]
+    file = corpus_file({"text": text} for text in documents)
+    ours = preprocess(file, vocabulary=gpt2_vocab, flags=["--workers", "2", *eod])
+    runner = ROOT / "benchmarks" / "stock_preprocess.py"
+    command = [sys.executable, str(runner), str(tool.parent.parent), "--input", str(file), *eod]
+    command += ["--output-prefix", str(tmp_path / "stock"), "--tokenizer-type", "GPT2BPETokenizer"]
+    command += ["--vocab-file", str(gpt2_vocab.vocab_file), "--merge-file", str(gpt2_vocab.merge_file)]
+    environment = dict(os.environ, MEGATRON_NPU_AUTOLOAD="0")
+    subprocess.run(
+        [*command, "--legacy-tokenizer", "--workers", "2"], check=True, env=environment, timeout=120
+    )
+    digests = [
+        [hashlib.sha256(part).hexdigest() for part in contents(prefix)]
+        for prefix in (ours, tmp_path / "stock_text_document")
+    ]
+    assert digests[0] == digests[1]
