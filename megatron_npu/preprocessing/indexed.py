@@ -110,22 +110,24 @@ class Writer:
 
 
 def publish(writers: Sequence[Writer]) -> None:
-    """Give finished datasets their names, the ``.idx`` last: who finds one finds a whole dataset.
+    """Give finished datasets their names, all or none, each ``.idx`` last: who finds one finds a whole dataset.
 
     An older dataset of the same name is replaced, and is never seen with half of the new one. Should a
-    rename fail, neither file of that dataset and of those not yet named remains.
+    rename fail, the names that were touched by then are removed, and with them what had been there.
     """
-    for writer in writers:
-        named = {end: Path(f"{writer.prefix}.{end}") for end in ("bin", "idx")}
-        try:
-            named["idx"].unlink(missing_ok=True)
-            for end in ("bin", "idx"):
-                os.replace(writer._parts[end], named[end])
-        except BaseException:
-            for path in named.values():
-                path.unlink(missing_ok=True)
-            raise
-        _sync_directory(named["idx"].parent)
+    touched: list[Path] = []
+    try:
+        for writer in writers:
+            data, index = Path(f"{writer.prefix}.bin"), Path(f"{writer.prefix}.idx")
+            touched += [index, data]
+            index.unlink(missing_ok=True)
+            os.replace(writer._parts["bin"], data)
+            os.replace(writer._parts["idx"], index)
+            _sync_directory(index.parent)
+    except BaseException:
+        for path in touched:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _create(path: Path) -> BinaryIO:

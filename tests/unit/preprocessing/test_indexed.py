@@ -165,17 +165,20 @@ def test_nothing_remains_of_what_was_not_published(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_remains_when_the_second_rename_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_remains_when_a_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename: Callable[[Path, Path], None] = os.replace
 
-    def fail_on_index(source: Path, target: Path) -> None:
-        if target.suffix == ".idx":
+    def fail_at_last(source: Path, target: Path) -> None:
+        if target.name == "b.idx":
             raise OSError("disk trouble")
         rename(source, target)
 
-    monkeypatch.setattr(os, "replace", fail_on_index)
-    with pytest.raises(OSError, match="disk trouble"):
-        write(tmp_path / "d")
+    monkeypatch.setattr(os, "replace", fail_at_last)
+    kind = np.dtype(np.uint16)
+    with indexed.Writer(f"{tmp_path}/a", kind) as one, indexed.Writer(f"{tmp_path}/b", kind) as two:
+        for writer in (one, two):
+            writer.add(bytes(16), LENGTHS, SEQUENCES)
+            writer.finish()
+        with pytest.raises(OSError, match="disk trouble"):
+            indexed.publish([one, two])
     assert list(tmp_path.iterdir()) == []
