@@ -110,7 +110,7 @@ class Writer:
 
 
 def publish(writers: Sequence[Writer]) -> None:
-    """Give finished datasets their names, all or none; the ``.idx`` comes last, so that it never stands alone.
+    """Give finished datasets their names, all or none; the ``.idx`` comes last, for it never stands alone.
 
     An older dataset of the same name is replaced, and is never seen with half of the new one. Should a
     rename fail, the names that were touched by then are removed, and with them what had been there.
