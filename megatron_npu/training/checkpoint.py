@@ -1,0 +1,231 @@
+"""Saving and loading through ``megatron.core.dist_checkpointing``, so that the layout may change between.
+
+A checkpoint is written into a hidden directory beside its place and renamed when every rank is done; the
+tracker follows. The keys are those of Megatron-LM's own checkpoints.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices
+from megatron_npu.errors import UsageError
+from megatron_npu.training import checkpoint_files
+from megatron_npu.training.model import unwrap
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run has come: iterations, and samples of training and validation used by all ranks."""
+
+    iteration: int = 0
+    train_samples: int = 0
+    valid_samples: int = 0
+
+
+@dataclass(frozen=True)
+class State:
+    """The objects whose state a checkpoint holds."""
+
+    model: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+
+
+def save(args: Namespace, state: State, position: Position) -> Path:
+    """Write the checkpoint of ``position``; return its directory. All ranks must call this."""
+    from megatron.core import dist_checkpointing
+
+    root = Path(args.save)
+    place = checkpoint_files.directory(root, position.iteration)
+    part = root / f".{place.name}.partial"
+    if dist.get_rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    dist.barrier()
+    metadata = _metadata(args)
+    content = _state_dict(state, metadata, optimizer=not args.no_save_optim, rng=not args.no_save_rng)
+    content["iteration"] = position.iteration
+    dist_checkpointing.save(content, str(part), content_metadata=metadata)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        checkpoint_files.describe(part, _description(args, position, metadata))
+        shutil.rmtree(place, ignore_errors=True)  # left behind if a run was killed right here
+        part.rename(place)
+        checkpoint_files.sync_directory(root)
+        checkpoint_files.set_latest(root, position.iteration)
+    dist.barrier()
+    return place
+
+
+def _description(args: Namespace, position: Position, metadata: dict[str, Any]) -> checkpoint_files.Found:
+    return checkpoint_files.Found(
+        path=Path(),
+        iteration=position.iteration,
+        consumed_train_samples=position.train_samples,
+        consumed_valid_samples=position.valid_samples,
+        has_optimizer=not args.no_save_optim,
+        has_rng=not args.no_save_rng,
+        optimizer_sharding=metadata.get("distrib_optim_sharding_type"),
+        arguments=checkpoint_files.plain_arguments(args),
+    )
+
+
+def load(args: Namespace, state: State) -> Position:
+    """Load what the flags ask for into ``state``; return where the run goes on. All ranks must call this.
+
+    Raises:
+        UsageError: the schedule differs from the checkpoint's and no flag says which one counts.
+    """
+    from megatron.core import dist_checkpointing
+
+    found = checkpoint_files.find(args.load)
+    path = str(found.path)
+    metadata = (dist_checkpointing.load_content_metadata(path) or {}) | {"dp_cp_group": _group()}
+    rng = args.load_rng and _same_ranks(args, found)
+    wanted = _state_dict(state, metadata, optimizer=args.load_optim, rng=rng, loading=True)
+    content = dist_checkpointing.load(wanted, path)
+    for key, chunk in _chunks(state.model).items():
+        chunk.load_state_dict(content[key])
+    if args.load_optim:
+        state.optimizer.load_state_dict(content["optimizer"])
+        _load_schedule(state.schedule, content["opt_param_scheduler"])
+    else:
+        state.optimizer.reload_model_params()
+    if rng:
+        _set_rng_state(content["rng_state"][0])
+    if args.finetune:
+        return Position()
+    return Position(found.iteration, found.consumed_train_samples, found.consumed_valid_samples)
+
+
+def _load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) -> None:
+    try:
+        schedule.load_state_dict(content)
+    except AssertionError as error:
+        raise UsageError(
+            f"the schedule is not the checkpoint's: {error}",
+            "the flags of the run that goes on (--lr, --train-iters, --lr-decay-iters, ...)",
+            "Give --override-opt_param-scheduler for the new one, --use-checkpoint-opt_param-scheduler "
+            "for the old.",
+        ) from error
+
+
+def _group() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _metadata(args: Namespace) -> dict[str, Any]:
+    """Return what tells megatron-core how to cut the state; it is saved with it and used to load it."""
+    metadata: dict[str, Any] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": _group(),
+    }
+    if args.use_distributed_optimizer:
+        fully = args.dist_ckpt_optim_fully_reshardable
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable" if fully else "dp_reshardable"
+        if fully:
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return metadata
+
+
+def _chunks(model: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """Return the bare chunks under the names that Megatron-LM gives them."""
+    if len(model) == 1:
+        return {"model": unwrap(model[0])}
+    return {f"model{number}": unwrap(chunk) for number, chunk in enumerate(model)}
+
+
+def _state_dict(
+    state: State, metadata: dict[str, Any], *, optimizer: bool, rng: bool, loading: bool = False
+) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(state.model).items()
+    }
+    if optimizer:
+        content["optimizer"] = state.optimizer.sharded_state_dict(
+            content, is_loading=loading, metadata=metadata
+        )
+        content["opt_param_scheduler"] = state.schedule.state_dict()
+    if rng:
+        content["rng_state"] = _sharded_rng_state()
+    content["checkpoint_version"] = 3.0  # Megatron-LM's number for this order of the attention weights
+    return content
+
+
+def _same_ranks(args: Namespace, found: checkpoint_files.Found) -> bool:
+    """Return whether each rank finds its own generators: tensor and pipeline sizes are the same."""
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    same = all(found.arguments.get(size) == getattr(args, size) for size in sizes)
+    if not same and dist.get_rank() == 0:
+        print(" the layout has changed: random numbers begin anew from --seed", flush=True)
+    return same
+
+
+def _sharded_rng_state() -> Any:
+    """Return the generators' states, one for each tensor and pipeline rank.
+
+    Data-parallel ranks draw the same numbers for other data (as in Megatron), so one copy is enough.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    device = devices.current()
+    state = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": device.host_rng_state(),
+        "cuda_rng_state": device.rng_state(),
+        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject(
+        "rng_state",
+        [state],
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        ),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    device = devices.current()
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    device.set_host_rng_state(state["torch_rng_state"])
+    device.set_rng_state(state["cuda_rng_state"])
+    get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+
+def advance(position: Position, *, train: int = 0, valid: int = 0, iterations: int = 0) -> Position:
+    """Return the position after so many more iterations and samples."""
+    return replace(
+        position,
+        iteration=position.iteration + iterations,
+        train_samples=position.train_samples + train,
+        valid_samples=position.valid_samples + valid,
+    )

@@ -1,0 +1,123 @@
+"""Checkpoints as files: names, tracker, description; neither torch nor Megatron is needed to read them.
+
+``<dir>/latest_checkpointed_iteration.txt`` names the newest ``<dir>/iter_0000010/``, as in Megatron. Beside
+what ``megatron.core.dist_checkpointing`` writes, each has ``arguments.json``: the run's flags and position.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.errors import UsageError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+DESCRIPTION = "arguments.json"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint on disk.
+
+    Attributes:
+        path: its own directory.
+        iteration: the iterations that it has seen.
+        consumed_train_samples, consumed_valid_samples: position in the data.
+        has_optimizer, has_rng: whether it holds them.
+        optimizer_sharding: megatron-core's name for how a distributed optimizer was cut; else None.
+        arguments: the flags of the run that wrote it, with what followed from them.
+    """
+
+    path: Path
+    iteration: int
+    consumed_train_samples: int
+    consumed_valid_samples: int
+    has_optimizer: bool
+    has_rng: bool
+    optimizer_sharding: str | None
+    arguments: dict[str, Any]
+
+
+def directory(root: str | Path, iteration: int) -> Path:
+    """Return where the checkpoint of an iteration lies."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def find(root: str | Path) -> Found | None:
+    """Return the newest checkpoint under ``root``, None if there is none.
+
+    Raises:
+        UsageError: the tracker names one that is not there, or one without a readable description.
+    """
+    tracker = Path(root) / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if not text.isdecimal():
+        raise UsageError(f"{tracker}: {text[:40]!r}", "a number of iterations", "Write it into the file.")
+    path = directory(root, int(text))
+    return _read(path, tracker)
+
+
+def _read(path: Path, tracker: Path) -> Found:
+    description = path / DESCRIPTION
+    if not path.is_dir():
+        raise UsageError(
+            f"{tracker} names {path.name}, which is not there",
+            "the name of a checkpoint beside it",
+            "Write the iteration of one that is complete into the file.",
+        )
+    try:
+        values = json.loads(description.read_text(encoding="utf-8"))
+        return Found(path=path, **values)
+    except (OSError, ValueError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"{description}: {reason}",
+            "the description that `megatron-npu pretrain` writes into each checkpoint",
+            "Load a checkpoint of this driver.",
+        ) from error
+
+
+def describe(path: Path, found: Found) -> None:
+    """Write the description of a checkpoint into ``path``."""
+    values = {name: value for name, value in vars(found).items() if name != "path"}
+    write_atomically(path / DESCRIPTION, json.dumps(values, indent=1))
+
+
+def plain_arguments(args: Namespace) -> dict[str, Any]:
+    """Return the flags that JSON can hold, without those of this machine and process."""
+    local = {"rank", "local_rank", "load_from", "load_optim", "load_rng"}
+    return {name: value for name, value in sorted(vars(args).items()) if name not in local}
+
+
+def set_latest(root: str | Path, iteration: int) -> None:
+    """Make the tracker name ``iteration``."""
+    write_atomically(Path(root) / TRACKER, f"{iteration}\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file that is at any time either the old one or the whole new one."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with open(part, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Bring the names in a directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

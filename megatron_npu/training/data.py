@@ -1,0 +1,117 @@
+"""Training, validation and test samples: megatron-core's datasets, read from where a run stands.
+
+Each process reads what it needs by itself (the files are mapped into memory), so no broadcast is needed
+between tensor-parallel ranks; stages in the middle of a pipeline read nothing.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_npu import devices
+from megatron_npu.training import tokenizers
+from megatron_npu.training.validation import blend
+
+Batch = dict[str, torch.Tensor]
+
+
+class Samples(NamedTuple):
+    """The datasets of a run; None where the split leaves nothing or nothing is needed."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+
+
+def samples(args: Namespace) -> Samples:
+    """Build the indices on rank 0, then open them on every rank; all ranks must call this.
+
+    As in Megatron the split is by documents, and a split that is too short is gone through again.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+
+    weights, prefixes = blend(args.data_path or [])
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=(prefixes, weights) if prefixes else None,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        tokenizer=tokenizers.DatasetTokenizer(tokenizers.build(args)),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.reset_attention_mask,  # else causal, which needs none
+    )
+    evaluations = evaluation_count(args)
+    sizes = [batches * args.global_batch_size for batches in (args.train_iters, evaluations, 0)]
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return Samples(*BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build())
+
+
+def evaluation_count(args: Namespace) -> int:
+    """Return the batches that all evaluations of a run need: one at the end, the others in between."""
+    between = args.train_iters // args.eval_interval if args.eval_interval else 0
+    return (between + 1) * args.eval_iters
+
+
+class PositionedBatches:
+    """Sample numbers of the micro batches of one data-parallel rank, from ``consumed`` on, in order.
+
+    Args:
+        total: number of samples in the dataset; reading begins anew after them.
+        consumed: samples that all ranks together have used before.
+        micro_batch: samples of one micro batch.
+        rank, size: of the data-parallel group.
+    """
+
+    def __init__(self, total: int, consumed: int, micro_batch: int, rank: int, size: int) -> None:
+        self.total, self.consumed, self.micro_batch = total, consumed, micro_batch
+        self.rank, self.size = rank, size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        at = self.consumed
+        while True:
+            begin = at + self.rank * self.micro_batch
+            yield [number % self.total for number in range(begin, begin + self.micro_batch)]
+            at += self.micro_batch * self.size
+
+
+def batches(args: Namespace, dataset: Dataset | None, consumed: int) -> list[Iterator[Batch]] | None:
+    """Return one endless iterator of micro batches for each chunk of the model; None if none is needed."""
+    from megatron.core import parallel_state
+
+    at_an_end = parallel_state.is_pipeline_first_stage(
+        ignore_virtual=True
+    ) or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    if dataset is None or not at_an_end:
+        return None
+    return [_batches(args, dataset, consumed) for _ in range(args.virtual_pipeline_model_parallel_size or 1)]
+
+
+def _batches(args: Namespace, dataset: Any, consumed: int) -> Iterator[Batch]:
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    rank = parallel_state.get_data_parallel_rank()
+    order = PositionedBatches(
+        len(dataset), consumed, args.micro_batch_size, rank, parallel_state.get_data_parallel_world_size()
+    )
+    device = devices.current()
+    loader = DataLoader(
+        dataset,
+        batch_sampler=order,
+        num_workers=args.num_workers,
+        pin_memory=device.name != "cpu",
+        persistent_workers=args.num_workers > 0,
+        generator=torch.Generator(),  # the loader's own draws must not move the run's generators
+    )
+    for batch in loader:
+        moved = {name: value.to(device.torch_device(), non_blocking=True) for name, value in batch.items()}
+        yield get_batch_on_this_cp_rank(moved)

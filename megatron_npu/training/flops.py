@@ -1,0 +1,33 @@
+"""Floating-point operations of one training step, for the throughput in the log."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+
+def of_step(args: Namespace) -> float:
+    """Return the operations of one global batch: matrix products only, those of the mask left out.
+
+    A product of [m, k] and [k, n] takes 2mnk operations, and training needs three for each: forward, the
+    gradient of the input and that of the weight. With h the hidden size, q the heads' total size, g that of
+    keys (and of values), f the feed-forward size, s the sequence, V the padded vocabulary and L layers, a
+    token costs ::
+
+        6 · (L · (h(q + 2g) + qh + m·hf + q·s) + hV),    m = 3 with SwiGLU, else 2
+
+    where q·s is scores and weighted values, 2·q·s, of which a causal mask needs half. The same count as
+    Megatron's ``num_floating_point_operations`` (compare arXiv:2104.04473, equation 3). Recomputed
+    activations do not count as work; a window (``--pre-tockens``) is not taken off.
+    """
+    hidden = args.hidden_size
+    queries = args.kv_channels * args.num_attention_heads
+    groups = args.kv_channels * args.num_query_groups
+    matrices = 3 if args.swiglu else 2
+    layer = (
+        hidden * (queries + 2 * groups)
+        + queries * hidden
+        + matrices * hidden * args.ffn_hidden_size
+        + queries * args.seq_length
+    )
+    token = 6 * (args.num_layers * layer + hidden * args.padded_vocab_size)
+    return float(token) * args.seq_length * args.global_batch_size

@@ -1,0 +1,78 @@
+"""Process groups, device and seeds of a run: set up on entry, taken down on exit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from argparse import Namespace
+from collections.abc import Iterator
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices, settings
+
+
+@contextlib.contextmanager
+def session(args: Namespace) -> Iterator[None]:
+    """Hold everything that a run needs around it: groups, current device, seeds, attention options.
+
+    Args:
+        args: what ``validation.check`` returned.
+    """
+    from megatron.core import parallel_state
+
+    # Megatron relies on the order in which kernels are queued; one hardware queue keeps it (cuda only)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    devices.current().set_current(args.local_rank)
+    with _attention_options(args):
+        _join(args)
+        try:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=args.tensor_model_parallel_size,
+                pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+                virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+                context_parallel_size=args.context_parallel_size,
+                distributed_timeout_minutes=args.distributed_timeout_minutes,
+            )
+            seed_everything(args.seed)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def _join(args: Namespace) -> None:
+    """Join the group of all processes; a process that is alone needs no address."""
+    backend = devices.current().backend
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    if args.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy, host, device and Megatron's tracker; pipeline stages differ, as in Megatron."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+@contextlib.contextmanager
+def _attention_options(args: Namespace) -> Iterator[None]:
+    options = settings.ATTENTION
+    before = dict(vars(options))
+    options.pre_tokens, options.next_tokens = args.pre_tokens, args.next_tokens
+    options.shape_order = args.shape_order
+    try:
+        yield
+    finally:
+        vars(options).update(before)

@@ -1,0 +1,251 @@
+"""What a run says: lines like Megatron's, JSON lines, TensorBoard, a progress bar; all from rank 0.
+
+Between two log events a step costs two Python appends: losses stay on the device, and one reduction for the
+whole interval brings them together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices
+from megatron_npu.training import flops
+
+
+@dataclass
+class Interval:
+    """What happened since the last log event.
+
+    Attributes:
+        losses: for each iteration [2], this process's sum of losses and number of tokens.
+        norms: the norm of each iteration's gradient; None where there was none.
+        skipped: iterations whose update was left out.
+    """
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    skipped: int = 0
+
+
+def mean_losses(losses: list[torch.Tensor]) -> list[float]:
+    """Return the loss of each iteration, averaged over the tokens of all processes, on every process.
+
+    Args:
+        losses: for each iteration [2]: sum of losses and number of tokens; what processes before the last
+            pipeline stage give does not count.
+    """
+    from megatron.core import parallel_state
+
+    total = torch.stack(losses)
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        dist.broadcast(
+            total,
+            parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+    sums, tokens = total.cpu().double().unbind(1)
+    return (sums / tokens).tolist()
+
+
+class Clock:
+    """Seconds of training alone: stopped during evaluation and saving."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self._lap = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Go on."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Wait for the device, then stand still."""
+        devices.current().synchronize()
+        elapsed = time.perf_counter() - self._since
+        self.total += elapsed
+        self._lap += elapsed
+
+    def lap(self) -> float:
+        """Return the seconds since the last lap; the clock goes on."""
+        self.stop()
+        elapsed, self._lap = self._lap, 0.0
+        self.start()
+        return elapsed
+
+
+class Log:
+    """The sinks of a run. On ranks other than 0 every method is silent.
+
+    Args:
+        args: what ``validation.check`` returned.
+        iteration: where the run begins.
+    """
+
+    def __init__(self, args: Namespace, iteration: int) -> None:
+        self.args = args
+        self.speaks = args.rank == 0
+        self.path = metrics_path(args) if self.speaks else None
+        self._board = self._bar = None
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.speaks and args.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(args.tensorboard_dir)
+        if self.speaks and sys.stdout.isatty() and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=args.train_iters, initial=iteration, unit="it", dynamic_ncols=True)
+        self.write("start", iteration, {"world_size": args.world_size})
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if not self.speaks:
+            return
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def tick(self) -> None:
+        """Move the bar by one iteration."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def write(self, event: str, iteration: int, values: dict[str, Any]) -> None:
+        """Append one JSON object: the event, its iteration and values; numbers that are not are null."""
+        if self.path is None:
+            return
+        row = {"event": event, "iteration": iteration, **values}
+        with open(self.path, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+
+    def scalars(self, iteration: int, values: Iterable[tuple[str, float]]) -> None:
+        """Give numbers to TensorBoard."""
+        if self._board is not None:
+            for name, value in values:
+                self._board.add_scalar(name, value, iteration)
+
+    def training(
+        self,
+        iteration: int,
+        samples: int,
+        interval: Interval,
+        seconds: float,
+        learning_rate: float,
+        scale: float,
+    ) -> list[float]:
+        """Report the iterations up to ``iteration``; all ranks must call this. Returns their losses."""
+        losses = mean_losses(interval.losses)
+        if self.speaks:
+            row = _row(self.args, samples, interval, losses, seconds, learning_rate, scale)
+            self.say(line(self.args, iteration, row))
+            self.write("train", iteration, row)
+            first = iteration - len(losses) + 1
+            for number, loss in enumerate(losses):
+                self.scalars(first + number, [("lm loss", loss)])
+            names = ("learning_rate", "grad_norm", "loss_scale", "tokens_per_second", "tflops_per_device")
+            named = ((name.replace("_", "-"), row[name]) for name in names)
+            self.scalars(iteration, [(name, value) for name, value in named if value is not None])
+        return losses
+
+    def validation(self, iteration: int, loss: float) -> None:
+        """Report an evaluation."""
+        perplexity = perplexity_of(loss)
+        self.say(
+            f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | "
+            f"lm loss PPL: {perplexity:.6E} |"
+        )
+        self.write("validation", iteration, {"loss": loss, "perplexity": perplexity})
+        self.scalars(iteration, [("lm loss validation", loss), ("lm loss validation perplexity", perplexity)])
+
+    def close(self) -> None:
+        """Close the sinks."""
+        for sink in (self._board, self._bar):
+            if sink is not None:
+                sink.close()
+
+
+def metrics_path(args: Namespace) -> Path | None:
+    """Return where the JSON lines go, None without a place for them."""
+    if args.json_log:
+        return Path(args.json_log)
+    directory = args.save or args.tensorboard_dir
+    return Path(directory) / "metrics.jsonl" if directory else None
+
+
+def perplexity_of(loss: float) -> float:
+    """Return exp(loss), with Megatron's limit of exp(20)."""
+    return math.exp(min(20.0, loss))
+
+
+def _row(
+    args: Namespace,
+    samples: int,
+    interval: Interval,
+    losses: list[float],
+    seconds: float,
+    learning_rate: float,
+    scale: float,
+) -> dict[str, Any]:
+    each = seconds / len(losses)
+    counted = [loss for loss in losses if math.isfinite(loss)]
+    return {
+        "consumed_samples": samples,
+        "loss": sum(counted) / len(counted) if counted else math.nan,
+        "losses": losses,
+        "grad_norm": interval.norms[-1],
+        "grad_norms": interval.norms,
+        "learning_rate": learning_rate,
+        "loss_scale": scale,
+        "elapsed_ms": each * 1e3,
+        "tokens_per_second": args.global_batch_size * args.seq_length / each,
+        "tflops_per_device": flops.of_step(args) / each / args.world_size / 1e12,
+        "peak_memory_bytes": devices.current().memory().peak,
+        "skipped_iterations": interval.skipped,
+        "nan_iterations": len(losses) - len(counted),
+    }
+
+
+def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
+    """Return the console's line for one log event: Megatron's fields, then throughput and memory."""
+    norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
+    return (
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.train_iters:8d} |"
+        f" consumed samples: {row['consumed_samples']:12d} |"
+        f" elapsed time per iteration (ms): {row['elapsed_ms']:.1f} |"
+        f" throughput per device (TFLOP/s): {row['tflops_per_device']:.4g} |"
+        f" tokens per second: {row['tokens_per_second']:.1f} |"
+        f" learning rate: {row['learning_rate']:.6E} |"
+        f" global batch size: {args.global_batch_size:5d} |"
+        f" lm loss: {row['loss']:.6E} | loss scale: {row['loss_scale']:.1f} |{norm}"
+        f" number of skipped iterations: {row['skipped_iterations']:3d} |"
+        f" number of nan iterations: {row['nan_iterations']:3d} |"
+        f" peak memory (MiB): {row['peak_memory_bytes'] / 2**20:.0f} |"
+    )
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with what JSON cannot say, infinities and not-a-numbers, as None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,322 @@
+"""The training loop: one step, one evaluation, and when to log, evaluate, save and end."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices
+from megatron_npu.training import checkpoint, data
+from megatron_npu.training.checkpoint import Position, State
+from megatron_npu.training.log import Clock, Interval, Log, mean_losses
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+OnGradients = Callable[[int, list[torch.nn.Module]], None]
+
+
+class DivergedError(RuntimeError):
+    """The gradient is not a number; going on would only spoil the weights."""
+
+
+@dataclass
+class Outcome:
+    """How the loop ended.
+
+    Attributes:
+        position: where.
+        loss_first, loss_last: training loss of the first and last iteration of this process's run.
+        validation_loss: of the last evaluation.
+        seconds, steps: of training alone, the first step left out where there are more.
+        checkpoint: the last one written.
+        ended_by: ``iterations``, ``exit-interval`` or ``signal``.
+    """
+
+    position: Position
+    loss_first: float | None = None
+    loss_last: float | None = None
+    validation_loss: float | None = None
+    seconds: float = 0.0
+    steps: int = 0
+    checkpoint: Path | None = None
+    ended_by: str = "iterations"
+
+
+class Trainer:
+    """Trains a model from a position on.
+
+    Args:
+        args: what ``validation.check`` returned.
+        config: the model's, connected to its optimizer.
+        state: model, optimizer and schedule.
+        samples: the datasets.
+        position: where the run begins.
+        log: the run's log.
+        on_gradients: called in each iteration with its number and the chunks of the model, when every
+            ``main_grad`` is complete and before the optimizer's step.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        config: TransformerConfig,
+        state: State,
+        samples: data.Samples,
+        position: Position,
+        log: Log,
+        on_gradients: OnGradients | None = None,
+    ) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.args, self.config, self.state = args, config, state
+        self.samples, self.log, self.on_gradients = samples, log, on_gradients
+        self.position = position
+        self.outcome = Outcome(position)
+        self.clock = Clock()
+        self.interval = Interval()
+        self.forward_backward = get_forward_backward_func()
+        self.nothing = torch.zeros(2, device=devices.current().torch_device())
+
+    def run(self) -> Outcome:
+        """Train to the end, or to where a flag or signal ends it; evaluate and save; return how it went."""
+        for chunk in self.state.model:
+            chunk.train()
+        batches = data.batches(self.args, self.samples.train, self.position.train_samples)
+        with _Termination(self.args.exit_signal_handler) as termination:
+            self.clock.start()
+            while self.position.iteration < self.args.train_iters:
+                self._iterate(batches)
+                if self._ends(termination):
+                    break
+            self.clock.stop()
+        self._finish()
+        return self.outcome
+
+    def _iterate(self, batches: list[Iterator[data.Batch]] | None) -> None:
+        """Train one iteration; log, evaluate and save if it is time."""
+        args = self.args
+        begin = self.outcome.position.iteration
+        self._step(batches)
+        iteration = self.position.iteration
+        self.log.tick()
+        if iteration % args.log_interval == 0 or iteration in (begin + 1, args.train_iters):
+            self._report()
+        last = iteration == args.train_iters  # what is done then is done once, at the end
+        if args.eval_interval and iteration % args.eval_interval == 0 and not last:
+            self._evaluate()
+        if args.save_interval and iteration % args.save_interval == 0 and not last:
+            self._save()
+
+    def _step(self, batches: list[Iterator[data.Batch]] | None) -> None:
+        model, optimizer = self.state.model, self.state.optimizer
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = self._forward(batches, forward_only=False)
+        if self.on_gradients is not None:
+            self.on_gradients(self.position.iteration + 1, model)
+        updated, norm, _ = optimizer.step()
+        self._check(norm)
+        if updated:
+            self.state.schedule.step(self.args.global_batch_size)
+        else:
+            self._say_skipped()
+        self.interval.losses.append(losses)
+        self.interval.norms.append(None if norm is None else float(norm))
+        self.interval.skipped += not updated
+        self.position = checkpoint.advance(self.position, train=self.args.global_batch_size, iterations=1)
+
+    def _forward(self, batches: list[Iterator[data.Batch]] | None, *, forward_only: bool) -> torch.Tensor:
+        """Run one global batch; return this process's sum of losses and tokens, [2]."""
+        model = self.state.model
+        single = len(model) == 1
+        if batches is None:
+            batches = [None] * len(model)
+        outputs = self.forward_backward(
+            forward_step_func=_forward_step,
+            data_iterator=batches[0] if single else batches,
+            model=model[0] if single else model,
+            num_microbatches=self.args.num_microbatches,
+            seq_length=self.args.seq_length,
+            micro_batch_size=self.args.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return torch.stack(outputs).sum(0) if outputs else self.nothing
+
+    def _check(self, norm: float | None) -> None:
+        """End a run whose gradient is not a number (fp16 skips such an update and lowers its scale)."""
+        if not self.args.check_for_nan_in_loss_and_grad or self.args.fp16 or norm is None:
+            return
+        if not math.isfinite(norm):
+            raise DivergedError(
+                f"the norm of the gradient is {norm} at iteration {self.position.iteration + 1}; nothing was "
+                "saved after it. Lower --lr or look at the data; --no-check-for-nan-in-loss-and-grad goes on."
+            )
+
+    def _say_skipped(self) -> None:
+        scale = self.state.optimizer.get_loss_scale().item()
+        self.log.say(
+            f" iteration {self.position.iteration + 1}: the gradient overflowed, update skipped, "
+            f"loss scale now {scale:g}"
+        )
+
+    def _report(self) -> None:
+        """Log what was gathered since the last time."""
+        if not self.interval.losses:
+            return
+        groups = self.state.optimizer.param_groups
+        seconds = self.clock.lap()
+        losses = self.log.training(
+            self.position.iteration,
+            self.position.train_samples,
+            self.interval,
+            seconds,
+            learning_rate=groups[0]["lr"] if groups else 0.0,
+            scale=self.state.optimizer.get_loss_scale().item(),
+        )
+        if self.outcome.loss_first is None:
+            self.outcome.loss_first = losses[0]
+            self._first = (seconds, len(losses))
+        self.outcome.loss_last = losses[-1]
+        self.outcome.steps += len(losses)
+        self.interval = Interval()
+
+    def _evaluate(self) -> None:
+        """Measure the loss on the validation samples, leaving generators and training data untouched."""
+        args = self.args
+        if not args.eval_iters or self.samples.valid is None:
+            return
+        self.clock.stop()
+        batches = data.batches(args, self.samples.valid, self.position.valid_samples)
+        with _synchronised(args, self.state.model), torch.no_grad():
+            for chunk in self.state.model:
+                chunk.eval()
+            total = sum(self._forward(batches, forward_only=True) for _ in range(args.eval_iters))
+            for chunk in self.state.model:
+                chunk.train()
+        (loss,) = mean_losses([total])
+        samples = args.eval_iters * args.global_batch_size
+        self.position = checkpoint.advance(self.position, valid=samples)
+        self.outcome.validation_loss = loss
+        self.log.validation(self.position.iteration, loss)
+        self.clock.start()
+
+    def _save(self) -> None:
+        self.clock.stop()
+        with _synchronised(self.args, self.state.model):
+            self.outcome.checkpoint = checkpoint.save(self.args, self.state, self.position)
+        self.log.say(f" saved {self.outcome.checkpoint}")
+        self.log.write("checkpoint", self.position.iteration, {"path": str(self.outcome.checkpoint)})
+        self.clock.start()
+
+    def _ends(self, termination: _Termination) -> bool:
+        iteration = self.position.iteration
+        if termination.requested():
+            self.outcome.ended_by = "signal"
+        elif self.args.exit_interval and iteration % self.args.exit_interval == 0:
+            self.outcome.ended_by = "exit-interval"
+        else:
+            return False
+        if iteration < self.args.train_iters:
+            self.log.say(f" ending at iteration {iteration}: {self.outcome.ended_by}")
+        return True
+
+    def _finish(self) -> None:
+        """Log the rest, evaluate at the true end, save what is not saved yet."""
+        args, begin = self.args, self.outcome.position.iteration
+        self.clock.start()
+        self._report()
+        iteration = self.position.iteration
+        saves_only = args.train_iters == 0 and args.save
+        if iteration >= args.train_iters and not saves_only:
+            self._evaluate()
+        saved = self.outcome.checkpoint
+        is_new = iteration > begin or (args.train_iters == 0 and args.load_from is None) or args.finetune
+        name = checkpoint.checkpoint_files.directory(args.save or ".", iteration)
+        if args.save and is_new and saved != name:
+            self._save()
+        self.clock.stop()
+        self.outcome.position = self.position
+        self.outcome.seconds = self.clock.total
+        if self.outcome.steps > getattr(self, "_first", (0, 0))[1]:
+            self.outcome.seconds -= self._first[0]
+            self.outcome.steps -= self._first[1]
+
+
+def _forward_step(batches: Iterator[data.Batch] | None, model: torch.nn.Module) -> tuple[Any, Any]:
+    """Run one micro batch through one chunk of the model; the signature is megatron-core's."""
+    batch = {} if batches is None else next(batches)
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+    )
+    return output, partial(_loss, batch.get("loss_mask"))
+
+
+def _loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the sum of the losses, the number of tokens, and both for the log, [2].
+
+    The number of tokens tells megatron-core how to average: over the tokens of this process's part of the
+    micro batch, or with --calculate-per-token-loss over those of the whole batch. Without it, gradients
+    would be counted once for each context-parallel rank.
+    """
+    mask = mask.view(-1).float()
+    loss = torch.dot(output.view(-1).float(), mask)
+    tokens = mask.sum()
+    # stack copies: megatron-core divides the loss in place
+    return loss, tokens.to(torch.int), torch.stack([loss.detach(), tokens])
+
+
+@contextlib.contextmanager
+def _synchronised(args: Namespace, model: list[Any]) -> Iterator[None]:
+    """Have all parameters gathered inside the block (--overlap-param-gather gathers them while running)."""
+    if not args.overlap_param_gather:
+        yield
+        return
+    for chunk in model:
+        chunk.disable_forward_pre_hook()
+    yield
+    for chunk in model:
+        chunk.enable_forward_pre_hook()
+
+
+class _Termination:
+    """Remembers SIGTERM inside the block, so that the loop can end between two iterations."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self._received = False
+
+    def __enter__(self) -> _Termination:
+        if self.enabled:
+            self._before = signal.signal(signal.SIGTERM, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.enabled:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+
+    def requested(self) -> bool:
+        """Return whether any process has received it; all ranks must call this."""
+        if not self.enabled or dist.get_world_size() == 1:
+            return self._received
+        anyone = torch.tensor(float(self._received), device=devices.current().torch_device())
+        dist.all_reduce(anyone, dist.ReduceOp.MAX)
+        return bool(anyone.item())

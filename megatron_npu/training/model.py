@@ -1,0 +1,212 @@
+"""The GPT, its optimizer and schedule, from flags: megatron-core's own classes and local layer spec."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_npu import devices
+from megatron_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def dtype(args: Namespace) -> torch.dtype:
+    """Return the type of weights and activations."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+
+def _of_the_same_name(kind: type, args: Namespace) -> dict[str, Any]:
+    """Return the flags that are fields of a megatron-core config: both have the same names."""
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(kind) if field.name in args}
+
+
+def transformer_config(args: Namespace) -> TransformerConfig:
+    """Return the model's configuration.
+
+    Raises:
+        UsageError: megatron-core refuses the combination.
+    """
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    values = _of_the_same_name(TransformerConfig, args)
+    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    values |= {
+        "params_dtype": dtype(args),
+        "pipeline_dtype": dtype(args),
+        "attention_backend": AttnBackend[args.attention_backend],
+        "transformer_impl": "local",
+        "gated_linear_unit": args.swiglu,
+        "activation_func": torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        "bias_activation_fusion": args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
+        "deallocate_pipeline_outputs": True,
+        # batched sends of two chunks to one neighbour carry no tag: with 2 stages they get mixed up
+        "overlap_p2p_comm": args.overlap_p2p_comm and interleaved,
+        "batch_p2p_comm": not (args.overlap_p2p_comm and interleaved),
+    }
+    try:
+        return TransformerConfig(**values)
+    except (AssertionError, ValueError) as error:
+        raise UsageError(
+            f"megatron-core refuses this model: {error}", "flags that go together", "Change them."
+        ) from error
+
+
+def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bool, last: bool) -> GPTModel:
+    """Return one chunk of the model on the host or device, as ``--use-cpu-initialization`` says.
+
+    Args:
+        stage: number of the interleaved chunk, None without interleaving.
+        first, last: whether the chunk has the embedding, and whether the output layer.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=args.qk_layernorm),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        vp_stage=stage,
+    )
+
+
+def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
+    """Return this process's chunks of the model (one without interleaving), on the device."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    stages = args.virtual_pipeline_model_parallel_size
+    chunks = []
+    for stage in range(stages) if stages else [None]:
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage)
+        module = gpt(args, config, stage, first, last)
+        for parameter in module.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        module = module.to(devices.current().torch_device())
+        if args.fp16 or args.bf16:
+            module = Float16Module(config, module)
+        # the first chunk's communication is overlapped bucket by bucket, that of the others by the first's
+        chunks.append(
+            DistributedDataParallel(config, _ddp_config(args), module, disable_bucketing=bool(stage))
+        )
+    return chunks
+
+
+def _ddp_config(args: Namespace) -> Any:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    values = _of_the_same_name(DistributedDataParallelConfig, args)
+    values["grad_reduce_in_fp32"] = args.accumulate_allreduce_grads_in_fp32
+    return DistributedDataParallelConfig(**values)
+
+
+def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """Return Adam as megatron-core builds it: master weights, loss scale, clipping, its decay groups."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    values = _of_the_same_name(OptimizerConfig, args) | {"params_dtype": dtype(args)}
+    return get_megatron_optimizer(OptimizerConfig(optimizer="adam", **values), model)
+
+
+def schedule(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Return the schedule of learning rate and weight decay, which counts samples as Megatron's does."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    batch = args.global_batch_size
+    decay = args.lr_decay_iters * batch
+    warmup = args.lr_warmup_iters * batch
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=args.train_iters * batch,
+        wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wsd_decay_steps=args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * batch,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Return the GPTModel inside the wrappers for data parallelism and half precision."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def connect(
+    args: Namespace,
+    config: TransformerConfig,
+    model: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+) -> None:
+    """Tell the schedules how gradients are scaled, when they are summed, and how a step's are finished."""
+    from megatron.core.distributed import finalize_model_grads
+
+    def each(method: str) -> Any:
+        functions = [getattr(chunk, method) for chunk in model]
+        return functions if len(functions) > 1 else functions[0]
+
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if args.overlap_grad_reduce:
+        config.no_sync_func = each("no_sync")
+        config.grad_sync_func = each("start_grad_sync")
+    if args.overlap_param_gather and len(model) > 1:
+        config.param_sync_func = each("start_param_sync")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """Numbers of weights in the whole model, each weight counted once."""
+
+    total: int
+    without_embeddings: int
+
+
+def count(args: Namespace) -> Parameters:
+    """Return the numbers of weights, counted from the shapes (padding of the vocabulary included)."""
+    hidden, ffn = args.hidden_size, args.ffn_hidden_size
+    queries = args.kv_channels * args.num_attention_heads
+    keys_values = 2 * args.kv_channels * args.num_query_groups
+    norm = hidden * (2 if args.normalization == "LayerNorm" else 1)
+    gate = 2 if args.swiglu else 1
+    layer = hidden * (queries + keys_values) + queries * hidden + (gate + 1) * hidden * ffn + 2 * norm
+    if args.add_bias_linear:
+        layer += hidden + gate * ffn + hidden
+    if args.add_bias_linear or args.add_qkv_bias:
+        layer += queries + keys_values
+    if args.qk_layernorm:
+        layer += 2 * args.kv_channels * (2 if args.normalization == "LayerNorm" else 1)
+    body = args.num_layers * layer + norm
+    embeddings = args.padded_vocab_size * hidden * (2 if args.untie_embeddings_and_output_weights else 1)
+    if args.position_embedding_type == "learned_absolute":
+        embeddings += args.max_position_embeddings * hidden
+    return Parameters(body + embeddings, body)

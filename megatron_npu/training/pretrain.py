@@ -1,0 +1,190 @@
+"""``megatron-npu pretrain``: parse, check, set up, build, train, report."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_npu import devices, plugin
+from megatron_npu.errors import UsageError
+from megatron_npu.training import (
+    arguments,
+    checkpoint,
+    checkpoint_files,
+    data,
+    flops,
+    log,
+    loop,
+    model,
+    plot,
+    validation,
+)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run did; also in ``<save>/summary.json``. None: there was no such thing.
+
+    Attributes:
+        device, backend, host: what it ran on, such as ``cpu``, ``gloo``, ``megatron_core 0.16.1``.
+        ledger: the patches, in one line.
+        world_size: processes.
+        parameters, parameters_without_embeddings: weights of the whole model.
+        iterations, consumed_samples: since the run first began.
+        loss_first, loss_last: training loss of the first and last iteration, in nats a token.
+        validation_loss, validation_perplexity: of the last evaluation.
+        tokens_per_second, tflops_per_device: of this process's run, without its first log event.
+        peak_memory_bytes: of rank 0.
+        ended_by: ``iterations``, ``exit-interval`` or ``signal``.
+        checkpoint, plot, metrics: paths.
+    """
+
+    device: str
+    backend: str
+    host: str
+    ledger: str
+    world_size: int
+    parameters: int
+    parameters_without_embeddings: int
+    iterations: int
+    consumed_samples: int
+    loss_first: float | None
+    loss_last: float | None
+    validation_loss: float | None
+    validation_perplexity: float | None
+    tokens_per_second: float | None
+    tflops_per_device: float | None
+    peak_memory_bytes: int
+    ended_by: str
+    checkpoint: str | None
+    plot: str | None
+    metrics: str | None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code.
+
+    Raises:
+        UsageError: bad input, on rank 0; the other ranks end silently with exit code 2.
+    """
+    try:
+        train(arguments.parse(argv))
+    except UsageError:
+        if int(os.environ.get("RANK", "0")) == 0:
+            raise
+        _let_rank_0_speak()
+        return 2
+    return 0
+
+
+def _let_rank_0_speak(seconds: float = 10.0) -> None:
+    """Wait to be ended: torchrun stops all ranks when the first one fails, and that must be rank 0."""
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(2))
+    time.sleep(seconds)
+
+
+def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summary:
+    """Train as the flags say.
+
+    Args:
+        args: what ``arguments.parse`` returned.
+        on_gradients: called in each iteration with its number and the chunks of the model, when every
+            ``main_grad`` is complete and before the optimizer's step.
+
+    Raises:
+        UsageError: bad input; nothing has been written.
+        DivergedError: the gradient is not a number any more.
+    """
+    plugin.install()
+    args = validation.check(args)
+    from megatron_npu.training import initialize
+
+    with initialize.session(args):
+        config = model.transformer_config(args)
+        chunks = model.build(args, config)
+        optimizer = model.optimizer(args, chunks)
+        state = checkpoint.State(chunks, optimizer, model.schedule(args, optimizer))
+        model.connect(args, config, chunks, optimizer)
+        samples = data.samples(args) if args.has_data else data.Samples(None, None, None)
+        position = checkpoint.load(args, state) if args.load_from else checkpoint.Position()
+        journal = log.Log(args, position.iteration)
+        try:
+            _introduce(args, journal, position)
+            outcome = loop.Trainer(args, config, state, samples, position, journal, on_gradients).run()
+            return _report(args, outcome, journal)
+        finally:
+            journal.close()
+
+
+def _introduce(args: Namespace, journal: log.Log, position: checkpoint.Position) -> None:
+    size = model.count(args)
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    journal.say(
+        f" {size.total} parameters, {size.without_embeddings} without embeddings; "
+        f"{validation.describe(names, args)}, data parallel size {args.data_parallel_size}; "
+        f"{args.num_microbatches} micro batches of {args.micro_batch_size} x {args.seq_length} tokens; "
+        f"vocabulary {args.tokenizer_vocab_size}, padded to {args.padded_vocab_size}"
+    )
+    if args.load_from:
+        journal.say(f" loaded {args.load_from}; going on from iteration {position.iteration}")
+    elif args.load:
+        journal.say(f" no checkpoint in {args.load} yet: starting from scratch")
+
+
+def _report(args: Namespace, outcome: loop.Outcome, journal: log.Log) -> Summary:
+    """Draw the plot, write the summary, return it."""
+    picture = None
+    loss_first = outcome.loss_first
+    if journal.path is not None:
+        history = plot.read(journal.path)
+        loss_first = next(iter(history.losses.values()), loss_first)
+        if args.plot and history.losses:
+            picture = Path(args.save or args.tensorboard_dir) / "training.png"
+            plot.draw(history, picture)
+    summary = _summary(args, outcome, loss_first, picture, journal.path)
+    if args.save and args.rank == 0:
+        path = Path(args.save) / "summary.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint_files.write_atomically(path, json.dumps(asdict(summary), indent=1) + "\n")
+    return summary
+
+
+def _summary(
+    args: Namespace,
+    outcome: loop.Outcome,
+    loss_first: float | None,
+    picture: Path | None,
+    metrics: Path | None,
+) -> Summary:
+    device, size = devices.current(), model.count(args)
+    step = outcome.seconds / outcome.steps if outcome.steps else None
+    saved = outcome.checkpoint or args.load_from
+    loss = outcome.validation_loss
+    return Summary(
+        device=device.name,
+        backend=device.backend,
+        host=f"megatron_core {args.megatron_version}",
+        ledger=plugin.engine().ledger.summary(),
+        world_size=args.world_size,
+        parameters=size.total,
+        parameters_without_embeddings=size.without_embeddings,
+        iterations=outcome.position.iteration,
+        consumed_samples=outcome.position.train_samples,
+        loss_first=loss_first,
+        loss_last=outcome.loss_last,
+        validation_loss=loss,
+        validation_perplexity=None if loss is None else log.perplexity_of(loss),
+        tokens_per_second=step and args.global_batch_size * args.seq_length / step,
+        tflops_per_device=step and flops.of_step(args) / step / args.world_size / 1e12,
+        peak_memory_bytes=device.memory().peak,
+        ended_by=outcome.ended_by,
+        checkpoint=None if saved is None else str(saved),
+        plot=None if picture is None else str(picture),
+        metrics=None if metrics is None else str(metrics),
+    )

@@ -1,0 +1,84 @@
+"""The tokenizer of a run: GPT-2's, or none at all for data that is numbers already."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Protocol
+
+from megatron_npu.errors import UsageError
+
+
+class Tokenizer(Protocol):
+    """What the driver asks of a tokenizer."""
+
+    vocab_size: int
+    eod: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+class NullTokenizer:
+    """Megatron's NullTokenizer: a text is numbers with blanks between; the end of document is the last id.
+
+    Args:
+        size: number of ids; ``vocab_size`` has one more, the end of document.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.vocab_size = size + 1
+        self.eod = size
+
+    def encode(self, text: str) -> list[int]:
+        """Return the numbers of a text.
+
+        Raises:
+            UsageError: a word that is not an id.
+        """
+        words = text.split()
+        if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
+            raise UsageError(
+                f"the prompt {text!r}",
+                f"numbers from 0 to {self.eod}, as the NullTokenizer has no words",
+                "Give ids, for example 5 17 3.",
+            )
+        return [int(word) for word in words]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the numbers as text."""
+        return " ".join(map(str, ids))
+
+
+def build(args: Namespace) -> Tokenizer:
+    """Return the tokenizer that ``--tokenizer-type`` and its files name.
+
+    Raises:
+        UsageError: a file or size is missing or broken.
+    """
+    if args.tokenizer_type == "NullTokenizer":
+        if args.vocab_size is None:
+            raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size beside it", "Add it.")
+        return NullTokenizer(args.vocab_size)
+    for flag, value in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
+        if value is None:
+            raise UsageError(
+                f"no {flag}", "GPT-2's vocab.json and merges.txt", "Give both, or a NullTokenizer."
+            )
+    from megatron_npu.tokenizer import GPT2Tokenizer
+
+    return GPT2Tokenizer(args.vocab_file, args.merge_file)
+
+
+class DatasetTokenizer:
+    """What megatron-core's datasets ask of a tokenizer: its size, end of document and identity.
+
+    The identity enters the name of the cached indices, so it must be the same in every run.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.vocab_size, self.eod = tokenizer.vocab_size, tokenizer.eod
+        kind = type(tokenizer).__name__
+        self.unique_identifiers = OrderedDict(type=kind, vocab_size=self.vocab_size, eod=self.eod)
