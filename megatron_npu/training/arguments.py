@@ -15,11 +15,11 @@ from megatron_npu.errors import UsageError
 Add = Callable[..., Any]
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Turns argparse's own complaints into ``UsageError``; an unknown flag gets the nearest known ones."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, "Megatron's flags and values", "See `megatron-npu pretrain --help`.")
+        raise UsageError(message, "the flags and values of --help", f"See `{self.prog} --help`.")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         found, unknown = self.parse_known_args(args, namespace)
@@ -28,8 +28,8 @@ class _Parser(argparse.ArgumentParser):
             known = difflib.get_close_matches(flags[0].partition("=")[0], self._option_string_actions, n=3)
             raise UsageError(
                 f"no flag {' '.join(flags)}",
-                " or ".join(known) if known else "one of the driver's flags",
-                "See `megatron-npu pretrain --help`; `megatron-npu run` takes a stock script and all its flags.",
+                " or ".join(known) if known else "a flag of --help",
+                f"See `{self.prog} --help`; `megatron-npu run` takes a stock script and its flags.",
             )
         if unknown:
             self.error(f"unexpected {' '.join(unknown)}")
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``megatron-npu pretrain``."""
-    result = _Parser(
+    result = Parser(
         "megatron-npu pretrain",
         description="Pre-train a GPT on megatron-core; one process, or several under torchrun.",
         allow_abbrev=False,

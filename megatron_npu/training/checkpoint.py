@@ -98,8 +98,7 @@ def load(args: Namespace, state: State) -> Position:
     rng = args.load_rng and _same_ranks(args, found)
     wanted = _state_dict(state, metadata, optimizer=args.load_optim, rng=rng, loading=True)
     content = dist_checkpointing.load(wanted, path)
-    for key, chunk in _chunks(state.model).items():
-        chunk.load_state_dict(content[key])
+    _load_weights(state.model, content)
     if args.load_optim:
         state.optimizer.load_state_dict(content["optimizer"])
         _load_schedule(state.schedule, content["opt_param_scheduler"])
@@ -110,6 +109,20 @@ def load(args: Namespace, state: State) -> Position:
     if args.finetune:
         return Position()
     return Position(found.iteration, found.consumed_train_samples, found.consumed_valid_samples)
+
+
+def load_weights(model: list[torch.nn.Module], path: str | Path) -> None:
+    """Load the weights alone, whatever the layout that they were saved in. All ranks must call this."""
+    from megatron.core import dist_checkpointing
+
+    metadata = {"dp_cp_group": _group()}
+    wanted = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(model).items()}
+    _load_weights(model, dist_checkpointing.load(wanted, str(path)))
+
+
+def _load_weights(model: list[torch.nn.Module], content: dict[str, Any]) -> None:
+    for key, chunk in _chunks(model).items():
+        chunk.load_state_dict(content[key])
 
 
 def _load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) -> None:

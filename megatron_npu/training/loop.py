@@ -39,7 +39,8 @@ class Outcome:
         position: where.
         loss_first, loss_last: training loss of the first and last iteration of this process's run.
         validation_loss: of the last evaluation.
-        seconds, steps: of training alone, the first step left out where there are more.
+        seconds, steps: of training alone.
+        first_seconds, first_steps: the part of them up to the first log event, which includes warming up.
         checkpoint: the last one written.
         ended_by: ``iterations``, ``exit-interval`` or ``signal``.
     """
@@ -50,8 +51,16 @@ class Outcome:
     validation_loss: float | None = None
     seconds: float = 0.0
     steps: int = 0
+    first_seconds: float = 0.0
+    first_steps: int = 0
     checkpoint: Path | None = None
     ended_by: str = "iterations"
+
+    def seconds_per_step(self) -> float | None:
+        """Return how long a step takes, warming up left out where there is more; None without a step."""
+        if self.steps > self.first_steps:
+            return (self.seconds - self.first_seconds) / (self.steps - self.first_steps)
+        return self.seconds / self.steps if self.steps else None
 
 
 class Trainer:
@@ -188,7 +197,7 @@ class Trainer:
         )
         if self.outcome.loss_first is None:
             self.outcome.loss_first = losses[0]
-            self._first = (seconds, len(losses))
+            self.outcome.first_seconds, self.outcome.first_steps = seconds, len(losses)
         self.outcome.loss_last = losses[-1]
         self.outcome.steps += len(losses)
         self.interval = Interval()
@@ -250,9 +259,6 @@ class Trainer:
         self.clock.stop()
         self.outcome.position = self.position
         self.outcome.seconds = self.clock.total
-        if self.outcome.steps > getattr(self, "_first", (0, 0))[1]:
-            self.outcome.seconds -= self._first[0]
-            self.outcome.steps -= self._first[1]
 
 
 def _forward_step(batches: Iterator[data.Batch] | None, model: torch.nn.Module) -> tuple[Any, Any]:

@@ -86,11 +86,18 @@ def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bo
     )
 
 
+def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module on the device, in half precision (with outputs in fp32) if the flags say so."""
+    from megatron.core.transformer.module import Float16Module
+
+    module = module.to(devices.current().torch_device())
+    return Float16Module(config, module) if args.fp16 or args.bf16 else module
+
+
 def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
     """Return this process's chunks of the model (one without interleaving), on the device."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.transformer.module import Float16Module
 
     stages = args.virtual_pipeline_model_parallel_size
     chunks = []
@@ -100,9 +107,7 @@ def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataPar
         module = gpt(args, config, stage, first, last)
         for parameter in module.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        module = module.to(devices.current().torch_device())
-        if args.fp16 or args.bf16:
-            module = Float16Module(config, module)
+        module = on_device(args, config, module)
         # the first chunk's communication is overlapped bucket by bucket, that of the others by the first's
         chunks.append(
             DistributedDataParallel(config, _ddp_config(args), module, disable_bucketing=bool(stage))
@@ -123,7 +128,11 @@ def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> Megatron
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     values = _of_the_same_name(OptimizerConfig, args) | {"params_dtype": dtype(args)}
-    return get_megatron_optimizer(OptimizerConfig(optimizer="adam", **values), model)
+    result = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **values), model)
+    for part in getattr(result, "chained_optimizers", [result]):
+        # before the first update there are no moments, and a checkpoint without them cannot be loaded
+        part.init_state_fn(part.optimizer, part.config)
+    return result
 
 
 def schedule(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -73,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: bad input, on rank 0; the other ranks end silently with exit code 2.
     """
+    # every module of megatron-core says so at import; the plug-in brings what it falls back from
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)", module=r"megatron\.core")
     try:
         train(arguments.parse(argv))
     except UsageError:
@@ -105,8 +108,8 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     args = validation.check(args)
     from megatron_npu.training import initialize
 
+    config = model.transformer_config(args)
     with initialize.session(args):
-        config = model.transformer_config(args)
         chunks = model.build(args, config)
         optimizer = model.optimizer(args, chunks)
         state = checkpoint.State(chunks, optimizer, model.schedule(args, optimizer))
@@ -163,7 +166,7 @@ def _summary(
     metrics: Path | None,
 ) -> Summary:
     device, size = devices.current(), model.count(args)
-    step = outcome.seconds / outcome.steps if outcome.steps else None
+    step = outcome.seconds_per_step()
     saved = outcome.checkpoint or args.load_from
     loss = outcome.validation_loss
     return Summary(

@@ -88,6 +88,7 @@ def _model(args: Namespace) -> None:
         _divides(args.num_query_groups, "--num-query-groups", args.num_attention_heads, "attention heads")
     else:
         args.num_query_groups = args.num_attention_heads
+    args.bias_gelu_fusion = args.bias_gelu_fusion and args.add_bias_linear  # as Megatron
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
     if args.seq_length > args.max_position_embeddings:

@@ -1,0 +1,210 @@
+"""``megatron-npu generate``: text from a checkpoint of the embedded driver, in one process."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_npu import devices, plugin
+from megatron_npu.errors import UsageError
+from megatron_npu.training import checkpoint, checkpoint_files, initialize, model, tokenizers
+from megatron_npu.training.arguments import Parser
+from megatron_npu.training.tokenizers import Tokenizer
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    result = Parser("megatron-npu generate", description=__doc__, allow_abbrev=False)
+    add = result.add_argument
+    add("--load", required=True, metavar="DIR", help="what --save was; the newest checkpoint is taken")
+    add("--prompt", required=True, help="the text to go on from")
+    add("--num-tokens", type=int, default=64, help="tokens to add at most (default: 64)")
+    add("--temperature", type=float, default=1.0, help="0: always the likeliest token")
+    add("--top-k", type=int, default=0, help="draw among the k likeliest tokens; 0: all, 1: the likeliest")
+    add("--top-p", type=float, default=0.0, help="draw among the fewest tokens that have this probability")
+    add("--seed", type=int, default=1234)
+    add("--vocab-file", help="default: as in training")
+    add("--merge-file", help="default: as in training")
+    add("--output", metavar="FILE", help="write the text there instead of printing it")
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code.
+
+    Raises:
+        UsageError: no such checkpoint, or a prompt or number that does not fit the model.
+    """
+    args = parser().parse_args(argv)
+    text = generate(
+        args.load,
+        args.prompt,
+        num_tokens=args.num_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+    )
+    if args.output:
+        checkpoint_files.write_atomically(Path(args.output), text + "\n")
+    else:
+        print(text)
+    return 0
+
+
+def generate(
+    load: str,
+    prompt: str,
+    *,
+    num_tokens: int = 64,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 0.0,
+    seed: int = 1234,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+) -> str:
+    """Return the prompt and what the model adds to it, up to an end of document.
+
+    Args:
+        load: directory that a run saved into.
+        prompt: not empty; for a NullTokenizer numbers with blanks between.
+        num_tokens: tokens to add at most.
+        temperature: logits are divided by it; 0 takes the likeliest token, as ``top_k`` 1 does.
+        top_k: draw among so many likeliest tokens; 0: all.
+        top_p: draw among the fewest tokens whose probabilities sum to it; 0: all.
+        seed: of the draws; on one device the same seed gives the same text.
+        vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
+
+    Raises:
+        UsageError: no such checkpoint, or a prompt or number that does not fit the model.
+    """
+    _check_sampling(num_tokens, temperature, top_k, top_p)
+    with restored(load, vocab_file, merge_file) as (args, gpt, tokenizer):
+        ids = tokenizer.encode(prompt)
+        if not ids:
+            raise UsageError("an empty --prompt", "at least one token", "Give some text.")
+        longest = args.max_position_embeddings
+        if len(ids) + num_tokens > longest:
+            raise UsageError(
+                f"a prompt of {len(ids)} tokens and --num-tokens {num_tokens}",
+                f"together at most the model's {longest} positions",
+                f"Give --num-tokens {max(longest - len(ids), 0)} or a shorter prompt.",
+            )
+        generator = torch.Generator().manual_seed(seed)
+        for logits in _steps(gpt, ids, num_tokens):
+            token = choose(logits, temperature, top_k, top_p, generator)
+            if token == tokenizer.eod:
+                break
+            ids.append(token)
+        return tokenizer.decode(ids)
+
+
+def _check_sampling(num_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+    for flag, value, fits, expected in (
+        ("--num-tokens", num_tokens, num_tokens > 0, "at least 1"),
+        ("--temperature", temperature, temperature >= 0, "at least 0"),
+        ("--top-k", top_k, top_k >= 0, "at least 0"),
+        ("--top-p", top_p, 0 <= top_p <= 1, "from 0 to 1"),
+    ):
+        if not fits:
+            raise UsageError(f"{flag} {value}", expected, "Change it.")
+
+
+@contextlib.contextmanager
+def restored(
+    load: str, vocab_file: str | None = None, merge_file: str | None = None
+) -> Iterator[tuple[Namespace, torch.nn.Module, Tokenizer]]:
+    """Hold a trained model in evaluation mode, with its flags and tokenizer, in this one process.
+
+    Whatever the layout that it was trained in, it is put together here.
+
+    Args:
+        load: directory that a run saved into.
+        vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
+
+    Raises:
+        UsageError: no such checkpoint, or its tokenizer's files are missing.
+    """
+    found = checkpoint_files.find(load)
+    if found is None:
+        raise UsageError(
+            f"--load {load}: no checkpoint there",
+            f"a directory with {checkpoint_files.TRACKER}",
+            "Correct the path.",
+        )
+    args = _alone(found.arguments)
+    args.vocab_file, args.merge_file = vocab_file or args.vocab_file, merge_file or args.merge_file
+    tokenizer = tokenizers.build(args)
+    plugin.install()
+    with initialize.session(args):
+        config = model.transformer_config(args)
+        gpt = model.on_device(args, config, model.gpt(args, config, None, True, True))
+        checkpoint.load_weights([gpt], found.path)
+        yield args, gpt.eval(), tokenizer
+
+
+def _alone(arguments: dict[str, object]) -> Namespace:
+    """Return the flags of a run, but for one process."""
+    alone = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
+        "sequence_parallel": False,
+        "world_size": 1,
+        "rank": 0,
+        "local_rank": 0,
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+    }
+    args = Namespace(**{**arguments, **alone})
+    multiple = args.make_vocab_size_divisible_by
+    args.padded_vocab_size = -(-args.tokenizer_vocab_size // multiple) * multiple
+    return args
+
+
+@torch.no_grad()
+def _steps(gpt: torch.nn.Module, ids: list[int], number: int) -> Iterator[torch.Tensor]:
+    """Yield, up to ``number`` times, the logits [vocabulary] of what follows ``ids``, fp32 on the host.
+
+    The caller appends the token that it chooses to ``ids``; keys and values of the past are kept.
+    """
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    device = devices.current().torch_device()
+    context = StaticInferenceContext(max_batch_size=1, max_sequence_length=len(ids) + number)
+    for _ in range(number):
+        past = context.sequence_len_offset
+        new = torch.tensor([ids[past:]], device=device)
+        positions = torch.arange(past, len(ids), device=device)[None]
+        logits = gpt(new, positions, None, inference_context=context, runtime_gather_output=True)
+        context.increment_sequence_len_offset(new.size(1))
+        yield logits[0, -1].float().cpu()
+
+
+def choose(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> int:
+    """Return a token drawn from logits [vocabulary]; the likeliest for temperature 0 or top_k 1.
+
+    With both limits, ``top_p`` counts what ``top_k`` has left.
+    """
+    if temperature == 0 or top_k == 1:
+        return int(logits.argmax())
+    values, tokens = (logits / temperature).sort(descending=True, stable=True)
+    if top_k:
+        values, tokens = values[:top_k], tokens[:top_k]
+    probabilities = values.softmax(0)
+    if top_p:
+        before = probabilities.cumsum(0) - probabilities
+        probabilities = probabilities.masked_fill(before >= top_p, 0.0)
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])

@@ -1,0 +1,118 @@
+"""Bad input: one line, exit code 2, no traceback, nothing overwritten."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.end_to_end import tiny
+
+pytest.importorskip("megatron.core")
+
+
+@pytest.fixture
+def copy(dataset, tmp_path):
+    """A dataset that a test may spoil."""
+    for ending in (".bin", ".idx"):
+        shutil.copy(f"{dataset}{ending}", tmp_path / f"copy{ending}")
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+@pytest.mark.parametrize("spoil", ["missing", "truncated"])
+def test_spoilt_data(refused, flags, copy, ending, spoil):
+    path = copy.with_suffix(ending)
+    content = path.read_bytes()
+    path.unlink()
+    if spoil == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    assert str(path) in refused("pretrain", *flags("--data-path", copy))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--vocab-size", 100], "token id 255"),
+        (["--seq-length", 64], "--max-position-embeddings 32"),
+        (["--tensor-model-parallel-size", 2], "number of processes 1"),
+        (["--global-batch-size", 3, "--micro-batch-size", 2], "--global-batch-size 3"),
+        (["--load", "no/such/directory"], "no checkpoint there"),
+        (["--recompute-granularity", "selective", "--recompute-modules", "nonsense"], "nonsense"),
+    ],
+)
+def test_flags_that_do_not_fit(refused, flags, changes, named):
+    assert named in refused("pretrain", *flags(*changes))
+
+
+def test_a_directory_that_does_not_exist_yet_is_where_a_resumable_run_begins(train, tmp_path, capsys):
+    new = tmp_path / "new"
+    train("--save", new, "--load", new)
+    assert "starting from scratch" in capsys.readouterr().out
+
+
+@pytest.fixture
+def trained(train, tmp_path):
+    """A directory with a checkpoint at iteration 6."""
+    train("--save", tmp_path / "trained")
+    return tmp_path / "trained"
+
+
+def _content(directory):
+    return {path: path.stat().st_mtime_ns for path in sorted(directory.rglob("*"))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (["--hidden-size", 64], "--hidden-size 64 (the checkpoint: 32)"),
+        (["--num-layers", 4], "--num-layers 4 (the checkpoint: 2)"),
+        (["--vocab-size", 300], "vocabulary's size 301 (the checkpoint: 256)"),
+        (["--swiglu"], "--swiglu on (the checkpoint: off)"),
+        (["--max-position-embeddings", 64], "--max-position-embeddings 64 (the checkpoint: 32)"),
+        (["--use-distributed-optimizer"], "--use-distributed-optimizer"),
+        (["--lr", 0.5], "--override-opt_param-scheduler"),
+    ],
+)
+def test_a_checkpoint_of_another_run(refused, flags, trained, changes, named):
+    before = _content(trained)
+    assert named in refused("pretrain", *flags("--load", trained, "--save", trained, *changes))
+    assert _content(trained) == before
+
+
+def test_checkpoints_of_another_run_are_not_overwritten(refused, flags, trained):
+    before = _content(trained)
+    assert "holds checkpoints already" in refused("pretrain", *flags("--save", trained))
+    again = ("--save", trained, "--load", trained, "--finetune")
+    assert "holds checkpoints already" in refused("pretrain", *flags(*again))
+    assert _content(trained) == before
+
+
+def test_an_absent_device(flags, monkeypatch):
+    monkeypatch.setattr(tiny, "environment", _with_npu(tiny.environment()))
+    done = tiny.run("pretrain", *flags())
+    assert done.returncode == 2
+    assert "MEGATRON_NPU_DEVICE=npu" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def _with_npu(environment):
+    return lambda: {**environment, "MEGATRON_NPU_DEVICE": "npu"}
+
+
+def test_several_ranks_speak_once_and_all_end_with_2(flags):
+    done = tiny.run("pretrain", *flags("--tensor-model-parallel-size", "3"), processes=2)
+    assert done.returncode != 0
+    assert done.stderr.count("megatron-npu pretrain: error:") == 1
+    assert 'Traceback (most recent call last):\n  File "<frozen runpy>"' not in done.stdout
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_generate(refused, trained, capsys):
+    assert "no checkpoint there" in refused("generate", "--load", "no/such", "--prompt", "1")
+    assert "64 positions" not in refused("generate", "--load", trained, "--prompt", "x")
+    assert "at most the model's 32 positions" in refused(
+        "generate", "--load", trained, "--prompt", "1 2", "--num-tokens", "31"
+    )
+    assert "--bogus" in refused("generate", "--load", trained, "--prompt", "1", "--bogus")

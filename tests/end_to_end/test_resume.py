@@ -1,0 +1,98 @@
+"""Training 2N iterations is training N, ending, and N more: to the bit, with dropout."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.end_to_end import tiny
+
+pytest.importorskip("megatron.core")
+
+
+# A checkpoint that is cut for another data-parallel size has uninitialised padding between parameters, so
+# the last ones are saved in the other form, in which every number counts.
+LAST = "--dist-ckpt-optim-fully-reshardable"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        [],
+        ["--bf16", "--use-distributed-optimizer"],
+        ["--fp16", "--initial-loss-scale", "65536"],
+        ["--use-distributed-optimizer", LAST],
+    ],
+    ids=["fp32", "bf16-distributed", "fp16", "reshardable"],
+)
+def test_one_process(train, tmp_path, kind):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    common = ("--eval-interval", 2, *kind)
+    train("--save", whole, *common, LAST)
+    first = train("--save", halves, "--load", halves, "--exit-interval", 3, *common)
+    assert (first.iterations, first.ended_by) == (3, "exit-interval")
+    second = train("--save", halves, "--load", halves, *common, LAST)
+    assert (second.iterations, second.consumed_samples) == (6, 24)
+    _same(whole, halves)
+
+
+@pytest.mark.parametrize("kind", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"])
+def test_two_data_parallel_processes(flags, tmp_path, kind):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    runs = (
+        ("--save", whole, LAST),
+        ("--save", halves, "--load", halves, "--exit-interval", 3),
+        ("--save", halves, "--load", halves, LAST),
+    )
+    for run in runs:
+        done = tiny.run("pretrain", *flags(*run, *kind), processes=2)
+        assert done.returncode == 0, done.stdout + done.stderr
+    _same(whole, halves)
+
+
+def _same(whole, halves):
+    one, other = whole / "metrics.jsonl", halves / "metrics.jsonl"
+    assert tiny.losses(one) == tiny.losses(other)
+    assert len(tiny.losses(one)) == 6
+    assert tiny.rows(one, "validation") == tiny.rows(other, "validation")
+    assert tiny.differences(whole / "iter_0000006", halves / "iter_0000006") == []
+
+
+def test_the_comparison_can_fail(train, tmp_path):
+    for name, seed in (("a", 1), ("b", 2)):
+        train("--save", tmp_path / name, "--train-iters", 1, "--eval-iters", 0, "--seed", seed)
+    assert tiny.differences(tmp_path / "a" / "iter_0000001", tmp_path / "b" / "iter_0000001")
+
+
+def test_the_initial_checkpoint_is_the_initial_state(train, tmp_path):
+    """A run from a checkpoint of iteration 0 is the run that never stopped, optimizer included."""
+    common = ("--lr-decay-iters", 6, "--eval-iters", 0)
+    train("--json-log", tmp_path / "whole", *common)
+    train("--save", tmp_path / "zero", "--train-iters", 0, *common)
+    again = ("--load", tmp_path / "zero", "--override-opt_param-scheduler")
+    train("--json-log", tmp_path / "again", *again, *common)
+    assert tiny.losses(tmp_path / "whole") == tiny.losses(tmp_path / "again")
+
+
+def test_finetune_takes_the_weights_alone(train, tmp_path):
+    train("--save", tmp_path / "a")
+    summary = train("--load", tmp_path / "a", "--finetune", "--json-log", tmp_path / "m", "--train-iters", 2)
+    assert summary.iterations == 2
+    assert summary.consumed_samples == 8
+    assert tiny.losses(tmp_path / "m")[1] < 5.3  # a fresh model begins at ln 256 = 5.55
+
+
+def test_layout_may_change_on_the_way(flags, train, tmp_path):
+    """A checkpoint of one process goes on with two, and theirs with one, optimizer included."""
+    quiet = ("--attention-dropout", 0, "--hidden-dropout", 0, "--eval-iters", 0)
+    quiet += ("--make-vocab-size-divisible-by", 64)
+    train("--json-log", tmp_path / "whole", *quiet)
+    layouts = ("--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "")
+    for layout in layouts:
+        save = tmp_path / f"run-{layout.replace(' ', '')}"
+        train("--save", save, "--exit-interval", 2, *quiet)
+        with_two = flags("--save", save, "--load", save, "--exit-interval", 4, *quiet, *layout.split())
+        done = tiny.run("pretrain", *with_two, processes=2)
+        assert done.returncode == 0, done.stdout + done.stderr
+        train("--save", save, "--load", save, *quiet)
+        expected = tiny.losses(tmp_path / "whole")
+        assert tiny.losses(save / "metrics.jsonl") == pytest.approx(expected, rel=1e-5), layout

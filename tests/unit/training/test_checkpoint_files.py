@@ -1,0 +1,64 @@
+"""Names, tracker and description of checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_npu.errors import UsageError
+from megatron_npu.training import checkpoint_files
+from megatron_npu.training.checkpoint_files import Found
+
+
+@pytest.fixture
+def found(tmp_path) -> Found:
+    path = checkpoint_files.directory(tmp_path, 10)
+    path.mkdir()
+    return Found(path, 10, 40, 8, True, True, None, {"num_layers": 2})
+
+
+def test_names_are_those_of_megatron(tmp_path):
+    assert checkpoint_files.directory("x", 10) == Path("x/iter_0000010")
+    assert checkpoint_files.TRACKER == "latest_checkpointed_iteration.txt"
+
+
+def test_what_is_written_is_found(tmp_path, found):
+    checkpoint_files.describe(found.path, found)
+    checkpoint_files.set_latest(tmp_path, 10)
+    assert checkpoint_files.find(tmp_path) == found
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_without_a_tracker_there_is_none(tmp_path, found):
+    assert checkpoint_files.find(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "release", "99", "10"])
+def test_a_broken_directory_is_refused(tmp_path, found, text):
+    (tmp_path / checkpoint_files.TRACKER).write_text(text)
+    with pytest.raises(UsageError):
+        checkpoint_files.find(tmp_path)
+
+
+def test_a_description_that_was_cut_off_is_refused(tmp_path, found):
+    checkpoint_files.describe(found.path, found)
+    checkpoint_files.set_latest(tmp_path, 10)
+    description = found.path / checkpoint_files.DESCRIPTION
+    description.write_text(description.read_text()[:50])
+    with pytest.raises(UsageError, match=r"arguments\.json"):
+        checkpoint_files.find(tmp_path)
+
+
+def test_a_write_that_fails_leaves_the_old_text(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    checkpoint_files.write_atomically(path, "old")
+    monkeypatch.setattr(checkpoint_files.os, "replace", _fail)
+    with pytest.raises(OSError, match="full"):
+        checkpoint_files.write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _fail(*_: object) -> None:
+    raise OSError("the disk is full")

@@ -1,0 +1,37 @@
+"""Which sample goes to which rank, and when."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_npu.training.data import PositionedBatches
+
+sizes = st.integers(1, 4)
+
+
+def taken(number, **kwargs):
+    return list(islice(PositionedBatches(**kwargs), number))
+
+
+@given(micro=sizes, ranks=sizes, steps=st.integers(1, 5))
+def test_all_ranks_together_take_each_sample_once_in_order(micro, ranks, steps):
+    per_rank = [
+        taken(steps, total=10_000, consumed=0, micro_batch=micro, rank=rank, size=ranks)
+        for rank in range(ranks)
+    ]
+    order = [number for step in zip(*per_rank, strict=True) for batch in step for number in batch]
+    assert order == list(range(micro * ranks * steps))
+
+
+@given(micro=sizes, ranks=sizes, before=st.integers(0, 5), after=st.integers(1, 5))
+def test_a_resumed_rank_goes_on_where_it_stopped(micro, ranks, before, after):
+    common = {"total": 10_000, "micro_batch": micro, "rank": ranks - 1, "size": ranks}
+    whole = taken(before + after, consumed=0, **common)
+    assert taken(after, consumed=before * micro * ranks, **common) == whole[before:]
+
+
+def test_after_the_last_sample_comes_the_first():
+    assert taken(3, total=3, consumed=2, micro_batch=2, rank=0, size=1) == [[2, 0], [1, 2], [0, 1]]

@@ -1,0 +1,113 @@
+"""Console line, JSON lines and their way back, FLOP and parameter formulas."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+
+import pytest
+
+from megatron_npu.training import flops, log, plot
+
+
+def row(**changes):
+    values = {
+        "consumed_samples": 40,
+        "loss": 9.5,
+        "grad_norm": 1.25,
+        "learning_rate": 1e-3,
+        "loss_scale": 1.0,
+        "elapsed_ms": 12.5,
+        "tokens_per_second": 1000.0,
+        "tflops_per_device": 0.5,
+        "peak_memory_bytes": 2**20,
+        "skipped_iterations": 1,
+        "nan_iterations": 0,
+    }
+    return values | changes
+
+
+def test_the_line_has_the_fields_of_megatron():
+    text = log.line(Namespace(train_iters=100, global_batch_size=4), 10, row())
+    for part in (
+        " iteration       10/     100 |",
+        " consumed samples:           40 |",
+        " elapsed time per iteration (ms): 12.5 |",
+        " learning rate: 1.000000E-03 |",
+        " global batch size:     4 |",
+        " lm loss: 9.500000E+00 |",
+        " loss scale: 1.0 |",
+        " grad norm: 1.250 |",
+        " number of skipped iterations:   1 |",
+        " number of nan iterations:   0 |",
+    ):
+        assert part in text
+
+
+def journal(tmp_path, iteration=0, rank=0):
+    args = Namespace(
+        rank=rank,
+        json_log=str(tmp_path / "m.jsonl"),
+        save=None,
+        tensorboard_dir=None,
+        train_iters=9,
+        world_size=1,
+    )
+    return log.Log(args, iteration)
+
+
+def test_numbers_keep_their_digits_and_what_is_none_is_null(tmp_path):
+    journal(tmp_path).write("train", 1, {"loss": 0.1 + 0.2, "losses": [math.nan, math.inf]})
+    last = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[-1])
+    assert last == {"event": "train", "iteration": 1, "loss": 0.1 + 0.2, "losses": [None, None]}
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    other = journal(tmp_path, rank=1)
+    other.say("hello")
+    other.write("train", 1, {})
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == ""
+
+
+def test_history_goes_on_where_a_run_was_resumed(tmp_path):
+    first = journal(tmp_path)
+    first.write("train", 2, {"losses": [3.0, 2.0], "learning_rate": 0.1})
+    first.write("train", 4, {"losses": [1.0, 0.5], "learning_rate": 0.1})
+    first.write("validation", 4, {"loss": 7.0, "perplexity": 1.0})
+    again = journal(tmp_path, iteration=2)  # iterations 3 and 4 were lost
+    again.write("train", 3, {"losses": [1.5], "learning_rate": 0.2})
+    with open(tmp_path / "m.jsonl", "a") as stream:
+        stream.write('{"event": "train", "iterat')  # killed while writing
+    history = plot.read(tmp_path / "m.jsonl")
+    assert history.losses == {1: 3.0, 2: 2.0, 3: 1.5}
+    assert history.learning_rates == {2: 0.1, 3: 0.2}
+    assert history.validation == {}
+
+
+def test_the_plot_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot.draw(plot.History({1: 2.0, 2: 1.0}, {1: 0.1}, {2: 1.5}), tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["p.png"]
+
+
+def test_flops_of_gpt2():
+    args = Namespace(
+        num_layers=12,
+        hidden_size=768,
+        num_attention_heads=12,
+        kv_channels=64,
+        num_query_groups=12,
+        ffn_hidden_size=3072,
+        swiglu=False,
+        seq_length=1024,
+        padded_vocab_size=50304,
+        global_batch_size=1,
+    )
+    # equation 3 of arXiv:2104.04473 without recomputation, with half of the attention as it is causal:
+    # 72 B s l h² (1 + s/12h + V/12lh) for one forward and two backward passes
+    h, s, layers, vocabulary = 768, 1024, 12, 50304
+    expected = 72 * s * layers * h**2 * (1 + s / (12 * h) + vocabulary / (12 * layers * h))
+    assert flops.of_step(args) == pytest.approx(expected)

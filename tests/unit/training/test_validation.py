@@ -1,0 +1,124 @@
+"""Cross-checks: what follows from the flags, and every combination that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_npu.errors import UsageError
+from megatron_npu.training import arguments, validation
+
+
+@pytest.fixture
+def check(flags, monkeypatch):
+    """Return a function: flags to add, number of processes -> the checked flags."""
+
+    def checked(*changes: str, processes: int = 1):
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        return validation.check(arguments.parse(flags(*changes)))
+
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    return checked
+
+
+def test_what_follows_from_the_flags(check):
+    args = check("--pipeline-model-parallel-size", "2", processes=4)
+    assert (args.kv_channels, args.ffn_hidden_size, args.num_query_groups) == (8, 128, 4)
+    assert (args.data_parallel_size, args.num_microbatches) == (2, 2)
+    assert (args.tokenizer_vocab_size, args.padded_vocab_size) == (256, 256)
+    assert args.use_cpu_initialization
+
+
+def test_vocabulary_is_padded_to_a_multiple_for_each_tensor_rank(check):
+    args = check("--tensor-model-parallel-size", "4", processes=4)
+    assert args.padded_vocab_size == 512
+
+
+def test_swiglu_takes_whole_64s_of_8_thirds(check):
+    assert check("--swiglu", "--hidden-size", "768").ffn_hidden_size == 2048
+
+
+def test_given_flags_are_left_as_they_are(flags, monkeypatch):
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    args = arguments.parse(flags())
+    before = dict(vars(args))
+    validation.check(args)
+    assert vars(args) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "named"),
+    [
+        ("--seq-length 33", 1, "--max-position-embeddings 32"),
+        ("--num-attention-heads 5", 1, "--num-attention-heads"),
+        ("--bf16 --fp16", 1, "--bf16 and --fp16"),
+        ("--global-batch-size 3 --micro-batch-size 2", 1, "--global-batch-size 3"),
+        ("--global-batch-size 4 --micro-batch-size 1", 3, "--global-batch-size 4"),
+        ("--tensor-model-parallel-size 2", 1, "number of processes 1"),
+        ("--tensor-model-parallel-size 3", 3, "--num-attention-heads 4"),
+        ("--pipeline-model-parallel-size 4", 4, "--num-layers 2"),
+        ("--tensor-model-parallel-size 4 --ffn-hidden-size 130", 4, "--ffn-hidden-size 130"),
+        ("--group-query-attention --num-query-groups 3", 1, "--num-query-groups"),
+        ("--tensor-model-parallel-size 2 --group-query-attention", 2, "--num-query-groups 1"),
+        ("--context-parallel-size 2 --seq-length 30", 2, "--seq-length 30"),
+        ("--num-virtual-stages-per-pipeline-rank 2", 1, "--pipeline-model-parallel-size of at least 2"),
+        ("--overlap-param-gather", 1, "--use-distributed-optimizer"),
+        ("--min-lr 1", 1, "--min-lr 1"),
+        ("--lr-warmup-iters 6", 1, "--lr-warmup-iters 6"),
+        ("--lr-warmup-iters 1 --lr-warmup-fraction 0.1", 1, "--lr-warmup-fraction"),
+        ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters"),
+        ("--start-weight-decay 0.1", 1, "--weight-decay-incr-style"),
+        ("--recompute-granularity full", 1, "--recompute-method"),
+        ("--recompute-method block", 1, "--recompute-granularity full"),
+        ("--split 0,1,0", 1, "nothing for training"),
+        ("--split 1,0,0", 1, "nothing for validation"),
+        ("--split nine,1", 1, "--split"),
+        ("--mock-data", 1, "--mock-data and --data-path"),
+        ("--save-interval 2", 1, "--save DIR"),
+        ("--pre-tockens 4 --attention-backend unfused", 1, "--pre-tockens"),
+        ("--vocab-size 100", 1, "token id 255"),
+        ("--tokenizer-type GPT2BPETokenizer", 1, "--vocab-file"),
+        ("--plot", 1, "--plot"),
+    ],
+)
+def test_what_cannot_be_is_refused(check, changes, processes, named):
+    with pytest.raises(UsageError, match=named) as caught:
+        check(*changes.split(), processes=processes)
+    assert "\n" not in str(caught.value)
+
+
+def test_interleaving_of_two_stages_needs_overlapped_sends(check):
+    changes = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    args = check(*changes.split(), processes=2)
+    assert args.virtual_pipeline_model_parallel_size == 2
+    with pytest.raises(UsageError, match="--no-overlap-p2p-communication"):
+        check(*changes.split(), "--no-overlap-p2p-communication", processes=2)
+    with pytest.raises(UsageError, match="micro batches"):
+        check(*changes.split(), "--micro-batch-size", "4", processes=2)
+
+
+def test_training_needs_data_and_a_learning_rate(flags):
+    argv = flags()[: flags().index("--data-path")]
+    with pytest.raises(UsageError, match="--data-path"):
+        validation.check(arguments.parse(argv))
+    at = argv.index("--lr")
+    with pytest.raises(UsageError, match="--lr"):
+        validation.check(arguments.parse(argv[:at] + argv[at + 2 :]))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["a"], (None, ["a"])),
+        (["a", "b"], (None, ["a", "b"])),
+        (["0.7", "a", "3", "b"], ([0.7, 3.0], ["a", "b"])),
+    ],
+)
+def test_blend(words, expected):
+    assert validation.blend(words) == expected
+
+
+@pytest.mark.parametrize("words", [["1", "a", "b"], ["1", "a", "b", "c"], ["0", "a"], ["-1", "a"]])
+def test_a_broken_blend_is_refused(words):
+    with pytest.raises(UsageError, match="--data-path"):
+        validation.blend(words)
