@@ -15,16 +15,18 @@ class History:
     Attributes:
         losses: training loss of every iteration.
         learning_rates: of the logged iterations.
+        throughput: tokens per second of the logged iterations.
         validation: validation losses.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
     learning_rates: dict[int, float] = field(default_factory=dict)
+    throughput: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
 
     def restart(self, iteration: int) -> None:
         """Forget what came after ``iteration``: a run begins there."""
-        for points in (self.losses, self.learning_rates, self.validation):
+        for points in (self.losses, self.learning_rates, self.throughput, self.validation):
             for number in [number for number in points if number > iteration]:
                 del points[number]
 
@@ -44,6 +46,7 @@ def read(path: Path) -> History:
             first = iteration - len(row["losses"]) + 1
             history.losses |= {first + n: x for n, x in enumerate(row["losses"]) if x is not None}
             history.learning_rates[iteration] = row["learning_rate"]
+            history.throughput[iteration] = row["tokens_per_second"]
         elif row["event"] == "validation" and row["loss"] is not None:
             history.validation[iteration] = row["loss"]
     return history

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 import warnings
 from argparse import Namespace
@@ -38,9 +39,11 @@ class Summary:
         world_size: processes.
         parameters, parameters_without_embeddings: weights of the whole model.
         iterations, consumed_samples: since the run first began.
-        loss_first, loss_last: training loss of the first and last iteration, in nats a token.
+        loss_first, loss_last: training loss of the first and last iteration since the run first began, in
+            nats a token.
         validation_loss, validation_perplexity: of the last evaluation.
-        tokens_per_second, tflops_per_device: of this process's run, without its first log event.
+        tokens_per_second, tflops_per_device: of this part of the run, without its first log event; of the
+            last log event of an earlier part if nothing was left to train.
         peak_memory_bytes: of rank 0.
         ended_by: ``iterations``, ``exit-interval`` or ``signal``.
         checkpoint, plot, metrics: paths.
@@ -74,8 +77,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: bad input, on rank 0; the other ranks end silently with exit code 2.
     """
-    # every module of megatron-core says so at import; the plug-in brings what it falls back from
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)", module=r"megatron\.core")
+    # megatron-core says in each of its modules what it falls back from (the plug-in brings it), and warns of
+    # its own default
+    known = ".*(Transformer Engine|Apex).* not installed|full scope is deprecated"
+    warnings.filterwarnings("ignore", message=known, module=r"megatron\.core")
     try:
         train(arguments.parse(argv))
     except UsageError:
@@ -83,6 +88,9 @@ def main(argv: Sequence[str]) -> int:
             raise
         _let_rank_0_speak()
         return 2
+    except loop.DivergedError as error:
+        print(f"megatron-npu pretrain: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -142,15 +150,13 @@ def _introduce(args: Namespace, journal: log.Log, position: checkpoint.Position)
 
 def _report(args: Namespace, outcome: loop.Outcome, journal: log.Log) -> Summary:
     """Draw the plot, write the summary, return it."""
-    picture = None
-    loss_first = outcome.loss_first
+    picture, history = None, plot.History()
     if journal.path is not None:
         history = plot.read(journal.path)
-        loss_first = next(iter(history.losses.values()), loss_first)
-        if args.plot and history.losses:
-            picture = Path(args.save or args.tensorboard_dir) / "training.png"
-            plot.draw(history, picture)
-    summary = _summary(args, outcome, loss_first, picture, journal.path)
+    if args.plot and history.losses:
+        picture = Path(args.save or args.tensorboard_dir) / "training.png"
+        plot.draw(history, picture)
+    summary = _summary(args, outcome, history, picture, journal.path)
     if args.save and args.rank == 0:
         path = Path(args.save) / "summary.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,12 +167,15 @@ def _report(args: Namespace, outcome: loop.Outcome, journal: log.Log) -> Summary
 def _summary(
     args: Namespace,
     outcome: loop.Outcome,
-    loss_first: float | None,
+    history: plot.History,
     picture: Path | None,
     metrics: Path | None,
 ) -> Summary:
     device, size = devices.current(), model.count(args)
-    step = outcome.seconds_per_step()
+    losses, throughputs = list(history.losses.values()), list(history.throughput.values())
+    tokens, step = args.global_batch_size * args.seq_length, outcome.seconds_per_step()
+    throughput = tokens / step if step else throughputs[-1] if throughputs else None
+    operations = flops.of_step(args) / tokens
     saved = outcome.checkpoint or args.load_from
     loss = outcome.validation_loss
     return Summary(
@@ -179,12 +188,12 @@ def _summary(
         parameters_without_embeddings=size.without_embeddings,
         iterations=outcome.position.iteration,
         consumed_samples=outcome.position.train_samples,
-        loss_first=loss_first,
-        loss_last=outcome.loss_last,
+        loss_first=losses[0] if losses else outcome.loss_first,
+        loss_last=losses[-1] if losses else outcome.loss_last,
         validation_loss=loss,
         validation_perplexity=None if loss is None else log.perplexity_of(loss),
-        tokens_per_second=step and args.global_batch_size * args.seq_length / step,
-        tflops_per_device=step and flops.of_step(args) / step / args.world_size / 1e12,
+        tokens_per_second=throughput,
+        tflops_per_device=throughput and throughput * operations / args.world_size / 1e12,
         peak_memory_bytes=device.memory().peak,
         ended_by=outcome.ended_by,
         checkpoint=None if saved is None else str(saved),

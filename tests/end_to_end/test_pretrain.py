@@ -170,3 +170,12 @@ def _wait_for(path: Path, text: str, seconds: float = 120) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"no {text} in {os.fspath(path)}")
+
+
+def test_a_finished_run_that_is_started_again_reports_the_same(train, tmp_path):
+    first = train("--save", tmp_path, "--load", tmp_path)
+    again = train("--save", tmp_path, "--load", tmp_path)
+    assert (again.iterations, again.checkpoint) == (first.iterations, first.checkpoint)
+    assert (again.loss_first, again.loss_last) == (first.loss_first, first.loss_last)
+    assert again.tokens_per_second > 0
+    assert again.validation_loss == pytest.approx(first.validation_loss, rel=0.2)

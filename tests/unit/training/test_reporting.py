@@ -73,22 +73,24 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
 
 def test_history_goes_on_where_a_run_was_resumed(tmp_path):
     first = journal(tmp_path)
-    first.write("train", 2, {"losses": [3.0, 2.0], "learning_rate": 0.1})
-    first.write("train", 4, {"losses": [1.0, 0.5], "learning_rate": 0.1})
+    common = {"learning_rate": 0.1, "tokens_per_second": 5.0}
+    first.write("train", 2, {"losses": [3.0, 2.0], **common})
+    first.write("train", 4, {"losses": [1.0, 0.5], **common})
     first.write("validation", 4, {"loss": 7.0, "perplexity": 1.0})
     again = journal(tmp_path, iteration=2)  # iterations 3 and 4 were lost
-    again.write("train", 3, {"losses": [1.5], "learning_rate": 0.2})
+    again.write("train", 3, {"losses": [1.5], "learning_rate": 0.2, "tokens_per_second": 6.0})
     with open(tmp_path / "m.jsonl", "a") as stream:
         stream.write('{"event": "train", "iterat')  # killed while writing
     history = plot.read(tmp_path / "m.jsonl")
     assert history.losses == {1: 3.0, 2: 2.0, 3: 1.5}
     assert history.learning_rates == {2: 0.1, 3: 0.2}
+    assert history.throughput == {2: 5.0, 3: 6.0}
     assert history.validation == {}
 
 
 def test_the_plot_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
-    plot.draw(plot.History({1: 2.0, 2: 1.0}, {1: 0.1}, {2: 1.5}), tmp_path / "p.png")
+    plot.draw(plot.History({1: 2.0, 2: 1.0}, {1: 0.1}, {}, {2: 1.5}), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["p.png"]
 
