@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
         UsageError: no such checkpoint, or a prompt or number that does not fit the model.
     """
     args = parser().parse_args(argv)
+    initialize.quieten()
     text = generate(
         args.load,
         args.prompt,

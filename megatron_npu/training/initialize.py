@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,6 +15,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_npu import devices, settings
+
+
+def quieten() -> None:
+    """Silence, in this process, warnings that every start of megatron-core gives and no user can act on."""
+    # each module says what it falls back from (the plug-in brings it), and one warns of its own default
+    known = ".*(Transformer Engine|Apex).* not installed|full scope is deprecated"
+    warnings.filterwarnings("ignore", message=known, module=r"megatron\.core")
+    # its checkpoints use what torch will drop some day
+    for module in (r"megatron\.core\.dist_checkpointing", r"torch\.distributed"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module)
 
 
 @contextlib.contextmanager

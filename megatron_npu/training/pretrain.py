@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from megatron_npu.training import (
     checkpoint_files,
     data,
     flops,
+    initialize,
     log,
     loop,
     model,
@@ -77,10 +77,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: bad input, on rank 0; the other ranks end silently with exit code 2.
     """
-    # megatron-core says in each of its modules what it falls back from (the plug-in brings it), and warns of
-    # its own default
-    known = ".*(Transformer Engine|Apex).* not installed|full scope is deprecated"
-    warnings.filterwarnings("ignore", message=known, module=r"megatron\.core")
+    initialize.quieten()
     try:
         train(arguments.parse(argv))
     except UsageError:
@@ -114,8 +111,6 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     """
     plugin.install()
     args = validation.check(args)
-    from megatron_npu.training import initialize
-
     config = model.transformer_config(args)
     with initialize.session(args):
         chunks = model.build(args, config)
