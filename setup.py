@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "megatron_npu" / "__init__.py").read_text())[1]
 
 MEGATRON_CORE = "megatron-core==0.16.1"
+ZSTD = 'backports.zstd; python_version < "3.14"'
 PLOT = ["matplotlib", "tensorboard", "tqdm"]
 
 
@@ -37,11 +38,21 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_npu", "megatron_npu.*"]),
     # megatron-core uses psutil and six without declaring them; without psutil its checkpoint writer hangs
-    install_requires=["numpy", "packaging", "psutil", "six", "tokenizers", "tqdm"],
+    install_requires=["numpy", "packaging", "psutil", "regex", "six", "tokenizers", "tqdm"],
     extras_require={
         "core": [MEGATRON_CORE],
         "demo": [MEGATRON_CORE, *PLOT],
-        "test": [MEGATRON_CORE, *PLOT, "hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
+        "zstd": [ZSTD],
+        "test": [
+            MEGATRON_CORE,
+            *PLOT,
+            ZSTD,
+            "hypothesis",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+        ],
         "cuda": ["torch>=2.5", MEGATRON_CORE],
         "npu": ["torch-npu", MEGATRON_CORE],
         "hf": ["safetensors", "transformers"],

@@ -6,7 +6,9 @@ process; the redirection here only gives ``torch.cuda`` names another meaning.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,9 +75,29 @@ class NpuDevice(Device):
 
     def cuda_namespace(self) -> Mapping[str, Any]:
         npu = torch.npu
-        names = {name: getattr(npu, name) for name in _SAME_NAME if hasattr(npu, name)}
+        names = {name: _naming_npu(getattr(npu, name)) for name in _SAME_NAME if hasattr(npu, name)}
         names |= {f"random.{name}": names[name] for name in _RANDOM if name in names}
         # Capability 8.0 (Ampere) is where Megatron stops asking for work-arounds: bf16 is native.
         names["get_device_capability"] = lambda *_: (8, 0)
         names |= {f"nvtx.{name}": no_operation for name in ("range_push", "range_pop", "mark")}
         return names | tensor_types("npu")
+
+
+def _naming_npu(value: Any) -> Any:
+    """Return a function of torch.npu such that a device called cuda is understood; others as they are."""
+    if not isinstance(value, types.FunctionType):
+        return value
+
+    @functools.wraps(value)
+    def on_npu(*args: Any, **kwargs: Any) -> Any:
+        return value(*map(_npu_for_cuda, args), **{name: _npu_for_cuda(x) for name, x in kwargs.items()})
+
+    return on_npu
+
+
+def _npu_for_cuda(value: Any) -> Any:
+    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+        return value.replace("cuda", "npu", 1)
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("npu") if value.index is None else torch.device("npu", value.index)
+    return value
