@@ -220,12 +220,30 @@ class Redirection:
         self._set(dist, "new_group", replacement)
         self._set(dist.distributed_c10d, "new_group", replacement)
         if cpu:
+            self._keep_sent_memory()
             barrier = dist.barrier
             self._set(
                 dist,
                 "barrier",
                 lambda group=None, async_op=False, device_ids=None: barrier(group, async_op),
             )
+
+    def _keep_sent_memory(self) -> None:
+        """Let a pending send own the memory it reads.
+
+        Megatron's schedules give an output's memory back as soon as its send is issued (``out.data = ...``),
+        which is safe in the order of a CUDA stream. gloo reads it later, from another thread: the receiver
+        would get whatever has been written there since. A detached alias keeps the storage until the send
+        is done.
+        """
+        isend = dist.isend
+
+        @functools.wraps(isend)
+        def send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return isend(tensor.detach(), *args, **kwargs)
+
+        self._set(dist, "isend", send)
+        self._set(dist.distributed_c10d, "isend", send)
 
     # -- generators of the CPU ------------------------------------------------------------------
 
