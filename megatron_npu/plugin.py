@@ -51,6 +51,7 @@ def uninstall() -> None:
     engine().disarm()
     if _redirection is not None:
         _redirection.off()
+        _redirection.device.release()
         _redirection = None
 
 
@@ -80,6 +81,7 @@ def _activate() -> Context:
     device = devices.current()
     _redirection = Redirection(device)
     _redirection.on()
+    device.prepare()
     standins.install(found)
     importlib.import_module(f"megatron_npu.hosts.{found.name}").register()
     return Context(

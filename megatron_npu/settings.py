@@ -64,13 +64,115 @@ STRICT = Variable(
     "Raise an error where an operation would otherwise leave its fused path.",
     ("0", "1"),
 )
+KEEP_MEMORY = Variable(
+    "MEGATRON_NPU_KEEP_MEMORY",
+    "1",
+    "On a cpu: keep freed memory for the next tensors instead of giving it back to the system.",
+    ("0", "1"),
+)
 MEGATRON_PATH = Variable(
     "MEGATRON_LM_PATH",
     "",
     "The Megatron checkout to use; also names the one that is meant when there are two.",
 )
 
-VARIABLES = (DEVICE, AUTOLOAD, DRIFT, STRICT, MEGATRON_PATH)
+# The simulated Ascend (megatron_npu/sim). These modules run before torch in every process of a simulation.
+SIM_SITE = Variable(
+    "MEGATRON_NPU_SIM_SITE",
+    "",
+    "Directory with an unpacked torch_npu wheel (default: downloaded into the cache). Under "
+    "`megatron-npu sim` it is set, and its presence is what makes a process one of the simulator.",
+)
+SIM_CACHE = Variable(
+    "MEGATRON_NPU_SIM_CACHE",
+    "",
+    "Where the simulator keeps the wheel and the compiled shim (default: the user's cache directory).",
+)
+SIM_DEVICES = Variable("MEGATRON_NPU_SIM_DEVICES", "8", "Number of simulated NPUs that a process sees.")
+SIM_SOC = Variable(
+    "MEGATRON_NPU_SIM_SOC", "Ascend910B2", "The chip that is simulated; torch_npu chooses code paths by it."
+)
+SIM_MEMORY = Variable(
+    "MEGATRON_NPU_SIM_MEMORY",
+    "64G",
+    "Memory of each simulated NPU: bytes, or a number with K, M, G. Allocating more is out-of-memory.",
+)
+SIM_MEMCHECK = Variable(
+    "MEGATRON_NPU_SIM_MEMCHECK",
+    "0",
+    "Fill fresh device memory with NaN, so that reading what nobody wrote shows.",
+    ("0", "1"),
+)
+SIM_REPORT = Variable(
+    "MEGATRON_NPU_SIM_REPORT",
+    "",
+    "JSON file for the counters, written when a process ends; under torchrun one file per rank.",
+)
+SIM_VERBOSE = Variable(
+    "MEGATRON_NPU_SIM_VERBOSE", "0", "Print calls of CANN functions that nobody wrote out.", ("0", "1")
+)
+SIM_HCCL_TIMEOUT = Variable(
+    "MEGATRON_NPU_SIM_HCCL_TIMEOUT", "300", "Seconds after which a simulated collective gives up."
+)
+SIM_HCCL_DELAY = Variable(
+    "MEGATRON_NPU_SIM_HCCL_DELAY", "0", "Microseconds by which every collective is late: shows missing waits."
+)
+
+VARIABLES = (
+    DEVICE,
+    AUTOLOAD,
+    DRIFT,
+    STRICT,
+    MEGATRON_PATH,
+    SIM_SITE,
+    SIM_CACHE,
+    SIM_DEVICES,
+    SIM_SOC,
+    SIM_MEMORY,
+    SIM_MEMCHECK,
+    SIM_REPORT,
+    SIM_VERBOSE,
+    SIM_HCCL_TIMEOUT,
+    SIM_HCCL_DELAY,
+)
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def simulator_values() -> dict[str, str]:
+    """Return what the simulator's C++ side is told: short name -> value (see csrc/runtime.h, ``setting``).
+
+    Raises:
+        UsageError: a number is none, or not positive where it must be.
+    """
+    return {
+        "devices": str(_count(SIM_DEVICES, 1)),
+        "soc": SIM_SOC.get(),
+        "memory": str(_bytes(SIM_MEMORY)),
+        "memcheck": SIM_MEMCHECK.get(),
+        "verbose": SIM_VERBOSE.get(),
+        "hccl_timeout": str(_count(SIM_HCCL_TIMEOUT, 1)),
+        "hccl_delay": str(_count(SIM_HCCL_DELAY, 0)),
+    }
+
+
+def _count(variable: Variable, least: int) -> int:
+    value = variable.get()
+    if not value.isdecimal() or int(value) < least:
+        raise UsageError(
+            f"{variable.name}={value}", f"a whole number from {least} on", f"Default: {variable.default}."
+        )
+    return int(value)
+
+
+def _bytes(variable: Variable) -> int:
+    value = variable.get().upper().removesuffix("B")
+    number, unit = (value[:-1], value[-1]) if value[-1:] in _UNITS and value else (value, "")
+    if not number.isdecimal() or not int(number):
+        raise UsageError(
+            f"{variable.name}={variable.get()}", "bytes, or a number with K, M or G", f"Default: {variable.default}."
+        )
+    return int(number) * _UNITS[unit]
 
 
 @dataclass

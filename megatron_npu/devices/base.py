@@ -79,6 +79,12 @@ class Device(ABC):
         """
         yield
 
+    def prepare(self) -> None:  # noqa: B027  most devices need nothing
+        """Make the process ready to run on the device; called once, before a host's first module runs."""
+
+    def release(self) -> None:  # noqa: B027
+        """Take back what ``prepare`` changed."""
+
     @abstractmethod
     def memory(self) -> MemoryStatistics:
         """Return the memory in use, in bytes."""

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 
+from megatron_npu.devices import heap
 from megatron_npu.devices.base import Device, MemoryStatistics
 from megatron_npu.devices.cuda_names import no_operation, tensor_types
 
@@ -79,6 +80,12 @@ class CpuDevice(Device):
         finally:
             self.host_generator.set_state(torch.default_generator.get_state())
             torch.default_generator.set_state(device_state)
+
+    def prepare(self) -> None:
+        heap.keep_freed_memory()
+
+    def release(self) -> None:
+        heap.return_freed_memory()
 
     def memory(self) -> MemoryStatistics:
         """Return the resident set of this process as allocated and reserved, and its peak."""

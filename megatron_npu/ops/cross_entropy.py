@@ -46,7 +46,8 @@ def vocab_parallel_cross_entropy(
 
 
 def _chunks(rows: int, columns: int) -> Iterator[slice]:
-    step = max(1, _CHUNK_BYTES // (4 * columns))
+    threads = torch.get_num_threads()
+    step = max(1, _CHUNK_BYTES // (4 * columns) // threads) * threads  # every thread gets as many rows
     return (slice(first, first + step) for first in range(0, rows, step))
 
 
