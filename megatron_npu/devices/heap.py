@@ -28,9 +28,9 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Put glibc's defaults back."""
-    if settings.KEEP_MEMORY.enabled():
-        _set(_DEFAULTS)
+    """Put glibc's defaults back and give what is free to the system."""
+    if settings.KEEP_MEMORY.enabled() and _set(_DEFAULTS):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _set(values: dict[int, int]) -> bool:
