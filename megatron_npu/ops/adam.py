@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_npu.ops.dispatch import Operation
+from megatron_npu.ops.fused_optimizer import FusedOptimizer, buckets, fused_as_it_is, precise_twins
 
-class FusedAdam(torch.optim.Optimizer):
+
+class FusedAdam(FusedOptimizer):
     """Adam (Kingma and Ba 2015) or AdamW (Loshchilov and Hutter 2019) in one fused call per group.
 
-    Drop-in for ``apex.optimizers.FusedAdam``: ``step`` is one integer per parameter group, state is
-    ``exp_avg`` and ``exp_avg_sq`` in the parameter's dtype, so checkpoints move between the two.
-    Megatron's distributed optimizer relies on exactly that; on torch's own AdamW its resume is wrong
-    (megatron-core 0.16: one shared step tensor, counted once per parameter).
+    Drop-in for ``apex.optimizers.FusedAdam``, same order of arguments: ``step`` is one integer per
+    parameter group, state is ``exp_avg`` and ``exp_avg_sq`` in fp32. ``load_state_dict`` also takes what
+    ``torch.optim.Adam`` and ``AdamW`` saved; ``torch_state_dict`` goes the other way. Megatron's
+    distributed optimizer relies on exactly that; on torch's own AdamW its resume is wrong (megatron-core
+    0.16: one shared step tensor, counted once per parameter).
 
     Args:
         params: parameters or groups.
         lr, betas, eps, weight_decay: as in the papers.
-        bias_correction: must be True; Megatron never turns it off and torch's kernels always correct.
+        bias_correction: divide the moments by 1 - betaᵗ.
         adam_w_mode: decoupled weight decay (AdamW); False adds the decay to the gradient (Adam).
-        kwargs: ``capturable``, ``master_weights``, ``set_grad_none`` and the like of apex: only their
-            off values are meaningful here.
+        amsgrad: must be False, as in apex.
+        set_grad_none: whether ``zero_grad()`` drops gradients.
+        capturable: must be False: nothing here is captured into a CUDA graph.
+        master_weights: keep an fp32 copy of each 16-bit parameter in state ``master_param`` (the name
+            that TransformerEngine uses) and round from it; without it, 16-bit parameters are updated in
+            fp32 and rounded at every step.
+        others: options of TransformerEngine's class, which are refused unless they are off.
 
     Raises:
         ValueError: an option that this optimizer cannot honour.
@@ -33,65 +44,199 @@ class FusedAdam(torch.optim.Optimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
+        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
         adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
         amsgrad: bool = False,
-        **kwargs: Any,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        **others: Any,
     ) -> None:
-        unsupported = [name for name, value in kwargs.items() if value and name != "set_grad_none"]
-        if amsgrad or not bias_correction or unsupported:
-            raise ValueError(
-                f"FusedAdam has neither amsgrad nor bias_correction=False nor {unsupported or 'others'}: "
-                f"given amsgrad={amsgrad}, bias_correction={bias_correction}"
-            )
+        options = {"amsgrad": amsgrad, "capturable": capturable, **others}
+        refused = [name for name, value in options.items() if value and (name, value) not in _SAME_AS_DEFAULT]
+        if refused:
+            raise ValueError(f"FusedAdam does not have {', '.join(sorted(refused))}")
         self.adam_w_mode = adam_w_mode
+        self.master_weights = master_weights
         defaults = {
             "lr": lr,
+            "bias_correction": bias_correction,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, set_grad_none)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; return what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            group["step"] = int(group.get("step", 0)) + 1
-            parameters = [p for p in group["params"] if p.grad is not None and p.numel()]
-            if parameters:
-                self._update(group, parameters)
-        return loss
-
-    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        group["step"] = int(group.get("step", 0)) + 1
+        rows = [self._row(parameter) for parameter in parameters]
+        twins = {i: precise_twins(row) for i, row in enumerate(rows) if not fused_as_it_is(row)}
+        for columns in buckets(twins.get(i, row) for i, row in enumerate(rows)):
+            _adam(
+                *columns,
+                step=group["step"] if group["bias_correction"] else None,
+                lr=float(group["lr"]),
+                betas=tuple(group["betas"]),
+                eps=group["eps"],
+                weight_decay=float(group["weight_decay"]),
+                decoupled=bool(self.adam_w_mode),
+            )
+        for i, (target, _, *moments) in twins.items():
+            for old, new in zip((rows[i][0], *rows[i][2:]), (target, *moments), strict=True):
+                old.copy_(new)
         for parameter in parameters:
-            state = self.state[parameter]
-            if "exp_avg" not in state:
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-        # The kernel reads the steps and never writes them, so one tensor serves all.
-        step = torch.tensor(float(group["step"]), device=parameters[0].device)
-        update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
-        update(
-            parameters,
-            [p.grad for p in parameters],
-            [self.state[p]["exp_avg"] for p in parameters],
-            [self.state[p]["exp_avg_sq"] for p in parameters],
-            [],
-            [step] * len(parameters),
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=float(group["weight_decay"]),
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
+            master = self.state[parameter].get("master_param")
+            if master is not None:
+                parameter.copy_(master)
+
+    def _row(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what is updated, its gradient and its two moments; make the state at the first step."""
+        if parameter.grad.is_sparse:
+            raise ValueError("FusedAdam does not take sparse gradients")
+        state = self.state[parameter]
+        precise = torch.promote_types(parameter.dtype, torch.float32)
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=precise)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=precise)
+        if self.master_weights and parameter.dtype is not precise and "master_param" not in state:
+            state["master_param"] = parameter.detach().to(precise)
+        return state.get("master_param", parameter), parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class, of apex's FusedAdam or of torch's Adam and AdamW.
+
+        Raises:
+            ValueError: parameters of one group are at different steps, or amsgrad was on.
+        """
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            if group.get("amsgrad"):
+                raise ValueError("FusedAdam does not have amsgrad, which the state dict was saved with")
+            states = [self.state[p] for p in group["params"] if p in self.state]
+            steps = {int(state.pop("step")) for state in states if "step" in state}
+            if len(steps) > 1:
+                raise ValueError(f"parameters of one group are at different steps: {sorted(steps)}")
+            if steps:
+                group["step"] = steps.pop()
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """Return a state dict that ``torch.optim.AdamW`` (or ``Adam``, by ``adam_w_mode``) loads.
+
+        Raises:
+            ValueError: bias correction is off, which torch's optimizers cannot express.
+        """
+        result = copy.copy(self.state_dict())
+        result["state"] = {key: dict(state) for key, state in result["state"].items()}
+        result["param_groups"] = [dict(group) for group in result["param_groups"]]
+        for group in result["param_groups"]:
+            if not group.pop("bias_correction"):
+                raise ValueError("torch's Adam always corrects the bias of its moments, this one does not")
+            step = float(group.pop("step", 0))
+            for key in group["params"]:
+                if key in result["state"]:
+                    result["state"][key]["step"] = torch.tensor(step)
+        return result
+
+
+# What Megatron passes explicitly although it is how this class works anyway.
+_SAME_AS_DEFAULT = (("exp_avg_dtype", torch.float32), ("exp_avg_sq_dtype", torch.float32))
+
+
+def _adam_reference(
+    targets: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    *,
+    step: int | None,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> None:
+    """One step, in place, formula by formula; ``step`` None leaves the bias of the moments uncorrected."""
+    beta1, beta2 = betas
+    correction1 = 1.0 if step is None else 1 - beta1**step
+    correction2 = 1.0 if step is None else 1 - beta2**step
+    for target, grad, m, v in zip(targets, grads, first, second, strict=True):
+        if decoupled:
+            target.mul_(1 - lr * weight_decay)
+        elif weight_decay:
+            grad = grad + weight_decay * target
+        m.lerp_(grad, 1 - beta1)
+        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        target.addcdiv_(m, v.sqrt().div_(math.sqrt(correction2)).add_(eps), value=-lr / correction1)
+
+
+_adam = Operation("adam", _adam_reference)
+
+
+@_adam.on("cpu", "cuda")
+def _adam_torch(
+    targets: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    *,
+    step: int | None,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> None:
+    """torch's fused kernels: one pass over memory."""
+    # They always correct by 1 - betaᵗ; at t = inf that is exactly 1.
+    at = torch.tensor(math.inf if step is None else float(step), device=targets[0].device)
+    update = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    # The kernel reads the steps and never writes them, so one tensor serves all.
+    update(
+        targets,
+        grads,
+        first,
+        second,
+        [],
+        [at] * len(targets),
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+@_adam.on("npu")
+def _adam_npu(
+    targets: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    *,
+    step: int | None,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> None:
+    """torch_npu's AdamW kernels; it has none for Adam, whose decay is added to the gradient beforehand."""
+    if not decoupled and weight_decay:
+        grads = torch._foreach_add(grads, targets, alpha=weight_decay)
+    decay = weight_decay if decoupled else 0.0
+    if step is not None:
+        common = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay, "decoupled": True}
+        _adam_torch(targets, grads, first, second, step=step, **common)
+        return
+    import torch_npu
+
+    # Powers of zero make both corrections exactly 1, whichever step the kernel counts them from.
+    for target, grad, m, v in zip(targets, grads, first, second, strict=True):
+        torch_npu.npu_apply_adam_w(
+            0.0, 0.0, lr, decay, *betas, eps, grad, None, False, False, out=(target, m, v)
         )

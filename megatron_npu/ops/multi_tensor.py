@@ -1,32 +1,140 @@
-"""Whole lists of tensors in one call: norms and scaling, with the calling convention of ``amp_C``."""
+"""Whole lists of tensors in one call: norm, scale, axpby, with the calling convention of ``amp_C``.
+
+Every function is called as ``function(chunk_size, overflow, tensor_lists, ...)``. ``chunk_size`` is part of
+apex's convention and not used; ``overflow`` is one integer on the device, set to 1 where a function checks
+and finds inf or nan, and never reset here.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+# Values whose squares are added up in one go. torch's kernel for the CPU does so in a few fp32 lanes:
+# over 20 million values its norm is 1e-3 off.
+_PIECE = 1 << 13
+
+TensorLists = list[list[Tensor]]
+
+
+class MultiTensorApply:
+    """``apex.multi_tensor_apply.MultiTensorApply``: calls an operation with its chunk size."""
+
+    available = True
+    warned = False
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self, operation: Callable[..., Any], overflow: Tensor, tensor_lists: TensorLists, *args: Any
+    ) -> Any:
+        """Return ``operation(chunk_size, overflow, tensor_lists, *args)``."""
+        return operation(self.chunk_size, overflow, tensor_lists, *args)
+
 
 def multi_tensor_l2norm(
-    chunk_size: int, overflow: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool = False
+    chunk_size: int, overflow: Tensor | None, tensor_lists: TensorLists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return the L2 norm of all tensors of the first list as one vector, fp32 ``[1]``.
 
     Args:
-        chunk_size: part of apex's convention, not used.
-        overflow: part of apex's convention, not used.
-        tensor_lists: one list of tensors.
+        tensor_lists: one list of tensors on one device; sums are in fp32 whatever their dtype.
         per_tensor: return the norm of each tensor too, ``[n]``.
     """
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensor_lists[0])])
-    return torch.linalg.vector_norm(norms).reshape(1), norms if per_tensor else None
+    tensors = tensor_lists[0]
+    if not tensors:
+        device = overflow.device if overflow is not None else None
+        return torch.zeros(1, device=device), torch.zeros(0, device=device) if per_tensor else None
+    if tensors[0].device.type == "cpu":
+        norms = [_norm_by_pieces(tensor) for tensor in tensors]
+    else:
+        norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
+    each = torch.stack(norms)
+    return torch.linalg.vector_norm(each).reshape(1), each if per_tensor else None
+
+
+def _norm_by_pieces(tensor: Tensor) -> Tensor:
+    """Return the L2 norm of a tensor on the CPU, fp32 ``[]``, the same to 1e-6 whatever its size."""
+    flat = tensor.detach().reshape(-1)
+    whole = flat.numel() - flat.numel() % _PIECE
+    norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
+    if not whole:
+        return norm(flat)
+    return norm(torch.cat([norm(flat[:whole].view(-1, _PIECE), dim=1), norm(flat[whole:])[None]]))
 
 
 def multi_tensor_scale(
-    chunk_size: int, overflow: Tensor, tensor_lists: list[list[Tensor]], scale: float | Tensor
+    chunk_size: int, overflow: Tensor | None, tensor_lists: TensorLists, scale: float | Tensor
 ) -> None:
-    """Write ``source * scale`` into the tensors of the second list; the first list is the source."""
+    """Write ``source * scale`` into the tensors of the second list; the first list is the source.
+
+    ``overflow`` is set where a source is inf or nan; None leaves out the check.
+    """
     sources, targets = tensor_lists
-    if all(source is target for source, target in zip(sources, targets, strict=True)):
+    for source, target in zip(sources, targets, strict=True):
+        if source is not target and source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+    if not targets:
+        return
+    if overflow is None:
         torch._foreach_mul_(targets, scale)
-    else:
-        torch._foreach_copy_(targets, torch._foreach_mul(sources, scale))
+        return
+    for bunch in _by_dtype(targets):
+        unscale(bunch, overflow, scale)
+
+
+def multi_tensor_axpby(
+    chunk_size: int,
+    overflow: Tensor | None,
+    tensor_lists: TensorLists,
+    a: float,
+    b: float,
+    arg_to_check: int = -1,
+) -> None:
+    """Write ``a * x + b * y`` into the third list, of the first two.
+
+    Args:
+        arg_to_check: which input is checked for inf and nan: 0 is x, 1 is y, -1 both.
+    """
+    xs, ys, targets = tensor_lists
+    if overflow is not None:
+        for checked in ([xs], [ys], [xs, ys])[arg_to_check]:
+            overflow.logical_or_(~_all_finite(checked))
+    for x, y, target in zip(xs, ys, targets, strict=True):
+        precise = torch.promote_types(torch.promote_types(x.dtype, y.dtype), target.dtype)
+        target.copy_(torch.add(x.to(precise) * a, y.to(precise), alpha=b))
+
+
+def unscale(tensors: list[Tensor], found: Tensor, factor: float | Tensor) -> None:
+    """Multiply the tensors by ``factor`` in place; set ``found`` if a value was inf or nan. One pass.
+
+    Args:
+        tensors: of one dtype and device.
+        found: one number on the device, set to 1 or left as it is.
+        factor: usually 1 / loss scale.
+    """
+    device = tensors[0].device
+    flag = torch.zeros(1, dtype=torch.float32, device=device)
+    factor = torch.as_tensor(factor, dtype=torch.float32, device=device).reshape(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, factor)
+    found.logical_or_(flag.to(torch.bool).reshape(found.shape))
+
+
+def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    return list(kinds.values())
+
+
+def _all_finite(tensors: list[Tensor]) -> Tensor:
+    """Return whether the largest magnitude of every tensor is finite (nan is the largest of all)."""
+    filled = [t for t in tensors if t.numel()]
+    if not filled:
+        return torch.tensor(True)
+    return torch.isfinite(torch.stack([n.float() for n in torch._foreach_norm(filled, float("inf"))])).all()

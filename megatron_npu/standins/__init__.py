@@ -32,7 +32,27 @@ class StandIn:
     why: str
 
 
+_APEX = "megatron.optimizer, megatron.utils and clip_grads of Megatron-LM import apex and amp_C always"
+_LM = ("megatron_lm",)  # megatron-core looks for apex and goes on without
+
 STAND_INS = (
+    StandIn("apex", "megatron_npu.standins.apex", "apex", _LM, _APEX),
+    StandIn("apex.optimizers", "megatron_npu.standins.apex.optimizers", "apex.optimizers", _LM, _APEX),
+    StandIn(
+        "apex.multi_tensor_apply",
+        "megatron_npu.standins.apex.multi_tensor_apply",
+        "apex.multi_tensor_apply",
+        _LM,
+        _APEX,
+    ),
+    StandIn("amp_C", "megatron_npu.standins.amp_C", "amp_C", _LM, _APEX),
+    StandIn(
+        "torch._six",
+        "megatron_npu.standins.torch_six",
+        "torch._six",
+        _LM,
+        "megatron.optimizer.clip_grads imports inf from it; torch 2.0 removed it",
+    ),
     StandIn(
         "fused_weight_gradient_mlp_cuda",
         "megatron_npu.standins.fused_weight_gradient_mlp_cuda",
@@ -52,14 +72,22 @@ STAND_INS = (
 
 def install(host: Host) -> list[StandIn]:
     """Put the stand-ins of ``host`` in place; return those that were needed."""
-    needed = []
-    for stand_in in STAND_INS:
-        if host.name not in stand_in.hosts or stand_in.name in sys.modules:
-            continue
-        if importlib.util.find_spec(stand_in.needs) is None:
-            sys.modules[stand_in.name] = importlib.import_module(stand_in.source)
-            needed.append(stand_in)
+    # All are looked for before any is put in place: ours would be found as the parent of the next.
+    needed = [
+        stand_in
+        for stand_in in STAND_INS
+        if host.name in stand_in.hosts and stand_in.name not in sys.modules and _absent(stand_in.needs)
+    ]
+    for stand_in in needed:
+        sys.modules[stand_in.name] = importlib.import_module(stand_in.source)
     return needed
+
+
+def _absent(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is None
+    except ModuleNotFoundError:  # its parent is absent, or not a package
+        return True
 
 
 def remove() -> None:

@@ -1,0 +1,91 @@
+"""What the optimizers of apex have in common: closures, refused options, exact state dicts, buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of ``FusedAdam`` and ``FusedSGD``: one fused call per parameter group, device and dtype.
+
+    Args:
+        params: parameters or groups.
+        defaults: what a group holds unless it says otherwise.
+        set_grad_none: whether ``zero_grad()`` drops gradients (True) or zeroes them in place.
+    """
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool) -> None:
+        self.set_grad_none = set_grad_none
+        super().__init__(params, defaults)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients; ``set_to_none`` overrides what the constructor was told."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **moved: Any) -> Any:
+        """Update every parameter that has a gradient; return what ``closure`` returns.
+
+        Raises:
+            ValueError: an argument that apex's early versions took here (``grads``, ``scale``, ...).
+        """
+        given = sorted(name for name, value in moved.items() if value is not None)
+        if given:
+            raise ValueError(f"step() takes nothing but a closure, given {', '.join(given)}")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group, [p for p in group["params"] if p.grad is not None and p.numel()])
+        return loss
+
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class, of apex's optimizer or of torch's of the same kind.
+
+        torch casts state to the dtype of its parameter, which would round the fp32 moments of a 16-bit
+        parameter: they are taken as they were saved instead.
+        """
+        super().load_state_dict(state_dict)
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+                for name, value in state_dict["state"].get(key, {}).items():
+                    if torch.is_tensor(value) and value.shape == parameter.shape:
+                        self.state[parameter][name] = value.to(parameter.device)
+            for name, value in self.defaults.items():  # torch's groups lack what only apex has
+                group.setdefault(name, value)
+
+
+def buckets(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
+    """Yield rows of tensors as columns, one bunch for each device and dtype: what a fused kernel takes.
+
+    The first tensor of a row sets its bunch; the others are on the same device.
+    """
+    bunches: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, ...]]] = {}
+    for row in rows:
+        bunches.setdefault((row[0].device, row[0].dtype), []).append(row)
+    for bunch in bunches.values():
+        yield tuple(list(column) for column in zip(*bunch, strict=True))
+
+
+def fused_as_it_is(row: tuple[Tensor, ...]) -> bool:
+    """Return whether torch's fused kernels may walk through the tensors of the row side by side.
+
+    Those of torch 2.13 for the CPU are silently wrong otherwise: they take strides for equal, and SGD
+    leaves most of a 16-bit parameter alone (pytorch issue 191763).
+    """
+    first = row[0]
+    precise = first.dtype in (torch.float32, torch.float64)
+    return precise and all(t.dtype is first.dtype and t.stride() == first.stride() for t in row[1:])
+
+
+def precise_twins(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return copies of the row in fp32 with the strides of the first, for a kernel that wants them alike."""
+    return tuple(torch.empty_like(row[0], dtype=torch.float32).copy_(t) for t in row)

@@ -1,0 +1,5 @@
+"""Stand-in for ``torch._six``, which torch 2.0 removed."""
+
+from math import inf
+
+__all__ = ["inf"]

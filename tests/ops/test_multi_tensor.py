@@ -1,0 +1,122 @@
+"""The amp_C surface: norms, scaling with its check, axpby, on lists of tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_npu.ops.multi_tensor import (
+    MultiTensorApply,
+    multi_tensor_axpby,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    unscale,
+)
+
+apply = MultiTensorApply(2048 * 32)
+SIZES = (1, 1000, 3, 70_001)
+
+
+def tensors(device, dtype=torch.float32):
+    torch.manual_seed(0)
+    return [torch.randn(n, device=device).to(dtype) for n in SIZES]
+
+
+def flag(device):
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def test_l2norm(device, dtype):
+    values = tensors(device, dtype)
+    norm, each = apply(multi_tensor_l2norm, flag(device), [values], True)
+    assert norm.shape == (1,)
+    assert norm.dtype is each.dtype is torch.float32
+    right = [v.double().norm().item() for v in values]
+    assert each.tolist() == pytest.approx(right, rel=2e-6)
+    assert norm.item() == pytest.approx(sum(r * r for r in right) ** 0.5, rel=2e-6)
+    assert apply(multi_tensor_l2norm, flag(device), [values], False)[1] is None
+
+
+def test_l2norm_of_a_large_tensor_is_exact(device):
+    """torch's CPU kernel alone is 1e-3 off here, enough to make clipping depend on the layout."""
+    if device == "npu":
+        pytest.skip("the simulator has the CPU's kernel; what hardware does is not known")
+    value = torch.randn(20_000_000, device=device)
+    right = value.double().norm().item()
+    assert multi_tensor_l2norm(0, None, [[value]])[0].item() == pytest.approx(right, rel=1e-6)
+
+
+def test_l2norm_of_nothing(device):
+    norm, each = multi_tensor_l2norm(0, flag(device), [[]], True)
+    assert norm.tolist() == [0.0]
+    assert each.tolist() == []
+    assert norm.device.type == device
+
+
+def test_l2norm_of_non_contiguous_tensors(device):
+    value = torch.randn(400, 300, device=device).t()
+    assert multi_tensor_l2norm(0, None, [[value]])[0].item() == pytest.approx(
+        value.cpu().double().norm().item(), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("checked", [True, False])
+def test_scale(device, dtype, in_place, checked):
+    sources = tensors(device, dtype)
+    expected, kept = [s * 0.5 for s in sources], [s.clone() for s in sources]
+    targets = sources if in_place else [torch.empty_like(s) for s in sources]
+    overflow = flag(device) if checked else None
+    apply(multi_tensor_scale, overflow, [sources, targets], 0.5)
+    assert all(map(torch.equal, targets, expected))
+    assert in_place or all(map(torch.equal, sources, kept))
+    assert overflow is None or overflow.item() == 0
+
+
+def test_scale_from_16_to_32_bits_does_not_round(device):
+    sources = tensors(device, torch.bfloat16)
+    targets = [torch.empty_like(s, dtype=torch.float32) for s in sources]
+    multi_tensor_scale(0, flag(device), [sources, targets], 1 / 3)
+    for source, target in zip(sources, targets, strict=True):
+        torch.testing.assert_close(target, source.float() * (1 / 3), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_scale_reports_what_is_not_finite(device, dtype, bad):
+    sources = tensors(device, dtype)
+    sources[1][500] = bad
+    overflow = flag(device)
+    multi_tensor_scale(0, overflow, [sources, [torch.empty_like(s) for s in sources]], 0.5)
+    assert overflow.item() == 1
+    multi_tensor_scale(0, overflow, [sources[:1], sources[:1]], 0.5)
+    assert overflow.item() == 1  # once set, it stays
+
+
+def test_scale_takes_a_tensor(device):
+    values = tensors(device)
+    expected = [v * 0.25 for v in values]
+    multi_tensor_scale(0, flag(device), [values, values], torch.tensor(0.25, device=device))
+    assert all(map(torch.equal, values, expected))
+
+
+@pytest.mark.parametrize(("check", "expected"), [(-1, 1), (0, 0), (1, 1)])
+def test_axpby(device, check, expected):
+    xs, ys = tensors(device), tensors(device, torch.float16)
+    ys[2][0] = float("inf")
+    targets, overflow = [torch.empty_like(x) for x in xs], flag(device)
+    apply(multi_tensor_axpby, overflow, [xs, ys, targets], 2.0, -3.0, check)
+    for x, y, target in zip(xs, ys, targets, strict=True):
+        torch.testing.assert_close(target, 2.0 * x - 3.0 * y.float())
+    assert overflow.item() == expected
+
+
+def test_unscale(device, dtype):
+    values = tensors(device, dtype)
+    expected = [v * 0.125 for v in values]
+    found = torch.zeros((), device=device)
+    unscale(values, found, torch.tensor([0.125], device=device))
+    assert all(map(torch.equal, values, expected))
+    assert found.item() == 0
+    values[3][-1] = float("nan")
+    unscale(values, found, 1.0)
+    assert found.item() == 1

@@ -1,0 +1,81 @@
+"""Stand-ins: put in place only for what is absent, only for the hosts that need it, and taken out again."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from importlib.machinery import ModuleSpec
+
+import pytest
+import torch
+
+from megatron_npu import standins
+
+LM = types.SimpleNamespace(name="megatron_lm")
+CORE = types.SimpleNamespace(name="megatron_core")
+NAMES = ("apex", "apex.optimizers", "apex.multi_tensor_apply", "amp_C", "torch._six")
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch):
+    """Neither stand-ins nor the real packages (where a machine has them)."""
+    for name in [m for m in sys.modules if m.split(".")[0] in ("apex", "amp_C") or m == "torch._six"]:
+        monkeypatch.delitem(sys.modules, name)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name in NAMES else found(name, *a)
+    )
+    yield
+    standins.remove()
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+def test_megatron_lm_finds_every_name_it_imports(nothing_installed):
+    needed = {stand_in.name for stand_in in standins.install(LM)}
+    assert set(NAMES) <= needed
+    from amp_C import multi_tensor_l2norm, multi_tensor_scale
+    from apex.multi_tensor_apply import multi_tensor_applier
+    from apex.optimizers import FusedAdam, FusedSGD
+    from torch._six import inf
+
+    assert inf == float("inf")
+    grads = [torch.full((4,), 3.0), torch.full((4,), 4.0)]
+    overflow = torch.zeros(1, dtype=torch.int32)
+    norm, _ = multi_tensor_applier(multi_tensor_l2norm, overflow, [grads], False)
+    assert norm.item() == pytest.approx(10.0)
+    multi_tensor_applier(multi_tensor_scale, overflow, [grads, grads], 0.5)
+    assert grads[0].tolist() == [1.5] * 4
+    for kind in (FusedAdam, FusedSGD):
+        weight = torch.nn.Parameter(torch.ones(3))
+        weight.grad = torch.ones(3)
+        kind([{"params": [weight]}], lr=0.1, weight_decay=0.0).step()
+        assert weight.tolist() == pytest.approx([0.9] * 3)
+
+
+def test_an_optional_part_of_apex_stays_absent(nothing_installed):
+    """Megatron-LM tries apex.contrib and takes an ImportError for an answer."""
+    standins.install(LM)
+    with pytest.raises(ImportError):
+        importlib.import_module("apex.contrib.layer_norm.layer_norm")
+
+
+def test_megatron_core_keeps_its_own_way_without_apex(nothing_installed):
+    standins.install(CORE)
+    assert not {"apex", "amp_C"} & set(sys.modules)
+
+
+def test_a_real_package_is_left_alone(nothing_installed, monkeypatch):
+    real = types.ModuleType("amp_C")
+    real.__spec__ = ModuleSpec("amp_C", None)
+    monkeypatch.setitem(sys.modules, "amp_C", real)
+    assert "amp_C" not in {stand_in.name for stand_in in standins.install(LM)}
+    standins.remove()
+    assert sys.modules["amp_C"] is real
+
+
+def test_remove_takes_out_what_install_put_in(nothing_installed):
+    standins.install(LM)
+    standins.remove()
+    assert not {name for name in NAMES if name in sys.modules}
