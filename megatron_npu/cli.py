@@ -7,6 +7,8 @@ import os
 import sys
 
 from megatron_npu.errors import UsageError
+from megatron_npu.patching.hooks import DriftError
+from megatron_npu.patching.pins import PinError
 
 # name -> (module:function taking the remaining arguments and returning an exit code, help)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -14,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "pretrain": ("megatron_npu.training.pretrain:main", "pre-train a GPT on megatron-core alone"),
     "preprocess": ("megatron_npu.preprocessing.command:main", "turn jsonl text into .bin/.idx"),
     "generate": ("megatron_npu.evaluation.generate:main", "generate text from a checkpoint"),
+    "sim": ("megatron_npu.sim.launcher:main", "run a command on simulated Ascend NPUs"),
     "ledger": ("megatron_npu.inspection:ledger", "list every patch and its state"),
     "check": ("megatron_npu.inspection:check", "compare a Megatron with the pins, statically"),
     "pin": ("megatron_npu.inspection:pin", "write the pin file of a Megatron"),
@@ -40,6 +43,6 @@ def main(argv: list[str] | None = None) -> int:
     module, function = COMMANDS[argv[0]][0].split(":")
     try:
         return getattr(importlib.import_module(module), function)(argv[1:]) or 0
-    except UsageError as error:
+    except (UsageError, DriftError, PinError) as error:
         print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
         return 2

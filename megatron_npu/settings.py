@@ -77,11 +77,13 @@ MEGATRON_PATH = Variable(
 )
 
 # The simulated Ascend (megatron_npu/sim). These modules run before torch in every process of a simulation.
+SIM = Variable(
+    "MEGATRON_NPU_SIM", "0", "Set by `megatron-npu sim`: this process has simulated NPUs.", ("0", "1")
+)
 SIM_SITE = Variable(
     "MEGATRON_NPU_SIM_SITE",
     "",
-    "Directory with an unpacked torch_npu wheel (default: downloaded into the cache). Under "
-    "`megatron-npu sim` it is set, and its presence is what makes a process one of the simulator.",
+    "Directory with an unpacked torch_npu wheel (default: downloaded into the cache).",
 )
 SIM_CACHE = Variable(
     "MEGATRON_NPU_SIM_CACHE",
@@ -124,6 +126,7 @@ VARIABLES = (
     DRIFT,
     STRICT,
     MEGATRON_PATH,
+    SIM,
     SIM_SITE,
     SIM_CACHE,
     SIM_DEVICES,
@@ -170,7 +173,9 @@ def _bytes(variable: Variable) -> int:
     number, unit = (value[:-1], value[-1]) if value[-1:] in _UNITS and value else (value, "")
     if not number.isdecimal() or not int(number):
         raise UsageError(
-            f"{variable.name}={variable.get()}", "bytes, or a number with K, M or G", f"Default: {variable.default}."
+            f"{variable.name}={variable.get()}",
+            "bytes, or a number with K, M or G",
+            f"Default: {variable.default}.",
         )
     return int(number) * _UNITS[unit]
 

@@ -1,0 +1,121 @@
+"""Makes this interpreter one that has NPUs: armed by boot/sitecustomize.py, at work from ``import torch``."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+@contextmanager
+def unarmed() -> Iterator[None]:
+    """Import sub-modules without executing ``megatron_npu/__init__.py``, which arms the plug-in.
+
+    A simulated machine is a machine with NPUs, not one on which the plug-in is at work: that stays the
+    decision of the program that runs on it.
+    """
+    if "megatron_npu" in sys.modules:
+        yield
+        return
+    placeholder = ModuleType("megatron_npu")
+    placeholder.__path__ = [str(_PACKAGE)]
+    sys.modules["megatron_npu"] = placeholder
+    try:
+        yield
+    finally:
+        del sys.modules["megatron_npu"]
+
+
+def arm(site: str) -> None:
+    """Put a finder in front that loads the simulated CANN when torch is imported.
+
+    Programs that never import torch, such as the shells and tools a test starts, pay nothing.
+
+    Args:
+        site: directory with torch_npu, put last on ``sys.path`` so that it hides nothing.
+    """
+    if site not in sys.path:
+        sys.path.append(site)
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Acts before torch's first line (torch itself imports torch_npu) and after torch_npu's last."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in ("torch", "torch_npu"):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Around(spec.loader, *_ACTIONS[fullname])
+        return spec
+
+
+class _Around(importlib.abc.Loader):
+    """A package's own loader with something done before and after its execution."""
+
+    def __init__(self, loader: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._loader, self._before, self._after = loader, before, after
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        with unarmed():
+            self._before()
+        self._loader.exec_module(module)
+        with unarmed():
+            self._after()
+
+    def __getattr__(self, name: str) -> Any:  # get_resource_reader and the like stay the package's
+        return getattr(self._loader, name)
+
+
+def load_runtime() -> None:
+    """Load the simulated CANN into this process, under CANN's names, and tell it the settings.
+
+    The dynamic loader resolves torch_npu's needs by name to libraries that are already loaded; thus no
+    LD_LIBRARY_PATH is needed, which a running process could not change for itself anyway.
+    """
+    from megatron_npu import settings
+    from megatron_npu.sim import build
+
+    directory = build.runtime()
+    runtime = ctypes.CDLL(str(directory / build.RUNTIME_LIBRARY), mode=ctypes.RTLD_GLOBAL)
+    for path in build.cann_names(directory):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    for name, value in settings.simulator_values().items():
+        runtime.sim_set(name.encode(), value.encode())
+    # Kernels run on the calling thread; the task queue would only hand them to a second one.
+    os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
+
+
+def _install_kernels() -> None:
+    from megatron_npu.sim import install
+
+    install.install()
+
+
+def _nothing() -> None:
+    pass
+
+
+_ACTIONS = {"torch": (load_runtime, _nothing), "torch_npu": (_nothing, _install_kernels)}
+
+
+def runtime_library() -> ctypes.CDLL:
+    """Return the loaded runtime of this process."""
+    from megatron_npu.sim import build
+
+    return ctypes.CDLL(str(Path(build.runtime()) / build.RUNTIME_LIBRARY))

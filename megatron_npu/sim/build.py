@@ -1,0 +1,196 @@
+"""Compiles the simulated CANN against the installed torch and torch_npu, once per combination of them.
+
+Two libraries, cached apart because the second takes most of the time:
+
+* the runtime (``runtime-<key>/``): what torch_npu finds in place of CANN, plus one empty library per CANN
+  name that only refers to it; it needs no header of torch;
+* the computation (``compute-<key>/``): the kernel that runs aten operations on host memory.
+
+Nothing here imports torch: it runs before ``import torch``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_npu.errors import UsageError
+from megatron_npu.sim import cache, elf, site
+
+SOURCES = Path(__file__).resolve().parent / "csrc"
+RUNTIME_LIBRARY = "libmegatron_npu_sim_runtime.so"
+COMPUTE_LIBRARY = "libmegatron_npu_sim_compute.so"
+
+_RUNTIME_SOURCES = ("runtime.cpp", "device.cpp", "memory.cpp", "hccl.cpp", "aclnn.cpp")
+_COMPUTE_SOURCES = ("compute.cpp",)
+
+# CANN libraries that torch_npu opens by name at run time; those it is linked to are read from the wheel.
+_OPENED_BY_NAME = (
+    "libascendcl.so libhccl.so libhcomm.so libopapi.so libnnopbase.so libacl_tdt_channel.so "
+    "libacl_op_compiler.so libmsprofiler.so libascend_ml.so libaml_fwk_detect.so libmspti.so libascend_hal.so"
+).split()
+
+# Functions that start a computation the simulator does not do. Success would be a silently wrong result, so
+# the generated body reports ACL_ERROR_FAILURE, which torch_npu turns into a RuntimeError.
+_COMPUTING = ("aclopCompile", "aclopExec", "rtKernelLaunch")
+_ACL_ERROR_FAILURE = 500000
+
+
+def runtime() -> Path:
+    """Return the directory of the compiled runtime, built first if sources, torch or compiler are new.
+
+    Raises:
+        UsageError: there is no C++ compiler, or it does not accept the sources.
+    """
+    key = _key(["runtime.h", "codes.h", *_RUNTIME_SOURCES])
+    return cache.prepared(f"runtime-{key}", _build_runtime)
+
+
+def compute() -> Path:
+    """Return the compiled computation library; see ``runtime``."""
+    key = _key(["runtime.h", *_COMPUTE_SOURCES])
+    return cache.prepared(f"compute-{key}", _build_compute) / COMPUTE_LIBRARY
+
+
+def cann_names(directory: Path) -> list[Path]:
+    """Return the libraries in a runtime directory that bear CANN's names."""
+    return sorted(path for path in directory.glob("*.so") if path.name != RUNTIME_LIBRARY)
+
+
+def present(library: str) -> bool:
+    """Return whether the dynamic loader finds a library of this name."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _compiler() -> str:
+    for name in ("g++", "c++", "clang++"):
+        path = shutil.which(name)
+        if path:
+            return path
+    raise UsageError(
+        "no C++ compiler on PATH",
+        "g++ or clang++ that knows C++17 (C++20 from torch 2.10)",
+        "Install one (Debian, Ubuntu: apt install g++).",
+    )
+
+
+def _torch_npu() -> Path:
+    directory = site.package_directory("torch_npu")
+    if directory is None:
+        raise UsageError("no torch_npu on the path", "a process of the simulator", "Use megatron-npu sim.")
+    return directory
+
+
+def _key(sources: Iterable[str]) -> str:
+    """Return a digest of all that decides about the result: sources, this file, both packages, compiler."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for name in sources:
+        digest.update((SOURCES / name).read_bytes())
+    for package in (site.torch_directory(), _torch_npu()):
+        digest.update((package / "version.py").read_bytes())
+    compiler = Path(_compiler()).resolve()
+    # Its size and time instead of --version: running it would cost more than all the rest of a start.
+    digest.update(f"{compiler} {compiler.stat().st_size} {compiler.stat().st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _compile(*arguments: str | Path) -> None:
+    command = [_compiler(), "-shared", "-fPIC", *map(str, arguments)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if result.returncode:
+        errors = [line for line in result.stdout.splitlines() if "error" in line] or [result.stdout[-200:]]
+        raise UsageError(
+            f"{command[0]} does not compile the simulator: {errors[0].strip()}",
+            "g++ 9 or newer (11 or newer from torch 2.10)",
+            "Install a newer compiler; the whole command was: " + " ".join(command),
+        )
+
+
+def _build_runtime(directory: Path) -> None:
+    started = time.monotonic()
+    cache.say("compiling the simulated runtime")
+    linked, missing = _unresolved()
+    defaults = directory / "defaults.cpp"
+    own = directory / RUNTIME_LIBRARY
+    sources = [SOURCES / name for name in _RUNTIME_SOURCES]
+    flags = ["-std=c++17", "-O2", f"-Wl,-soname,{own.name}", "-o", own, *sources]
+    _compile(*flags, "-lpthread", "-lrt")
+    defaults.write_text(_default_functions(missing - elf.read(own).defined))
+    _compile(*flags, defaults, "-lpthread", "-lrt")
+    empty = directory / "empty.cpp"
+    empty.write_text("")
+    for name in sorted({*linked, *_OPENED_BY_NAME}):
+        link = ["-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", f"-L{directory}", f"-l:{own.name}"]
+        _compile(f"-Wl,-soname,{name}", "-o", directory / name, empty, *link)
+    cache.say(f"runtime ready after {time.monotonic() - started:.0f} s")
+
+
+def _unresolved() -> tuple[set[str], set[str]]:
+    """Return the libraries that torch_npu is linked to and that are absent, and the symbols nobody defines."""
+    npu, torch = _torch_npu(), site.torch_directory()
+    # libop_plugin_atb.so belongs to another Ascend package (ATB) and is opened only if that is there.
+    ours = [path for path in (npu / "lib").glob("*.so") if "atb" not in path.name]
+    ours = [elf.read(path) for path in [*ours, *npu.glob("_C*.so")]]
+    theirs = list((torch / "lib").glob("*.so*"))
+    own = {path.name for path in [*(npu / "lib").glob("*.so"), *theirs]}
+    defined = set().union(
+        *(library.defined for library in ours), *(elf.read(path).defined for path in theirs)
+    )
+    process = ctypes.CDLL(None)
+    undefined = set().union(*(library.undefined for library in ours)) - defined
+    needed = set().union(*(library.needed for library in ours)) - own
+    return (
+        {name for name in needed if not present(name)},
+        {name for name in undefined if not hasattr(process, name)},
+    )
+
+
+def _default_functions(names: Iterable[str]) -> str:
+    lines = ["namespace sim { void note_default(const char*); }"]
+    for name in sorted(names):
+        code = _ACL_ERROR_FAILURE if name.startswith(_COMPUTING) else 0
+        body = f'sim::note_default("{name}"); return {code};'
+        lines.append(f'extern "C" __attribute__((visibility("default"))) long {name}() {{ {body} }}')
+    return "\n".join(lines) + "\n"
+
+
+def _build_compute(directory: Path) -> None:
+    started = time.monotonic()
+    cache.say("compiling the computation (half a minute)")
+    torch, npu = site.torch_directory(), _torch_npu()
+    release = tuple(map(int, site.version_of(torch).split(".")[:2]))
+    include = [torch / "include", torch / "include/torch/csrc/api/include"]
+    include += [npu / "include", npu / "include/third_party/acl/inc", npu / "include/third_party/hccl/inc"]
+    # New-ABI symbols carry __cxx11; a wheel built with the old ABI (before torch 2.6) has none.
+    new_abi = any("__cxx11" in symbol for symbol in elf.read(torch / "lib/libc10.so").defined)
+    _compile(
+        "-std=c++20" if release >= (2, 10) else "-std=c++17",
+        "-O1",
+        "-w",  # torch's headers warn
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(new_abi)}",
+        *(f"-I{path}" for path in include),
+        *("-o", directory / COMPUTE_LIBRARY),
+        *(SOURCES / name for name in _COMPUTE_SOURCES),
+        *(f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-L{npu / 'lib'}", "-ltorch_npu"),
+        f"-l:{RUNTIME_LIBRARY}",
+        f"-L{runtime()}",
+        "-Wl,--unresolved-symbols=ignore-all",
+    )
+    cache.say(f"computation ready after {time.monotonic() - started:.0f} s")
+
+
+def prepare() -> None:
+    """Build both libraries if they are not there; ``site.prepare()`` must be on ``sys.path`` already."""
+    os.environ.setdefault("LC_ALL", "C")  # compilers' messages are searched for "error"
+    runtime()
+    compute()

@@ -1,0 +1,77 @@
+"""``megatron-npu sim -- COMMAND…``: run a command as if this machine had Ascend NPUs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from megatron_npu import settings
+from megatron_npu.errors import UsageError
+from megatron_npu.sim import build, site
+
+BOOT = Path(__file__).resolve().parent / "boot"
+_PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+
+_DESCRIPTION = """Run COMMAND with the real torch_npu on simulated NPUs: device memory is host memory, kernels
+are CPU kernels, HCCL is shared memory. Its child processes see the NPUs too. See docs/simulator.md."""
+
+
+def main(argv: list[str]) -> int:
+    """Prepare what is missing, then become COMMAND; returns only for a usage error.
+
+    Raises:
+        UsageError: no command, a command that is not there, or a machine that cannot be prepared.
+    """
+    parser = argparse.ArgumentParser("megatron-npu sim", description=_DESCRIPTION)
+    parser.add_argument("--devices", help=settings.SIM_DEVICES.help + " Default: 8.")
+    parser.add_argument("--soc", help=settings.SIM_SOC.help + " Default: Ascend910B2.")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    options = parser.parse_args(argv)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        raise UsageError(
+            "no command", "-- COMMAND ARGUMENTS...", "For example: megatron-npu sim -- python train.py"
+        )
+    if options.devices:
+        os.environ[settings.SIM_DEVICES.name] = options.devices
+    if options.soc:
+        os.environ[settings.SIM_SOC.name] = options.soc
+    program = _find(command[0])
+    environment = prepare()
+    sys.stdout.flush()
+    os.execve(program, command, environment)
+
+
+def prepare() -> dict[str, str]:
+    """Make all that a simulated process needs; return the environment to start it with.
+
+    Raises:
+        UsageError: see ``site.prepare`` and ``build.runtime``; or a real CANN is here.
+    """
+    settings.simulator_values()  # refuse a bad number before minutes of preparation
+    if build.present("libascendcl.so"):
+        raise UsageError(
+            "a real CANN on the library path (libascendcl.so loads)",
+            "a machine without Ascend software",
+            "Use the NPUs of this machine, or leave CANN's set_env.sh out of this shell.",
+        )
+    wheel = site.prepare()
+    environment = {**os.environ, settings.SIM.name: "1", settings.SIM_SITE.name: str(wheel)}
+    entries = [str(BOOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(entries))
+    environment.setdefault("TASK_QUEUE_ENABLE", "0")
+    sys.path.append(str(wheel))
+    build.prepare()
+    return environment
+
+
+def _find(program: str) -> str:
+    """Return the file to execute; ``python`` and ``torchrun`` are those of this environment, activated or not."""
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    found = shutil.which(program, path=search)
+    if found is None:
+        raise UsageError(f"no command {program}", "a program on PATH or a path to one", "Check its name.")
+    return found

@@ -1,0 +1,106 @@
+"""The torch_npu wheel that fits the installed torch, in a directory of its own.
+
+In a normal environment an installed torch_npu breaks ``import torch`` where CANN is absent (torch loads it
+through an entry point), so the wheel lies outside and only processes of the simulator have it on their path.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_npu import settings
+from megatron_npu.errors import UsageError
+from megatron_npu.sim import cache
+
+# torch_npu imports these at start without torch being able to do without them.
+_PURE_PYTHON_NEEDS = {"yaml": "pyyaml", "setuptools": "setuptools"}
+
+
+def package_directory(name: str) -> Path | None:
+    """Return where an importable package lies, without importing it; None if there is none."""
+    spec = importlib.util.find_spec(name)
+    places = spec.submodule_search_locations if spec else None
+    return Path(next(iter(places))) if places else None
+
+
+def version_of(package: Path) -> str:
+    """Return ``__version__`` as the package's version.py says it, local suffix (+cpu) included."""
+    found = re.search(r"__version__\s*(?::\s*str)?\s*=\s*'([^']+)'", (package / "version.py").read_text())
+    if found is None:
+        raise UsageError(
+            f"{package / 'version.py'} without __version__", "an installed package", "Reinstall."
+        )
+    return found[1]
+
+
+def torch_directory() -> Path:
+    """Return where torch lies.
+
+    Raises:
+        UsageError: torch is not installed.
+    """
+    directory = package_directory("torch")
+    if directory is None:
+        raise UsageError(f"no torch in {sys.prefix}", "the CPU build of torch", "pip install torch first.")
+    return directory
+
+
+def prepare() -> Path:
+    """Return the directory to put on ``sys.path`` so that ``import torch_npu`` works; download it if needed.
+
+    Raises:
+        UsageError: the wheel does not exist for this torch and Python, or cannot be downloaded, or the
+            directory given in the settings holds none or one for another torch.
+    """
+    version = version_of(torch_directory()).partition("+")[0]
+    given = settings.SIM_SITE.get()
+    if given:
+        site = Path(given).expanduser().absolute()
+        _require_fit(site, version)
+        return site
+    tag = f"{sys.implementation.cache_tag}-{platform.machine()}"
+    return cache.prepared(f"site-{version}-{tag}", lambda directory: _install(directory, version))
+
+
+def _require_fit(site: Path, torch_version: str) -> None:
+    package = site / "torch_npu"
+    if not (package / "version.py").is_file():
+        raise UsageError(
+            f"{settings.SIM_SITE.name}={site}",
+            "a directory with torch_npu in it",
+            f"Unset it to let the wheel be downloaded, or pip install --target {site} torch-npu.",
+        )
+    # Wheels are built per torch release; a post release of torch_npu is for the same torch.
+    found = version_of(package)
+    if found.partition("+")[0].partition(".post")[0] != torch_version:
+        raise UsageError(
+            f"torch_npu {found} in {site} with torch {torch_version}",
+            "the same version of both",
+            f"Unset {settings.SIM_SITE.name} or install torch-npu=={torch_version} there.",
+        )
+
+
+def _install(directory: Path, version: str) -> None:
+    needs = [package for module, package in _PURE_PYTHON_NEEDS.items() if package_directory(module) is None]
+    cache.say(f"downloading torch-npu {version} (about 100 MB, once)")
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check"]
+    command += ["--only-binary", ":all:", "--target", str(directory), f"torch-npu=={version}", *needs]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if result.returncode:
+        reason = next(
+            (line for line in reversed(result.stdout.splitlines()) if "ERROR" in line), "pip failed"
+        )
+        raise UsageError(
+            f"no torch-npu=={version} for torch {version}, Python {platform.python_version()}: {reason.strip()}",
+            "a torch for which a torch-npu wheel is published, and a registry that can be reached",
+            f"Install such a torch, or name an unpacked wheel with {settings.SIM_SITE.name}.",
+        )
