@@ -75,6 +75,7 @@ def _activate() -> Context:
     global _redirection
     from megatron_npu import devices, host, standins
     from megatron_npu.devices.redirect import Redirection
+    from megatron_npu.ops import dispatch
 
     found = host.find()
     found.require_supported()
@@ -83,6 +84,7 @@ def _activate() -> Context:
     _redirection.on()
     device.prepare()
     standins.install(found)
+    engine().ledger.refusals = dispatch.refusals
     importlib.import_module(f"megatron_npu.hosts.{found.name}").register()
     return Context(
         host=found.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from megatron_npu.patching.record import Patch
@@ -41,31 +41,22 @@ class Row:
         self.state, self.reason, self.late, self.repaired = state, reason, late, []
 
 
-@dataclass
-class Note:
-    """A fast path that was not taken, and how often."""
-
-    subject: str
-    reason: str
-    count: int = 0
-
-
 class Ledger:
-    """The rows of the patches, and the notes about fast paths that were not taken."""
+    """The rows of the patches, and the fast paths that were not taken.
+
+    Attributes:
+        refusals: how often an operation left its fast path, by its name and the reason. Whoever counts
+            them puts its mapping here; the ledger only tells them.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str, str], Row] = {}
-        self._notes: dict[tuple[str, str], Note] = {}
+        self.refusals: Mapping[tuple[str, str], int] = {}
 
     @property
     def rows(self) -> list[Row]:
         """The rows, in order of registration."""
         return list(self._rows.values())
-
-    @property
-    def notes(self) -> list[Note]:
-        """The notes, in order of first appearance."""
-        return list(self._notes.values())
 
     def row(self, patch: Patch) -> Row:
         """Return the row of ``patch``; a new one is pending."""
@@ -80,12 +71,6 @@ class Ledger:
         """Make the rows those of ``patches``, in their order; what is known of them is kept."""
         self._rows = {_key(patch): self.row(patch) for patch in patches}
 
-    def note(self, subject: str, reason: str) -> bool:
-        """Count a fast path of ``subject`` that was not taken; return whether it is the first time."""
-        note = self._notes.setdefault((subject, reason), Note(subject, reason))
-        note.count += 1
-        return note.count == 1
-
     def count(self, state: str) -> int:
         """Return the number of rows in ``state``."""
         return sum(row.state == state for row in self._rows.values())
@@ -94,6 +79,8 @@ class Ledger:
         """Return one line: ``29 applied, 0 drifted, 2 skipped (reason; reason)``."""
         parts = [self._part(state) for state in ("applied", "drifted", "skipped")]
         parts += [self._part(state) for state in ("failed", "pending") if self.count(state)]
+        unfused = dict.fromkeys(name for name, _ in self.refusals)
+        parts += [f"unfused: {', '.join(unfused)}"] if unfused else []
         return ", ".join(parts)
 
     def _part(self, state: str) -> str:
@@ -110,17 +97,21 @@ class Ledger:
             lines.append(f"{row.state:<8} {row.kind:<8} {row.target}")
             for remark in (*_remarks(row), row.why):
                 lines += textwrap.wrap(remark, 100, initial_indent=" " * 18, subsequent_indent=" " * 18)
-        lines += [f"not taken: {note.subject}: {note.reason} ({note.count}x)" for note in self.notes]
+        lines += [f"unfused  {name}: {reason} ({count}x)" for (name, reason), count in self.refusals.items()]
         return "\n".join([*lines, self.summary()])
 
     def json(self) -> str:
-        """Return the ledger as a JSON object: ``summary``, ``counts``, ``patches``, ``notes``."""
+        """Return the ledger as a JSON object: ``summary``, ``counts``, ``patches``, ``refusals``."""
+        refusals = [
+            {"operation": name, "reason": reason, "count": count}
+            for (name, reason), count in self.refusals.items()
+        ]
         return json.dumps(
             {
                 "summary": self.summary(),
                 "counts": {state: self.count(state) for state in STATES},
                 "patches": [asdict(row) for row in self.rows],
-                "notes": [asdict(note) for note in self.notes],
+                "refusals": refusals,
             },
             indent=2,
         )

@@ -24,11 +24,11 @@ def test_forms(host: HostTree) -> None:
     host.registry.constant("hostpkg.model:LIMIT", 7, why="a | b", until="later")
     engine = host.engine()
     host.load("model")
-    engine.ledger.note("attention", "window on cpu")
+    engine.ledger.refusals = {("attention", "window on cpu"): 3}
     data = json.loads(engine.ledger.json())
     assert data["counts"]["applied"] == 1
     assert data["patches"][0]["target"] == "hostpkg.model:LIMIT"
-    assert data["notes"] == [{"subject": "attention", "reason": "window on cpu", "count": 1}]
+    assert data["refusals"] == [{"operation": "attention", "reason": "window on cpu", "count": 3}]
     table = engine.ledger.markdown().splitlines()
     assert len({line.replace("\\|", "").count("|") for line in table}) == 1
     text = engine.ledger.text()
@@ -37,12 +37,11 @@ def test_forms(host: HostTree) -> None:
     assert text.endswith(engine.ledger.summary())
 
 
-def test_notes_are_counted_once_each() -> None:
+def test_the_summary_names_each_operation_that_ran_unfused_once() -> None:
     ledger = Ledger()
-    assert ledger.note("norm", "fp64")
-    assert not ledger.note("norm", "fp64")
-    assert ledger.note("norm", "cpu")
-    assert [(note.reason, note.count) for note in ledger.notes] == [("fp64", 2), ("cpu", 1)]
+    assert "unfused" not in ledger.summary()
+    ledger.refusals = {("norm", "fp64"): 2, ("norm", "cpu"): 1, ("softmax", "width 31"): 4}
+    assert ledger.summary().endswith("unfused: norm, softmax")
 
 
 def test_equal_reasons_are_told_once() -> None:
