@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -14,6 +15,9 @@ from megatron_npu.errors import UsageError
 # Tested versions of megatron-core: first that works, first that is not yet supported.
 OLDEST_CORE, NEWEST_CORE = (0, 12), (0, 17)
 LEGACY_VERSION = "285068c8"
+# That tree has no version in it: it is known by the SHA-256 of these files, one after the other.
+_LEGACY_FILES = ("model/transformer.py", "schedules.py", "optimizer/optimizer.py", "arguments.py")
+_LEGACY_DIGEST = "ea09827de4da290fe48eaaec8f60cb95ed25031b179df8bd0469a805e8f372d6"
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Host:
 
     Attributes:
         name: ``megatron_core`` or ``megatron_lm`` (the tree of January 2023).
-        version: of megatron-core, ``0.16.1``; of megatron_lm, its commit ``285068c8``.
+        version: of megatron-core, ``0.16.1``; of megatron_lm, its commit ``285068c8``, or ``unknown`` for
+            another tree of that time (the pins then tell what differs).
         root: the folder that holds the ``megatron`` package.
         shadowed: other folders on the path that hold one too, with their versions.
     """
@@ -40,7 +45,8 @@ class Host:
         """
         if self.name == "megatron_core":
             self._require_supported_version()
-        self._require_alone()
+            self._require_alone()
+        # The tree of 2023 is a regular package: nothing on the path can mix into it.
 
     def _require_supported_version(self) -> None:
         release = tuple(int(part) for part in self.version.split(".")[:2])
@@ -94,28 +100,39 @@ def find(path: str | Path | None = None) -> Host:
 def _roots_on_path() -> list[Path]:
     """Return every folder that a ``import megatron`` looks into, in its order.
 
-    Each entry of ``sys.path`` is asked by itself, because a regular package hides later portions that a
-    namespace package (megatron-core from 0.16 on) would mix in.
+    Each entry of ``sys.path`` is asked by itself. A regular package (with ``__init__.py``) wins over the
+    portions of a namespace package (megatron-core from 0.16 on), even over those that come before it.
     """
-    roots: list[Path] = []
+    regular: list[Path] = []
+    portions: list[Path] = []
     for entry in sys.path:
         spec = PathFinder.find_spec("megatron", [entry or "."])
         for location in (spec.submodule_search_locations or ()) if spec else ():
             root = Path(location).resolve().parent
+            roots = portions if spec.origin is None else regular
             if root not in roots:
                 roots.append(root)
-    return roots
+    return regular + portions
 
 
 def _inspect(root: Path) -> Host | None:
     """Return the Megatron whose ``megatron`` folder lies in ``root``."""
     package = root / "megatron"
     if (package / "model" / "transformer.py").is_file():
-        return Host("megatron_lm", LEGACY_VERSION, root)
+        return Host("megatron_lm", _legacy_version(package), root)
     if not (package / "core").is_dir():
         return None
     version = _core_version(package / "core" / "package_info.py")
     return None if version is None else Host("megatron_core", version, root)
+
+
+def _legacy_version(package: Path) -> str:
+    """Return the commit of a tree of January 2023, or ``unknown``."""
+    digest = hashlib.sha256()
+    for name in _LEGACY_FILES:
+        path = package / name
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return LEGACY_VERSION if digest.hexdigest() == _LEGACY_DIGEST else "unknown"
 
 
 def _core_version(package_info: Path) -> str | None:

@@ -85,6 +85,13 @@ class Device(ABC):
     def release(self) -> None:  # noqa: B027
         """Take back what ``prepare`` changed."""
 
+    def clear_overflow(self) -> None:  # noqa: B027
+        """Forget overflows so far, on a device that keeps a flag of them instead of returning inf."""
+
+    def overflowed(self) -> bool:
+        """Return whether that flag is set; False on devices whose results are inf or nan themselves."""
+        return False
+
     @abstractmethod
     def memory(self) -> MemoryStatistics:
         """Return the memory in use, in bytes."""

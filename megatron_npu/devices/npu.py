@@ -65,6 +65,13 @@ class NpuDevice(Device):
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.npu.set_rng_state(state)
 
+    def clear_overflow(self) -> None:
+        if _saturates():
+            torch.npu.utils.clear_npu_overflow_flag()
+
+    def overflowed(self) -> bool:
+        return _saturates() and bool(torch.npu.utils.get_npu_overflow_flag())
+
     def memory(self) -> MemoryStatistics:
         return MemoryStatistics(
             torch.npu.memory_allocated(), torch.npu.memory_reserved(), torch.npu.max_memory_allocated()
@@ -81,6 +88,11 @@ class NpuDevice(Device):
         names["get_device_capability"] = lambda *_: (8, 0)
         names |= {f"nvtx.{name}": no_operation for name in ("range_push", "range_pop", "mark")}
         return names | tensor_types("npu")
+
+
+def _saturates() -> bool:
+    """Return whether the chip returns the largest number instead of inf (Ascend before 910B)."""
+    return not torch.npu.utils.is_support_inf_nan()
 
 
 def _naming_npu(value: Any) -> Any:

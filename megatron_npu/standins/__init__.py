@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_npu.host import Host
 
@@ -20,7 +21,7 @@ class StandIn:
     Attributes:
         name: the module's name for the host.
         source: our module that has the names the host uses.
-        needs: the package whose absence makes the stand-in necessary.
+        needs: the package whose absence makes the stand-in necessary; empty: it is always put in place.
         hosts: the hosts that import it.
         why: what happens without it.
     """
@@ -28,6 +29,17 @@ class StandIn:
     name: str
     source: str
     needs: str
+    hosts: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class NameStandIn:
+    """A name to give to a module that is there but has lost it."""
+
+    module: str
+    name: str
+    value: Any
     hosts: tuple[str, ...]
     why: str
 
@@ -67,7 +79,32 @@ STAND_INS = (
         ("megatron_core",),
         "megatron.training.initialize 0.16 imports it always, and it imports triton",
     ),
+    StandIn(
+        "megatron.model.vision.knn_monitor",
+        "megatron_npu.standins.knn_monitor",
+        "torchvision",
+        _LM,
+        "megatron.training imports it always, and it imports torchvision",
+    ),
+    StandIn(
+        "megatron.data.helpers",
+        "megatron_npu.standins.dataset_helpers",
+        "",
+        _LM,
+        "upstream compiles it into the checkout when training starts",
+    ),
 )
+
+NAME_STAND_INS = (
+    NameStandIn(
+        "numpy",
+        "float",
+        float,
+        _LM,
+        "megatron.data.indexed_dataset lists it among its dtypes; NumPy 1.24 removed it",
+    ),
+)
+_given: list[NameStandIn] = []
 
 
 def install(host: Host) -> list[StandIn]:
@@ -80,10 +117,17 @@ def install(host: Host) -> list[StandIn]:
     ]
     for stand_in in needed:
         sys.modules[stand_in.name] = importlib.import_module(stand_in.source)
+    for lost in NAME_STAND_INS:
+        module = importlib.import_module(lost.module)
+        if host.name in lost.hosts and lost.name not in vars(module):
+            setattr(module, lost.name, lost.value)
+            _given.append(lost)
     return needed
 
 
 def _absent(package: str) -> bool:
+    if not package:
+        return True
     try:
         return importlib.util.find_spec(package) is None
     except ModuleNotFoundError:  # its parent is absent, or not a package
@@ -91,7 +135,10 @@ def _absent(package: str) -> bool:
 
 
 def remove() -> None:
-    """Take out of ``sys.modules`` what ``install`` put there."""
+    """Take out of ``sys.modules``, and of modules, what ``install`` put there."""
+    while _given:
+        lost = _given.pop()
+        delattr(sys.modules[lost.module], lost.name)
     for stand_in in STAND_INS:
         module = sys.modules.get(stand_in.name)
         if module is not None and module.__name__ == stand_in.source:

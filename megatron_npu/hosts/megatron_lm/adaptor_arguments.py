@@ -1,0 +1,106 @@
+"""``megatron.arguments``: the flags that the plug-in adds, and what torch's launchers pass today."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu import settings
+from megatron_npu.hosts.megatron_lm.records import WITHOUT_CUDA, wrap
+
+
+def _tokens(text: str) -> int:
+    """Return a number of tokens.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not a whole number from 0 on.
+    """
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens (0 or more)")
+    return int(text)
+
+
+@wrap(
+    "megatron.arguments:_add_training_args",
+    why="--pre-tockens, --next-tockens and --shape-order of the fused attention",
+)
+def add_attention_flags(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags to the parser."""
+
+    @functools.wraps(original)
+    def _add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        group = original(parser).add_argument_group(title="fused attention")
+        group.add_argument(
+            "--pre-tockens",
+            "--pre-tokens",
+            type=_tokens,
+            metavar="P",
+            help="A query sees no key more than P tokens before it (default: no limit).",
+        )
+        group.add_argument(
+            "--next-tockens",
+            "--next-tokens",
+            type=_tokens,
+            metavar="N",
+            help="A query sees no key more than N tokens after it (default: no limit); a causal model "
+            "never sees any.",
+        )
+        group.add_argument(
+            "--shape-order",
+            choices=["SBH", "BSH"],
+            default=settings.ATTENTION.shape_order,
+            help="Layout handed to the fused attention; the results are the same.",
+        )
+        return parser
+
+    return _add_training_args
+
+
+@wrap(
+    "megatron.arguments:_add_distributed_args",
+    why="torch.distributed.launch passes --local-rank since torch 2.0; upstream knows --local_rank",
+)
+def accept_local_rank_with_a_dash(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept both spellings."""
+
+    @functools.wraps(original)
+    def _add_distributed_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = original(parser)
+        parser.add_argument("--local-rank", dest="local_rank", type=int, help=argparse.SUPPRESS)
+        return parser
+
+    return _add_distributed_args
+
+
+@wrap("megatron.arguments:parse_args", why="the flags of the fused attention take effect once parsed")
+def publish_attention_flags(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy the flags to ``settings.ATTENTION``."""
+
+    @functools.wraps(original)
+    def parse_args(*args: Any, **kwargs: Any) -> argparse.Namespace:
+        parsed = original(*args, **kwargs)
+        settings.ATTENTION.pre_tokens = parsed.pre_tockens
+        settings.ATTENTION.next_tokens = parsed.next_tockens
+        settings.ATTENTION.shape_order = parsed.shape_order
+        return parsed
+
+    return parse_args
+
+
+@wrap(
+    "megatron.arguments:validate_args",
+    devices=WITHOUT_CUDA,
+    why="it demands CUDA_DEVICE_MAX_CONNECTIONS=1, which nothing but CUDA's driver reads",
+)
+def presume_one_connection(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Set the variable where the user has not."""
+
+    @functools.wraps(original)
+    def validate_args(*args: Any, **kwargs: Any) -> argparse.Namespace:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        return original(*args, **kwargs)
+
+    return validate_args

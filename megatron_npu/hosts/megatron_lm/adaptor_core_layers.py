@@ -1,0 +1,31 @@
+"""``megatron.core.tensor_parallel.layers``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu.hosts.megatron_lm.records import wrap
+from megatron_npu.ops.embedding import vocab_parallel_embedding
+
+
+@wrap(
+    "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
+    why="upstream indexes with boolean masks, whose size the host has to wait for on npu and cuda",
+)
+def embed_without_waiting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Fill masked places in one pass; without tensor parallelism there is no mask, and upstream's runs."""
+
+    @functools.wraps(original)
+    def forward(self: Any, input_: Tensor) -> Tensor:
+        if self.tensor_model_parallel_size == 1:
+            return original(self, input_)
+        from megatron.core.tensor_parallel.layers import reduce_from_tensor_model_parallel_region
+
+        part = vocab_parallel_embedding(input_, self.weight, self.vocab_start_index, self.vocab_end_index)
+        return reduce_from_tensor_model_parallel_region(part)
+
+    return forward

@@ -1,0 +1,37 @@
+"""``megatron.optimizer`` and ``megatron.optimizer.optimizer``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu import devices
+from megatron_npu.hosts.megatron_lm.records import unnecessary, wrap
+
+unnecessary(
+    "megatron.optimizer:Adam",
+    why="it is apex's FusedAdam: the real one where apex is installed, else our operation under that name",
+)
+unnecessary(
+    "megatron.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
+    why="it sorts parameters by type(), which names torch.cuda inside Megatron",
+)
+
+
+@wrap(
+    "megatron.optimizer.optimizer:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
+    devices=("npu",),
+    why="Ascend chips before 910B saturate instead of returning inf: only the overflow flag tells",
+)
+def heed_overflow_flag(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an overflow that only the device's flag knows of visible to upstream's check."""
+
+    @functools.wraps(original)
+    def _unscale_main_grads_and_check_for_nan(self: Any) -> bool:
+        if devices.current().overflowed():
+            # upstream resets its own flag first; these gradients are thrown away in any case
+            self._collect_main_grad_data_for_unscaling()[0].fill_(float("inf"))
+        return original(self)
+
+    return _unscale_main_grads_and_check_for_nan

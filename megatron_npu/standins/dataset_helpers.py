@@ -1,0 +1,255 @@
+"""Stand-in for ``megatron.data.helpers``, upstream's C++ extension that builds the indices of datasets.
+
+Upstream compiles it with make, inside the checkout, when training starts. Here is the same arithmetic in
+numpy, number for number: index files of either can be used with the other. Formats and names are those of
+``megatron/data/helpers.cpp`` of 285068c8. Sentences are looked up by bisection in cumulated lengths, so the
+work grows with the number of samples, not of sentences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+LONG_SENTENCE = 512  # tokens; a document with a longer sentence is left out
+
+Int64 = NDArray[np.int64]
+
+
+def build_sample_idx(
+    sizes: NDArray[np.int32],
+    doc_idx: NDArray[np.int32],
+    seq_length: int,
+    num_epochs: int,
+    tokens_per_epoch: int,
+) -> NDArray[np.int32]:
+    """Return where each sample of a GPT dataset begins, the documents of all epochs laid end to end.
+
+    Args:
+        sizes: ``[documents]``, tokens of each document.
+        doc_idx: ``[documents * epochs]``, the documents in their order.
+        seq_length: tokens of a sample; neighbours share one, the label of the last.
+        num_epochs, tokens_per_epoch: their product is the number of tokens.
+
+    Returns:
+        ``[samples + 1, 2]``: index into ``doc_idx``, offset in that document.
+    """
+    samples = (num_epochs * tokens_per_epoch - 1) // seq_length
+    ends = np.cumsum(sizes[doc_idx], dtype=np.int64)
+    first_tokens = np.arange(samples + 1, dtype=np.int64) * seq_length
+    documents = np.searchsorted(ends, first_tokens, side="right")
+    documents[0] = 0  # even where the first document is empty
+    starts = np.concatenate([[0], ends[:-1]])[documents]
+    return np.stack([documents, first_tokens - starts], axis=1).astype(np.int32)
+
+
+def build_blending_indices(
+    dataset_index: NDArray[np.uint8],
+    dataset_sample_index: Int64,
+    weights: NDArray[np.float64],
+    num_datasets: int,
+    size: int,
+    verbose: bool,
+) -> None:
+    """Say for each of ``size`` samples which dataset it is from, and which of that dataset's samples it is.
+
+    Each sample is taken from the dataset that lags most behind its weight; of equals the first.
+
+    Args:
+        dataset_index: ``[size]``, is filled.
+        dataset_sample_index: ``[size]``, is filled.
+        weights: ``[num_datasets]``, which sum to 1.
+    """
+    shares = [float(weight) for weight in weights[:num_datasets]]
+    taken = [0] * num_datasets
+    for sample in range(size):
+        position = float(max(sample, 1))
+        lags = [share * position - count for share, count in zip(shares, taken, strict=True)]
+        chosen = lags.index(max(lags))
+        dataset_index[sample] = chosen
+        dataset_sample_index[sample] = taken[chosen]
+        taken[chosen] += 1
+    if verbose:
+        achieved = [count / max(size, 1) for count in taken]
+        print(f"> blending {num_datasets} datasets: weights {shares}, achieved {achieved}", flush=True)
+
+
+def build_mapping(
+    docs: Int64,
+    sizes: NDArray[np.int32],
+    num_epochs: int,
+    max_num_samples: int,
+    max_seq_length: int,
+    short_seq_prob: float,
+    seed: int,
+    verbose: bool,
+    min_num_sent: int,
+) -> NDArray[np.unsignedinteger]:
+    """Return the samples of a BERT or T5 dataset, shuffled.
+
+    Args:
+        docs: ``[documents + 1]``, first sentence of each document.
+        sizes: ``[sentences]``, tokens of each sentence.
+        num_epochs, max_num_samples: whichever is reached first ends the work, at the end of an epoch.
+        max_seq_length: tokens that a sample aims at.
+        short_seq_prob: probability that a sample aims at fewer.
+        seed: of both random sequences.
+        verbose: print the number of samples.
+        min_num_sent: sentences that a sample has at least.
+
+    Returns:
+        ``[samples, 3]``: first sentence, sentence after the last, tokens aimed at.
+    """
+    ratio = math.floor(1.0 / short_seq_prob + 0.5) if short_seq_prob > 0 else 0  # C's round()
+    numbers = _random32(seed)
+
+    def target_length() -> int:
+        if ratio == 0:
+            return max_seq_length
+        number = next(numbers)
+        return 2 + number % (max_seq_length - 1) if number % ratio == 0 else max_seq_length
+
+    spans = _usable_documents(docs, sizes, min_num_sent, checked_from=2)
+    before = _tokens_before(sizes)
+    samples: list[tuple[int, int, int]] = []
+    for _ in range(num_epochs):
+        if len(samples) >= max_num_samples or not spans:
+            break
+        for _, first, last in spans:
+            target = target_length()
+            while first < last:
+                end = _end_of_sample(before, first, last, target, min_num_sent, left_over=1)
+                samples.append((first, end, target))
+                first, target = end, target_length()
+    return _shuffled(samples, 3, sizes, seed, verbose)
+
+
+def build_blocks_mapping(
+    docs: Int64,
+    sizes: NDArray[np.int32],
+    titles_sizes: NDArray[np.int32],
+    num_epochs: int,
+    max_num_samples: int,
+    max_seq_length: int,
+    seed: int,
+    verbose: bool,
+    use_one_sent_blocks: bool,
+) -> NDArray[np.unsignedinteger]:
+    """Return the blocks of an ICT or REALM dataset, shuffled; arguments as in ``build_mapping``.
+
+    Args:
+        titles_sizes: ``[documents]``, tokens of each title, which a block leaves room for.
+        use_one_sent_blocks: a block may be one sentence; else it has two or more.
+
+    Returns:
+        ``[blocks, 4]``: first sentence, sentence after the last, document, number of the block in its epoch.
+    """
+    least = 1 if use_one_sent_blocks else 2
+    spans = _usable_documents(docs, sizes, least, checked_from=least)
+    before = _tokens_before(sizes)
+    blocks: list[tuple[int, int, int, int]] = []
+    for _ in range(num_epochs):
+        if len(blocks) >= max_num_samples or not spans:
+            break
+        before_epoch = len(blocks)
+        for document, first, last in spans:
+            target = max_seq_length - int(titles_sizes[document])
+            while first < last:
+                end = _end_of_sample(before, first, last, target, least, left_over=least - 1)
+                blocks.append((first, end, document, len(blocks) - before_epoch))
+                first = end
+    return _shuffled(blocks, 4, sizes, seed, verbose)
+
+
+def _tokens_before(sizes: NDArray[np.int32]) -> Int64:
+    """Return ``[sentences + 1]``: the tokens before each sentence."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def _usable_documents(
+    docs: Int64, sizes: NDArray[np.int32], least: int, checked_from: int
+) -> list[tuple[int, int, int]]:
+    """Return (document, first sentence, sentence after the last) of those that give samples.
+
+    A document needs ``least`` sentences; one of ``checked_from`` or more must have no long sentence.
+    """
+    long_before = np.concatenate([[0], np.cumsum(sizes > LONG_SENTENCE)])
+    first, last = docs[:-1], docs[1:]
+    count = last - first
+    has_long = (long_before[last] > long_before[first]) & (count >= checked_from)
+    usable = np.flatnonzero((count >= max(least, 1)) & ~has_long)
+    return [(int(document), int(first[document]), int(last[document])) for document in usable]
+
+
+def _end_of_sample(before: Int64, first: int, last: int, target: int, least: int, *, left_over: int) -> int:
+    """Return the sentence after the last one of the sample that begins with ``first``.
+
+    It has ``target`` tokens and ``least`` sentences, and leaves more than ``left_over`` sentences of the
+    document; where that cannot be, it takes the rest of the document.
+    """
+    reached = np.searchsorted(before[first : last + 1], before[first] + target, side="left")
+    end = first + max(int(reached), least, 1)
+    return end if last - end > left_over else last
+
+
+def _shuffled(
+    rows: list[tuple[int, ...]], columns: int, sizes: NDArray[np.int32], seed: int, verbose: bool
+) -> NDArray[np.unsignedinteger]:
+    """Return the rows in the order of Fisher and Yates with ``std::mt19937_64(seed + 1)``."""
+    if verbose:
+        print(f"   will create mapping for {len(rows)} samples", flush=True)
+    dtype = np.uint64 if len(sizes) > np.iinfo(np.uint32).max else np.uint32
+    order = list(range(len(rows)))
+    numbers = _random64(seed + 1)
+    for last in range(len(rows) - 1, 0, -1):
+        other = next(numbers) % (last + 1)
+        order[last], order[other] = order[other], order[last]
+    return np.array(rows, dtype=dtype).reshape(-1, columns)[order]
+
+
+def _random32(seed: int) -> Iterator[int]:
+    """Yield the numbers of ``std::mt19937(seed)``, which is numpy's MT19937 with its legacy seeding."""
+    generator = np.random.MT19937()
+    generator._legacy_seeding(seed)
+    while True:
+        yield from generator.random_raw(4096).tolist()
+
+
+_WORDS, _MIDDLE = 312, 156  # of MT19937-64 (Nishimura 2000): size of the state, distance of the recurrence
+_UPPER, _LOWER = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
+_TWIST = np.uint64(0xB5026F5AA96619E9)
+
+
+def _random64(seed: int) -> Iterator[int]:
+    """Yield the numbers of ``std::mt19937_64(seed)``, which numpy does not have."""
+    state = _seeded_state(seed)
+    while True:
+        # The first half needs old words only, the second the first half's new ones, the last word both.
+        _twist(state, slice(0, _MIDDLE), slice(_MIDDLE, _WORDS))
+        _twist(state, slice(_MIDDLE, _WORDS - 1), slice(0, _MIDDLE - 1))
+        _twist(state, slice(_WORDS - 1, _WORDS), slice(_MIDDLE - 1, _MIDDLE))
+        yield from _tempered(state).tolist()
+
+
+def _seeded_state(seed: int) -> NDArray[np.uint64]:
+    words = [seed & 0xFFFFFFFFFFFFFFFF]
+    for position in range(1, _WORDS):
+        last = words[-1]
+        words.append((6364136223846793005 * (last ^ (last >> 62)) + position) & 0xFFFFFFFFFFFFFFFF)
+    return np.array(words, dtype=np.uint64)
+
+
+def _twist(state: NDArray[np.uint64], target: slice, distant: slice) -> None:
+    following = np.arange(target.start + 1, target.stop + 1) % _WORDS
+    mixed = (state[target] & _UPPER) | (state[following] & _LOWER)
+    state[target] = state[distant] ^ (mixed >> np.uint64(1)) ^ ((mixed & np.uint64(1)) * _TWIST)
+
+
+def _tempered(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    words = state ^ ((state >> np.uint64(29)) & np.uint64(0x5555555555555555))
+    words ^= (words << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+    words ^= (words << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+    return words ^ (words >> np.uint64(43))

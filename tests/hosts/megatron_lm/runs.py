@@ -1,0 +1,104 @@
+"""Small runs of the stock scripts of a Megatron-LM 285068c8 checkout, each in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from megatron_npu.preprocessing import indexed
+from tests.end_to_end.tiny import ROOT
+
+END = 256  # <|endoftext|>, behind the 256 bytes
+LAYERS, HIDDEN, HEADS, LENGTH, BATCH = 4, 64, 4, 64, 8
+
+
+def write_vocabulary(folder: Path) -> tuple[Path, Path]:
+    """Write a GPT-2 vocabulary of the 256 bytes alone; return the files of tokens and merges.
+
+    GPT-2 spells a byte as itself where that is printable, else as the next letter from U+0100 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelled = [*map(chr, printable), *(chr(256 + number) for number in range(len(others)))]
+    tokens, merges = folder / "vocab.json", folder / "merges.txt"
+    tokens.write_text(json.dumps({name: number for number, name in enumerate([*spelled, "<|endoftext|>"])}))
+    merges.write_text("#version: 0.2\n")
+    return tokens, merges
+
+
+def write_dataset(prefix: Path, documents: int = 200, seed: int = 0) -> Path:
+    """Write documents that count up in steps of 1 to 3; return the prefix."""
+    generator = np.random.RandomState(seed)
+    with indexed.Writer(str(prefix), np.dtype(np.uint16)) as writer:
+        for _ in range(documents):
+            length, start, step = generator.randint([30, 0, 1], [200, 256, 4])
+            tokens = ((start + step * np.arange(length)) % 256).astype(np.uint16)
+            tokens[-1] = END
+            writer.add(tokens.tobytes(), np.array([length], np.int32), np.array([1], np.int64))
+        writer.finish()
+        indexed.publish([writer])
+    return prefix
+
+
+def flags(folder: Path) -> list[str]:
+    """Return the flags of the run with the data of ``folder``; later flags on a command line win."""
+    return [
+        *f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS}".split(),
+        *f"--seq-length {LENGTH} --max-position-embeddings {LENGTH}".split(),
+        *f"--micro-batch-size 2 --global-batch-size {BATCH} --lr 1e-3 --min-lr 1e-4 --clip-grad 1.0".split(),
+        *"--train-iters 25 --lr-decay-iters 25 --lr-warmup-iters 2 --weight-decay 0.01".split(),
+        *"--log-interval 1 --eval-iters 1 --eval-interval 1000 --split 90,5,5 --seed 1234".split(),
+        *"--attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization --num-workers 0".split(),
+        *f"--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt".split(),
+        *f"--data-path {folder}/text --make-vocab-size-divisible-by 64".split(),
+    ]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return the environment of a child: this plug-in, one thread, the CPU."""
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu"}
+    # bytecode would be written into the checkout
+    return {**os.environ, **own, "PYTHONDONTWRITEBYTECODE": "1", **changes}
+
+
+def run(
+    script: Path, arguments: Iterable[str], *, processes: int = 1, timeout: float = 240, **changes: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a stock script to its end with ``megatron-npu run``, under torchrun if there are more processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run(
+        [
+            sys.executable,
+            *(launcher if processes > 1 else []),
+            *["-m", "megatron_npu", "run", str(script), *map(str, arguments)],
+        ],
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def succeeded(result: subprocess.CompletedProcess[str]) -> str:
+    """Return what a run printed, which must have ended well."""
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
+    return result.stdout
+
+
+_LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([0-9.E+-]+)")
+
+
+def losses(output: str) -> dict[int, float]:
+    """Return the loss of each iteration that Megatron's log tells."""
+    found = {int(iteration): float(loss) for iteration, loss in _LOSS.findall(output)}
+    assert found, output[-3000:]
+    return found
