@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any
 
 from megatron_npu.host import Host
@@ -24,6 +25,7 @@ class StandIn:
         needs: the package whose absence makes the stand-in necessary; empty: it is always put in place.
         hosts: the hosts that import it.
         why: what happens without it.
+        unless: files of the host, as a pattern, that make it unnecessary.
     """
 
     name: str
@@ -31,6 +33,7 @@ class StandIn:
     needs: str
     hosts: tuple[str, ...]
     why: str
+    unless: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,14 @@ STAND_INS = (
         _LM,
         "upstream compiles it into the checkout when training starts",
     ),
+    StandIn(
+        "megatron.core.datasets.helpers_cpp",
+        "megatron_npu.standins.core_dataset_helpers",
+        "",
+        ("megatron_core",),
+        "a checkout compiles it when training starts, a wheel ships it",
+        unless="megatron/core/datasets/helpers_cpp*" + EXTENSION_SUFFIXES[0],
+    ),
 )
 
 NAME_STAND_INS = (
@@ -110,11 +121,7 @@ _given: list[NameStandIn] = []
 def install(host: Host) -> list[StandIn]:
     """Put the stand-ins of ``host`` in place; return those that were needed."""
     # All are looked for before any is put in place: ours would be found as the parent of the next.
-    needed = [
-        stand_in
-        for stand_in in STAND_INS
-        if host.name in stand_in.hosts and stand_in.name not in sys.modules and _absent(stand_in.needs)
-    ]
+    needed = [stand_in for stand_in in STAND_INS if is_needed(stand_in, host)]
     for stand_in in needed:
         sys.modules[stand_in.name] = importlib.import_module(stand_in.source)
     for lost in NAME_STAND_INS:
@@ -123,6 +130,13 @@ def install(host: Host) -> list[StandIn]:
             setattr(module, lost.name, lost.value)
             _given.append(lost)
     return needed
+
+
+def is_needed(stand_in: StandIn, host: Host) -> bool:
+    """Return whether ``host`` imports it and the real one is absent."""
+    if host.name not in stand_in.hosts or stand_in.name in sys.modules:
+        return False
+    return _absent(stand_in.needs) and not (stand_in.unless and any(host.root.glob(stand_in.unless)))
 
 
 def _absent(package: str) -> bool:

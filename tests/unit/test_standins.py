@@ -6,14 +6,16 @@ import importlib
 import sys
 import types
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_npu import standins
+from megatron_npu.host import Host
 
-LM = types.SimpleNamespace(name="megatron_lm")
-CORE = types.SimpleNamespace(name="megatron_core")
+LM = Host("megatron_lm", "285068c8", Path())
+CORE = Host("megatron_core", "0.16.1", Path())
 NAMES = ("apex", "apex.optimizers", "apex.multi_tensor_apply", "amp_C", "torch._six")
 
 

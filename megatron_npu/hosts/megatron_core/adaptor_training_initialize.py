@@ -6,19 +6,22 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron_npu.hosts import rendezvous
 from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, replace, wrap
 
 
 @wrap(
     "megatron.training.initialize:initialize_megatron",
     devices=WITHOUT_CUDA,
-    why="its assertion that CUDA is available has an argument to turn it off",
+    why="its assertion that CUDA is available has an argument to turn it off; without a launcher nobody "
+    "sets MASTER_ADDR",
 )
 def allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Call it with ``allow_no_cuda=True``."""
+    """Call it with ``allow_no_cuda=True``, and with an address to meet at."""
 
     @functools.wraps(original)
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        rendezvous.provide_address()
         return original(*args, **{**kwargs, "allow_no_cuda": True})
 
     return initialize_megatron
