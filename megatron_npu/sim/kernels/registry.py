@@ -1,44 +1,95 @@
-"""Where reference kernels of torch_npu's own operations are collected and given to torch's dispatcher."""
+"""Which function computes which operation of torch_npu, and how torch's dispatcher learns of it."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
-_Function = TypeVar("_Function", bound=Callable)
-_references: dict[str, Callable] = {}
+from megatron_npu.sim.kernels import checker
+from megatron_npu.sim.kernels.limits import LIMITS
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# torch_npu defines its operations in npu; some backward formulas of aten's operations it adds to aten.
+NAMESPACES = ("npu", "aten")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The reference of one operation.
+
+    Attributes:
+        operation: name and overload without namespace, such as ``npu_apply_adam_w.out``.
+        function: the bare computation, on host tensors, without autograd.
+        checked: the same behind the operation's limits; this is what torch calls.
+    """
+
+    operation: str
+    function: Callable[..., Any]
+    checked: Callable[..., Any]
+
+
+KERNELS: dict[str, Kernel] = {}
 _libraries: list[torch.library.Library] = []  # a Library takes its kernels with it when it is collected
 
 
-def kernel(*names: str) -> Callable[[_Function], _Function]:
+def kernel(*operations: str) -> Callable[[_Function], _Function]:
     """Declare a function as the computation of operations ``npu::name``, on host tensors.
 
-    It receives the operation's arguments as its schema has them, tensors aliasing the device's memory, and
-    returns fresh host tensors or the arguments that it has written. torch_npu keeps the schema, the Python
-    entry point and the autograd formula.
+    It has the parameters of the operation's schema, with the same names, order and defaults: torch leaves out
+    arguments that equal the default. Tensors alias the device's memory; it returns fresh host tensors, or the
+    arguments that it has written. torch_npu keeps schema, Python entry point and autograd formula.
     """
 
     def declare(function: _Function) -> _Function:
-        for name in names:
-            _references.setdefault(name, function)
+        for operation in operations:
+            KERNELS[operation] = Kernel(operation, function, _with_limits(operation, function))
         return function
 
     return declare
 
 
-def register_all() -> None:
-    """Register every declared reference, as a CPU kernel of each schema that this torch_npu has.
+def _with_limits(operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with its operation's limits checked first; as it is where there are none."""
+    table = LIMITS.get(operation)
+    if table is None:
+        return function
+    signature = inspect.signature(function)
 
-    torch_npu defines its operations in ``npu::`` and some of them, for old callers, in ``aten::`` too. An
-    operation that this version does not define is left out.
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        checker.check(operation, table, bound.arguments)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def register_all() -> list[str]:
+    """Register every declared kernel as the CPU kernel of each schema that this torch_npu has.
+
+    The simulator's device kernel calls them with host views of the device's memory, below autograd.
+
+    Returns:
+        The operations that this torch_npu does not define; the tested version defines all.
     """
     known = set(torch._C._dispatch_get_all_op_names())
-    for namespace in ("npu", "aten"):
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    undefined = set(KERNELS)
+    for namespace in NAMESPACES:
         library = torch.library.Library(namespace, "IMPL")
         _libraries.append(library)
-        for name, function in _references.items():
-            full = f"{namespace}::{name}"
-            if full in known and not torch._C._dispatch_has_kernel_for_dispatch_key(full, "CPU"):
-                library.impl(name, function, "CPU")
+        for operation, each in KERNELS.items():
+            full = f"{namespace}::{operation}"
+            if full not in known:
+                continue
+            undefined.discard(operation)
+            if not has_kernel(full, "CPU"):
+                library.impl(operation, each.checked, "CPU")
+    return sorted(undefined)

@@ -1,0 +1,42 @@
+"""Dropout with the mask packed into bits, as the device keeps it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_npu.sim.kernels import randomness
+from megatron_npu.sim.kernels.registry import kernel
+
+_PADDING = 128  # the device rounds the number of bits up to this
+_WEIGHTS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+
+
+@kernel("_npu_dropout")
+def npu_dropout(input: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """Return the output and the mask: a bit per element, 1 = kept, lowest first, padded to 128 bits."""
+    keep = randomness.uniform(*randomness.advance(), input.numel()) >= p
+    return _apply(input, keep, p), pack_bits(keep)
+
+
+@kernel("npu_dropout_backward")
+def npu_dropout_backward(grad_output: Tensor, mask: Tensor, p: float) -> Tensor:
+    """Return the gradient, from the packed mask of the forward."""
+    return _apply(grad_output, unpack_bits(mask, grad_output.numel()), p)
+
+
+def _apply(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    return (x.float() * keep.view(x.shape) * scale).to(x.dtype)
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Return booleans ``[n]`` as bytes, eight to one, n rounded up to 128."""
+    padded = torch.zeros(-(-bits.numel() // _PADDING) * _PADDING, dtype=torch.uint8)
+    padded[: bits.numel()] = bits
+    return (padded.view(-1, 8) * _WEIGHTS).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, count: int) -> Tensor:
+    """Return the first ``count`` booleans of ``pack_bits``."""
+    return ((packed.unsqueeze(-1) & _WEIGHTS) != 0).flatten()[:count]

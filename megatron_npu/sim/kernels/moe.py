@@ -1,0 +1,275 @@
+"""Sorting tokens by expert and back.
+
+``sorted_indices[i * topk + k]`` is the row of the sorted tokens where the k-th copy of token i lies. -1 or
+a row beyond the sorted tokens means that the copy was dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_npu.sim.kernels.registry import kernel
+
+
+@kernel("npu_moe_token_permute")
+def npu_moe_token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return ``tokens`` ``[t, h]`` copied once per expert in ``indices`` ``[t, topk]`` and sorted by expert.
+
+    ``num_out_tokens`` keeps the first so many rows, as a slice does: 0 keeps all, -n drops the last n.
+    """
+    order, positions = _sort(indices.flatten())
+    copies = max(1, indices.numel() // max(1, tokens.size(0)))
+    rows = order // copies
+    kept = rows[: num_out_tokens or len(rows)]
+    return tokens[kept].contiguous(), positions
+
+
+@kernel("npu_moe_token_permute_grad_v2")
+def npu_moe_token_permute_grad_v2(
+    grad_permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    tokens_size_0: int,
+    tokens_dtype: torch.dtype,
+    num_topK: int,  # noqa: N803  the schema's name
+    padded_mode: bool = False,
+) -> Tensor:
+    """Return the gradient of the tokens ``[t, h]``: the sum over their copies."""
+    return (
+        _gather(grad_permuted_tokens, sorted_indices)
+        .view(tokens_size_0, num_topK, -1)
+        .sum(1)
+        .to(tokens_dtype)
+    )
+
+
+@kernel("npu_moe_token_permute_grad")
+def npu_moe_token_permute_grad(
+    tokens: Tensor,
+    grad_permuted_tokens: Tensor,
+    indices: Tensor,
+    sorted_indices: Tensor,
+    padded_mode: bool = False,
+) -> Tensor:
+    """Return the gradient of the tokens, the form of older torch_npu."""
+    copies = 1 if indices.dim() == 1 else indices.size(1)
+    return npu_moe_token_permute_grad_v2(
+        grad_permuted_tokens, sorted_indices, tokens.size(0), tokens.dtype, copies
+    )
+
+
+@kernel("npu_moe_token_unpermute")
+def npu_moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Return ``[t, h]``: the copies of each token added up, times ``probs`` ``[t, topk]`` if given."""
+    copies = 1 if probs is None else probs.size(1)
+    gathered = _gather(permuted_tokens, sorted_indices).unflatten(0, (-1, copies))
+    if probs is not None:
+        gathered = gathered * probs.float().unsqueeze(-1)
+    return gathered.sum(1).to(permuted_tokens.dtype)
+
+
+@kernel("_npu_moe_token_unpermute")
+def npu_private_moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the result and what the backward needs of the input: nothing unless there are probabilities."""
+    needed = permuted_tokens.clone() if probs is not None else permuted_tokens.new_empty(0)
+    return npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs), needed
+
+
+@kernel("npu_moe_token_unpermute_grad_v2")
+def npu_moe_token_unpermute_grad_v2(
+    grad_unpermuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    permuted_tokens_size_0: int,
+    permuted_tokens_dtype: torch.dtype,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+    permuted_tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the sorted tokens and of ``probs`` (empty without them)."""
+    copies = 1 if probs is None else probs.size(1)
+    grad = grad_unpermuted_tokens.float()
+    spread = grad.repeat_interleave(copies, 0)
+    if probs is not None:
+        spread = spread * probs.float().reshape(-1, 1)
+    grad_tokens = _scatter(spread, sorted_indices, permuted_tokens_size_0).to(permuted_tokens_dtype)
+    if probs is None:
+        return grad_tokens, grad_unpermuted_tokens.new_empty(0)
+    assert permuted_tokens is not None  # the forward keeps it when there are probabilities
+    gathered = _gather(permuted_tokens, sorted_indices).unflatten(0, (-1, copies))
+    return grad_tokens, (gathered * grad.unsqueeze(1)).sum(-1).to(probs.dtype)
+
+
+@kernel("npu_moe_token_unpermute_grad")
+def npu_moe_token_unpermute_grad(
+    permuted_tokens: Tensor,
+    grad_unpermuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients, the form of older torch_npu."""
+    return npu_moe_token_unpermute_grad_v2(
+        grad_unpermuted_tokens,
+        sorted_indices,
+        permuted_tokens.size(0),
+        permuted_tokens.dtype,
+        probs,
+        permuted_tokens=permuted_tokens,
+    )
+
+
+@kernel("npu_moe_token_permute_with_routing_map")
+def npu_moe_token_permute_with_routing_map(
+    tokens: Tensor,
+    routing_map: Tensor,
+    *,
+    probs: Tensor | None = None,
+    num_out_tokens: int | None = None,
+    drop_and_pad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens sorted by expert, their probabilities (empty without ``probs``), ``sorted_indices``.
+
+    ``routing_map`` and ``probs`` are ``[t, experts]``; each row of the map has the same number of ones.
+    """
+    token, expert = routing_map.bool().nonzero(as_tuple=True)
+    order, positions = _sort(expert)
+    sorted_probs = tokens.new_empty(0) if probs is None else probs[token, expert][order]
+    return tokens[token[order]], sorted_probs, positions
+
+
+@kernel("npu_moe_token_permute_with_routing_map_grad")
+def npu_moe_token_permute_with_routing_map_grad(
+    permuted_token_out_grad: Tensor,
+    probs_grad: Tensor | None,
+    sorted_indices: Tensor,
+    routing_map: Tensor,
+    experts_num: int,
+    tokens_num: int,
+    drop_and_pad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the tokens and of ``probs`` ``[t, experts]`` (empty without them)."""
+    gathered = _gather(permuted_token_out_grad, sorted_indices).view(
+        tokens_num, -1, permuted_token_out_grad.size(1)
+    )
+    grad_tokens = gathered.sum(1).to(permuted_token_out_grad.dtype)
+    if probs_grad is None or not probs_grad.numel():
+        return grad_tokens, permuted_token_out_grad.new_empty(0)
+    grad_probs = probs_grad.new_zeros(tokens_num, experts_num)
+    grad_probs[routing_map.bool()] = probs_grad[sorted_indices.long()]
+    return grad_tokens, grad_probs
+
+
+@kernel("npu_moe_token_unpermute_with_routing_map")
+def npu_moe_token_unpermute_with_routing_map(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    restore_shape: Sequence[int],
+    *,
+    probs: Tensor | None = None,
+    routing_map: Tensor | None = None,
+    drop_and_pad: bool = False,
+) -> Tensor:
+    """Return ``[t, h]``: the copies of each token added up, times their probabilities if given."""
+    tokens = restore_shape[0]
+    gathered = _gather(permuted_tokens, sorted_indices).view(tokens, -1, permuted_tokens.size(1))
+    if probs is not None:
+        assert routing_map is not None  # by the limits
+        gathered = gathered * probs[routing_map.bool()].float().view(tokens, -1, 1)
+    return gathered.sum(1).to(permuted_tokens.dtype)
+
+
+@kernel("_npu_moe_token_unpermute_with_routing_map")
+def npu_private_moe_token_unpermute_with_routing_map(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    restore_shape: Sequence[int],
+    *,
+    probs: Tensor | None = None,
+    routing_map: Tensor | None = None,
+    drop_and_pad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the result, two copies of ``sorted_indices`` and the sorted probabilities (empty without them).
+
+    The backward of this mode reads ``sorted_indices`` itself; the other outputs only have the right shape.
+    """
+    result = npu_moe_token_unpermute_with_routing_map(
+        permuted_tokens, sorted_indices, restore_shape, probs=probs, routing_map=routing_map
+    )
+    sorted_probs = permuted_tokens.new_empty(0)
+    if probs is not None:
+        assert routing_map is not None  # by the limits
+        values = probs[routing_map.bool()].float().unsqueeze(1)
+        sorted_probs = _scatter(values, sorted_indices, len(sorted_indices)).squeeze(1).to(probs.dtype)
+    return result, sorted_indices.clone(), sorted_indices.clone(), sorted_probs
+
+
+@kernel("npu_moe_token_unpermute_with_routing_map_grad")
+def npu_moe_token_unpermute_with_routing_map_grad(
+    unpermuted_tokens_grad: Tensor,
+    out_index: Tensor,
+    permuted_token_id: Tensor,
+    routing_map: Tensor | None,
+    permuted_tokens: Tensor | None,
+    probs: Tensor | None,
+    drop_and_pad: bool,
+    restore_shape: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the sorted tokens and of ``probs`` (empty without them)."""
+    tokens = restore_shape[0]
+    grad = unpermuted_tokens_grad.float()
+    copies = len(out_index) // max(1, tokens)
+    spread = grad.repeat_interleave(copies, 0)
+    if probs is None:
+        empty = unpermuted_tokens_grad.new_empty(0)
+        return _scatter(spread, out_index, len(out_index)).to(unpermuted_tokens_grad.dtype), empty
+    assert routing_map is not None  # by the limits
+    assert permuted_tokens is not None
+    chosen = routing_map.bool()
+    grad_tokens = _scatter(spread * probs[chosen].float().unsqueeze(1), out_index, len(out_index))
+    grad_probs = torch.zeros_like(probs)
+    grad_probs[chosen] = (_gather(permuted_tokens, out_index) * spread).sum(-1).to(probs.dtype)
+    return grad_tokens.to(unpermuted_tokens_grad.dtype), grad_probs
+
+
+def _sort(experts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the stable order of the copies by expert, and the row where each copy then lies (int32)."""
+    order = experts.argsort(stable=True)
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(len(order))
+    return order, positions.int()
+
+
+def _gather(rows: Tensor, positions: Tensor) -> Tensor:
+    """Return fp32 ``rows[positions]``, zeros where a position is no row."""
+    positions = positions.long()
+    valid = (positions >= 0) & (positions < rows.size(0))
+    gathered = torch.zeros(len(positions), rows.size(1))
+    gathered[valid] = rows[positions[valid]].float()
+    return gathered
+
+
+def _scatter(values: Tensor, positions: Tensor, count: int) -> Tensor:
+    """Return ``[count, h]`` with ``values`` at ``positions``, the inverse of ``_gather``."""
+    positions = positions.long()
+    valid = (positions >= 0) & (positions < count)
+    rows = torch.zeros(count, values.size(1))
+    rows[positions[valid]] = values[valid]
+    return rows

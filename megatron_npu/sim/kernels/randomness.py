@@ -1,0 +1,27 @@
+"""Random numbers of the device's generator that a backward kernel can draw again from (seed, offset)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# What torch_npu advances the offset by for one mask: it asks for 10 and the generator rounds up to 4.
+_OFFSET_PER_MASK = 12
+# Odd multipliers that spread neighbouring (seed, offset) pairs over the host generator's seeds.
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
+_MASK_63_BITS = (1 << 63) - 1
+
+
+def advance() -> tuple[int, int]:
+    """Return (seed, offset) of the current device's default generator and move its offset on."""
+    npu = torch.npu  # type: ignore[attr-defined]  # torch_npu is imported when a kernel runs
+    generator = npu.default_generators[npu.current_device()]
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    generator.set_offset(offset + _OFFSET_PER_MASK)
+    return seed, offset
+
+
+def uniform(seed: int, offset: int, count: int) -> Tensor:
+    """Return ``count`` fp32 numbers in [0, 1), the same ones for the same seed and offset."""
+    mixed = (seed * _MIX[0] + (offset + 1) * _MIX[1]) & _MASK_63_BITS
+    return torch.rand(count, generator=torch.Generator().manual_seed(mixed))

@@ -1,0 +1,38 @@
+"""softmax(scale · x) with masked scores at -10000, Megatron's fused softmax."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_npu.sim.kernels.registry import kernel
+
+# The value that Megatron's fused kernel and Ascend's give to masked scores: not -inf, so that a row without
+# any allowed score becomes uniform instead of nan.
+MASKED_SCORE = -10000.0
+
+
+@kernel("npu_scaled_masked_softmax")
+def npu_scaled_masked_softmax(
+    x: Tensor, mask: Tensor, scale: float = 1, fixed_triu_mask: bool = False
+) -> Tensor:
+    """Return the softmax over the last dimension of ``x`` ``[n, c, h, w]``, computed in fp32."""
+    scores = (x.float() * float(scale)).masked_fill(_masked(x, mask, fixed_triu_mask), MASKED_SCORE)
+    return torch.softmax(scores, -1).to(x.dtype)
+
+
+@kernel("npu_scaled_masked_softmax_backward")
+def npu_scaled_masked_softmax_backward(
+    y_grad: Tensor, y: Tensor, mask: Tensor, scale: float, fixed_triu_mask: bool
+) -> Tensor:
+    """Return the gradient of ``x``; zero where masked."""
+    grad, probabilities = y_grad.float(), y.float()
+    scores = (grad - (grad * probabilities).sum(-1, keepdim=True)) * probabilities * float(scale)
+    return scores.masked_fill(_masked(y, mask, fixed_triu_mask), 0.0).to(y_grad.dtype)
+
+
+def _masked(x: Tensor, mask: Tensor, fixed_triu_mask: bool) -> Tensor:
+    """Return True where masked: as given, or above the diagonal with ``fixed_triu_mask``."""
+    if fixed_triu_mask:
+        return torch.ones(x.shape[-2:], dtype=torch.bool).triu_(1)
+    return mask.bool()

@@ -1,0 +1,32 @@
+"""The overflow flag of the device.
+
+An Atlas A2 or A3 in its default Inf/NaN mode never raises the flag: overflow becomes inf in the result. The
+simulated device behaves like that; programs look for inf, as torch_npu's own GradScaler does there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_npu.sim.kernels.registry import kernel
+
+WORDS = 8
+
+
+@kernel("npu_alloc_float_status")
+def npu_alloc_float_status(input: Tensor) -> Tensor:
+    """Return eight fp32 zeros."""
+    return torch.zeros(WORDS)
+
+
+@kernel("npu_get_float_status")
+def npu_get_float_status(input: Tensor, mode: int = 0) -> Tensor:
+    """Return the flag, int32 ``[8]`` as Atlas A2 does: never raised."""
+    return torch.zeros(WORDS, dtype=torch.int32)
+
+
+@kernel("npu_clear_float_status")
+def npu_clear_float_status(input: Tensor, mode: int = 0) -> Tensor:
+    """Clear the flag; return eight zeros of the dtype of ``input``."""
+    return input.new_zeros(WORDS)
