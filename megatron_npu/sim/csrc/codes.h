@@ -13,6 +13,7 @@ enum Code : int {
   kStreamSyncTimeout = 507046,
   kEventSyncTimeout = 507047,
   kEventNotComplete = 107003,
+  kDeviceFailed = 507000,  // ACL_ERROR_RT_INTERNAL_ERROR
 };
 
 }  // namespace sim

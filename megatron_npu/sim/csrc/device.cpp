@@ -89,8 +89,6 @@ SIM_API int aclGetDeviceCapability(uint32_t /*device*/, int /*kind*/, int64_t* v
   return kOk;
 }
 
-// torch_npu appends this to its error messages.
-SIM_API const char* aclGetRecentErrMsg() { return "(simulated NPU)"; }
 SIM_API int aclrtGetLastError(int /*level*/) { return kOk; }
 SIM_API int aclrtPeekAtLastError(int /*level*/) { return kOk; }
 // Without a version torch_npu takes the oldest behaviour it knows.

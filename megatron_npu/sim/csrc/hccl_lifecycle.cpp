@@ -1,0 +1,220 @@
+// Creating, splitting, querying and destroying communicators.
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+
+#include "hccl_communicator.h"
+#include "runtime.h"
+
+namespace sim::hccl {
+
+namespace {
+
+static_assert(sizeof(Invitation) <= HCCL_ROOT_INFO_BYTES);
+
+// Living communicators by handle. Never destroyed: workers may still run when the process ends.
+std::mutex registry_mutex;
+auto& registry = *new std::map<HcclComm, std::shared_ptr<Communicator>>;
+
+std::chrono::seconds patience() { return std::chrono::seconds(setting("hccl_timeout", int64_t{300})); }
+
+std::string name_for(const HcclCommConfig* config, const Invitation& invitation) {
+  if (config && config->name[0])
+    return std::string(config->name, strnlen(config->name, COMM_NAME_MAX_LENGTH - 1));
+  return "hccl_" + std::to_string(invitation.host.pid) + "_" + std::to_string(invitation.serial);
+}
+
+HcclResult join(const Invitation& invitation, uint32_t ranks, uint32_t rank, const HcclCommConfig* config,
+                HcclComm* handle) {
+  const std::string name = name_for(config, invitation);
+  if (ranks == 0 || ranks > kMaxRanks || rank >= ranks) {
+    return refuse(HCCL_E_PARA, "communicator " + name + ": rank " + std::to_string(rank) + " of " +
+                                   std::to_string(ranks) + "; 1 to " + std::to_string(kMaxRanks) +
+                                   " ranks are possible");
+  }
+  std::string problem;
+  auto segment = Segment::attach(invitation, ranks, rank, patience(), &problem);
+  if (!segment) {
+    return refuse(HCCL_E_TIMEOUT, "creating communicator " + name + " failed on rank " +
+                                      std::to_string(rank) + " of " + std::to_string(ranks) + ": " + problem);
+  }
+  auto communicator = std::make_shared<Communicator>(std::move(segment), name, rank);
+  *handle = communicator.get();
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  registry[*handle] = std::move(communicator);
+  return HCCL_SUCCESS;
+}
+
+// ---- sub-communicators: rank 0 of the new one puts an invitation up in the parent's segment
+
+Split* put_up(Communicator& parent, uint64_t id, const Invitation& invitation) {
+  for (Split& split : parent.segment().header().splits) {
+    uint32_t clear = kClear;
+    if (!split.state.compare_exchange_strong(clear, kWriting)) continue;
+    split.first_member = parent.rank;
+    split.id = id;
+    split.invitation = invitation;
+    split.state.store(kWritten, std::memory_order_release);
+    return &split;
+  }
+  return nullptr;
+}
+
+// The invitation that `first_member` has put up under `id` and this rank has not yet taken up.
+bool find(Communicator& parent, uint64_t id, uint32_t first_member, Invitation* invitation) {
+  for (Split& split : parent.segment().header().splits) {
+    if (split.state.load(std::memory_order_acquire) != kWritten) continue;
+    if (split.id != id || split.first_member != first_member) continue;
+    *invitation = split.invitation;
+    if (parent.take_up(first_member, invitation->serial)) return true;
+  }
+  return false;
+}
+
+HcclResult await_invitation(Communicator& parent, uint64_t id, uint32_t first_member,
+                            Invitation* invitation) {
+  const auto deadline = std::chrono::steady_clock::now() + patience();
+  while (!find(parent, id, first_member, invitation)) {
+    const bool late = std::chrono::steady_clock::now() > deadline;
+    if (late || !parent.segment().alive(first_member)) {
+      return refuse(HCCL_E_TIMEOUT, "splitting communicator " + parent.name + ": " +
+                                        parent.segment().describe(first_member) +
+                                        (late ? " did not take part in time" : " has ended"));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return HCCL_SUCCESS;
+}
+
+HcclResult host_split(Communicator& parent, uint64_t id, uint32_t ranks, const HcclCommConfig* config,
+                      HcclComm* handle) {
+  Invitation invitation{};
+  if (!Segment::invite(&invitation)) {
+    return refuse(HCCL_E_SYSCALL, std::string("no shared memory: ") + std::strerror(errno));
+  }
+  Split* split = put_up(parent, id, invitation);
+  if (!split)
+    return refuse(HCCL_E_INTERNAL, "splitting communicator " + parent.name + ": too many splits at once");
+  const HcclResult result = join(invitation, ranks, 0, config, handle);
+  split->state.store(kClear, std::memory_order_release);
+  return result;
+}
+
+}  // namespace
+
+std::shared_ptr<Communicator> communicator_of(HcclComm handle) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  auto found = registry.find(handle);
+  return found == registry.end() ? nullptr : found->second;
+}
+
+}  // namespace sim::hccl
+
+using namespace sim::hccl;
+
+SIM_API HcclResult HcclGetRootInfo(HcclRootInfo* info) {
+  std::memset(info, 0, sizeof *info);
+  Invitation invitation{};
+  if (!Segment::invite(&invitation)) {
+    return refuse(HCCL_E_SYSCALL, std::string("no shared memory: ") + std::strerror(errno));
+  }
+  std::memcpy(info->internal, &invitation, sizeof invitation);
+  return HCCL_SUCCESS;
+}
+
+SIM_API HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRootInfo* info, uint32_t rank,
+                                              const HcclCommConfig* config, HcclComm* handle) {
+  Invitation invitation;
+  std::memcpy(&invitation, info->internal, sizeof invitation);
+  return join(invitation, ranks, rank, config, handle);
+}
+
+SIM_API HcclResult HcclCommInitRootInfo(uint32_t ranks, const HcclRootInfo* info, uint32_t rank,
+                                        HcclComm* handle) {
+  return HcclCommInitRootInfoConfig(ranks, info, rank, nullptr, handle);
+}
+
+// `members`: the ranks of the new communicator as ranks of the parent; null on a rank that is in none.
+SIM_API HcclResult HcclCreateSubCommConfig(HcclComm* parent_handle, uint32_t ranks, uint32_t* members,
+                                           uint64_t id, uint32_t rank, HcclCommConfig* config,
+                                           HcclComm* handle) {
+  *handle = nullptr;
+  if (!members) return HCCL_SUCCESS;
+  auto parent = communicator_of(*parent_handle);
+  if (!parent) return refuse(HCCL_E_PTR, "the parent communicator was destroyed or never created");
+  if (rank >= ranks || members[rank] != parent->rank) {
+    return refuse(HCCL_E_PARA, "splitting communicator " + parent->name + ": rank " + std::to_string(rank) +
+                                   " of the new one is not this process");
+  }
+  if (rank == 0) return host_split(*parent, id, ranks, config, handle);
+  Invitation invitation;
+  if (HcclResult result = await_invitation(*parent, id, members[0], &invitation)) return result;
+  return join(invitation, ranks, rank, config, handle);
+}
+
+// Calls that are queued or running keep the memory; the last of them frees it.
+SIM_API HcclResult HcclCommDestroy(HcclComm handle) {
+  std::shared_ptr<Communicator> last;
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  auto found = registry.find(handle);
+  if (found == registry.end())
+    return refuse(HCCL_E_PTR, "the communicator was destroyed before or never created");
+  last = std::move(found->second);
+  registry.erase(found);
+  return HCCL_SUCCESS;
+}
+
+SIM_API HcclResult HcclGetCommAsyncError(HcclComm handle, HcclResult* error) {
+  auto communicator = communicator_of(handle);
+  if (!communicator) return HCCL_E_PTR;
+  *error = communicator->error();
+  if (*error != HCCL_SUCCESS) refuse(*error, communicator->error_text());
+  return HCCL_SUCCESS;
+}
+
+SIM_API HcclResult HcclGetCommName(HcclComm handle, char* name) {
+  auto communicator = communicator_of(handle);
+  if (!communicator) return HCCL_E_PTR;
+  std::snprintf(name, COMM_NAME_MAX_LENGTH, "%s", communicator->name.c_str());
+  return HCCL_SUCCESS;
+}
+
+SIM_API HcclResult HcclGetRankSize(HcclComm handle, uint32_t* ranks) {
+  auto communicator = communicator_of(handle);
+  if (!communicator) return HCCL_E_PTR;
+  *ranks = communicator->ranks;
+  return HCCL_SUCCESS;
+}
+
+SIM_API HcclResult HcclGetRankId(HcclComm handle, uint32_t* rank) {
+  auto communicator = communicator_of(handle);
+  if (!communicator) return HCCL_E_PTR;
+  *rank = communicator->rank;
+  return HCCL_SUCCESS;
+}
+
+// HCCL_COMM_CONFIG_RESERVED of hccl_types.h (CANN 8.5): every member of HcclCommConfig that exists is
+// accepted.
+SIM_API uint32_t HcclGetCommConfigCapability() { return 12; }
+
+SIM_API const char* HcclGetErrorString(HcclResult code) {
+  switch (code) {
+    case HCCL_SUCCESS: return "no error";
+    case HCCL_E_PARA: return "parameter error";
+    case HCCL_E_PTR: return "empty pointer";
+    case HCCL_E_INTERNAL: return "internal error";
+    case HCCL_E_NOT_SUPPORT: return "not supported";
+    case HCCL_E_SYSCALL: return "system call failed";
+    case HCCL_E_TIMEOUT: return "timeout";
+    case HCCL_E_REMOTE: return "remote error";
+  }
+  return "unknown error";
+}
+
+// The one setting there is asks for determinism, which holds anyway.
+SIM_API HcclResult HcclSetConfig(int /*config*/, int32_t /*value*/) { return HCCL_SUCCESS; }
+SIM_API HcclResult HcclGetConfig(int /*config*/, int32_t* value) {
+  *value = 1;
+  return HCCL_SUCCESS;
+}

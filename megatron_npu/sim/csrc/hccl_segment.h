@@ -1,0 +1,144 @@
+// The memory that the ranks of one communicator share.
+//
+// Layout
+//   Header                        failure record, invitations to sub-communicators
+//   Member  x ranks               who a rank is, its bell, the collectives it has entered
+//   Channel x ranks x ranks       one queue of chunks per ordered pair (from, to)
+//
+// Channels. All data travel through them, in chunks of at most kChunkBytes; a message that is larger than a
+// channel is pipelined. A channel is a ring of kSlots chunks with one writer and one reader. `written` and
+// `consumed` count chunks since the beginning: chunk k lies in slot k % kSlots; the writer may fill a slot
+// while written - consumed < kSlots, the reader may empty one while consumed < written. Filling a slot
+// happens before the release-store of `written`, which the reader load-acquires before it looks; the same
+// holds for emptying and `consumed`. Each counter has one writing thread (Communicator::execution).
+//
+// Bells. Whoever changes a counter rings the bell of the rank at the other end: it increments `bell` and
+// wakes the sleepers, if there are any. A rank that can do nothing reads `bell` BEFORE it looks at the
+// counters and sleeps (futex) only while `bell` still has that value. `bell` and `sleepers` are sequentially
+// consistent: either the ringer sees the sleeper, or the sleeper sees the new value. Nobody sleeps longer
+// than kNap, because death and timeouts ring no bell.
+//
+// Life. The segment is an anonymous file (memfd): it has no name in any file system, and the kernel frees
+// it when the last process that maps it is gone, however that ends. The invitation that HcclRootInfo carries
+// says where to find it: /proc/<pid of the inviting rank>/fd/<number>. The inviting rank keeps its number
+// open until everybody has attached. All ranks must therefore run on one machine, in one PID namespace, as
+// one user.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+
+#include "hccl_call.h"
+
+namespace sim::hccl {
+
+constexpr uint32_t kMaxRanks = 64;
+constexpr size_t kChunkBytes = 256 << 10;
+constexpr uint64_t kSlots = 2;
+constexpr size_t kCacheLine = 64;
+constexpr size_t kFailureBytes = 2048;
+constexpr uint32_t kMaxSplits = 64;  // invitations to sub-communicators that wait to be taken up
+constexpr std::chrono::milliseconds kNap{50};
+
+// Collectives whose calls a member remembers. A rank can be ahead of another by as many collectives as a
+// channel has slots, plus the one it is in.
+constexpr uint64_t kRemembered = 8;
+static_assert(kRemembered > kSlots + 1);
+
+// A process, unmistakably: the system gives a pid to a new process when the old one is gone.
+struct Process {
+  int32_t pid;
+  uint64_t started;  // clock ticks since boot, /proc/<pid>/stat
+};
+
+// Travels inside HcclRootInfo, or through a parent's segment for sub-communicators.
+struct Invitation {
+  char magic[16];
+  Process host;
+  int32_t file;     // number of the open file in the host
+  uint32_t serial;  // counts the host's invitations
+};
+
+struct Chunk {
+  Call call;               // of the message this chunk belongs to
+  uint64_t message_bytes;  // of the whole message
+  char data[kChunkBytes];
+};
+
+struct Channel {
+  alignas(kCacheLine) std::atomic<uint64_t> written;
+  alignas(kCacheLine) std::atomic<uint64_t> consumed;
+  alignas(kCacheLine) Chunk slots[kSlots];
+};
+
+struct Member {
+  alignas(kCacheLine) std::atomic<uint32_t> bell;
+  std::atomic<uint32_t> sleepers;
+  alignas(kCacheLine) std::atomic<uint32_t> attached;  // 1 once the fields below it are valid
+  int32_t global_rank;                                 // RANK as set by the launcher; -1 if it is not set
+  Process process;
+  std::atomic<uint64_t> entered;  // number of the last collective whose call is in `calls`
+  Call calls[kRemembered];        // collective k at index k % kRemembered
+};
+
+// The first failure of any rank; the others stop with it instead of waiting for their own timeout.
+struct Failure {
+  std::atomic<uint32_t> state;  // kClear, then kWriting by the one rank that won, then kWritten
+  uint32_t rank;
+  char text[kFailureBytes];
+};
+
+// An invitation to a sub-communicator, put up by its rank 0, taken down when all have attached.
+struct Split {
+  std::atomic<uint32_t> state;
+  uint32_t first_member;  // rank 0 of the sub-communicator, as a rank of the parent
+  uint64_t id;
+  Invitation invitation;
+};
+enum : uint32_t { kClear = 0, kWriting = 1, kWritten = 2 };
+
+struct Header {
+  Failure failure;
+  Split splits[kMaxSplits];
+};
+
+// This process's view of a segment; unmapped by the destructor.
+class Segment {
+ public:
+  // Makes an empty segment and the invitation to it; its size follows when the host attaches.
+  static bool invite(Invitation* invitation);
+  // Joins as `rank` of `ranks` and waits until all have joined. Null, and `problem` says why, if somebody is
+  // missing after `timeout`, the host died, or the memory is not to be had.
+  static std::unique_ptr<Segment> attach(const Invitation& invitation, uint32_t ranks, uint32_t rank,
+                                         std::chrono::seconds timeout, std::string* problem);
+
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  Header& header() { return *static_cast<Header*>(memory_); }
+  Member& member(uint32_t rank);
+  Channel& channel(uint32_t from, uint32_t to);
+
+  // Wakes a rank that sleeps in wait().
+  void ring(uint32_t rank);
+  // Sleeps until the bell of `rank` no longer reads `bell`, at most kNap.
+  void wait(uint32_t rank, uint32_t bell);
+
+  // Whether the process of a rank still runs; a zombie does not.
+  bool alive(uint32_t rank);
+  // For example "rank 1 (global rank 3, process 4711)".
+  std::string describe(uint32_t rank);
+
+  const uint32_t ranks;
+
+ private:
+  Segment(void* memory, size_t bytes, uint32_t ranks);
+  std::string missing();
+
+  void* memory_;
+  size_t bytes_;
+};
+
+}  // namespace sim::hccl
