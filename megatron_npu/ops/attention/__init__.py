@@ -1,0 +1,85 @@
+"""Attention: softmax(q·kᵀ·scale + mask)·v, one meaning for every layout and mask.
+
+``case`` says what a call asks for, ``reference`` is the formula, ``cpu``, ``cuda`` and ``npu`` compute it;
+``blockwise`` is the kernel behind cpu's windows, documents and dropout. docs/attention.md has the table.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_npu.ops.attention import checks, cpu, cuda, npu  # noqa: F401  (devices register themselves)
+from megatron_npu.ops.attention.case import Case, Offset, Packed, Window, dense_segments, packed_segments
+from megatron_npu.ops.attention.layouts import from_tokens, to_bnsd, to_tokens
+from megatron_npu.ops.attention.reference import operation, reference
+
+__all__ = ["Offset", "Packed", "Window", "attention"]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    layout: str,
+    scale: float,
+    num_heads: int | None = None,
+    causal: bool = False,
+    window: Window = (None, None),
+    offset: Offset = 0,
+    mask: Tensor | None = None,
+    packed: Packed | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Return the attention of ``query`` over ``key`` and ``value``, contiguous, in the layout of ``query``.
+
+    Query i stands at position ``offset + i``; it sees key j unless one of these forbids it:
+    ``causal`` (j > position), ``window`` (pre, next) (j < position - pre or j > position + next; None
+    does not limit), ``mask`` (True at [i, j]), ``packed`` (another document). With ``packed``, i, j and the
+    offset are counted from the start of the document.
+
+    Args:
+        query: ``[s, b, h]`` (SBH), ``[b, s, h]`` (BSH), ``[s, b, n, d]`` (SBND), ``[b, s, n, d]`` (BSND),
+            ``[b, n, s, d]`` (BNSD) or ``[t, n, d]`` (TND); fp32, bf16 or fp16.
+        key: the same layout and dtype; its number of heads divides the query's (grouped-query attention).
+        value: like ``key``; its head size may differ, the result then has it.
+        layout: one of the names above.
+        scale: factor of the scores, usually 1 / sqrt(d).
+        num_heads: heads of the query; required for SBH and BSH, whose last dimension is n * d.
+        causal: no key after the query's own position.
+        window: how far a query sees back and ahead, in tokens.
+        offset: position of the first query among the keys (keys in a cache, context parallelism); "end":
+            the last query stands at the last key (causal "bottom-right").
+        mask: boolean, broadcastable to ``[b, n, sq, sk]``; True means masked (Megatron's convention).
+        packed: lengths of the documents; required for TND. In the other layouts the tokens count batch by
+            batch, and a document ends with its row or before.
+        dropout_p: probability that an attention weight is dropped, in [0, 1), drawn from the device's
+            generator: with the same generator state the same weights are dropped.
+
+    Raises:
+        ValueError: the arguments contradict each other or the shapes; the message says which.
+
+    Softmax is computed in fp32. A query that sees no key gets zeros, and gives zero gradients. Source:
+    Vaswani et al. 2017; mask semantics of Megatron-LM and of torch_npu's ``npu_fusion_attention``.
+    """
+    heads, key_heads = checks.head_counts(query, key, layout, num_heads)
+    checks.check_tensors(query, key, value, layout, heads, key_heads)
+    checks.check_limits(window, mask, dropout_p)
+    checks.check_packed(packed, layout, mask)
+    if packed is not None and layout != "TND":
+        tokens = (to_tokens(query, layout, heads), *(to_tokens(t, layout, key_heads) for t in (key, value)))
+        limits = {"causal": causal, "window": window, "offset": offset, "packed": packed}
+        output = attention(*tokens, layout="TND", scale=scale, dropout_p=dropout_p, **limits)
+        batch = to_bnsd(query, layout, heads).size(0)
+        return from_tokens(output, layout, batch).contiguous()
+    queries, keys = to_bnsd(query, layout, heads).size(2), to_bnsd(key, layout, key_heads).size(2)
+    if packed is not None:
+        checks.check_lengths(packed, queries, keys)
+        segments = packed_segments(packed, causal, window, offset)
+    else:
+        segments = dense_segments(queries, keys, causal, window, offset)
+    four = None if mask is None else mask[(None,) * (4 - mask.dim())]
+    case = Case(layout, heads, key_heads, float(scale), segments, packed is not None, four, dropout_p)
+    if query.numel() == 0 or value.numel() == 0:
+        return reference(query, key, value, case)  # nothing to compute, and kernels need not take it
+    return operation(query, key, value, case)

@@ -1,0 +1,84 @@
+"""What ``attention`` refuses: arguments that contradict each other or the tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.attention.case import Packed, Window
+from megatron_npu.ops.attention.layouts import HEADLESS, LAYOUTS, to_bnsd
+
+
+def head_counts(query: Tensor, key: Tensor, layout: str, num_heads: int | None) -> tuple[int, int]:
+    """Return the number of heads of the queries and of the keys.
+
+    Raises:
+        ValueError: an unknown layout, a wrong number of dimensions, or heads that do not divide.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, given {layout!r}")
+    dimensions = 3 if layout in HEADLESS or layout == "TND" else 4
+    for tensor in (query, key):
+        if tensor.dim() != dimensions:
+            raise ValueError(f"layout {layout} has {dimensions} dimensions, given {tuple(tensor.shape)}")
+    if layout in HEADLESS:
+        heads, key_heads = _headless(query.size(-1), key.size(-1), layout, num_heads)
+    else:
+        place = 1 if layout in ("BNSD", "TND") else 2
+        heads, key_heads = query.size(place), key.size(place)
+    if not key_heads or heads % key_heads:
+        raise ValueError(f"{key_heads} key heads do not divide {heads} query heads")
+    return heads, key_heads
+
+
+def _headless(query_size: int, key_size: int, layout: str, heads: int | None) -> tuple[int, int]:
+    if not heads or not query_size or query_size % heads:
+        raise ValueError(f"layout {layout} needs num_heads dividing {query_size}, given {heads}")
+    size = query_size // heads
+    if key_size % size:
+        raise ValueError(f"keys of size {key_size} are no heads of size {size}")
+    return heads, key_size // size
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str, heads: int, key_heads: int) -> None:
+    """Raise ValueError unless dtypes are one and shapes fit; value may have another head size."""
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
+    if value.dim() != key.dim():
+        raise ValueError(f"key and value differ in dimensions: {tuple(key.shape)}, {tuple(value.shape)}")
+    q, k, v = (to_bnsd(t, layout, n).shape for t, n in ((query, heads), (key, key_heads), (value, key_heads)))
+    if q[0] != k[0] or q[3] != k[3] or k[:3] != v[:3]:
+        raise ValueError(f"shapes do not fit, as [b, n, s, d]: {tuple(q)}, {tuple(k)}, {tuple(v)}")
+
+
+def check_limits(window: Window, mask: Tensor | None, dropout_p: float) -> None:
+    """Raise ValueError for a negative window, a mask that is not boolean, a probability outside [0, 1)."""
+    if any(limit is not None and limit < 0 for limit in window):
+        raise ValueError(f"a window is not negative (None does not limit), given {window}")
+    if mask is not None and (mask.dtype is not torch.bool or mask.dim() > 4):
+        raise ValueError(f"mask must be boolean of at most 4 dimensions, given {mask.dtype} {mask.shape}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), given {dropout_p}")
+
+
+def check_packed(packed: Packed | None, layout: str, mask: Tensor | None) -> None:
+    """Raise ValueError unless ``packed`` is there for TND, and alone in saying what is visible."""
+    if packed is None:
+        if layout == "TND":
+            raise ValueError("layout TND needs packed, the lengths of its documents")
+        return
+    if mask is not None:
+        raise ValueError("packed sequences take no mask: their lengths say what is visible")
+    if len(packed.query) != len(packed.key):
+        raise ValueError(f"{len(packed.query)} documents of queries, {len(packed.key)} of keys")
+
+
+def check_lengths(packed: Packed, queries: int, keys: int) -> None:
+    """Raise ValueError unless the documents cover the tokens."""
+    if min((*packed.query, *packed.key), default=0) < 0:
+        raise ValueError("a document has a negative length")
+    if sum(packed.query) != queries or sum(packed.key) != keys:
+        raise ValueError(
+            f"documents of {sum(packed.query)} queries and {sum(packed.key)} keys, "
+            f"given {queries} and {keys} tokens"
+        )

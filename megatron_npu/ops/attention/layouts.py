@@ -1,0 +1,44 @@
+"""Between the layouts of a call and ``[b, n, s, d]``. All of it is views unless said otherwise."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+# Where the dimensions of [b, n, s, d] lie in each four-dimensional layout.
+_TO_BNSD = {"SBND": (1, 2, 0, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
+_FROM_BNSD = {"SBND": (2, 0, 1, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
+# Layouts whose last dimension is heads × head size, and the same memory with the heads apart.
+HEADLESS = {"SBH": "SBND", "BSH": "BSND"}
+LAYOUTS = ("SBH", "BSH", "SBND", "BSND", "BNSD", "TND")
+
+
+def to_bnsd(tensor: Tensor, layout: str, heads: int) -> Tensor:
+    """Return ``tensor`` as ``[b, n, s, d]``; TND is a batch of one."""
+    if layout == "TND":
+        return tensor.transpose(0, 1).unsqueeze(0)
+    if layout in HEADLESS:
+        tensor, layout = tensor.unflatten(-1, (heads, -1)), HEADLESS[layout]
+    return tensor.permute(_TO_BNSD[layout])
+
+
+def from_bnsd(tensor: Tensor, layout: str) -> Tensor:
+    """Undo ``to_bnsd``. SBH and BSH copy where the memory does not lie in their order."""
+    if layout == "TND":
+        return tensor.squeeze(0).transpose(0, 1)
+    if layout in HEADLESS:
+        return tensor.permute(_FROM_BNSD[HEADLESS[layout]]).flatten(-2)
+    return tensor.permute(_FROM_BNSD[layout])
+
+
+def to_tokens(tensor: Tensor, layout: str, heads: int) -> Tensor:
+    """Return ``[b · s, n, d]``, batch by batch; copies unless the layout is BSH or BSND (or TND)."""
+    if layout == "TND":
+        return tensor
+    return to_bnsd(tensor, layout, heads).transpose(1, 2).flatten(0, 1)
+
+
+def from_tokens(tensor: Tensor, layout: str, batch: int) -> Tensor:
+    """Undo ``to_tokens``."""
+    if layout == "TND":
+        return tensor
+    return from_bnsd(tensor.unflatten(0, (batch, -1)).transpose(1, 2), layout)
