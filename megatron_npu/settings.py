@@ -5,6 +5,7 @@ Nothing else in the package reads ``os.environ`` for a ``MEGATRON_NPU_*`` name.
 
 from __future__ import annotations
 
+import argparse
 import os
 from dataclasses import dataclass
 
@@ -70,6 +71,12 @@ KEEP_MEMORY = Variable(
     "On a cpu: keep freed memory for the next tensors instead of giving it back to the system.",
     ("0", "1"),
 )
+VERIFY = Variable(
+    "MEGATRON_NPU_VERIFY",
+    "",
+    "Operations to compare with their reference at every call, forward and backward: names such as "
+    "attention,norm separated by commas, or all. Slow; for debugging of precision.",
+)
 MEGATRON_PATH = Variable(
     "MEGATRON_LM_PATH",
     "",
@@ -125,6 +132,7 @@ VARIABLES = (
     AUTOLOAD,
     DRIFT,
     STRICT,
+    VERIFY,
     MEGATRON_PATH,
     SIM,
     SIM_SITE,
@@ -194,5 +202,48 @@ class AttentionOptions:
     next_tokens: int | None = None
     shape_order: str = "SBH"
 
+    def take(self, args: argparse.Namespace) -> None:
+        """Take the values of the parsed flags that ``add_attention_flags`` declared."""
+        self.pre_tokens, self.next_tokens = args.pre_tokens, args.next_tokens
+        self.shape_order = args.shape_order
+
 
 ATTENTION = AttentionOptions()
+
+
+def add_attention_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the extra flags: both spellings, Megatron-LM's users write ``tockens``."""
+    add = parser.add_argument_group(title="fused attention").add_argument
+    add(
+        "--pre-tockens",
+        "--pre-tokens",
+        type=_tokens,
+        dest="pre_tokens",
+        metavar="P",
+        help="query i sees keys from i - P on (default: all)",
+    )
+    add(
+        "--next-tockens",
+        "--next-tokens",
+        type=_tokens,
+        dest="next_tokens",
+        metavar="N",
+        help="query i sees keys up to i + N, the causal mask still holding (default: all)",
+    )
+    add(
+        "--shape-order",
+        choices=["SBH", "BSH"],
+        default="SBH",
+        help="layout given to the fused attention; the results are the same",
+    )
+
+
+def _tokens(text: str) -> int:
+    """Return a number of tokens.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not a whole number from 0 on.
+    """
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens (0 or more)")
+    return int(text)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from megatron_npu import devices, settings
+from megatron_npu.ops import verify
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +28,28 @@ class Operation:
 
     Calling it runs the implementation of this process's device, bound at the first call. Where that
     implementation refuses the call (``supports`` returns a reason), the reference runs and the reason
-    is reported once; in strict mode it is an error.
+    is reported once; in strict mode it is an error. ``MEGATRON_NPU_VERIFY`` puts a comparison with the
+    reference around the implementation when it is bound; without it nothing is in between.
+
+    Args:
+        name: what reports call it.
+        reference: the same operation in plain torch; takes any float dtype, computes in fp32 or better.
+        group: the name under which ``MEGATRON_NPU_VERIFY`` finds it, if not its own.
     """
 
-    def __init__(self, name: str, reference: Implementation) -> None:
+    def __init__(self, name: str, reference: Implementation, *, group: str | None = None) -> None:
         self.name = name
+        self.group = group or name
         self.reference = reference
         self.implementations: dict[str, tuple[Implementation, Supports | None]] = {}
-        self._bound: tuple[Implementation, Supports | None] | None = None
+        self._bound: Implementation = self._bind_and_call
         OPERATIONS.append(self)
 
     def on(self, *names: str, supports: Supports | None = None) -> Callable[[Implementation], Implementation]:
-        """Register the decorated function as the implementation for the named devices."""
+        """Register the decorated function as the implementation for the named devices.
+
+        ``supports`` is given the arguments of a call and returns why the function cannot take it, or None.
+        """
 
         def register(function: Implementation) -> Implementation:
             for name in names:
@@ -47,18 +59,36 @@ class Operation:
         return register
 
     def bind(self, device: str) -> None:
-        """Use the implementation of ``device`` from now on (the reference where there is none)."""
-        self._bound = self.implementations.get(device, (self.reference, None))
+        """Use the implementation of ``device`` from now on.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._bound is None:
-            self.bind(devices.current().name)
-        function, supports = self._bound
-        reason = supports(*args, **kwargs) if supports is not None else None
+        A device without one gets the reference, which is reported as a refusal.
+
+        Raises:
+            UsageError: ``MEGATRON_NPU_VERIFY`` names an operation that there is not.
+            FusedPathRefusedError: the device has no implementation, in strict mode.
+        """
+        if device not in self.implementations:
+            report_refusal(self.name, f"there is no implementation for {device}")
+            self._bound = self.reference
+            return
+        function, supports = self.implementations[device]
+        if verify.watches(self.name, self.group):
+            function = verify.beside(self.name, function, self.reference)
+        self._bound = function if supports is None else functools.partial(self._guarded, function, supports)
+
+    def _guarded(self, function: Implementation, supports: Supports, *args: Any, **kwargs: Any) -> Any:
+        reason = supports(*args, **kwargs)
         if reason is None:
             return function(*args, **kwargs)
         report_refusal(self.name, reason)
         return self.reference(*args, **kwargs)
+
+    def _bind_and_call(self, *args: Any, **kwargs: Any) -> Any:
+        self.bind(devices.current().name)
+        return self._bound(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._bound(*args, **kwargs)
 
 
 # What leaves a fused path, and how often: {(operation, reason): calls}.

@@ -2,57 +2,224 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from megatron_npu.ops.chunks import row_chunks
 from megatron_npu.ops.dispatch import Operation
+
+# A factor of zero has lost its input: below this the memory-efficient backward divides by this instead.
+_SMALLEST_FACTOR = 1e-5
 
 
 def layer_norm(
-    input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered_gamma: bool = False
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    zero_centered_gamma: bool = False,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """Return ``(x - mean) / sqrt(var + eps) * weight + bias`` (Ba et al. 2016), biased variance.
 
     Args:
         input: ``[..., h]``, fp32, bf16 or fp16.
-        weight: ``[h]``.
-        bias: ``[h]``.
+        weight: ``[h]``, of the dtype of ``input`` or fp32.
+        bias: ``[h]``, like ``weight``.
         eps: added to the variance.
         zero_centered_gamma: the factor is ``1 + weight`` (Megatron's ``--apply-layernorm-1p``).
+        memory_efficient: keep the output for backward, which the next layer keeps anyway, in place of the
+            input (apex's option of that name); the gradient then suffers from the output's rounding.
 
     Returns:
-        ``[..., h]`` in the dtype of ``input``; mean and variance are computed in fp32.
+        ``[..., h]`` in the dtype of ``input``; mean, variance and the sums over rows in backward are in fp32.
     """
-    return _layer_norm(input, 1 + weight if zero_centered_gamma else weight, bias, eps)
+    if memory_efficient:
+        return _FromOutput.apply(input, weight, bias, eps, zero_centered_gamma)
+    return _layer_norm(input, weight, bias, eps, zero_centered_gamma)
 
 
-def rms_norm(input: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
+def rms_norm(
+    input: Tensor,
+    weight: Tensor,
+    eps: float,
+    zero_centered_gamma: bool = False,
+    memory_efficient: bool = False,
+) -> Tensor:
     """Return ``x / sqrt(mean(x²) + eps) * weight`` (Zhang and Sennrich 2019); as ``layer_norm`` otherwise."""
-    return _rms_norm(input, 1 + weight if zero_centered_gamma else weight, eps)
+    if memory_efficient:
+        return _FromOutput.apply(input, weight, None, eps, zero_centered_gamma)
+    return _rms_norm(input, weight, eps, zero_centered_gamma)
 
 
-def _layer_norm_reference(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    x = input.to(torch.promote_types(input.dtype, torch.float32))
+def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
+    return 1 + weight if zero_centered else weight
+
+
+def _precise(input: Tensor) -> Tensor:
+    return input.to(torch.promote_types(input.dtype, torch.float32))
+
+
+def _layer_norm_reference(
+    input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool
+) -> Tensor:
+    x = _precise(input)
     centered = x - x.mean(-1, keepdim=True)
     normal = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
-    return (normal * weight + bias).to(input.dtype)
+    return (normal * _factor(weight, zero_centered) + bias).to(input.dtype)
 
 
-def _rms_norm_reference(input: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = input.to(torch.promote_types(input.dtype, torch.float32))
-    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight).to(input.dtype)
+def _rms_norm_reference(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    x = _precise(input)
+    normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (normal * _factor(weight, zero_centered)).to(input.dtype)
 
 
-_layer_norm = Operation("layer_norm", _layer_norm_reference)
-_rms_norm = Operation("rms_norm", _rms_norm_reference)
+_layer_norm = Operation("layer_norm", _layer_norm_reference, group="norm")
+_rms_norm = Operation("rms_norm", _rms_norm_reference, group="norm")
 
 
-@_layer_norm.on("cpu", "cuda", "npu")
-def _layer_norm_native(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(input, weight.shape, weight, bias, eps)
+def _mixed_dtypes(input: Tensor, weight: Tensor, *_: Any) -> str | None:
+    if weight.dtype is not input.dtype:
+        return f"the weight is {weight.dtype} and the input {input.dtype}"
+    return None
 
 
-@_rms_norm.on("cpu", "cuda")
-def _rms_norm_native(input: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(input, weight.shape, weight, eps)
+@_layer_norm.on("cuda", "npu", supports=_mixed_dtypes)
+def _layer_norm_native(
+    input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool
+) -> Tensor:
+    return F.layer_norm(input, weight.shape, _factor(weight, zero_centered), bias, eps)
+
+
+@_layer_norm.on("cpu")
+def _layer_norm_cpu(input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    return _CpuNorm.apply(input, weight, bias, eps, zero_centered)
+
+
+@_rms_norm.on("cpu")
+def _rms_norm_cpu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    return _CpuNorm.apply(input, weight, None, eps, zero_centered)
+
+
+@_rms_norm.on("cuda", supports=_mixed_dtypes)
+def _rms_norm_native(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    return F.rms_norm(input, weight.shape, _factor(weight, zero_centered), eps)
+
+
+def _beyond_npu(input: Tensor, weight: Tensor, *rest: Any) -> str | None:
+    if not 2 <= input.dim() <= 8:
+        return f"npu_rms_norm takes 2 to 8 dimensions, not {input.dim()}"
+    if input.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"npu_rms_norm takes no {input.dtype}"
+    return _mixed_dtypes(input, weight, *rest)
+
+
+@_rms_norm.on("npu", supports=_beyond_npu)
+def _rms_norm_npu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    import torch_npu
+
+    return torch_npu.npu_rms_norm(input, _factor(weight, zero_centered), epsilon=eps)[0]
+
+
+class _CpuNorm(torch.autograd.Function):
+    """Both norms on a CPU; ``bias`` None means RMS norm, for which torch has no kernel there.
+
+    torch's layer norm kernel rounds statistics to 16 bits and adds up 16-bit weight gradients in 16 bits:
+    over 4,096 rows of bf16 they are 10 % off. So its fp32 kernel is given pieces in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+    ) -> Tensor:
+        x = input.reshape(-1, input.size(-1))
+        factor = _factor(_precise(weight), zero_centered)
+        if bias is None:
+            output, rstd = _rms_forward(x, factor, eps)
+            mean = torch.zeros_like(rstd)
+        else:
+            output, mean, rstd = torch.native_layer_norm(x, factor.shape, factor, _precise(bias), eps)
+        ctx.save_for_backward(input, weight, mean, rstd)
+        ctx.zero_centered, ctx.bias_dtype = zero_centered, None if bias is None else bias.dtype
+        return output.view(input.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, rstd = ctx.saved_tensors
+        factor = _factor(_precise(weight), ctx.zero_centered)
+        width = input.size(-1)
+        x, dy = input.reshape(-1, width), grad.reshape(-1, width)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        d_weight, d_bias = torch.zeros_like(factor), torch.zeros_like(factor)
+        for rows in [slice(None)] if x.dtype is factor.dtype else row_chunks(*x.shape):
+            piece = _norm_backward(_precise(dy[rows]), _precise(x[rows]), mean[rows], rstd[rows], factor)
+            if ctx.bias_dtype is None:  # only layer norm subtracts the mean, so only it loses this part
+                piece[0].addcmul_((_precise(dy[rows]) @ factor)[:, None], rstd[rows] / width)
+            dx[rows] = piece[0]
+            d_weight += piece[1]
+            d_bias += piece[2]
+        bias = None if ctx.bias_dtype is None else d_bias.to(ctx.bias_dtype)
+        return dx.view(input.shape), d_weight.to(weight.dtype), bias, None, None
+
+
+def _norm_backward(
+    grad: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten.native_layer_norm_backward(
+        grad, input, factor.shape, mean, rstd, factor, factor, [True, True, True]
+    )
+
+
+def _rms_forward(x: Tensor, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm of ``[n, h]`` and 1 / rms, ``[n, 1]``."""
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rstd = torch.empty((x.size(0), 1), dtype=factor.dtype, device=x.device)
+    for rows in row_chunks(*x.shape):
+        norm = torch.linalg.vector_norm(x[rows], dim=-1, keepdim=True, dtype=factor.dtype)
+        rstd[rows] = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        torch.mul(x[rows] * rstd[rows], factor, out=output[rows])
+    return output, rstd
+
+
+class _FromOutput(torch.autograd.Function):
+    """Either norm, on any device, with the output kept for backward instead of the input.
+
+    The normalized input is ``(output - bias) / factor``; ``bias`` None means RMS norm.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+    ) -> Tensor:
+        if bias is None:
+            output = _rms_norm(input, weight, eps, zero_centered)
+            square = _precise(input).square().mean(-1, keepdim=True)
+        else:
+            output = _layer_norm(input, weight, bias, eps, zero_centered)
+            square = _precise(input).var(-1, correction=0, keepdim=True)
+        ctx.save_for_backward(output, weight, bias, torch.rsqrt(square + eps))
+        ctx.zero_centered = zero_centered
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        output, weight, bias, rstd = ctx.saved_tensors
+        factor = _factor(_precise(weight), ctx.zero_centered)
+        divisor = torch.where(factor.abs() < _SMALLEST_FACTOR, _SMALLEST_FACTOR, factor)
+        dy = _precise(grad)
+        normal = (_precise(output) if bias is None else _precise(output) - bias) / divisor
+        scaled = dy * factor
+        dx = scaled - normal * (scaled * normal).mean(-1, keepdim=True)
+        if bias is not None:
+            dx -= scaled.mean(-1, keepdim=True)
+        rows = tuple(range(output.dim() - 1))
+        d_weight = (dy * normal).sum(rows).to(weight.dtype)
+        d_bias = None if bias is None else dy.sum(rows).to(bias.dtype)
+        return dx.mul_(rstd).to(output.dtype), d_weight, d_bias, None, None

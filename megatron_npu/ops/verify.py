@@ -1,0 +1,290 @@
+"""Verify mode: the reference beside the device's implementation, forward and backward, layer by layer.
+
+``MEGATRON_NPU_VERIFY=attention,norm`` (or ``all``) compares the named operations at every call. An error is
+the largest difference divided by the largest value that the reference, computed in fp32, has there. What is
+beyond the limit of its dtype is logged at once; a summary with the worst layer of each operation when the
+process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import inspect
+import logging
+import pkgutil
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu import devices, settings
+from megatron_npu.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+# Beyond these an implementation is suspect. An output is rounded once; a gradient, once or twice more.
+LIMITS = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 4e-2}
+
+# A gradient this much smaller than what came in is what cancellation left: compared with this part of it.
+_CANCELLED = 1e-2
+
+Implementation = Callable[..., Any]
+
+
+@dataclass
+class Finding:
+    """What comparing one result of an operation in one layer has shown so far."""
+
+    largest: float = 0.0
+    calls: int = 0
+    beyond: int = 0
+
+
+# (operation, layer, what: "output", "gradient of weight", ...) to what was found.
+findings: dict[tuple[str, str, str], Finding] = {}
+# Calls that drew random numbers, which no reference can repeat: {operation: calls}.
+random_calls: dict[str, int] = {}
+
+
+def selected() -> frozenset[str]:
+    """Return the names in ``MEGATRON_NPU_VERIFY``.
+
+    Raises:
+        UsageError: one of them is neither an operation nor a group of operations, nor ``all``.
+    """
+    names = frozenset(name.strip() for name in settings.VERIFY.get().split(",") if name.strip())
+    return _known(names) if names else names
+
+
+@functools.cache
+def _known(names: frozenset[str]) -> frozenset[str]:
+    from megatron_npu import ops
+    from megatron_npu.ops.dispatch import OPERATIONS
+
+    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        importlib.import_module(module.name)
+    there = {name for operation in OPERATIONS for name in (operation.name, operation.group)}
+    unknown = sorted(names - there - {"all"})
+    if unknown:
+        raise UsageError(
+            f"{settings.VERIFY.name}={','.join(sorted(names))}",
+            f"all, or names among {', '.join(sorted(there))}",
+            f"Correct or remove {', '.join(unknown)}.",
+        )
+    return names
+
+
+def watches(name: str, group: str) -> bool:
+    """Return whether the operation is one that is to be verified."""
+    return not selected().isdisjoint({name, group, "all"})
+
+
+def beside(name: str, function: Implementation, reference: Implementation) -> Implementation:
+    """Return ``function`` with ``reference`` run beside it: the same results, and a comparison.
+
+    A function that returns None works in place: then the tensors that it was given are compared.
+    """
+    if function is reference:
+        return function
+    _at_exit()
+
+    @functools.wraps(function)
+    def verified(*args: Any, **kwargs: Any) -> Any:
+        call = _Call(name, reference, args, kwargs)
+        before = devices.current().rng_state()
+        result = function(*call.args, **call.kwargs)
+        if not torch.equal(before, devices.current().rng_state()):
+            random_calls[name] = random_calls.get(name, 0) + 1
+            return result
+        call.compare(result)
+        return result
+
+    return verified
+
+
+class _Call:
+    """One call: its arguments with a hook on each gradient, and an fp32 copy of them for the reference."""
+
+    def __init__(
+        self, name: str, reference: Implementation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.name, self.reference, self.layer = name, reference, current_layer()
+        self.labels: list[str] = []
+        self.dtypes: list[torch.dtype] = []
+        self.inputs: list[Tensor] = []
+        self.copies: list[Tensor] = []
+        self.output_grads: dict[int, Tensor] = {}
+        self.expected: list[Tensor] = []
+        self.right_grads: tuple[Tensor | None, ...] | None = None
+        self.floor = 0.0
+        labels = list(inspect.signature(reference).parameters)
+        self.args = tuple(self._take(value, labels[i]) for i, value in enumerate(args))
+        self.kwargs = {key: self._take(value, key) for key, value in kwargs.items()}
+        copies = iter(self.copies)
+        self.reference_args = tuple(_exchange(value, copies) for value in args)
+        self.reference_kwargs = {key: _exchange(value, copies) for key, value in kwargs.items()}
+
+    def _take(self, value: Any, label: str) -> Any:
+        """Remember and copy the float tensors of an argument; return it with views that take hooks."""
+        if isinstance(value, (list, tuple)) and any(map(_is_float, value)):
+            return type(value)([self._take(v, f"{label}[{i}]") for i, v in enumerate(value)])
+        if not _is_float(value):
+            return value
+        copy = value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
+        if value.requires_grad and torch.is_grad_enabled():
+            copy.requires_grad_()
+            # a view, so that the hook sees this call's share of the gradient and nobody else's
+            value = value.view_as(value)
+        self.labels.append(label)
+        self.dtypes.append(value.dtype)
+        self.inputs.append(value)
+        self.copies.append(copy)
+        return value
+
+    def compare(self, result: Any) -> None:
+        expected = self.reference(*self.reference_args, **self.reference_kwargs)
+        if result is None:
+            for label, ours, right in zip(self.labels, self.inputs, self.copies, strict=True):
+                self._record(label, ours, right, ours.dtype)
+            return
+        ours, right = ([r] if torch.is_tensor(r) else list(r) for r in (result, expected))
+        for i, (a, b) in enumerate(zip(ours, right, strict=True)):
+            self._record("output" if len(ours) == 1 else f"output {i}", a, b, a.dtype)
+            if a.requires_grad and b.requires_grad:
+                self.expected.append(b)
+                a.register_hook(functools.partial(self._output_grad, len(self.expected) - 1))
+        if self.expected:
+            for i, copy in enumerate(self.copies):
+                if copy.requires_grad:
+                    self.inputs[i].register_hook(functools.partial(self._input_grad, i))
+
+    def _output_grad(self, index: int, grad: Tensor) -> None:
+        self.output_grads[index] = grad.detach().clone()
+
+    def _input_grad(self, index: int, grad: Tensor) -> None:
+        if self.right_grads is None:
+            leaves = [copy for copy in self.copies if copy.requires_grad]
+            pairs = [(self.expected[i], grad.to(self.expected[i])) for i, grad in self.output_grads.items()]
+            outputs, output_grads = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(outputs, leaves, output_grads, allow_unused=True))
+            self.right_grads = tuple(next(found) if c.requires_grad else None for c in self.copies)
+            self.floor = max(g.abs().max().item() for g in self.output_grads.values()) * _CANCELLED
+            self.output_grads.clear()
+        right = self.right_grads[index]
+        right = torch.zeros_like(self.copies[index]) if right is None else right
+        self._record(f"gradient of {self.labels[index]}", grad, right, self.dtypes[index], self.floor)
+
+    def _record(self, what: str, ours: Tensor, right: Tensor, dtype: torch.dtype, floor: float = 0.0) -> None:
+        error = relative_error(ours.detach(), right.detach(), floor)
+        finding = findings.setdefault((self.name, self.layer, what), Finding())
+        finding.calls += 1
+        finding.largest = max(finding.largest, error)
+        limit = LIMITS.get(dtype, LIMITS[torch.float32])
+        if error > limit:
+            finding.beyond += 1
+            logger.warning(
+                "verify: %s, %s, %s: error %.2g is beyond %.2g (%s)",
+                self.name,
+                self.layer,
+                what,
+                error,
+                limit,
+                dtype,
+            )
+
+
+def _is_float(value: Any) -> bool:
+    return torch.is_tensor(value) and value.is_floating_point()
+
+
+def _exchange(value: Any, copies: Any) -> Any:
+    """Put the copies where the float tensors of an argument are, in the order of ``_Call._take``."""
+    if isinstance(value, (list, tuple)) and any(map(_is_float, value)):
+        return type(value)([_exchange(v, copies) for v in value])
+    return next(copies) if _is_float(value) else value
+
+
+def relative_error(ours: Tensor, right: Tensor, floor: float = 0.0) -> float:
+    """Return the largest difference relative to the largest value of ``right``, or to ``floor`` if larger.
+
+    It is inf where one of the two alone is nan.
+    """
+    if ours.shape != right.shape:
+        return float("inf")
+    if not right.numel():
+        return 0.0
+    ours, right = ours.float(), right.float()
+    same = (ours == right) | (ours.isnan() & right.isnan())
+    difference = (ours - right).abs().masked_fill_(same, 0.0).max()
+    peak = right.abs().nan_to_num_(0.0, 0.0, 0.0).max()
+    error = (difference / peak.clamp_min_(max(floor, torch.finfo(torch.float32).tiny))).item()
+    return error if error == error else float("inf")
+
+
+def summary() -> str:
+    """Return one line for each operation: its largest error and the layer where it occurred."""
+    lines = []
+    for name in sorted({key[0] for key in findings}):
+        rows = {key: found for key, found in findings.items() if key[0] == name}
+        worst = max(rows, key=lambda key: rows[key].largest)
+        lines.append(
+            f"verify: {name}: largest error {rows[worst].largest:.2g}, {worst[2]} of {worst[1]}; "
+            f"{sum(f.calls for f in rows.values())} comparisons, "
+            f"{sum(f.beyond for f in rows.values())} beyond the limit"
+        )
+    for name, calls in sorted(random_calls.items()):
+        lines.append(f"verify: {name}: {calls} calls not compared: they draw random numbers (dropout)")
+    return "\n".join(lines)
+
+
+@functools.cache
+def _at_exit() -> None:
+    """Print the summary when the process ends."""
+    atexit.register(lambda: print(summary(), flush=True))
+
+
+class _Stack(threading.local):
+    """The modules whose forward is running, outermost first; a device's backward thread has its own."""
+
+    def __init__(self) -> None:
+        self.modules: list[torch.nn.Module] = []
+
+
+_running = _Stack()
+_names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def current_layer() -> str:
+    """Return the path, from the outermost module, of the module whose forward is running."""
+    if not _running.modules:
+        return "(outside of any module)"
+    return _names.get(_running.modules[-1]) or type(_running.modules[-1]).__name__
+
+
+def _enter(module: torch.nn.Module, _: Any) -> None:
+    if not _running.modules and module not in _names:
+        for name, part in module.named_modules():
+            _names.setdefault(part, name)  # a part run alone, when recomputed, keeps its full path
+    _running.modules.append(module)
+
+
+def _leave(module: torch.nn.Module, *_: Any) -> None:
+    if _running.modules and _running.modules[-1] is module:
+        _running.modules.pop()
+
+
+@functools.cache
+def follow_modules() -> None:
+    """Let ``current_layer`` know: torch's hooks on every module, only ever called in verify mode."""
+    torch.nn.modules.module.register_module_forward_pre_hook(_enter)
+    torch.nn.modules.module.register_module_forward_hook(_leave, always_call=True)
+
+
+if settings.VERIFY.get():
+    follow_modules()  # before the first model runs, so that its first call has a name too

@@ -1,0 +1,52 @@
+"""What every test of an operation does: compare output and all gradients with a formula in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.ops.tolerances import assert_near
+
+RELAXED = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def rows_of(widths: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, int, int]]:
+    """Shapes ``[s, b, h]`` with few rows, 1 and odd numbers among them."""
+    return st.tuples(st.integers(1, 6), st.integers(1, 3), widths)
+
+
+def check(
+    operation: Callable[..., Tensor],
+    formula: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    loose: float = 1.0,
+) -> None:
+    """Compare an operation with its formula: output, dtype, strides, and the gradient of every tensor.
+
+    Args:
+        operation: from ``tensors`` in ``dtype`` to a tensor of that dtype, contiguous.
+        formula: the same in plain torch; it is given fp64 tensors on the CPU (no NPU has fp64).
+        tensors: the values, rounded to ``dtype`` for both.
+        dtype: in which the operation works.
+        loose: factor of the tolerance, for what loses precision by design.
+    """
+    leaves = [t.detach().to(dtype).requires_grad_() for t in tensors]
+    doubles = [t.detach().cpu().double().requires_grad_() for t in leaves]
+    actual, expected = operation(*leaves), formula(*doubles)
+    assert actual.dtype is dtype
+    assert actual.device == leaves[0].device
+    assert actual.is_contiguous()
+    assert_near(actual, expected, dtype, "output", loose)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7)).to(dtype)
+    ours = torch.autograd.grad(actual, leaves, grad.to(actual.device))
+    right = torch.autograd.grad(expected, doubles, grad.double())
+    for i, (a, b) in enumerate(zip(ours, right, strict=True)):
+        assert a.dtype is dtype
+        assert_near(a, b, dtype, f"gradient of tensor {i}", loose)

@@ -1,0 +1,210 @@
+"""Verify mode: it sees a wrong output, a wrong gradient, a wrong update; it changes nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_npu import devices
+from megatron_npu.errors import UsageError
+from megatron_npu.ops import dispatch, verify
+from megatron_npu.ops.dispatch import Operation
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    monkeypatch.setattr(verify, "findings", {})
+    monkeypatch.setattr(verify, "random_calls", {})
+    verify._known.cache_clear()
+    yield
+    verify._known.cache_clear()
+    dispatch.OPERATIONS[:] = [operation for operation in dispatch.OPERATIONS if operation.name != "scaled"]
+
+
+def scaled(x, weight):
+    return x * weight
+
+
+class WrongGradient(torch.autograd.Function):
+    """Right in forward; the gradient of the weight is 1 % off."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, 1.01 * (grad * x)
+
+
+def bound(monkeypatch, function, reference=scaled, selection="sample"):
+    operation = Operation("scaled", reference, group="sample")
+    monkeypatch.setenv("MEGATRON_NPU_VERIFY", selection)
+    operation.on("here")(function)
+    operation.bind("here")
+    return operation
+
+
+def found(what, layer="(outside of any module)"):
+    return verify.findings["scaled", layer, what]
+
+
+def run(operation, dtype=torch.float32):
+    torch.manual_seed(0)
+    here = devices.current().torch_device()
+    x, weight = (torch.randn(8, 3, device=here).to(dtype).requires_grad_() for _ in range(2))
+    result = operation(x, weight)
+    (result * torch.arange(24.0, device=here).view(8, 3)).sum().backward()
+    return result.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("selection", ["sample", "scaled", "all", "attention, sample"])
+def test_a_right_implementation_passes_and_is_not_changed(monkeypatch, selection, caplog):
+    operation = bound(monkeypatch, lambda x, weight: weight * x, selection=selection)
+    for ours, right in zip(run(operation), run(scaled), strict=True):
+        assert torch.equal(ours, right)
+    assert {key[2] for key in verify.findings} == {"output", "gradient of x", "gradient of weight"}
+    assert all(f.calls == 1 and f.largest < 1e-6 and not f.beyond for f in verify.findings.values())
+    assert not caplog.records
+
+
+def test_the_gradient_is_that_of_this_call_alone(monkeypatch):
+    """A tensor used elsewhere too collects other gradients, which are none of the operation's business."""
+    operation = bound(monkeypatch, lambda x, weight: weight * x)
+    x, weight = (torch.randn(4, requires_grad=True) for _ in range(2))
+    (operation(x, weight) + operation(2 * x, weight) + 100 * x).sum().backward()
+    assert found("gradient of x").calls == 2
+    assert found("gradient of x").largest < 1e-6
+
+
+def test_a_wrong_output_is_named(monkeypatch, caplog):
+    operation = bound(monkeypatch, lambda x, weight: x * weight * 1.01)
+    run(operation)
+    assert found("output").largest == pytest.approx(0.01, rel=1e-3)
+    assert "verify: scaled, (outside of any module), output: error 0.01 is beyond" in caplog.text
+
+
+def test_a_wrong_gradient_is_named(monkeypatch, caplog):
+    run(bound(monkeypatch, WrongGradient.apply))
+    assert found("output").beyond == found("gradient of x").beyond == 0
+    assert found("gradient of weight").largest == pytest.approx(0.01, rel=1e-3)
+    assert "gradient of weight: error 0.01 is beyond" in caplog.text
+
+
+def test_16_bit_has_the_limits_of_its_rounding(monkeypatch):
+    run(bound(monkeypatch, lambda x, weight: weight * x), torch.bfloat16)
+    assert 1e-4 < found("output").largest < 1e-2
+    assert not found("output").beyond
+
+
+def test_a_gradient_that_cancels_is_not_an_error(monkeypatch):
+    """The sum of a layer norm does not depend on its input: what is left is rounding."""
+    operation = bound(monkeypatch, lambda x, weight: weight * (x - x.mean(-1, keepdim=True)), _centered)
+    x = torch.randn(64, 256, requires_grad=True)
+    operation(x, torch.full((256,), 3.0)).sum().backward()
+    assert x.grad.abs().max() < 1e-4
+    assert not found("gradient of x").beyond
+
+
+def _centered(x, weight):
+    return (x.double() - x.double().mean(-1, keepdim=True)).to(x.dtype) * weight
+
+
+def test_nan_in_one_alone_is_an_error(monkeypatch):
+    run(bound(monkeypatch, lambda x, weight: x * weight + float("nan")))
+    assert found("output").largest == float("inf")
+    both = torch.tensor([float("nan"), 1.0])
+    assert verify.relative_error(both, both) == 0.0
+
+
+def test_an_operation_in_place(monkeypatch):
+    def add(targets, amount, *, twice):
+        for target in targets:
+            target.add_(amount * (2 if twice else 1))
+
+    def wrong(targets, amount, *, twice):
+        targets[0].add_(amount)
+
+    operation = bound(monkeypatch, wrong, add)
+    targets = [torch.ones(2), torch.ones(3)]
+    operation(targets, torch.tensor(4.0), twice=True)
+    assert [t[0].item() for t in targets] == [5.0, 1.0]  # what the implementation did, not the reference
+    assert found("targets[0]").largest == pytest.approx(4 / 9)
+    assert found("targets[1]").largest == pytest.approx(8 / 9)
+
+
+def test_random_calls_are_counted_not_compared(monkeypatch):
+    run(bound(monkeypatch, lambda x, weight: torch.dropout(x * weight, 0.5, True)))
+    assert verify.random_calls == {"scaled": 1}
+    assert not verify.findings
+    assert "1 calls not compared" in verify.summary()
+
+
+def test_without_gradients(monkeypatch):
+    operation = bound(monkeypatch, lambda x, weight: weight * x)
+    with torch.no_grad():
+        operation(torch.ones(2, requires_grad=True), torch.ones(2))
+    assert {key[2] for key in verify.findings} == {"output"}
+
+
+def test_the_layer_is_named(monkeypatch):
+    class Layer(torch.nn.Module):
+        def __init__(self, operation):
+            super().__init__()
+            self.weight, self.operation = torch.nn.Parameter(torch.ones(3)), operation
+
+        def forward(self, x):
+            return self.operation(x, self.weight)
+
+    removed = []
+    hooks = torch.nn.modules.module
+    for register, hook in (
+        (hooks.register_module_forward_pre_hook, verify._enter),
+        (hooks.register_module_forward_hook, verify._leave),
+    ):
+        removed.append(register(hook))
+    try:
+        operation = bound(monkeypatch, lambda x, weight: weight * x)
+        model = torch.nn.Sequential(Layer(operation), torch.nn.Sequential(Layer(operation)))
+        model(torch.randn(2, 3)).sum().backward()
+        model[1][0](torch.randn(2, 3))  # run alone, as recomputation does
+    finally:
+        for handle in removed:
+            handle.remove()
+    assert {key[1] for key in verify.findings} == {"0", "1.0"}
+    assert found("output", "1.0").calls == 2
+    assert found("gradient of weight", "0").calls == 1
+
+
+def test_an_unknown_name_is_refused(monkeypatch):
+    monkeypatch.setenv("MEGATRON_NPU_VERIFY", "norm,nrom")
+    with pytest.raises(UsageError, match="Correct or remove nrom"):
+        verify.selected()
+
+
+def test_off_unless_asked_for(monkeypatch):
+    monkeypatch.delenv("MEGATRON_NPU_VERIFY", raising=False)
+    assert not verify.watches("layer_norm", "norm")
+
+
+def test_the_summary_comes_when_the_process_ends():
+    code = """
+import torch
+from megatron_npu.ops import norm
+layer = torch.nn.Module()
+layer.forward = lambda x: norm.layer_norm(x, torch.ones(4), torch.zeros(4), 1e-5)
+torch.nn.Sequential(layer)(torch.randn(3, 4, requires_grad=True)).exp().sum().backward()
+"""
+    environment = {**os.environ, "MEGATRON_NPU_VERIFY": "norm", "MEGATRON_NPU_DEVICE": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "verify: layer_norm: largest error" in done.stdout
+    assert "2 comparisons, 0 beyond the limit" in done.stdout
