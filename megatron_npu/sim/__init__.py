@@ -1,1 +1,19 @@
 """Simulated Ascend NPUs: the real torch_npu wheel on a CANN whose device memory is host memory."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_npu.sim.counters import Counts
+
+
+def counting() -> AbstractContextManager[Counts]:
+    """Count launches, memory and communication of a ``with`` body; see ``counters.Counts``.
+
+    Works only in a process under ``megatron-npu sim``.
+    """
+    from megatron_npu.sim import counters  # torch is imported there, and this package before torch
+
+    return counters.counting()

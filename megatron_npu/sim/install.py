@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_npu.sim import build, kernels
+from megatron_npu.sim import build, counters, kernels
 
-# torch_npu's own implementations work as they are on host memory: allocation, metadata, copies.
+# Not for the boxed kernel: torch_npu's own implementations of allocation and metadata work as they are on
+# host memory, and copies have a kernel of their own.
 _KEPT = set(
     """empty.memory_format empty_strided empty_like new_empty new_empty_strided resize_ resize_as_ _to_copy
     to.device to.dtype to.other to.dtype_layout is_pinned pin_memory _pin_memory record_stream is_set_to
-    set_data _has_same_storage_numel _unsafe_view _reshape_copy _new_shared_filename_cpu _copy_from
+    set_data _has_same_storage_numel _unsafe_view _reshape_copy _new_shared_filename_cpu copy_ _copy_from
     _copy_from_and_resize""".split()
 )
 
@@ -69,6 +70,7 @@ def install() -> None:
     for name in _COMPOSITE:
         if has_kernel(f"aten::{name}", "AutogradPrivateUse1"):
             library.sim_install_composite(name.encode())
+    counters.write_report_at_exit()
 
 
 def _library() -> ctypes.CDLL:

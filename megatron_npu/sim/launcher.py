@@ -63,13 +63,16 @@ def prepare() -> dict[str, str]:
     entries = [str(BOOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(entries))
     environment.setdefault("TASK_QUEUE_ENABLE", "0")
+    if settings.SIM_MEMCHECK.enabled():
+        # torch's allocator would hand out a freed block again with its old, plausible content
+        environment["PYTORCH_NO_NPU_MEMORY_CACHING"] = "1"
     sys.path.append(str(wheel))
     build.prepare()
     return environment
 
 
 def _find(program: str) -> str:
-    """Return the file to execute; ``python`` and ``torchrun`` are those of this environment, activated or not."""
+    """Return the file to execute; ``python`` and ``torchrun`` are this environment's, activated or not."""
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     found = shutil.which(program, path=search)
     if found is None:

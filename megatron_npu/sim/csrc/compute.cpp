@@ -1,168 +1,377 @@
-// simulated NPU ops: one boxed kernel that runs any op registered for PrivateUse1 on a CPU alias of the NPU tensors.
-#include <ATen/ATen.h>
+// Computation on the simulated NPU: one kernel that runs any operation on host aliases of its NPU arguments.
+//
+// torch_npu's kernel of an operation (DispatchKey PrivateUse1) is replaced by `Kernel`, which
+//   1. replaces every NPU tensor among the arguments by a host tensor over the same memory,
+//   2. redispatches to the operation's CPU kernel (for torch_npu's own operations: a reference in kernels/),
+//   3. returns written arguments as the tensors they were, and copies fresh results to NPU memory.
+// It runs below autograd: formulas, autocast and everything above stay torch's and torch_npu's.
 #include <ATen/CPUGeneratorImpl.h>
-#include <c10/core/CPUAllocator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
-#include <chrono>
+
+#include <atomic>
+#include <map>
 #include <mutex>
-#include <unordered_map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "alias.h"
+#include "runtime.h"
 #include "torch_npu/csrc/core/npu/NPUStream.h"
 
-#include "runtime.h"
-#define API SIM_API
-using at::Tensor;
+namespace sim {
 namespace {
-constexpr auto NPU = c10::DeviceType::PrivateUse1;
-struct Info {
-  std::string name; std::vector<int> ret_arg;   // return i is argument j (written), -1 = fresh
-  int gen = -1, dev = -1, pin = -1; bool seeded = false, mixed = false; std::atomic<int64_t> calls{0}, ns{0}, bytes{0};
+
+using at::Tensor;
+using c10::IValue;
+using torch::jit::Stack;
+
+constexpr int kNone = -1;
+
+// What the kernel must know of one operation; positions are those of its schema's arguments.
+struct Operation {
+  std::string name;
+  std::vector<int> written;  // for each return: the argument that it is, or kNone if it is fresh
+  int generator = kNone;
+  int device = kNone;
+  int pin_memory = kNone;
+  bool draws = false;        // takes random numbers without a generator argument
+  bool takes_host = false;   // also accepts host tensors beside NPU tensors, as on hardware
+  std::atomic<int64_t> launches{0};
+  std::atomic<int64_t> bytes{0};  // of fresh results
 };
-std::mutex mu; std::unordered_map<std::string, std::unique_ptr<Info>> infos; std::vector<std::unique_ptr<torch::Library>> libs;
-bool trace = false, timing = false;
-std::atomic<bool> strict_device{true};
 
-inline bool is_npu(const Tensor& t) { return t.defined() && t.device().type() == NPU; }
-Tensor host_view(const Tensor& t) {
-  if (!is_npu(t)) return t;
-  c10::Storage st(c10::Storage::use_byte_size_t(), t.storage().nbytes(), c10::DataPtr(const_cast<void*>(t.storage().data()), c10::Device(c10::kCPU)), c10::GetCPUAllocator(), true);
-  auto o = at::detail::make_tensor<c10::TensorImpl>(std::move(st), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
-  o.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
-  if (t.is_conj()) o._set_conj(true);
-  if (t.is_neg()) o._set_neg(true);
-  return o;
-}
-Tensor to_npu(Tensor t, c10::Device dev, Info* in) {
-  if (!t.defined() || is_npu(t)) return t;
-  if (!t.is_non_overlapping_and_dense()) t = t.contiguous();
-  Tensor o = at::empty_strided(t.sizes(), t.strides(), t.options().device(dev).pinned_memory(false));
-  if (t.numel()) memcpy(const_cast<void*>(o.storage().data()), (const char*)t.const_data_ptr(), t.numel() * t.element_size());
-  in->bytes += t.numel() * t.element_size();
-  return o;
-}
-// after the CPU kernel: propagate a resize of a written argument back to the NPU tensor
-void write_back(const Tensor& orig, const Tensor& conv) {
-  if (!is_npu(orig) || !conv.defined()) return;
-  const char* p = orig.storage().data() ? (const char*)orig.storage().data() + orig.storage_offset() * orig.element_size() : nullptr;
-  bool same = conv.numel() == 0 || conv.const_data_ptr() == p;
-  if (same && conv.sizes() == orig.sizes() && conv.strides() == orig.strides()) return;
-  if (conv.sizes() != orig.sizes()) orig.resize_(conv.sizes());
-  if (conv.numel() && !(same && conv.strides() == orig.strides())) host_view(orig).copy_(conv);
-}
-struct Tls { int depth = 0; } ; thread_local Tls tls;
+std::mutex registry_mutex;
+// Never destroyed: operations are called until the very end of the process.
+auto& operations = *new std::map<std::string, std::unique_ptr<Operation>>;
+auto& libraries = *new std::vector<std::unique_ptr<torch::Library>>;
 
-void run(Info* in, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  auto& schema = op.schema(); size_t n = schema.arguments().size();
-  auto args = torch::jit::last(*stack, n);
-  std::vector<c10::IValue> orig(args.begin(), args.end()), conv; conv.reserve(n);
-  c10::optional<c10::Device> dev; bool cpu_arg = false; 
-  auto see = [&](const Tensor& t) { if (!t.defined()) return; if (is_npu(t)) { if (!dev) dev = t.device(); } else if (t.is_cpu() && t.dim() > 0) cpu_arg = true; };
-  for (size_t i = 0; i < n; i++) {
-    auto& v = orig[i];
-    if (v.isTensor()) { see(v.toTensor()); conv.emplace_back(host_view(v.toTensor())); }
-    else if (v.isTensorList()) { std::vector<Tensor> o; for (const Tensor& t : v.toTensorVector()) { see(t); o.push_back(host_view(t)); } conv.emplace_back(std::move(o)); }
-    else if (v.isOptionalTensorList()) { c10::List<std::optional<Tensor>> o; for (const auto& e : v.toOptionalTensorList()) { std::optional<Tensor> t = e; o.push_back(t ? std::optional<Tensor>(host_view(*t)) : t); } conv.emplace_back(std::move(o)); }
-    else conv.push_back(v);
-  }
-  if (in->dev >= 0 && orig[in->dev].isDevice() ) { dev = orig[in->dev].toDevice(); if (dev->type() == NPU) conv[in->dev] = c10::Device(c10::kCPU); }
-  if (in->pin >= 0) conv[in->pin] = c10::IValue();
-  c10::impl::VirtualGuardImpl g(NPU);
-  if (!dev || dev->type() != NPU) dev = g.getDevice();
-  if (!dev->has_index()) dev = g.getDevice();
-  if (cpu_arg && !in->mixed && strict_device)
-    TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", *dev, " and cpu! (simulated NPU, ", in->name, ")");
-  sim::wait_for_queued(c10_npu::getCurrentNPUStream(dev->index()).stream());
+// ---------------------------------------------------------------- arguments
 
-  at::Generator saved_default; Tensor saved;
-  if (in->gen >= 0 || in->seeded) {
-    at::Generator gen = in->gen >= 0 && !orig[in->gen].isNone() ? orig[in->gen].toGenerator() : at::globalContext().defaultGenerator(*dev);
-    if (gen.device().type() == NPU) {
-      std::lock_guard<std::mutex> l(gen.mutex());
-      uint64_t off = gen.get_offset(), x = gen.current_seed() + 0x9e3779b97f4a7c15ull * (off + 1);
-      x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull; x = (x ^ (x >> 27)) * 0x94d049bb133111ebull; x ^= x >> 31;
-      gen.set_offset(off + 4);
-      if (in->gen >= 0) conv[in->gen] = at::make_generator<at::CPUGeneratorImpl>(x);
-      else { saved_default = at::globalContext().defaultGenerator(c10::Device(c10::kCPU)); std::lock_guard<std::mutex> l2(saved_default.mutex()); saved = saved_default.get_state(); saved_default.set_current_seed(x); }
+// The devices met among the arguments of one call.
+class Devices {
+ public:
+  explicit Devices(const Operation& operation) : operation_(operation) {}
+
+  void see(const Tensor& tensor) {
+    if (!tensor.defined()) return;
+    if (on_npu(tensor)) {
+      if (npu_ && *npu_ != tensor.device() && !operation_.takes_host) mixed(*npu_, tensor.device());
+      if (!npu_) npu_ = tensor.device();
+    } else if (tensor.dim() > 0) {  // a host scalar is allowed beside tensors of any device
+      other_ = tensor.device();
     }
   }
-  torch::jit::drop(*stack, n);
-  for (auto& v : conv) stack->push_back(v);
-  tls.depth++;
-  try { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack); } catch (...) { tls.depth--; if (saved.defined()) saved_default.set_state(saved); throw; }
-  tls.depth--;
-  if (saved.defined()) { std::lock_guard<std::mutex> l2(saved_default.mutex()); saved_default.set_state(saved); }
-  for (size_t j = 0; j < n; j++) {
-    auto* a = schema.arguments()[j].alias_info(); if (!a || !a->isWrite()) continue;
-    if (orig[j].isTensor()) write_back(orig[j].toTensor(), conv[j].toTensor());
-    else if (orig[j].isTensorList()) { auto o = orig[j].toTensorVector(), c = conv[j].toTensorVector(); for (size_t k = 0; k < o.size(); k++) write_back(o[k], c[k]); }
-  }
-  size_t nr = schema.returns().size(); auto rets = torch::jit::last(*stack, nr); std::vector<c10::IValue> out;
-  for (size_t i = 0; i < nr; i++) {
-    auto& r = rets[i];
-    if (in->ret_arg[i] >= 0) out.push_back(orig[in->ret_arg[i]]);
-    else if (r.isTensor()) out.emplace_back(to_npu(r.toTensor(), *dev, in));
-    else if (r.isTensorList()) { std::vector<Tensor> o; for (const Tensor& t : r.toTensorVector()) o.push_back(to_npu(t, *dev, in)); out.emplace_back(std::move(o)); }
-    else out.push_back(r);
-  }
-  torch::jit::drop(*stack, nr);
-  for (auto& v : out) stack->push_back(std::move(v));
-}
-struct Kernel : c10::OperatorKernel {
-  Info* in; explicit Kernel(Info* i) : in(i) {}
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* s) {
-    in->calls++;
-    if (trace) fprintf(stderr, "[simulated NPU op] %s\n", in->name.c_str());
-    if (!timing) return run(in, op, s);
-    auto t = std::chrono::steady_clock::now(); run(in, op, s);
-    in->ns += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - t).count();
-  }
-};
-Tensor copy_from(const Tensor& s, const Tensor& d, bool) {
-  sim::wait_for_queued(c10_npu::getCurrentNPUStream(is_npu(d) ? d.device().index() : s.device().index()).stream());
-  auto a = host_view(d); a.copy_(host_view(s)); return d; }
-Tensor copy_from_and_resize(const Tensor& s, const Tensor& d) { d.resize_(s.sizes()); return copy_from(s, d, false); }
-std::string g_err;
-}  // namespace
 
-API const char* sim_error() { return g_err.c_str(); }
-API void sim_strict_device(int v) { strict_device = v; }
-// returns 0 ok, 1 skipped (view / no schema), 2 error
-API int sim_install(const char* full) {
-  try {
-    std::string q(full), ns = q.substr(0, q.find("::")), nm = q.substr(q.find("::") + 2), base = nm.substr(0, nm.find('.')), ov = nm.find('.') == std::string::npos ? "" : nm.substr(nm.find('.') + 1);
-    auto h = c10::Dispatcher::singleton().findSchema({ns + "::" + base, ov}); if (!h) return 1;
-    if (h->hasTag(at::Tag::inplace_view)) return 1;   // transpose_ and friends only touch metadata
-    auto& s = h->schema(); auto in = std::make_unique<Info>(); in->name = q;
-    for (auto& r : s.returns()) {
-      int a = -1;
-      if (r.alias_info()) {
-        if (!r.alias_info()->isWrite()) return 1;
-        for (size_t j = 0; j < s.arguments().size(); j++) { auto* x = s.arguments()[j].alias_info(); if (x && x->isWrite() && x->beforeSets() == r.alias_info()->beforeSets()) a = j; }
+  // Where the results go.
+  c10::Device result() {
+    if (npu_ && other_ && !operation_.takes_host) mixed(*npu_, *other_);
+    if (npu_ && npu_->has_index()) return *npu_;
+    return c10::impl::VirtualGuardImpl(kNpu).getDevice();
+  }
+
+  void set(c10::Device device) { npu_ = device; }
+
+ private:
+  [[noreturn]] void mixed(c10::Device first, c10::Device second) {
+    TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", first,
+                " and ", second, "! (", operation_.name, " on the simulated NPU)");
+  }
+
+  const Operation& operation_;
+  std::optional<c10::Device> npu_, other_;
+};
+
+IValue to_host(const IValue& value, Devices& devices) {
+  auto convert = [&](const Tensor& tensor) {
+    devices.see(tensor);
+    return host_alias(tensor);
+  };
+  if (value.isTensor()) return convert(value.toTensor());
+  if (value.isTensorList()) {
+    std::vector<Tensor> list;
+    for (const Tensor& tensor : value.toTensorVector()) list.push_back(convert(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> list;
+    for (const auto& element : value.toOptionalTensorList()) {
+      std::optional<Tensor> tensor = element;
+      list.push_back(tensor ? std::optional<Tensor>(convert(*tensor)) : std::nullopt);
+    }
+    return list;
+  }
+  return value;
+}
+
+void take_over_all(const IValue& original, const IValue& alias) {
+  if (original.isTensor()) return take_over(original.toTensor(), alias.toTensor());
+  if (!original.isTensorList()) return;
+  auto originals = original.toTensorVector(), aliases = alias.toTensorVector();
+  for (size_t i = 0; i < originals.size(); ++i) take_over(originals[i], aliases[i]);
+}
+
+// ---------------------------------------------------------------- random numbers
+
+// SplitMix64 (Steele, Lea, Flood 2014): spreads (seed, offset) over all 64 bits.
+uint64_t mix(uint64_t seed, uint64_t offset) {
+  uint64_t x = seed + 0x9e3779b97f4a7c15ull * (offset + 1);
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+// Takes the next seed from an NPU generator, which thereby advances as on hardware: its state is (seed,
+// offset), it can be read, set and forked, and equal states give equal numbers.
+uint64_t draw_seed(at::Generator& generator) {
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  uint64_t offset = generator.get_offset();
+  generator.set_offset(offset + 4);  // offsets are multiples of 4 in torch
+  return mix(generator.current_seed(), offset);
+}
+
+// While it lives, the host's default generator has another state: for operations that draw from it because
+// they have no generator argument. Afterwards the host's sequence goes on as if nothing had been drawn.
+class BorrowedHostGenerator {
+ public:
+  explicit BorrowedHostGenerator(uint64_t seed)
+      : turn_(one_at_a_time), host_(at::globalContext().defaultGenerator(c10::Device(c10::kCPU))) {
+    std::lock_guard<std::mutex> lock(host_.mutex());
+    state_ = host_.get_state();
+    host_.set_current_seed(seed);
+  }
+  ~BorrowedHostGenerator() {
+    std::lock_guard<std::mutex> lock(host_.mutex());
+    host_.set_state(state_);
+  }
+
+ private:
+  static inline std::mutex one_at_a_time;  // backward runs on threads of its own
+  std::lock_guard<std::mutex> turn_;
+  at::Generator host_;
+  Tensor state_;
+};
+
+// ---------------------------------------------------------------- the kernel
+
+class Kernel : public c10::OperatorKernel {
+ public:
+  explicit Kernel(Operation* operation) : operation_(*operation) {}
+
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) {
+    ++operation_.launches;
+    const size_t count = handle.schema().arguments().size();
+    Devices devices(operation_);
+    std::vector<IValue> originals = torch::jit::pop(*stack, count), hosts;
+    for (const IValue& value : originals) hosts.push_back(to_host(value, devices));
+
+    bool result_on_npu = true;
+    if (operation_.device != kNone && originals[operation_.device].isDevice()) {
+      auto asked = originals[operation_.device].toDevice();
+      result_on_npu = asked.type() == kNpu;
+      if (result_on_npu) {
+        devices.set(asked);
+        hosts[operation_.device] = c10::Device(c10::kCPU);
       }
-      in->ret_arg.push_back(a);
     }
-    for (size_t j = 0; j < s.arguments().size(); j++) { auto& a = s.arguments()[j]; if (a.name() == "generator") in->gen = j; if (a.name() == "device") in->dev = j; if (a.name() == "pin_memory") in->pin = j; }
-    in->seeded = in->gen < 0 && h->hasTag(at::Tag::nondeterministic_seeded);
-    in->mixed = base.find("copy") != std::string::npos || base.find("index") != std::string::npos || ns == "npu";
-    auto L = std::make_unique<torch::Library>(torch::Library::IMPL, ns, c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-    Info* p = in.get();
-    L->impl(nm.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(p)));
-    std::lock_guard<std::mutex> l(mu); infos[q] = std::move(in); libs.push_back(std::move(L)); return 0;
-  } catch (std::exception& e) { g_err = e.what(); return 2; }
+    if (operation_.pin_memory != kNone) hosts[operation_.pin_memory] = IValue();
+    c10::Device device = devices.result();
+    wait_for_queued(c10_npu::getCurrentNPUStream(device.index()).stream());
+
+    std::optional<BorrowedHostGenerator> borrowed;
+    supply_randomness(originals, hosts, device, borrowed);
+    stack->insert(stack->end(), hosts.begin(), hosts.end());
+    handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+
+    for (size_t i = 0; i < count; ++i) {
+      auto* alias = handle.schema().arguments()[i].alias_info();
+      if (alias && alias->isWrite()) take_over_all(originals[i], hosts[i]);
+    }
+    std::vector<IValue> results = torch::jit::pop(*stack, handle.schema().returns().size());
+    for (size_t i = 0; i < results.size(); ++i) {
+      if (operation_.written[i] != kNone) {
+        stack->push_back(originals[operation_.written[i]]);
+      } else {
+        stack->push_back(result_on_npu ? fresh(results[i], device) : results[i]);
+      }
+    }
+  }
+
+ private:
+  void supply_randomness(const std::vector<IValue>& originals, std::vector<IValue>& hosts, c10::Device device,
+                         std::optional<BorrowedHostGenerator>& borrowed) {
+    if (operation_.generator == kNone && !operation_.draws) return;
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    if (operation_.generator != kNone && !originals[operation_.generator].isNone()) {
+      generator = originals[operation_.generator].toGenerator();
+      TORCH_CHECK(generator.device().type() == kNpu, "Expected a 'npu' device type for generator but found '",
+                  generator.device().type(), "'");
+    }
+    uint64_t seed = draw_seed(generator);
+    if (operation_.generator != kNone) {
+      hosts[operation_.generator] = at::make_generator<at::CPUGeneratorImpl>(seed);
+    } else {
+      borrowed.emplace(seed);
+    }
+  }
+
+  IValue fresh(const IValue& value, c10::Device device) {
+    auto convert = [&](const Tensor& tensor) {
+      if (tensor.defined()) operation_.bytes += tensor.numel() * tensor.element_size();
+      return to_device(tensor, device);
+    };
+    if (value.isTensor()) return convert(value.toTensor());
+    if (!value.isTensorList()) return value;
+    std::vector<Tensor> list;
+    for (const Tensor& tensor : value.toTensorVector()) list.push_back(convert(tensor));
+    return list;
+  }
+
+  Operation& operation_;
+};
+
+// ---------------------------------------------------------------- copies
+
+Operation& counted(const std::string& name) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  auto& operation = operations[name];
+  if (!operation) {
+    operation = std::make_unique<Operation>();
+    operation->name = name;
+  }
+  return *operation;
 }
-// For ops whose AutogradPrivateUse1 kernel in torch_npu calls op_plugin directly: run PyTorch's composite body instead
-// (its inner ops dispatch on the NPU tensors again).
-static void composite(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* s) { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::AutogradCPU), s); }
-API int sim_install_composite(const char* nm) {
-  try { auto L = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
-    L->impl(nm, torch::CppFunction::makeFromBoxedFunction<&composite>()); libs.push_back(std::move(L)); return 0; } catch (std::exception& e) { g_err = e.what(); return 2; }
+
+// Copies between any two devices and dtypes. Only one within the device is a kernel on hardware; the others
+// are transfers and are counted under another name.
+Tensor copy_from(const Tensor& source, const Tensor& target, bool /*non_blocking*/) {
+  static Operation& kernel = counted("aten::copy_");
+  static Operation& transfer = counted("transfer");
+  Operation& operation = on_npu(source) && on_npu(target) ? kernel : transfer;
+  ++operation.launches;
+  operation.bytes += target.numel() * target.element_size();
+  auto device = on_npu(target) ? target.device() : source.device();
+  wait_for_queued(c10_npu::getCurrentNPUStream(device.index()).stream());
+  host_alias(target).copy_(host_alias(source));
+  return target;
 }
-API void sim_install_copy() {
-  auto L = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  L->impl("_copy_from", TORCH_FN(copy_from)); L->impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize)); libs.push_back(std::move(L));
+
+Tensor& copy_(Tensor& target, const Tensor& source, bool non_blocking) {
+  copy_from(source, target, non_blocking);
+  return target;
 }
-API size_t sim_launches(char* o, size_t cap, int reset) {
-  std::lock_guard<std::mutex> l(mu); std::string s;
-  for (auto& p : infos) { auto c = p.second->calls.load(); if (!c) continue; s += p.first + " " + std::to_string(c) + " " + std::to_string(p.second->ns.load()) + " " + std::to_string(p.second->bytes.load()) + "\n"; if (reset) { p.second->calls = 0; p.second->ns = 0; p.second->bytes = 0; } }
-  if (o && cap) { size_t k = std::min(cap - 1, s.size()); memcpy(o, s.data(), k); o[k] = 0; } return s.size(); }
+
+Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
+  target.resize_(source.sizes());
+  return copy_from(source, target, false);
+}
+
+// ---------------------------------------------------------------- installation
+
+// Fills what the schema says; false if the operation must stay torch_npu's: it returns a view, or it only
+// changes metadata in place (transpose_ would silently change the alias instead of the tensor).
+bool describe(const c10::OperatorHandle& handle, Operation& operation) {
+  if (handle.hasTag(at::Tag::inplace_view)) return false;
+  const auto& arguments = handle.schema().arguments();
+  for (const auto& result : handle.schema().returns()) {
+    int position = kNone;
+    if (auto* alias = result.alias_info()) {
+      if (!alias->isWrite()) return false;
+      for (size_t i = 0; i < arguments.size(); ++i) {
+        auto* written = arguments[i].alias_info();
+        if (written && written->isWrite() && written->beforeSets() == alias->beforeSets()) position = i;
+      }
+    }
+    operation.written.push_back(position);
+  }
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == "generator") operation.generator = i;
+    if (arguments[i].name() == "device") operation.device = i;
+    if (arguments[i].name() == "pin_memory") operation.pin_memory = i;
+  }
+  operation.draws = operation.generator == kNone && handle.hasTag(at::Tag::nondeterministic_seeded);
+  return true;
+}
+
+torch::Library& library(const std::string& space, c10::DispatchKey key) {
+  libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, space, key, __FILE__, __LINE__));
+  return *libraries.back();
+}
+
+void run_composite(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) {
+  handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::AutogradCPU), stack);
+}
+
+thread_local std::string last_error;
+
+template <typename Body>
+int guarded(Body body) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return 2;
+  }
+}
+
+}  // namespace
+}  // namespace sim
+
+using namespace sim;
+
+SIM_API const char* sim_error() { return last_error.c_str(); }
+
+// Overrides one operation, named as in aten::add.out. 0: done; 1: it stays torch_npu's; 2: see sim_error.
+SIM_API int sim_install(const char* full_name) {
+  return guarded([&] {
+    std::string full(full_name), space = full.substr(0, full.find("::")), name = full.substr(space.size() + 2);
+    std::string base = name.substr(0, name.find('.')), overload = name.substr(std::min(base.size() + 1, name.size()));
+    auto handle = c10::Dispatcher::singleton().findSchema({space + "::" + base, overload});
+    if (!handle) return 1;
+    auto operation = std::make_unique<Operation>();
+    operation->name = full;
+    // Hardware takes indices on the host and copies between devices.
+    operation->takes_host = base.find("copy") != std::string::npos || base.find("index") != std::string::npos;
+    if (!describe(*handle, *operation)) return 1;
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    auto kernel = std::make_unique<Kernel>(operation.get());
+    library(space, c10::DispatchKey::PrivateUse1)
+        .impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+    operations[full] = std::move(operation);
+    return 0;
+  });
+}
+
+// For an operation whose autograd kernel in torch_npu calls op-plugin directly, past the dispatcher: runs
+// torch's composite body instead, whose inner operations are dispatched on the NPU tensors again.
+SIM_API int sim_install_composite(const char* name) {
+  return guarded([&] {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    library("aten", c10::DispatchKey::AutogradPrivateUse1)
+        .impl(name, torch::CppFunction::makeFromBoxedFunction<&run_composite>());
+    return 0;
+  });
+}
+
+SIM_API int sim_install_copy() {
+  return guarded([&] {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    auto& copies = library("aten", c10::DispatchKey::PrivateUse1);
+    copies.impl("copy_", TORCH_FN(copy_));
+    copies.impl("_copy_from", TORCH_FN(copy_from));
+    copies.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
+    return 0;
+  });
+}
+
+// Lines "name launches bytes", one per operation that was called. Returns the length of the whole text.
+SIM_API size_t sim_launches(char* buffer, size_t capacity) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  std::string text;
+  for (auto& [name, operation] : operations)
+    if (operation->launches)
+      text += name + " " + std::to_string(operation->launches) + " " + std::to_string(operation->bytes) + "\n";
+  return give_text(text, buffer, capacity);
+}

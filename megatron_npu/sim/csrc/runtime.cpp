@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "codes.h"
-#include "failure.h"
 
 namespace sim {
 namespace {
@@ -200,7 +199,7 @@ int synchronize_device(int timeout_ms) {
   if (!default_stream(current_device()).synchronize(timeout_ms)) return kStreamSyncTimeout;
   for (auto& stream : streams_of_device(current_device()))
     if (!stream->synchronize(timeout_ms)) return kStreamSyncTimeout;
-  return device_status();
+  return kOk;
 }
 
 }  // namespace
@@ -256,21 +255,19 @@ SIM_API void sim_set(const char* name, const char* value) {
 }
 
 // Lines "name calls bytes", one per collective. Returns the length of the whole text.
-SIM_API size_t sim_communication(char* buffer, size_t capacity, int reset) {
+SIM_API size_t sim_communication(char* buffer, size_t capacity) {
   std::lock_guard<std::mutex> lock(counters_mutex);
   std::string text;
   for (auto& [name, entry] : traffic)
     text += name + " " + std::to_string(entry.calls) + " " + std::to_string(entry.bytes) + "\n";
-  if (reset) traffic.clear();
   return give_text(text, buffer, capacity);
 }
 
 // Lines "name calls": CANN functions without a body of their own that were called.
-SIM_API size_t sim_defaults_called(char* buffer, size_t capacity, int reset) {
+SIM_API size_t sim_defaults_called(char* buffer, size_t capacity) {
   std::lock_guard<std::mutex> lock(counters_mutex);
   std::string text;
   for (auto& [name, calls] : defaults_called) text += name + " " + std::to_string(calls) + "\n";
-  if (reset) defaults_called.clear();
   return give_text(text, buffer, capacity);
 }
 
@@ -292,10 +289,10 @@ SIM_API int aclrtDestroyStream(void* stream) {
 SIM_API int aclrtDestroyStreamForce(void* stream) { return aclrtDestroyStream(stream); }
 SIM_API int aclrtSynchronizeStream(void* stream) {
   stream_of(stream).synchronize();
-  return device_status();
+  return kOk;
 }
 SIM_API int aclrtSynchronizeStreamWithTimeout(void* stream, int timeout_ms) {
-  return stream_of(stream).synchronize(timeout_ms) ? device_status() : kStreamSyncTimeout;
+  return stream_of(stream).synchronize(timeout_ms) ? kOk : kStreamSyncTimeout;
 }
 // 0: everything on the stream is done; 1: not yet.
 SIM_API int aclrtStreamQuery(void* stream, int* status) {
@@ -342,7 +339,7 @@ SIM_API int aclrtQueryEventWaitStatus(void* handle, int* status) {
 SIM_API int aclrtSynchronizeEventWithTimeout(void* handle, int timeout_ms) {
   auto event = event_of(handle);
   if (!event) return kInvalidParameter;
-  return event->wait(event->recorded(), timeout_ms) ? device_status() : kEventSyncTimeout;
+  return event->wait(event->recorded(), timeout_ms) ? kOk : kEventSyncTimeout;
 }
 SIM_API int aclrtSynchronizeEvent(void* event) { return aclrtSynchronizeEventWithTimeout(event, -1); }
 SIM_API int aclrtStreamWaitEvent(void* stream, void* handle) {

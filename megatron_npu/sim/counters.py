@@ -1,0 +1,150 @@
+"""What a computation cost: kernel launches, memory, communication; as a context manager and as a report."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from megatron_npu import settings
+from megatron_npu.sim import build
+
+
+@dataclass
+class Work:
+    """How often something was done and how many bytes it concerned."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Counts:
+    """What happened while counting, in this process, on all its simulated devices together.
+
+    A launch is one call of an operation at the dispatcher's lowest level: what hardware does with one
+    aclnn kernel, sometimes with a few. Only ratios of launches mean something.
+
+    Attributes:
+        launches: operation, such as ``aten::mm`` -> calls and bytes of fresh results.
+        transfers: copies between host and device.
+        communication: collective, such as ``AllReduce`` -> calls and bytes that this rank sent.
+        allocated: bytes handed out by torch's allocator, freed ones included.
+        peak: largest number of bytes in use at once, above what was in use at the start.
+        without_body: CANN functions that were called and that the simulator has not written out.
+    """
+
+    launches: dict[str, Work] = field(default_factory=dict)
+    transfers: Work = field(default_factory=Work)
+    communication: dict[str, Work] = field(default_factory=dict)
+    allocated: int = 0
+    peak: int = 0
+    without_body: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_launches(self) -> int:
+        """The sum over all operations."""
+        return sum(work.calls for work in self.launches.values())
+
+
+@contextmanager
+def counting() -> Iterator[Counts]:
+    """Count what the body of the ``with`` does; the counts are complete when it ends.
+
+    The peak is measured with torch's own statistics, which are reset at the start: of two nested
+    ``counting()``, the outer one sees the peak since the inner one began.
+    """
+    counts = Counts()
+    torch.npu.synchronize()
+    before, used = _read(), _statistic("allocated_bytes.all.current")
+    allocated = _statistic("allocated_bytes.all.allocated")
+    for device in range(torch.npu.device_count()):
+        torch.npu.reset_peak_memory_stats(device)
+    try:
+        yield counts
+    finally:
+        torch.npu.synchronize()
+        after = _read()
+        counts.launches = _difference(after.launches, before.launches)
+        counts.transfers = _difference({"": after.transfers}, {"": before.transfers}).get("", Work())
+        counts.communication = _difference(after.communication, before.communication)
+        counts.without_body = {
+            name: calls - before.without_body.get(name, 0)
+            for name, calls in after.without_body.items()
+            if calls > before.without_body.get(name, 0)
+        }
+        counts.allocated = _statistic("allocated_bytes.all.allocated") - allocated
+        counts.peak = _statistic("allocated_bytes.all.peak") - used
+
+
+def write_report_at_exit() -> None:
+    """Arrange for the report of the settings to be written when this process ends, if it asks for one."""
+    path = settings.SIM_REPORT.get()
+    if path:
+        atexit.register(_write_report, Path(path).absolute())
+
+
+def _write_report(path: Path) -> None:
+    """Write the counters of the whole process; a process that used no NPU, such as torchrun's own, writes none."""
+    counts = _read()
+    if not counts.launches and not counts.communication:
+        return
+    counts.allocated = _statistic("allocated_bytes.all.allocated")
+    counts.peak = _statistic("allocated_bytes.all.peak")
+    rank = os.environ.get("RANK")
+    if rank is not None:
+        path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    content = {"total_launches": counts.total_launches, **asdict(counts)}
+    partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    partial.replace(path)
+
+
+def _read() -> Counts:
+    """Return the counters since the process began; the memory statistics are left at zero."""
+    runtime = ctypes.CDLL(str(build.runtime() / build.RUNTIME_LIBRARY))
+    compute = ctypes.CDLL(str(build.compute()))
+    launches = _works(compute.sim_launches)
+    return Counts(
+        transfers=launches.pop("transfer", Work()),
+        launches=launches,
+        communication=_works(runtime.sim_communication),
+        without_body={name: int(calls) for name, calls in _rows(runtime.sim_defaults_called)},
+    )
+
+
+def _rows(function: Callable) -> list[list[str]]:
+    """Return the words of each line that a function of the C++ side writes into a buffer."""
+    function.restype = ctypes.c_size_t
+    function.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+    capacity = function(None, 0) + 4096  # another thread may add lines meanwhile
+    buffer = ctypes.create_string_buffer(capacity)
+    function(buffer, capacity)
+    return [line.split() for line in buffer.value.decode().splitlines()]
+
+
+def _works(function: Callable) -> dict[str, Work]:
+    return {name: Work(int(calls), int(size)) for name, calls, size in _rows(function)}
+
+
+def _difference(after: dict[str, Work], before: dict[str, Work]) -> dict[str, Work]:
+    found = {}
+    for name, work in after.items():
+        old = before.get(name, Work())
+        if work.calls > old.calls:
+            found[name] = Work(work.calls - old.calls, work.bytes - old.bytes)
+    return found
+
+
+def _statistic(name: str) -> int:
+    """Return one of torch's memory statistics, summed over the devices; 0 before the first use of one."""
+    if not torch.npu.is_initialized():
+        return 0
+    return sum(torch.npu.memory_stats(i).get(name, 0) for i in range(torch.npu.device_count()))
