@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_npu.errors import UsageError
@@ -27,7 +28,14 @@ SOURCES = Path(__file__).resolve().parent / "csrc"
 RUNTIME_LIBRARY = "libmegatron_npu_sim_runtime.so"
 COMPUTE_LIBRARY = "libmegatron_npu_sim_compute.so"
 
-_RUNTIME_SOURCES = ("runtime.cpp", "device.cpp", "memory.cpp", "hccl.cpp", "aclnn.cpp")
+_RUNTIME_SOURCES = (
+    "runtime.cpp device.cpp memory.cpp failure.cpp aclnn.cpp hccl_call.cpp hccl_reduce.cpp hccl_segment.cpp "
+    "hccl_exchange.cpp hccl_communicator.cpp hccl_lifecycle.cpp hccl_collectives.cpp hccl_p2p.cpp"
+).split()
+_RUNTIME_HEADERS = (
+    "runtime.h codes.h failure.h hccl_abi.h hccl_call.h hccl_reduce.h hccl_segment.h hccl_exchange.h "
+    "hccl_communicator.h"
+).split()
 _COMPUTE_SOURCES = ("compute.cpp",)
 
 # CANN libraries that torch_npu opens by name at run time; those it is linked to are read from the wheel.
@@ -48,7 +56,7 @@ def runtime() -> Path:
     Raises:
         UsageError: there is no C++ compiler, or it does not accept the sources.
     """
-    key = _key(["runtime.h", "codes.h", *_RUNTIME_SOURCES])
+    key = _key([*_RUNTIME_HEADERS, *_RUNTIME_SOURCES])
     return cache.prepared(f"runtime-{key}", _build_runtime)
 
 
@@ -122,17 +130,28 @@ def _build_runtime(directory: Path) -> None:
     linked, missing = _unresolved()
     defaults = directory / "defaults.cpp"
     own = directory / RUNTIME_LIBRARY
-    sources = [SOURCES / name for name in _RUNTIME_SOURCES]
-    flags = ["-std=c++17", "-O2", f"-Wl,-soname,{own.name}", "-o", own, *sources]
-    _compile(*flags, "-lpthread", "-lrt")
+    flags = ["-std=c++17", "-O2", f"-Wl,-soname,{own.name}", "-o", own, *_runtime_objects(directory)]
+    _compile(*flags, "-lpthread")
     defaults.write_text(_default_functions(missing - elf.read(own).defined))
-    _compile(*flags, defaults, "-lpthread", "-lrt")
+    _compile(*flags, defaults, "-lpthread")
     empty = directory / "empty.cpp"
     empty.write_text("")
     for name in sorted({*linked, *_OPENED_BY_NAME}):
         link = ["-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", f"-L{directory}", f"-l:{own.name}"]
         _compile(f"-Wl,-soname,{name}", "-o", directory / name, empty, *link)
     cache.say(f"runtime ready after {time.monotonic() - started:.0f} s")
+
+
+def _runtime_objects(directory: Path) -> list[Path]:
+    """Compile the runtime's sources side by side; return the object files."""
+
+    def compiled(name: str) -> Path:
+        result = directory / f"{Path(name).stem}.o"
+        _compile("-std=c++17", "-O2", "-c", "-o", result, SOURCES / name)
+        return result
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compiled, _RUNTIME_SOURCES))
 
 
 def _unresolved() -> tuple[set[str], set[str]]:

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "codes.h"
+#include "failure.h"
 
 namespace sim {
 namespace {
@@ -199,7 +200,7 @@ int synchronize_device(int timeout_ms) {
   if (!default_stream(current_device()).synchronize(timeout_ms)) return kStreamSyncTimeout;
   for (auto& stream : streams_of_device(current_device()))
     if (!stream->synchronize(timeout_ms)) return kStreamSyncTimeout;
-  return kOk;
+  return device_status();
 }
 
 }  // namespace
@@ -289,10 +290,10 @@ SIM_API int aclrtDestroyStream(void* stream) {
 SIM_API int aclrtDestroyStreamForce(void* stream) { return aclrtDestroyStream(stream); }
 SIM_API int aclrtSynchronizeStream(void* stream) {
   stream_of(stream).synchronize();
-  return kOk;
+  return device_status();
 }
 SIM_API int aclrtSynchronizeStreamWithTimeout(void* stream, int timeout_ms) {
-  return stream_of(stream).synchronize(timeout_ms) ? kOk : kStreamSyncTimeout;
+  return stream_of(stream).synchronize(timeout_ms) ? device_status() : kStreamSyncTimeout;
 }
 // 0: everything on the stream is done; 1: not yet.
 SIM_API int aclrtStreamQuery(void* stream, int* status) {
@@ -339,7 +340,7 @@ SIM_API int aclrtQueryEventWaitStatus(void* handle, int* status) {
 SIM_API int aclrtSynchronizeEventWithTimeout(void* handle, int timeout_ms) {
   auto event = event_of(handle);
   if (!event) return kInvalidParameter;
-  return event->wait(event->recorded(), timeout_ms) ? kOk : kEventSyncTimeout;
+  return event->wait(event->recorded(), timeout_ms) ? device_status() : kEventSyncTimeout;
 }
 SIM_API int aclrtSynchronizeEvent(void* event) { return aclrtSynchronizeEventWithTimeout(event, -1); }
 SIM_API int aclrtStreamWaitEvent(void* stream, void* handle) {
