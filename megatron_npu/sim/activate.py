@@ -49,14 +49,15 @@ def arm(site: str) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Acts before torch's first line (torch itself imports torch_npu) and after torch_npu's last."""
+    """Acts before torch's first line (torch itself imports torch_npu), after torch_npu's last, and so on."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in ("torch", "torch_npu"):
+        if fullname not in _ACTIONS:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _Around(spec.loader, *_ACTIONS[fullname])
         return spec
@@ -107,15 +108,22 @@ def _install_kernels() -> None:
     install.install()
 
 
+def _bind_submodules() -> None:
+    """Give the package the attributes that import would have set, had it been executed before its parts."""
+    package = sys.modules["megatron_npu"]
+    for name, module in list(sys.modules.items()):
+        parent, _, attribute = name.rpartition(".")
+        if parent == "megatron_npu" and not hasattr(package, attribute):
+            setattr(package, attribute, module)
+
+
 def _nothing() -> None:
     pass
 
 
-_ACTIONS = {"torch": (load_runtime, _nothing), "torch_npu": (_nothing, _install_kernels)}
-
-
-def runtime_library() -> ctypes.CDLL:
-    """Return the loaded runtime of this process."""
-    from megatron_npu.sim import build
-
-    return ctypes.CDLL(str(Path(build.runtime()) / build.RUNTIME_LIBRARY))
+# What is done before and after the execution of a package.
+_ACTIONS: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+    "torch": (load_runtime, _nothing),
+    "torch_npu": (_nothing, _install_kernels),
+    "megatron_npu": (_nothing, _bind_submodules),
+}

@@ -92,7 +92,7 @@ def write_report_at_exit() -> None:
 
 
 def _write_report(path: Path) -> None:
-    """Write the counters of the whole process; a process that used no NPU, such as torchrun's own, writes none."""
+    """Write the counters since the start; a process that used no NPU, as torchrun's own, writes nothing."""
     counts = _read()
     if not counts.launches and not counts.communication:
         return

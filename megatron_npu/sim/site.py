@@ -96,11 +96,9 @@ def _install(directory: Path, version: str) -> None:
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if result.returncode:
-        reason = next(
-            (line for line in reversed(result.stdout.splitlines()) if "ERROR" in line), "pip failed"
-        )
+        errors = [line.strip() for line in result.stdout.splitlines() if "ERROR" in line] or ["pip failed"]
         raise UsageError(
-            f"no torch-npu=={version} for torch {version}, Python {platform.python_version()}: {reason.strip()}",
+            f"no torch-npu=={version} for Python {platform.python_version()} ({errors[-1]})",
             "a torch for which a torch-npu wheel is published, and a registry that can be reached",
             f"Install such a torch, or name an unpacked wheel with {settings.SIM_SITE.name}.",
         )
