@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_npu.ops.attention import checks, cpu, cuda, npu  # noqa: F401  (devices register themselves)
 from megatron_npu.ops.attention.case import Case, Offset, Packed, Window, dense_segments, packed_segments
 from megatron_npu.ops.attention.layouts import from_tokens, to_bnsd, to_tokens
-from megatron_npu.ops.attention.reference import operation, reference
+from megatron_npu.ops.attention.reference import operation, unfused
 
 __all__ = ["Offset", "Packed", "Window", "attention"]
 
@@ -81,5 +81,5 @@ def attention(
     four = None if mask is None else mask[(None,) * (4 - mask.dim())]
     case = Case(layout, heads, key_heads, float(scale), segments, packed is not None, four, dropout_p)
     if query.numel() == 0 or value.numel() == 0:
-        return reference(query, key, value, case)  # nothing to compute, and kernels need not take it
+        return unfused(query, key, value, case)  # nothing to compute, and kernels need not take it
     return operation(query, key, value, case)

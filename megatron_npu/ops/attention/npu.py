@@ -88,10 +88,19 @@ def _sparse_mode(case: Case) -> tuple[int, int, int] | str:
     if window is None:
         return "documents whose windows lie differently towards their ends"
     pre, after = (UNLIMITED if limit is None else limit for limit in window)
-    queries, keys = (max(s.q1 - s.q0 for s in live), max(s.k1 - s.k0 for s in live))
-    if (pre < 0 and (after < -pre or -pre >= queries)) or (after < 0 and (pre < -after or -after >= keys)):
-        return f"a band of {pre} tokens before and {after} behind the last query's diagonal"
+    for s in case.segments:
+        if not _band_meets(pre, after, s.q1 - s.q0, s.k1 - s.k0):
+            return (
+                f"a band of {pre} tokens before and {after} behind the end, {s.q1 - s.q0}×{s.k1 - s.k0} pairs"
+            )
     return BAND, pre, after
+
+
+def _band_meets(pre: int, after: int, queries: int, keys: int) -> bool:
+    """Whether a band with a negative limit is one that the operation documents."""
+    if pre < 0:
+        return after >= -pre and -pre < queries
+    return after >= 0 or (pre >= -after and -after < keys)
 
 
 def _limits(query: Tensor, key: Tensor, value: Tensor, case: Case) -> str | None:
@@ -125,7 +134,8 @@ def _packed_limits(case: Case) -> str | None:
 
 
 def _ends(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(s.q1 for s in case.segments), tuple(s.k1 for s in case.segments)
+    there = [s for s in case.segments if s.q0 < s.q1 or s.k0 < s.k1]
+    return tuple(s.q1 for s in there), tuple(s.k1 for s in there)
 
 
 def refusal(query: Tensor, key: Tensor, value: Tensor, case: Case) -> str | None:
@@ -160,6 +170,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
         actual_seq_kvlen=ends[1],
         sparse_mode=call.sparse_mode,
     )[0]
+    output = output.contiguous()
     return output.unflatten(2, (case.heads, -1)) if case.layout == "SBND" else output
 
 

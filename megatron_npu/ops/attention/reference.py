@@ -11,7 +11,7 @@ from megatron_npu.ops.attention.layouts import from_bnsd, to_bnsd
 from megatron_npu.ops.dispatch import Operation
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
+def unfused(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     """Scores and softmax in fp32 (fp64 stays fp64); memory grows with queries × keys of a document."""
     query = to_bnsd(query, case.layout, case.heads)
     key, value = (
@@ -44,4 +44,4 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, segment: Segment, case: 
     return F.dropout(weights.to(query.dtype), case.dropout_p) @ value
 
 
-operation = Operation("attention", reference)
+operation = Operation("attention", unfused)

@@ -1,0 +1,196 @@
+"""The CPU's attention tile by tile: any tiling gives the same result, and memory follows what is visible."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_npu.ops.attention import Packed, attention, blockwise, cpu, reference
+from megatron_npu.ops.attention.case import Case, Segment, dense_segments, packed_segments, visible_ranges
+from tests.ops.attention_formula import formula, visible
+from tests.ops.tolerances import assert_near
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    reference.operation.bind("cpu")
+
+
+@pytest.fixture
+def tiny_tiles(monkeypatch):
+    """Make several tiles of anything."""
+    monkeypatch.setattr(blockwise, "TILE_ROWS", 4)
+    monkeypatch.setattr(blockwise, "TILE_AREA", 50)
+
+
+limits = st.none() | st.integers(0, 12)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    queries=st.integers(1, 23),
+    keys=st.integers(1, 23),
+    groups=st.sampled_from([(2, 2), (6, 2), (6, 1), (5, 1)]),
+    causal=st.booleans(),
+    window=st.tuples(limits, limits),
+    offset=st.integers(-4, 12),
+    masked=st.booleans(),
+)
+def test_any_tiling(tiny_tiles, queries, keys, groups, causal, window, offset, masked):
+    """Rows, heads and batches cut anywhere, with a mask and without."""
+    torch.manual_seed(0)
+    heads, key_heads = groups
+    shapes = [(2, heads, queries, 4), (2, key_heads, keys, 4), (2, key_heads, keys, 4)]
+    leaves = [torch.randn(s, requires_grad=True) for s in shapes]
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    mask = torch.rand(2, heads, queries, keys) < 0.3 if masked else None
+    segments = dense_segments(queries, keys, causal, window, offset)
+    actual = blockwise.blockwise(*leaves, Case("BNSD", heads, key_heads, 0.5, segments, mask=mask))
+    pairs = visible(queries, keys, causal, window, offset)
+    expected = formula(*doubles, 0.5, pairs if mask is None else pairs & ~mask)
+    assert_near(actual, expected, torch.float32)
+    grad = torch.randn(expected.shape)
+    ours = torch.autograd.grad(actual, leaves, grad)
+    for index, (left, right) in enumerate(
+        zip(ours, torch.autograd.grad(expected, doubles, grad.double()), strict=True)
+    ):
+        assert_near(left, right, torch.float32, f"gradient {index}")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    queries=st.integers(0, 12),
+    keys=st.integers(0, 12),
+    causal=st.booleans(),
+    window=st.tuples(limits, limits),
+    offset=st.sampled_from([0, 5, -3, "end"]),
+)
+def test_a_segment_knows_what_is_visible(queries, keys, causal, window, offset):
+    (segment,) = dense_segments(queries, keys, causal, window, offset)
+    pairs = visible(queries, keys, causal, window, keys - queries if offset == "end" else offset)
+    rows = pairs.any(1).nonzero().flatten().tolist()
+    first, last = segment.seeing()
+    assert list(range(first, last)) == rows
+    assert segment.has_blind_queries() == (len(rows) < queries)
+    if rows:
+        columns = pairs.any(0).nonzero().flatten().tolist()
+        assert segment.keys_of(first, last) == (columns[0], columns[-1] + 1)
+    begins, ends = visible_ranges((segment,), torch.device("cpu"))
+    position = torch.arange(keys)
+    assert torch.equal(pairs, (position >= begins[:, None]) & (position < ends[:, None]))
+
+
+def test_limits_that_forbid_nothing_are_dropped():
+    """65536/65536 at 8,192 tokens is plain causal attention, which has torch's own kernel."""
+    (wide,) = dense_segments(8192, 8192, True, (65536, 65536), 0)
+    assert wide == Segment(0, 8192, 0, 8192, None, 0)
+    assert cpu.torch_has_a_kernel(Case("SBND", 1, 1, 1.0, (wide,)), True)
+    documents = packed_segments(Packed((3, 5), (3, 5)), True, (4, None), 0)
+    assert {s.low for s in documents} == {None}
+
+
+class Sizes(TorchDispatchMode):
+    """Records the bytes of every tensor that any operation returns, those of autograd's functions too."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
+                self.total += leaf.numel() * leaf.element_size()
+        return result
+
+
+def sizes_of(length, dtype=torch.float32, heads=(2, 2), **call):
+    """Return what forward and backward of one call touch, and the bytes of the queries in fp32."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(length, n, 16).to(dtype).requires_grad_() for n in (heads[0], *heads[1:] * 2)]
+    if "packed" not in call:
+        leaves = [t.detach()[:, None].requires_grad_() for t in leaves]
+    layout = "TND" if "packed" in call else "SBND"
+    with Sizes() as sizes:
+        output = attention(*leaves, layout=layout, scale=0.25, **call)
+        output.backward(torch.ones_like(output))
+    return sizes, length * heads[0] * 16 * 4
+
+
+WINDOWS = {
+    "window": lambda s: {"causal": True, "window": (100, 0)},
+    "both sides": lambda s: {"window": (60, 40)},
+    "dropout": lambda s: {"causal": True, "window": (100, 0), "dropout_p": 0.1},
+    "packed": lambda s: {"causal": True, "packed": Packed((64,) * (s // 64), (64,) * (s // 64))},
+    "packed window": lambda s: {"causal": True, "packed": Packed((s,), (s,)), "window": (50, None)},
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_windows_and_documents_cost_what_is_visible(case, dtype):
+    """Twice the tokens touch twice the bytes, and no tensor is larger than the queries or one tile."""
+    short, _ = sizes_of(2048, dtype, **WINDOWS[case](2048))
+    long, queries = sizes_of(4096, dtype, **WINDOWS[case](4096))
+    assert long.total <= 2.1 * short.total
+    assert long.largest <= max(queries, 128 * (128 + 100) * 2 * 4)
+    assert long.largest < 4096**2 / 8  # not even one bit for each pair
+
+
+def test_dropout_of_the_whole_triangle_needs_no_square(monkeypatch):
+    monkeypatch.setattr(blockwise, "TILE_AREA", 1 << 16)
+    sizes, queries = sizes_of(2048, causal=True, dropout_p=0.1)
+    assert sizes.largest <= max(queries, 4 << 16)
+
+
+def test_nothing_is_saved_but_the_arguments():
+    leaves = [torch.randn(512, 1, 2, 16, requires_grad=True) for _ in range(3)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        attention(*leaves, layout="SBND", scale=0.25, causal=True, window=(100, 0), dropout_p=0.1)
+    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in leaves}
+
+
+def test_long_windows_shrink_the_rows_of_a_tile():
+    """One row of scores may be long; a tile of them is not."""
+    segments = dense_segments(100_000, 100_000, True, (None, None), 0)
+    case = Case("SBND", 1, 1, 1.0, segments, dropout_p=0.1)
+    shapes = [tile.shape for tile in blockwise._tiles(1, case)]
+    assert all(h * rows * keys <= blockwise.TILE_AREA for h, rows, keys in shapes)
+    assert sum(rows for _, rows, _ in shapes) == 100_000
+
+
+def test_products_are_rounded_to_bf16_only_meanwhile():
+    """The process's own setting comes back, after an error too, and fp32 calls never change it."""
+    switch = torch.backends.mkldnn.matmul
+    before = switch.fp32_precision
+    with contextlib.suppress(ZeroDivisionError), blockwise._products_of(torch.bfloat16):
+        assert switch.fp32_precision == "bf16"
+        raise ZeroDivisionError
+    assert switch.fp32_precision == before
+    with blockwise._products_of(torch.float32):
+        assert switch.fp32_precision == before
+
+
+def test_scores_of_fp16_do_not_overflow():
+    """q·k of 80,000 is beyond fp16, the score after the scale is not."""
+    query = torch.full((1, 1, 3, 8), 100.0, dtype=torch.float16, requires_grad=True)
+    output = attention(query, query, query, layout="BNSD", scale=0.01, window=(1, 1))
+    assert torch.equal(output, query)
+    output.sum().backward()
+    assert torch.isfinite(query.grad).all()
+
+
+def test_backward_of_backward_is_refused():
+    query = torch.randn(1, 1, 6, 4, requires_grad=True)
+    output = attention(query, query, query, layout="BNSD", scale=0.5, window=(1, 0))
+    (grad,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

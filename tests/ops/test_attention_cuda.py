@@ -1,0 +1,196 @@
+"""What can be known of CUDA's attention without a GPU: the kernel chosen, and what it is told is visible."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import flex_attention
+
+from megatron_npu.ops.attention import Packed, attention, cuda, reference
+from megatron_npu.ops.attention.case import Case, dense_segments, packed_segments
+from megatron_npu.ops.attention.cuda import Kernel, choose
+from tests.ops.attention_formula import formula, packed_formula, visible
+from tests.ops.tolerances import assert_near
+
+
+def choice(
+    flash_attn,
+    queries=8,
+    keys=8,
+    *,
+    size=64,
+    value_size=64,
+    dtype=torch.bfloat16,
+    causal=False,
+    window=(None, None),
+    offset=0,
+    packed=None,
+    mask=None,
+    dropout_p=0.0,
+):
+    if packed is None:
+        layout, segments = "BNSD", dense_segments(queries, keys, causal, window, offset)
+        shapes = [(1, 4, queries, size), (1, 4, keys, size), (1, 4, keys, value_size)]
+    else:
+        layout, segments = "TND", packed_segments(packed, causal, window, offset)
+        shapes = [(sum(packed.query), 4, size), *[(sum(packed.key), 4, size)] * 2]
+    tensors = [torch.empty(s, dtype=dtype, device="meta") for s in shapes]
+    case = Case(layout, 4, 4, 1.0, segments, packed is not None, mask, dropout_p)
+    return choose(*tensors, case, flash_attn)
+
+
+MASK = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
+DOCUMENTS = Packed((3, 5), (3, 5))
+
+
+@pytest.mark.parametrize(
+    ("case", "with_flash_attn", "without"),
+    [
+        ({}, Kernel.FLASH_ATTN, Kernel.SDPA),
+        ({"causal": True}, Kernel.FLASH_ATTN, Kernel.SDPA),
+        ({"causal": True, "dropout_p": 0.1}, Kernel.FLASH_ATTN, Kernel.SDPA),
+        ({"causal": True, "dtype": torch.float32}, Kernel.SDPA, Kernel.SDPA),
+        ({"causal": True, "value_size": 32}, Kernel.SDPA, Kernel.SDPA),
+        ({"queries": 1, "causal": True, "offset": "end"}, Kernel.FLASH_ATTN, Kernel.SDPA),
+        ({"queries": 4, "causal": True}, Kernel.SDPA, Kernel.SDPA),  # flash-attn is causal from the end
+        ({"queries": 4, "causal": True, "offset": "end"}, Kernel.FLASH_ATTN, Kernel.FLEX),
+        ({"mask": MASK, "causal": True}, Kernel.SDPA, Kernel.SDPA),
+        ({"causal": True, "window": (2, 0)}, Kernel.FLASH_ATTN, Kernel.FLEX),
+        ({"causal": True, "window": (2, 0), "dtype": torch.float32}, Kernel.FLEX, Kernel.FLEX),
+        ({"packed": DOCUMENTS, "causal": True}, Kernel.FLASH_ATTN, Kernel.FLEX),
+        ({"packed": DOCUMENTS, "dropout_p": 0.1}, Kernel.FLASH_ATTN, "dropout with a window or documents"),
+        ({"window": (2, 0), "size": 40, "value_size": 40}, Kernel.FLASH_ATTN, "head sizes 40 and 40"),
+    ],
+    ids=str,
+)
+def test_choice(case, with_flash_attn, without):
+    assert choice(True, **case) is with_flash_attn
+    actual = choice(False, **case)
+    assert without in actual if isinstance(without, str) else actual is without
+
+
+@pytest.fixture
+def cuda_on_the_host(monkeypatch):
+    """CUDA's implementation on tensors of the host; FlexAttention as torch wrote it, not compiled."""
+    reference.operation.bind("cuda")
+    monkeypatch.setattr(cuda, "_flash_attn_installed", lambda: False)
+    monkeypatch.setattr(cuda, "_compiled", lambda name: getattr(flex_attention, name))
+    yield
+    reference.operation.bind("cpu")
+    cuda._block_mask.cache_clear()
+
+
+QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+limits = st.none() | st.integers(0, 12)
+
+
+@QUICK
+@given(
+    queries=st.integers(1, 12),
+    keys=st.integers(1, 12),
+    causal=st.booleans(),
+    window=st.tuples(limits, limits),
+    offset=st.sampled_from([0, 3, -2, "end"]),
+    groups=st.sampled_from([(2, 2), (4, 2)]),
+)
+def test_sdpa_and_flex_see_what_the_case_says(
+    cuda_on_the_host, queries, keys, causal, window, offset, groups
+):
+    """Forward only: FlexAttention has no backward on the host."""
+    torch.manual_seed(0)
+    shapes = [(2, groups[0], queries, 16), (2, groups[1], keys, 16), (2, groups[1], keys, 16)]
+    tensors = [torch.randn(s) for s in shapes]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not compiled
+        call = {"causal": causal, "window": window, "offset": offset}
+        actual = attention(*tensors, layout="BNSD", scale=0.3, **call)
+    pairs = visible(queries, keys, causal, window, keys - queries if offset == "end" else offset)
+    assert_near(actual, formula(*(t.double() for t in tensors), 0.3, pairs), torch.float32)
+
+
+def test_flex_sees_documents(cuda_on_the_host):
+    packed = Packed((3, 0, 7, 5), (4, 2, 7, 9))
+    tensors = [torch.randn(t, 2, 16) for t in (15, 22, 22)]
+    call = {"causal": True, "window": (2, None), "offset": "end"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        actual = attention(*tensors, layout="TND", packed=packed, scale=0.3, **call)
+    assert_near(actual, packed_formula(*(t.double() for t in tensors), 0.3, packed, **call), torch.float32)
+
+
+def test_masked_rows_are_zero_with_zero_gradients(cuda_on_the_host):
+    mask = torch.rand(2, 1, 6, 6) < 0.4
+    mask[:, :, 2] = True
+    leaves = [torch.randn(2, 2, 6, 16, requires_grad=True) for _ in range(3)]
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    actual = attention(*leaves, layout="BNSD", scale=0.3, mask=mask, causal=True)
+    expected = formula(*doubles, 0.3, visible(6, 6, True, (None, None), 0) & ~mask)
+    assert_near(actual, expected, torch.float32)
+    for left, right in zip(
+        torch.autograd.grad(actual.sum(), leaves),
+        torch.autograd.grad(expected.sum(), doubles),
+        strict=True,
+    ):
+        assert_near(left, right, torch.float32)
+
+
+def documented_flash_attn():
+    """Return what flash-attn documents: windows counted with the last query at the last key, -1 open."""
+
+    def dense(query, key, value, *, dropout_p, softmax_scale, window_size):
+        assert dropout_p == 0.0
+        query, key, value = (t.transpose(1, 2).double() for t in (query, key, value))
+        queries, keys = query.size(2), key.size(2)
+        window = tuple(None if limit == -1 else limit for limit in window_size)
+        pairs = visible(queries, keys, False, window, keys - queries)
+        return formula(query, key, value, softmax_scale, pairs).transpose(1, 2).bfloat16()
+
+    def variable(query, key, value, ends, key_ends, longest, longest_key, **options):
+        parts = []
+        for i in range(len(ends) - 1):
+            q, k = slice(ends[i], ends[i + 1]), slice(key_ends[i], key_ends[i + 1])
+            assert q.stop - q.start <= longest
+            assert k.stop - k.start <= longest_key
+            parts.append(dense(query[q][None], key[k][None], value[k][None], **options)[0])
+        return torch.cat(parts)
+
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_func, module.flash_attn_varlen_func = dense, variable
+    return module
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "window": (3, 0)},
+        {"window": (3, 2)},
+        {"packed": DOCUMENTS, "causal": True, "window": (1, None)},
+        {"packed": Packed((3, 5), (4, 9)), "causal": True, "offset": "end"},
+    ],
+    ids=str,
+)
+def test_what_flash_attn_is_told(cuda_on_the_host, monkeypatch, call):
+    monkeypatch.setattr(cuda, "_flash_attn_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "flash_attn", documented_flash_attn())
+    packed = call.get("packed")
+    if packed:
+        tensors = [torch.randn(sum(n), 2, 16).bfloat16() for n in (packed.query, packed.key, packed.key)]
+    else:
+        tensors = [torch.randn(8, 2, 2, 16).bfloat16() for _ in range(3)]
+    actual = attention(*tensors, layout="TND" if packed else "SBND", scale=0.3, **call)
+    doubles = [t.double() for t in tensors]
+    if packed:
+        call = {"causal": False, "window": (None, None), "offset": 0, **call}
+        expected = packed_formula(*doubles, 0.3, **call)
+    else:
+        pairs = visible(8, 8, call.get("causal", False), call.get("window", (None, None)), 0)
+        expected = formula(*(t.permute(1, 2, 0, 3) for t in doubles), 0.3, pairs).permute(2, 0, 1, 3)
+    assert_near(actual, expected, torch.bfloat16)
