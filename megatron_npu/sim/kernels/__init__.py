@@ -9,14 +9,19 @@ import importlib
 import pkgutil
 
 
-def register() -> list[str]:
-    """Import every module of this package and register what it declares; torch_npu must be imported.
-
-    Returns:
-        The declared operations that this torch_npu does not define.
-    """
+def declare() -> None:
+    """Import every module of this package, so that ``registry.KERNELS`` is complete; needs no torch_npu."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         importlib.import_module(module.name)
+
+
+def register() -> list[str]:
+    """Register every kernel with torch's dispatcher; torch_npu must be imported.
+
+    Returns:
+        The operations that this torch_npu does not define.
+    """
+    declare()
     from megatron_npu.sim.kernels import registry
 
     return registry.register_all()

@@ -108,19 +108,18 @@ def _cumulative(argument: str, tokens: str) -> Condition:
     return holds
 
 
-def _band_signs(before: int, after: int, queries: int, keys: int) -> bool:
-    """The wheel's rules for negative pre_tockens and next_tockens."""
-    if after < 0 and not (before >= -after and -after < keys):
-        return False
-    return not (before < 0 and not (after >= -before and -before < queries))
+def _band(negative: str, other: str, side: int) -> Condition:
+    """A negative limit of the band needs the other of at least its size and be smaller than the sequence.
 
+    Args:
+        side: which of (queries, keys) is the sequence of ``negative``.
+    """
 
-def _band(before: str, after: str) -> Condition:
     def holds(a: SimpleNamespace) -> bool:
-        if a.atten_mask is None or a.sparse_mode not in (0, 4):
+        size = -getattr(a, negative)
+        if a.atten_mask is None or a.sparse_mode not in (0, 4) or size <= 0:
             return True
-        limits = getattr(a, before), getattr(a, after)
-        return all(_band_signs(*limits, *block) for block in _blocks(a))
+        return getattr(a, other) >= size and all(size < block[side] for block in _blocks(a))
 
     return holds
 
@@ -353,11 +352,10 @@ def _masks(before: str, after: str) -> tuple[Limit, ...]:
         *(
             Limit(
                 name,
-                "bands that meet the matrix in sparse_mode 0 and 4: one negative limit, smaller than the "
-                "sequence, with another of at least its size",
-                _band(before, after),
+                f"negative in sparse_mode 0 and 4 only with {other} of its size or more, and above -{length}",
+                _band(name, other, side),
             )
-            for name in (before, after)
+            for name, other, side, length in ((before, after, 0, "sq"), (after, before, 1, "skv"))
         ),
         Limit(
             "atten_mask",
@@ -425,9 +423,9 @@ def _gradient() -> tuple[Limit, ...]:
 
 
 V1_NOTES = (
-    "pse: the formula adds it before the scale, an example in the same text after it; the formula counts, as "
-    "for pse_type 1 of npu_fusion_attention_v2. A query whose mask row is all ones gives zeros, as the device "
-    "does with inner_precise=2. actual_seq_qlen: two maximal lengths are named, the larger is allowed."
+    "pse: the formula adds it before the scale, an example in the same text after it; the formula counts, "
+    "as for pse_type 1 of npu_fusion_attention_v2. A query whose mask row is all ones gives zeros, as the "
+    "device does with inner_precise=2. actual_seq_qlen: two maximal lengths are named, the larger is allowed."
 )
 _SOURCE = "wheel, npu_fusion_attention; op-plugin, FlashAttentionKernelNpuOpApi.cpp"
 _SOURCE_V2 = "wheel, npu_fusion_attention_v2"

@@ -12,7 +12,16 @@ from torch import Tensor
 
 
 class LimitError(RuntimeError):
-    """An argument that Ascend's documentation does not allow; a RuntimeError, as torch_npu raises."""
+    """An argument that Ascend's documentation does not allow; a RuntimeError, as torch_npu raises.
+
+    Args:
+        message: operation, argument, given, allowed and source.
+        limit: the limit that does not hold.
+    """
+
+    def __init__(self, message: str, limit: Limit) -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 class NotSimulatedError(LimitError, NotImplementedError):
@@ -68,8 +77,8 @@ def check(operation: str, table: Limits, arguments: Mapping[str, Any]) -> None:
             continue
         what = f"{operation}: {limit.argument}: given {describe(value)}, "
         if not limit.simulated:
-            raise NotSimulatedError(f"{what}the simulator takes only {limit.allowed}")
-        raise LimitError(f"{what}allowed {limit.allowed} ({table.source})")
+            raise NotSimulatedError(f"{what}the simulator takes only {limit.allowed}", limit)
+        raise LimitError(f"{what}allowed {limit.allowed} ({table.source})", limit)
 
 
 def describe(value: Any) -> str:

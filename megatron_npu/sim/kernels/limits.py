@@ -580,11 +580,11 @@ GROUPED_UNUSED = (
 )
 GROUPED_QUANTISED = ("scale", "antiquant_scale", "antiquant_offset", "per_token_scale")
 GROUPED_TENSORS = (
-    dtype("x", *FLOATS),
-    dtype_of("weight", "x"),
-    dtype_of("x", "weight"),
     Limit("x", f"1 to {TENSORS} tensors", lambda a: 1 <= len(a.x) <= TENSORS),
     Limit("weight", f"1 to {TENSORS} tensors", lambda a: 1 <= len(a.weight) <= TENSORS),
+    dtype("x", *FLOATS),
+    Limit("x", "one dtype", lambda a: len({t.dtype for t in a.x}) == 1),
+    dtype_of("weight", "x"),
     dimensions("x", 2, 6),
     dimensions("weight", 2, 3),
     Limit("x", f"last dimensions below {INNER_AXIS}", lambda a: max(t.size(-1) for t in a.x) < INNER_AXIS),

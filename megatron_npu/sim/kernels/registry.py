@@ -92,4 +92,20 @@ def register_all() -> list[str]:
             undefined.discard(operation)
             if not has_kernel(full, "CPU"):
                 library.impl(operation, each.checked, "CPU")
+            if namespace == "npu" and not has_kernel(full, "AutogradCPU"):
+                library.impl(operation, _refuse_host(operation), "AutogradCPU")
     return sorted(undefined)
+
+
+def _refuse_host(operation: str) -> Callable[..., Any]:
+    """Return a kernel for calls with host tensors only, which hardware cannot run either.
+
+    The simulator's device kernel goes to the CPU key directly, past this one.
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"Could not run 'npu::{operation}' with arguments from the 'CPU' backend: move them to the NPU"
+        )
+
+    return refuse
