@@ -6,11 +6,13 @@ outcome. Such a file must not import torch_npu at module level: outside the simu
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,62 +55,86 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
-@pytest.fixture(scope="session")
-def simulated() -> Run:
-    """Return ``run_simulated``; skip where the simulator cannot be prepared through no fault of its own."""
+@functools.cache
+def unavailable() -> str | None:
+    """Return why the simulator cannot be prepared here through no fault of its own; None if it can."""
     if not any(map(shutil.which, ("g++", "c++", "clang++"))):
-        pytest.skip("no C++ compiler: the simulated Ascend cannot be built")
+        return "no C++ compiler: the simulated Ascend cannot be built"
     try:
         site.prepare()
     except UsageError as error:
-        pytest.skip(f"no torch_npu wheel for the simulated Ascend: {error}")
+        return f"no torch_npu wheel for the simulated Ascend: {error}"
+    return None
+
+
+@pytest.fixture(scope="session")
+def simulated() -> Run:
+    """Return ``run_simulated``, or skip."""
+    if unavailable():
+        pytest.skip(unavailable())
     return run_simulated
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Inside: note the outcome for the process outside."""
+    """Inside: note the outcome for the process outside; a failure in set-up or tear-down counts too."""
     path = os.environ.get(OUTCOMES)
     if not path or (report.when != "call" and report.outcome == "passed"):
         return
     text = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longreprtext
     with Path(path).open("a", encoding="utf-8") as file:
-        print(json.dumps([report.nodeid, report.outcome, text + report.capstdout[-2000:]]), file=file)
+        row = [report.nodeid, report.outcome, text + report.capstdout[-2000:], report.duration]
+        print(json.dumps(row), file=file)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     """Outside: run the whole file inside at its first test, then answer each test from the outcomes."""
-    if inside() or pyfuncitem.get_closest_marker("simulated") is None:
+    if inside() or item.get_closest_marker("simulated") is None:
         return None
-    run = pyfuncitem._request.getfixturevalue("simulated")
-    outcomes = _outcomes(run, pyfuncitem)
-    outcome, text = outcomes.get(pyfuncitem.nodeid, ("failed", f"the process ended first\n{outcomes['']}"))
-    if outcome == "skipped":
-        pytest.skip(text)
-    if outcome == "failed":
-        pytest.fail(text, pytrace=False)
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    outcome, text, duration = "skipped", unavailable(), 0.0
+    if text is None:
+        outcome, text, duration = _outcome(item)
+    longrepr = (str(item.path), None, text) if outcome == "skipped" else text or None
+    report = pytest.TestReport(
+        item.nodeid,
+        item.location,
+        dict.fromkeys(item.keywords, 1),
+        outcome,
+        longrepr,
+        "call",
+        duration=duration,
+    )
+    item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
 
-_KEY = pytest.StashKey[dict]()
+_OUTCOMES = pytest.StashKey[dict]()
+_TAIL = 4000  # characters of the inner run's output that are shown if it ended early
 
 
-def _outcomes(run: Run, item: pytest.Function) -> dict[str, tuple[str, str]]:
-    """Return nodeid -> (outcome, text) for the selected simulated tests of the item's file; "" -> its output."""
-    known = item.config.stash.setdefault(_KEY, {})
-    if item.path not in known:
-        selected = [
-            other.nodeid
-            for other in item.session.items
-            if other.path == item.path and other.get_closest_marker("simulated") is not None
-        ]
-        report = item.config.rootpath / ".pytest_cache" / f"simulated-{os.getpid()}-{item.path.stem}.jsonl"
-        report.parent.mkdir(exist_ok=True)
-        report.unlink(missing_ok=True)
+def _outcome(item: pytest.Item) -> tuple[str, str, float]:
+    """Return (outcome, text, seconds) of one test; the first of a file waits for all of them."""
+    files = item.config.stash.setdefault(_OUTCOMES, {})
+    if item.path not in files:
+        files[item.path] = _run_file(item)
+    rows, output = files[item.path]
+    lost = ("failed", f"the simulated process ended before this test:\n{output}", 0.0)
+    return rows.get(item.nodeid, lost)
+
+
+def _run_file(item: pytest.Item) -> tuple[dict[str, tuple[str, str, float]], str]:
+    """Run the selected simulated tests of the item's file; return nodeid -> outcome, and the output's end."""
+    selected = [
+        other.nodeid
+        for other in item.session.items
+        if other.path == item.path and other.get_closest_marker("simulated") is not None
+    ]
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "outcomes.jsonl"
         pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        done = run(*pytest_command, *selected, **{OUTCOMES: str(report)}, timeout=600)
+        done = run_simulated(*pytest_command, *selected, **{OUTCOMES: str(report)}, timeout=600)
         lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
-        report.unlink(missing_ok=True)
-        known[item.path] = {name: (outcome, text) for name, outcome, text in map(json.loads, lines)}
-        known[item.path][""] = done.stdout[-4000:]
-    return known[item.path]
+    rows = {name: (outcome, text, seconds) for name, outcome, text, seconds in map(json.loads, lines)}
+    return rows, done.stdout[-_TAIL:]

@@ -7,6 +7,7 @@
 // It runs below autograd: formulas, autocast and everything above stay torch's and torch_npu's.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
@@ -178,6 +179,7 @@ class Kernel : public c10::OperatorKernel {
     }
     if (operation_.pin_memory != kNone) hosts[operation_.pin_memory] = IValue();
     c10::Device device = devices.result();
+    c10::OptionalDeviceGuard guard(device);  // the first use of a device initialises it
     wait_for_queued(c10_npu::getCurrentNPUStream(device.index()).stream());
 
     std::optional<BorrowedHostGenerator> borrowed;
@@ -253,6 +255,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool /*non_blocking
   ++operation.launches;
   operation.bytes += target.numel() * target.element_size();
   auto device = on_npu(target) ? target.device() : source.device();
+  c10::OptionalDeviceGuard guard(device);
   wait_for_queued(c10_npu::getCurrentNPUStream(device.index()).stream());
   host_alias(target).copy_(host_alias(source));
   return target;
