@@ -37,6 +37,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_npu", "megatron_npu.*"]),
+    package_data={"megatron_npu.sim": ["csrc/*", "boot/*.py"]},
     # megatron-core uses psutil and six without declaring them; without psutil its checkpoint writer hangs
     install_requires=["numpy", "packaging", "psutil", "regex", "six", "tokenizers", "tqdm"],
     extras_require={
@@ -47,6 +48,7 @@ setup(
             MEGATRON_CORE,
             *PLOT,
             ZSTD,
+            "expecttest",  # torch's own OpInfo needs it
             "hypothesis",
             "pytest",
             "pytest-timeout",

@@ -1,0 +1,93 @@
+"""The cache under several processes, and the reading of shared libraries."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_npu.sim import build, cache, elf
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("MEGATRON_NPU_SIM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def _prepare_slowly(directory: Path) -> None:
+    with (directory.parent / "attempts").open("a") as file:
+        file.write("x")
+    (directory / "first").write_text("1")
+    time.sleep(0.3)
+    (directory / "second").write_text("2")
+
+
+def _files_at_once(_: int) -> list[str]:
+    return sorted(path.name for path in cache.prepared("thing", _prepare_slowly).iterdir())
+
+
+def test_one_of_many_processes_prepares_and_all_see_it_complete(own_cache):
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        seen = pool.map(_files_at_once, range(8))
+    assert seen == [["first", "second"]] * 8
+    assert (own_cache / "attempts").read_text() == "x"
+
+
+def test_a_failed_preparation_leaves_nothing_and_can_be_repeated(own_cache):
+    def fail(directory: Path) -> None:
+        (directory / "half").write_text("")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        cache.prepared("thing", fail)
+    assert [path.name for path in own_cache.iterdir()] == ["thing.lock"]
+    assert sorted(p.name for p in cache.prepared("thing", _prepare_slowly).iterdir()) == ["first", "second"]
+
+
+def test_the_rest_of_an_interrupted_attempt_is_replaced(own_cache):
+    (own_cache / "thing.partial").mkdir(parents=True)
+    (own_cache / "thing.partial" / "rest").write_text("")
+    assert sorted(p.name for p in cache.prepared("thing", _prepare_slowly).iterdir()) == ["first", "second"]
+
+
+def test_the_cache_lies_in_the_users_cache_directory(monkeypatch, tmp_path):
+    monkeypatch.delenv("MEGATRON_NPU_SIM_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.root() == tmp_path / "megatron_npu" / "sim"
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_symbols_of_a_shared_library(tmp_path):
+    (tmp_path / "other.c").write_text("int other(void) { return 1; }\n")
+    (tmp_path / "main.c").write_text(
+        "#include <stdio.h>\nint other(void);\nextern int absent(int);\n"
+        "int weak(void) __attribute__((weak));\n"
+        'int defined(void) { puts("x"); return other() + absent(1) + (weak ? weak() : 0); }\n'
+    )
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-Wl,-soname,libother.so", "-o", "libother.so", "other.c"],
+        cwd=tmp_path,
+        check=True,
+    )
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", "libmain.so", "main.c", "-L.", "-lother"], cwd=tmp_path, check=True
+    )
+    library = elf.read(tmp_path / "libmain.so")
+    assert "libother.so" in library.needed
+    assert "defined" in library.defined
+    assert {"other", "absent"} <= library.undefined
+    assert not {"puts", "weak", "defined"} & library.undefined  # versioned, weak, its own
+
+
+def test_generated_functions_succeed_except_those_that_compute():
+    text = build._default_functions({"aclrtSomething", "aclopCompileAndExecute"})
+    success, failure = (
+        line for name in ("aclrtSomething", "aclopC") for line in text.splitlines() if name in line
+    )
+    assert "return 0;" in success
+    assert "return 500000;" in failure
