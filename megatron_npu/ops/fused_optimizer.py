@@ -83,7 +83,8 @@ def fused_as_it_is(row: tuple[Tensor, ...]) -> bool:
     """
     first = row[0]
     precise = first.dtype in (torch.float32, torch.float64)
-    return precise and all(t.dtype is first.dtype and t.stride() == first.stride() for t in row[1:])
+    strides = torch.Tensor.stride  # Megatron-LM 285068c8 has a parameter with stride = 1 (T5's head)
+    return precise and all(t.dtype is first.dtype and strides(t) == strides(first) for t in row[1:])
 
 
 def precise_twins(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -104,3 +104,20 @@ def presume_one_connection(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return validate_args
+
+
+@wrap(
+    "megatron.arguments:validate_args",
+    why="T5 with --num-layers alone, as in upstream's own examples, has no number of decoder layers and fails",
+)
+def complete_decoder_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Give the decoder as many layers as the encoder where the user has not said."""
+
+    @functools.wraps(original)
+    def validate_args(*args: Any, **kwargs: Any) -> argparse.Namespace:
+        validated = original(*args, **kwargs)
+        if validated.decoder_num_layers is None:
+            validated.decoder_num_layers = validated.encoder_num_layers
+        return validated
+
+    return validate_args

@@ -29,3 +29,18 @@ def embed_without_waiting(original: Callable[..., Any]) -> Callable[..., Any]:
         return reduce_from_tensor_model_parallel_region(part)
 
     return forward
+
+
+@wrap(
+    "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
+    why="it takes a view of the gradient, which fused attention leaves in its own order of dimensions (the "
+    "query of cross-attention)",
+)
+def with_contiguous_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Bring the gradient into the order of the output first."""
+
+    @functools.wraps(original)
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return original(ctx, grad_output.contiguous())
+
+    return backward

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
+from megatron_npu.hosts import rendezvous
 from megatron_npu.hosts.megatron_lm.records import WITHOUT_CUDA, replace, wrap
 
 
@@ -40,18 +39,10 @@ def meet_oneself(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _initialize_distributed() -> None:
-        if os.environ.get("WORLD_SIZE", "1") == "1" and "MASTER_ADDR" not in os.environ:
-            os.environ["MASTER_ADDR"] = "127.0.0.1"
-            os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        rendezvous.provide_address()
         original()
 
     return _initialize_distributed
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @replace(

@@ -48,5 +48,9 @@ def forward(self: Any, input: Tensor) -> Tensor:
 
     The two dtypes differ with ``--fp32-residual-connection``.
     """
+    from megatron.core.utils import make_viewless_tensor
+
     weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
-    return norm.layer_norm(input, weight, bias, self.eps).to(self.weight.dtype)
+    output = norm.layer_norm(input, weight, bias, self.eps).to(self.weight.dtype)
+    # the output of a pipeline stage is freed by its .data, which must not be a view of something else
+    return make_viewless_tensor(output, requires_grad=input.requires_grad, keep_graph=True)

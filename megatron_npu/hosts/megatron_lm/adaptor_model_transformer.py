@@ -154,3 +154,25 @@ def initialise_fused(original: Callable[..., Any]) -> Callable[..., Any]:
             self.checkpoint_core_attention = False
 
     return __init__
+
+
+_COMPILED_ANEW = (
+    "TorchScript compiles it in every process anew, and rounds bf16 differently until it has: a resumed run "
+    "would not be the interrupted one to the bit"
+)
+
+
+@replace(f"{_MODULE}:bias_dropout_add_fused_train", why=_COMPILED_ANEW)
+def bias_dropout_add_fused_train(x: Tensor, bias: Tensor, residual: Tensor, prob: float) -> Tensor:
+    """``residual + dropout(x + bias)``, ``[s, b, h]`` throughout; no random number is drawn for prob 0."""
+    from megatron.model.transformer import bias_dropout_add
+
+    return bias_dropout_add(x, bias, residual, prob, prob > 0.0)
+
+
+@replace(f"{_MODULE}:bias_dropout_add_fused_inference", why=_COMPILED_ANEW)
+def bias_dropout_add_fused_inference(x: Tensor, bias: Tensor, residual: Tensor, prob: float) -> Tensor:
+    """``residual + x + bias``, ``[s, b, h]`` throughout."""
+    from megatron.model.transformer import bias_dropout_add
+
+    return bias_dropout_add(x, bias, residual, prob, False)
