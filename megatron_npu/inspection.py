@@ -129,7 +129,12 @@ def _records(found: Host) -> list[Patch]:
 
 def _shipped(patches: list[Patch], found: Host) -> list[Patch]:
     """Return the patches of the packages that this Megatron has at all, say ``megatron/training``."""
-    return [patch for patch in patches if found.root.joinpath(*patch.module.split(".")[:2]).exists()]
+
+    def ships(module: str) -> bool:
+        path = found.root.joinpath(*module.split(".")[:2])
+        return path.is_dir() or path.with_suffix(".py").is_file()
+
+    return [patch for patch in patches if ships(patch.module)]
 
 
 def _load_pins(found: Host) -> Pins:

@@ -108,7 +108,7 @@ def presume_one_connection(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @wrap(
     "megatron.arguments:validate_args",
-    why="T5 with --num-layers alone, as in upstream's own examples, has no number of decoder layers and fails",
+    why="T5 with --num-layers alone, as in upstream's examples, has no number of decoder layers and fails",
 )
 def complete_decoder_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     """Give the decoder as many layers as the encoder where the user has not said."""
