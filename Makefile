@@ -1,7 +1,7 @@
 # Two commands do everything on a new machine: `make demo` and `make test`.
 #   make demo            set up, get data, pre-train a small GPT; again: goes on where it stopped
 #   make demo CLEAN=1    the same from the beginning
-#   make test            set up and run the whole suite
+#   make test            set up and run the whole suite; clones the Megatron trees that it runs, if it can
 # VENV: the virtual environment; PYTHON: what makes it; TORCH: installed only if PYTHON has no torch.
 
 VENV ?= .venv
@@ -9,15 +9,19 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 
-.PHONY: demo test lint clean
+.PHONY: demo test megatron lint clean
 
 demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python demo/run.py $(if $(CLEAN),--clean)
 
 test: $(VENV)/test.stamp
+	$(MAKE) --no-print-directory megatron || echo "no Megatron-LM trees: the tests that run them are skipped"
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+megatron:
+	timeout 300 bash scripts/get_megatron.sh
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check --fix .

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from megatron_npu import host
+from megatron_npu.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,3 +29,19 @@ def gpt2_vocab() -> Vocabulary:
         if all(path.is_file() for path in found):
             return found
     pytest.skip("no gpt2-vocab.json and gpt2-merges.txt in ../shared/data or runs/demo/data (make demo)")
+
+
+def checkout(name: str, version: str) -> Path:
+    """Return the Megatron-LM tree of a host: MEGATRON_LM_PATH, or a clone of scripts/get_megatron.sh.
+
+    The test is skipped where neither is that host.
+    """
+    named = os.environ.get("MEGATRON_LM_PATH")
+    for path in [*([Path(named)] if named else []), *sorted((ROOT / "checkouts").glob("*"))]:
+        try:
+            found = host.find(path)
+        except UsageError:
+            continue
+        if (found.name, found.version) == (name, version) and (path / "pretrain_gpt.py").is_file():
+            return path.resolve()
+    pytest.skip(f"no tree of {name} {version}: run scripts/get_megatron.sh, or set MEGATRON_LM_PATH to one")

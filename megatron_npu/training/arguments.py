@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from megatron_npu import settings
 from megatron_npu.errors import UsageError
 
 Add = Callable[..., Any]
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for title, add_flags in _GROUPS:
         add_flags(result.add_argument_group(title).add_argument)
+    settings.add_attention_flags(result)
     return result
 
 
@@ -102,23 +104,6 @@ def _attention(add: Add) -> None:
     add("--apply-query-key-layer-scaling", action="store_true")
     add("--use-flash-attn", action="store_true", help="= --attention-backend flash")
     add("--attention-backend", choices=["auto", "flash", "fused", "unfused", "local"], default="auto")
-    add(
-        "--pre-tockens",
-        "--pre-tokens",
-        type=_whole,
-        dest="pre_tokens",
-        metavar="P",
-        help="query i sees keys from i - P on (default: all)",
-    )
-    add(
-        "--next-tockens",
-        "--next-tokens",
-        type=_whole,
-        dest="next_tokens",
-        metavar="N",
-        help="query i sees keys up to i + N, the causal mask still holding (default: all)",
-    )
-    add("--shape-order", choices=["SBH", "BSH"], default="SBH", help="layout given to the fused attention")
 
 
 def _parallel(add: Add) -> None:

@@ -81,8 +81,7 @@ def seed_everything(seed: int) -> None:
 def _attention_options(args: Namespace) -> Iterator[None]:
     options = settings.ATTENTION
     before = dict(vars(options))
-    options.pre_tokens, options.next_tokens = args.pre_tokens, args.next_tokens
-    options.shape_order = args.shape_order
+    options.take(args)
     try:
         yield
     finally:

@@ -1,0 +1,49 @@
+"""``megatron.training.arguments``: the flags of the fused attention; a machine without TransformerEngine."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu import settings
+from megatron_npu.hosts.megatron_core.records import wrap
+from megatron_npu.ops import dispatch
+
+
+@wrap(
+    "megatron.training.arguments:add_megatron_arguments",
+    why="--pre-tockens, --next-tockens and --shape-order of the fused attention",
+)
+def add_attention_flags(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags to the parser."""
+
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = original(parser)
+        settings.add_attention_flags(parser)
+        return parser
+
+    return add_megatron_arguments
+
+
+@wrap(
+    "megatron.training.arguments:validate_args",
+    why="the flags of the fused attention take effect; --transformer-impl transformer_engine, the default, "
+    "ends in a NameError without TransformerEngine",
+)
+def take_flags(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Publish our flags, and take the local implementation, with our operations, where there is no other."""
+
+    @functools.wraps(original)
+    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
+        settings.ATTENTION.take(args)
+        wanted = args.transformer_impl == "transformer_engine"
+        if wanted and importlib.util.find_spec("transformer_engine") is None:
+            dispatch.report_refusal("transformer_engine", "not installed: --transformer-impl local runs")
+            args.transformer_impl = "local"
+        return original(args, *rest, **kwargs)
+
+    return validate_args

@@ -1,0 +1,155 @@
+"""Megatron-LM's own pretrain_gpt.py at core_v0.16.1, unedited, as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import checkout
+from tests.end_to_end import tiny
+
+# --transformer-impl is left at its default, transformer_engine, which is not installed
+FLAGS = [
+    *"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64".split(),
+    *"--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3".split(),
+    *"--train-iters 6 --log-interval 1 --eval-interval 100 --eval-iters 1 --split 90,5,5 --mock-data".split(),
+    *"--tokenizer-type NullTokenizer --vocab-size 1023 --attention-dropout 0 --hidden-dropout 0".split(),
+]
+
+
+@pytest.fixture(scope="module")
+def tree() -> Path:
+    pytest.importorskip("megatron.core")
+    return checkout("megatron_core", "0.16.1")
+
+
+def git_status(tree: Path) -> str:
+    return subprocess.run(
+        ["git", "-C", tree, "status", "--short"], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def pretrain(
+    tree: Path, folder: Path, *changes: str, processes: int = 1, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the script in ``folder``; it must leave the tree as it is."""
+    before = git_status(tree)
+    done = subprocess.run(
+        tiny.command("run", str(tree / "pretrain_gpt.py"), *FLAGS, *changes, processes=processes),
+        env=tiny.environment() | {"MEGATRON_LM_PATH": str(tree)} | variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert git_status(tree) == before
+    return done
+
+
+def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
+    """Return the training losses that the script has logged, one for each iteration."""
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [float(loss) for loss in re.findall(r"iteration .* lm loss: (\S+)", done.stdout)]
+
+
+def norms(done: subprocess.CompletedProcess[str]) -> list[float]:
+    """Return the norms of the gradient that the script has logged."""
+    return [float(norm) for norm in re.findall(r"grad norm: (\S+)", done.stdout)]
+
+
+def final_loss(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the loss on the test set."""
+    return re.search(r"test set \| lm loss value: (\S+)", done.stdout)[1]
+
+
+@pytest.fixture(scope="module")
+def single(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    return pretrain(tree, tmp_path_factory.mktemp("single"))
+
+
+def test_it_trains(single) -> None:
+    curve = losses(single)
+    assert len(curve) == 6
+    assert curve[-1] < curve[0] - 0.05
+    assert "test set | lm loss value" in single.stdout
+
+
+def test_it_says_that_transformer_engine_is_not_there(single) -> None:
+    assert "transformer_engine runs unfused: not installed" in single.stdout
+    assert re.search(r"^megatron_npu .* unfused: transformer_engine$", single.stdout, re.MULTILINE)
+
+
+def test_strict_mode_refuses_that(tree: Path, tmp_path: Path) -> None:
+    done = pretrain(tree, tmp_path, MEGATRON_NPU_STRICT="1")
+    assert done.returncode != 0
+    assert "MEGATRON_NPU_STRICT=1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        (["--use-distributed-optimizer"], 1e-5),
+        (["--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce"], 1e-2),
+    ],
+)
+def test_data_parallel_equals_one_process(tree: Path, tmp_path: Path, single, changes, tolerance) -> None:
+    done = pretrain(tree, tmp_path, *changes, processes=2)
+    assert losses(done) == pytest.approx(losses(single), rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+        ["--pipeline-model-parallel-size", "2"],
+    ],
+)
+def test_model_parallel_trains(tree: Path, tmp_path: Path, changes) -> None:
+    """The curve differs from one process's by upstream's initialisation; tests/distributed compares."""
+    curve = losses(pretrain(tree, tmp_path, *changes, processes=2))
+    assert curve[-1] < curve[0] - 0.05
+
+
+def test_the_flags_of_the_fused_attention(tree: Path, tmp_path: Path, single) -> None:
+    every = losses(pretrain(tree, tmp_path, "--pre-tockens", "64", "--next-tockens", "0"))
+    assert every == pytest.approx(losses(single), rel=1e-6)
+    few = losses(pretrain(tree, tmp_path, "--pre-tokens", "4", "--next-tokens", "0", "--shape-order", "BSH"))
+    assert few != pytest.approx(losses(single), rel=1e-4)
+
+
+def test_it_goes_on_from_its_checkpoint(tree: Path, tmp_path: Path, single) -> None:
+    """The last iterations from a checkpoint of the first are those of one run.
+
+    0.16.1 logs the second iteration of a process as the mean of its first two, so gradients are compared.
+    """
+    save = ["--save", str(tmp_path / "checkpoint"), "--save-interval", "4"]
+    first = pretrain(tree, tmp_path, *save, "--exit-interval", "4")
+    rest = pretrain(tree, tmp_path, *save, "--load", str(tmp_path / "checkpoint"))
+    assert norms(first) + norms(rest) == norms(single)
+    assert losses(rest)[0] == losses(single)[4]
+    assert final_loss(rest) == final_loss(single)
+
+
+def test_no_command_is_needed_where_the_package_is_installed(tree: Path, tmp_path: Path, single) -> None:
+    """``python pretrain_gpt.py``: torch's entry point arms the hook."""
+    from importlib.metadata import entry_points
+
+    if not [point for point in entry_points(group="torch.backends") if point.name == "megatron_npu"]:
+        pytest.skip("megatron_npu is on the path but not installed: torch finds no entry point")
+    done = subprocess.run(
+        [sys.executable, tree / "pretrain_gpt.py", *FLAGS],
+        env=tiny.environment() | {"MEGATRON_LM_PATH": str(tree), "MEGATRON_NPU_AUTOLOAD": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert losses(done) == losses(single)
+    assert os.listdir(tmp_path) == []
