@@ -194,3 +194,12 @@ def test_backward_of_backward_is_refused():
     (grad,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+def test_without_dropout_the_generator_rests():
+    query = torch.randn(1, 1, 6, 4)
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    attention(query, query, query, layout="BNSD", scale=0.5, causal=True, window=(2, 0))
+    assert torch.equal(torch.rand(3), expected)

@@ -125,12 +125,3 @@ def test_packed_documents(device):
     assert not weights[:, : SIZE // 2, SIZE // 2 :].any()
     assert not weights[:, SIZE // 2 :, : SIZE // 2].any()
     assert 0.15 < (first == 0).float().mean().item() < 0.35
-
-
-def test_without_dropout_the_generator_rests(device):
-    tensors = random_tensors(device, 3)
-    torch.manual_seed(1)
-    expected = torch.rand(3, device=device)
-    torch.manual_seed(1)
-    attention(*tensors, layout="BNSD", scale=0.3, causal=True, window=(2, 0))
-    assert torch.equal(torch.rand(3, device=device), expected)

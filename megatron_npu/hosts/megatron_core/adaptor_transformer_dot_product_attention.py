@@ -13,10 +13,13 @@ from torch import Tensor
 
 from megatron_npu import settings
 from megatron_npu.hosts.megatron_core.records import wrap
-from megatron_npu.ops.attention import Window, attention
+from megatron_npu.hosts.megatron_core.visibility import documents, visible, window_of
+from megatron_npu.ops.attention import attention
 from megatron_npu.ops.dispatch import report_refusal
 
 _TARGET = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+# Names of AttnMaskType; padding_causal is the causal mask of packed sequences.
+_CAUSAL = ("causal", "padding_causal", "causal_bottom_right")
 
 
 @wrap(
@@ -59,8 +62,10 @@ def fused_attention(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(
                 self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
             )
-        causal = (attn_mask_type or self.attn_mask_type).name == "causal"
-        return _forward(self, query, key, value, attention_mask, causal)
+        causal = (attn_mask_type or self.attn_mask_type).name in _CAUSAL
+        if packed_seq_params is not None:
+            return _packed(self, query, key, value, packed_seq_params, causal)
+        return _dense(self, query, key, value, attention_mask, causal)
 
     return forward
 
@@ -80,8 +85,8 @@ def _refused(self: Any, attention_bias: Tensor | None, packed_seq_params: Any) -
         reason = f"softmax_type={self.config.softmax_type}"
     elif attention_bias is not None:
         reason = "attention_bias is given"
-    elif packed_seq_params is not None:
-        reason = "packed sequences"
+    elif packed_seq_params is not None and packed_seq_params.qkv_format != "thd":
+        reason = f"packed sequences of format {packed_seq_params.qkv_format}"
     if reason is None:
         return False
     if self.config.context_parallel_size > 1:
@@ -90,18 +95,36 @@ def _refused(self: Any, attention_bias: Tensor | None, packed_seq_params: Any) -
     return True
 
 
-def _forward(
-    self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
-) -> Tensor:
+def _dense(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """``[sq, b, n, d]`` and ``[sk, b, g, d]`` to ``[sq, b, n * d]``."""
+    call = _arguments(self)
+    with _dropout_generator(self, call["dropout_p"]):
+        if self.config.context_parallel_size > 1:
+            call["causal"] = causal
+            return _context_parallel(self, query, key, value, mask, functools.partial(_attend, **call))
+        return _attend(query, key, value, **call, **visible(self, mask, causal, query.size(1)))
+
+
+def _packed(
+    self: Any, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Any, causal: bool
+) -> Tensor:
+    """``[tq, n, d]`` and ``[tk, g, d]`` to ``[tq, n * d]``: documents one behind the other (thd)."""
+    if self.config.context_parallel_size > 1:
+        raise NotImplementedError("context parallelism with packed sequences: not in the local attention")
+    call = _arguments(self)
+    packed = documents(packed_seq_params, query.size(0), key.size(0))
+    with _dropout_generator(self, call["dropout_p"]):
+        return attention(
+            query, key, value, layout="TND", packed=packed, causal=causal, offset="end", **call
+        ).flatten(1)
+
+
+def _arguments(self: Any) -> dict[str, Any]:
+    """Return the arguments of ``ops.attention`` that the module decides, whatever the batch."""
     # apply_query_key_layer_scaling divides the one and multiplies by the other
     scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
     dropout_p = self.attention_dropout.p if self.training else 0.0
-    call = functools.partial(_attend, scale=scale, causal=causal, window=_window(self), dropout_p=dropout_p)
-    with _dropout_generator(self, dropout_p):
-        if self.config.context_parallel_size > 1:
-            return _context_parallel(self, query, key, value, mask, call)
-        return call(query, key, value, mask=mask, offset=key.size(0) - query.size(0) if causal else 0)
+    return {"scale": scale, "window": window_of(self), "dropout_p": dropout_p}
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
@@ -113,17 +136,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         return attention(query, key, value, layout="SBND", **kwargs).flatten(2)
     query, key, value = (t.transpose(0, 1) for t in (query, key, value))
     return attention(query, key, value, layout="BSND", **kwargs).transpose(0, 1).flatten(2)
-
-
-def _window(self: Any) -> Window:
-    """Return how far a query sees: ``--pre-tockens/--next-tockens`` if given, else ``config.window_size``."""
-    options = settings.ATTENTION
-    if options.pre_tokens is not None or options.next_tokens is not None:
-        return options.pre_tokens, options.next_tokens
-    size = getattr(self.scale_mask_softmax, "window_size", None)  # absent before 0.16
-    if size is None:
-        return None, None
-    return tuple(None if limit < 0 else limit for limit in size)  # -1 is TransformerEngine's "no limit"
 
 
 def _dropout_generator(self: Any, dropout_p: float) -> contextlib.AbstractContextManager[Any]:
@@ -147,7 +159,10 @@ def _context_parallel(
     from megatron.core import parallel_state
 
     if mask is not None or not call.keywords["causal"]:
-        raise NotImplementedError("context parallelism of the local attention: causal, without a mask")
+        raise NotImplementedError(
+            "context parallelism of the local attention is causal and takes no mask: "
+            "--no-create-attention-mask-in-dataloader"
+        )
     group = parallel_state.get_context_parallel_group()
     size, rank, chunk = group.size(), group.rank(), query.size(0) // 2
     key, value = (_in_order(_Gather.apply(t, group), size) for t in (key, value))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import megatron_npu
-from megatron_npu import settings
 from tests.hosts.megatron_core.conftest import load_stock, make_config
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -23,124 +22,6 @@ def same_gradients(ours, stock, leaves, atol=1e-5, rtol=1e-5):
     b = torch.autograd.grad(stock, leaves, grad.clone())
     for left, right in zip(a, b, strict=True):
         torch.testing.assert_close(left, right, atol=atol, rtol=rtol)
-
-
-# -- attention --------------------------------------------------------------------------------------
-
-
-def attention_pair(**changes):
-    """Return our attention module and a stock one, with the same configuration."""
-    from megatron.core.transformer import dot_product_attention as patched
-    from megatron.core.transformer.enums import AttnMaskType
-
-    stock = load_stock("megatron.core.transformer.dot_product_attention")
-    kind = getattr(AttnMaskType, changes.pop("mask_type", "causal"))
-    config = make_config(attention_softmax_in_fp32=True, **changes)
-    return tuple(module.DotProductAttention(config, 1, kind, "self").train() for module in (patched, stock))
-
-
-def qkv(queries=12, keys=12, heads=4, groups=4):
-    torch.manual_seed(3)
-    shapes = [(queries, 2, heads, 8), (keys, 2, groups, 8), (keys, 2, groups, 8)]
-    return [torch.randn(shape, requires_grad=True) for shape in shapes]
-
-
-@pytest.mark.parametrize("shape_order", ["SBH", "BSH"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"num_query_groups": 2},
-        {"apply_query_key_layer_scaling": True},
-        {"mask_type": "padding"},
-        {"window_size": (3, 0)},
-    ],
-    ids=lambda changes: "-".join(changes) or "causal",
-)
-def test_attention(changes, shape_order, monkeypatch):
-    monkeypatch.setattr(settings.ATTENTION, "shape_order", shape_order)
-    ours, stock = attention_pair(**changes)
-    leaves = qkv(groups=changes.get("num_query_groups", 4))
-    mask = None
-    if changes.get("mask_type") == "padding":
-        mask = torch.zeros(2, 1, 1, 12, dtype=torch.bool)
-        mask[1, ..., 9:] = True
-    same_gradients(ours(*leaves, mask), stock(*leaves, mask), leaves)
-
-
-def test_attention_is_the_fused_one(monkeypatch):
-    """The scores are never materialised: torch's fused attention is called, the stock forward is not."""
-    calls = []
-    fused = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "scaled_dot_product_attention",
-        lambda *a, **k: calls.append(k["is_causal"]) or fused(*a, **k),
-    )
-    ours, _ = attention_pair()
-    ours(*qkv(), None)
-    assert calls == [True]
-
-
-def test_window_flags_reach_the_attention(monkeypatch):
-    ours, stock = attention_pair(window_size=(3, 0))
-    free, _ = attention_pair()
-    leaves = qkv()
-    monkeypatch.setattr(settings.ATTENTION, "pre_tokens", 3)
-    monkeypatch.setattr(settings.ATTENTION, "next_tokens", 0)
-    torch.testing.assert_close(free(*leaves, None), stock(*leaves, None))
-    monkeypatch.setattr(settings.ATTENTION, "pre_tokens", 65536)
-    monkeypatch.setattr(settings.ATTENTION, "next_tokens", 65536)
-    _, plain = attention_pair()
-    torch.testing.assert_close(free(*leaves, None), plain(*leaves, None))
-    del ours
-
-
-def test_cached_keys():
-    """Two new queries behind ten cached keys see what the last two of twelve see."""
-    ours, _ = attention_pair()
-    query, key, value = qkv()
-    whole = ours(query, key, value, None)
-    torch.testing.assert_close(ours(query[10:], key, value, None), whole[10:])
-    torch.testing.assert_close(ours(query[11:], key, value, None), whole[11:])
-
-
-def test_attention_dropout_draws_from_the_tracker():
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    ours, _ = attention_pair(attention_dropout=0.5)
-    leaves = qkv()
-    states = get_cuda_rng_tracker().get_states()
-    default = torch.get_rng_state()
-    first = ours(*leaves, None)
-    assert torch.equal(torch.get_rng_state(), default), "the default generator must not move"
-    assert not torch.equal(ours(*leaves, None), first), "the tracker's generator must move"
-    get_cuda_rng_tracker().set_states(states)
-    assert torch.equal(ours(*leaves, None), first)
-    assert torch.equal(ours.eval()(*leaves, None), ours.eval()(*leaves, None))
-
-
-def test_unfused_backend_runs_upstreams_forward(monkeypatch):
-    from megatron.core.transformer.enums import AttnBackend
-
-    monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: pytest.fail("fused")
-    )
-    ours, stock = attention_pair(attention_backend=AttnBackend.unfused)
-    leaves = qkv()
-    torch.testing.assert_close(ours(*leaves, None), stock(*leaves, None))
-
-
-def test_off_by_one_softmax_is_upstreams_and_said(monkeypatch):
-    from megatron_npu.ops import dispatch
-
-    ours, stock = attention_pair(softmax_type="off-by-one")
-    leaves = qkv()
-    torch.testing.assert_close(ours(*leaves, None), stock(*leaves, None))
-    assert dispatch.refusals["attention", "softmax_type=off-by-one"] >= 1
-    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
-    with pytest.raises(dispatch.FusedPathRefusedError, match="off-by-one"):
-        ours(*leaves, None)
 
 
 # -- norm, activations, softmax ---------------------------------------------------------------------

@@ -1,0 +1,83 @@
+"""What a query sees, as megatron-core says it, in the words of ``ops.attention``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu import settings
+from megatron_npu.ops.attention import Packed, Window
+from megatron_npu.ops.attention.documents import documents_of
+
+
+def window_of(module: Any) -> Window:
+    """Return how far a query sees: ``--pre-tockens/--next-tockens`` if given, else ``config.window_size``."""
+    options = settings.ATTENTION
+    if options.pre_tokens is not None or options.next_tokens is not None:
+        return options.pre_tokens, options.next_tokens
+    size = _configured_window(module)
+    if size is None:
+        return None, None
+    pre, after = (None if limit < 0 else limit for limit in size)  # -1 is TransformerEngine's "no limit"
+    return pre, after
+
+
+def _configured_window(module: Any) -> tuple[int, int] | None:
+    """Return ``config.window_size`` where this layer has it (``window_attn_skip_freq``)."""
+    return getattr(module.scale_mask_softmax, "window_size", None)  # absent before 0.16
+
+
+def visible(module: Any, mask: Tensor | None, causal: bool, batch: int) -> dict[str, Any]:
+    """Return the arguments of ``ops.attention`` that say what a query sees, as upstream decides it.
+
+    Upstream takes ``config.window_size`` alone, else the mask alone, else the causal triangle. The last query
+    stands at the last key, which matters only where there are more keys (a cache).
+    """
+    flags = settings.ATTENTION
+    if _configured_window(module) is not None and flags.pre_tokens is None and flags.next_tokens is None:
+        return {"offset": "end"}
+    if mask is None:
+        return {"causal": causal, "offset": "end"}
+    lengths = _documents_of(mask)
+    if lengths is None:
+        return {"mask": mask, "offset": "end"}
+    lengths *= batch // mask.size(0)
+    if len(lengths) == batch:
+        return {"causal": True}
+    return {"causal": True, "packed": Packed(lengths, lengths)}
+
+
+def _documents_of(mask: Tensor) -> tuple[int, ...] | None:
+    """Return ``documents_of(mask)``, found once: every layer is handed the same tensor."""
+    known = getattr(mask, "_megatron_npu_documents", None)
+    if known is None or known[0] != mask._version:
+        known = (mask._version, documents_of(mask))
+        mask._megatron_npu_documents = known
+    return known[1]
+
+
+def documents(packed_seq_params: Any, queries: int, keys: int) -> Packed:
+    """Return the lengths on the host, found once: every layer is handed the same object.
+
+    Padding between documents, and behind the last one, is a document of its own: it sees itself only, and
+    nobody reads what becomes of it.
+    """
+    known = getattr(packed_seq_params, "_megatron_npu_documents", None)
+    if known is None or (sum(known.query), sum(known.key)) != (queries, keys):
+        query = _lengths(packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded, queries)
+        key = _lengths(packed_seq_params.cu_seqlens_kv, packed_seq_params.cu_seqlens_kv_padded, keys)
+        known = Packed(*zip(*(pair for pair in zip(query, key, strict=True) if any(pair)), strict=True))
+        packed_seq_params._megatron_npu_documents = known
+    return known
+
+
+def _lengths(ends: Tensor, padded_ends: Tensor | None, tokens: int) -> list[int]:
+    """Return the lengths of document, padding, document, padding, … to the end of the tokens."""
+    bounds = ends.tolist()
+    starts = bounds if padded_ends is None else padded_ends.tolist()
+    lengths = []
+    for i in range(len(bounds) - 1):
+        length = bounds[i + 1] - bounds[i]
+        lengths += [length, starts[i + 1] - starts[i] - length]
+    return [*lengths, tokens - starts[-1]]

@@ -1,0 +1,307 @@
+"""The core attention of local specs against stock ``DotProductAttention``, on the installed megatron-core."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_npu import settings
+from megatron_npu.hosts.megatron_core import visibility
+from tests.hosts.megatron_core.conftest import load_stock, make_config
+from tests.hosts.megatron_core.test_adaptors import same_gradients
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def attention_pair(**changes):
+    """Return our attention module and a stock one, with the same configuration."""
+    from megatron.core.transformer import dot_product_attention as patched
+    from megatron.core.transformer.enums import AttnMaskType
+
+    stock = load_stock("megatron.core.transformer.dot_product_attention")
+    kind = getattr(AttnMaskType, changes.pop("mask_type", "causal"))
+    arguments = {"softmax_scale": changes.pop("softmax_scale", None)}
+    config = make_config(attention_softmax_in_fp32=True, **changes)
+    return tuple(
+        module.DotProductAttention(config, 1, kind, "self", **arguments).train()
+        for module in (patched, stock)
+    )
+
+
+def qkv(queries=12, keys=12, heads=4, groups=4, dtype=torch.float32):
+    torch.manual_seed(3)
+    shapes = [(queries, 2, heads, 8), (keys, 2, groups, 8), (keys, 2, groups, 8)]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("shape_order", ["SBH", "BSH"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_query_groups": 2},
+        {"apply_query_key_layer_scaling": True},
+        {"softmax_scale": 0.7},
+        {"mask_type": "padding"},
+        {"window_size": (3, 0)},
+        {"window_size": (3, 2)},
+        {"window_size": (40, 0), "num_query_groups": 1},
+    ],
+    ids=lambda changes: "-".join(changes) or "causal",
+)
+def test_attention(changes, shape_order, monkeypatch):
+    monkeypatch.setattr(settings.ATTENTION, "shape_order", shape_order)
+    ours, stock = attention_pair(**changes)
+    leaves = qkv(groups=changes.get("num_query_groups", 4))
+    mask = None
+    if changes.get("mask_type") == "padding":
+        mask = torch.zeros(2, 1, 1, 12, dtype=torch.bool)
+        mask[1, ..., 9:] = True
+    same_gradients(ours(*leaves, mask), stock(*leaves, mask), leaves)
+
+
+def test_bf16():
+    ours, stock = attention_pair(bf16=True)
+    leaves = qkv(dtype=torch.bfloat16)
+    same_gradients(ours(*leaves, None), stock(*leaves, None), leaves, atol=3e-2, rtol=3e-2)
+
+
+def test_attention_is_the_fused_one(monkeypatch):
+    """The scores are never materialised: torch's fused attention is called, the stock forward is not."""
+    calls = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *a, **k: calls.append(k["is_causal"]) or fused(*a, **k),
+    )
+    ours, _ = attention_pair()
+    ours(*qkv(), None)
+    assert calls == [True]
+
+
+# -- masks that a data loader builds ----------------------------------------------------------------
+
+
+def document_mask(*rows):
+    """Return ``[b, 1, s, s]``: causal within the documents of each row, as Megatron's datasets build it."""
+    masks = []
+    for lengths in rows:
+        document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        seen = (document[:, None] == document) & torch.ones(sum(lengths), sum(lengths)).tril().bool()
+        masks.append(~seen)
+    return torch.stack(masks)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("rows", "documents"),
+    [
+        ([[12], [12]], (12, 12)),
+        ([[12]], (12,)),
+        ([[5, 7], [1, 2, 9]], (5, 7, 1, 2, 9)),
+        ([[1] * 12, [12]], (*[1] * 12, 12)),
+    ],
+    ids=str,
+)
+def test_document_masks_are_recognised(rows, documents):
+    ours, stock = attention_pair()
+    leaves, mask = qkv(), document_mask(*rows)
+    assert visibility._documents_of(mask) == documents
+    same_gradients(ours(*leaves, mask), stock(*leaves, mask), leaves)
+
+
+def other_masks():
+    triangle = document_mask([12])
+    one_pair = triangle.clone()
+    one_pair[0, 0, 7, 3] = True
+    window = triangle | torch.ones(12, 12).tril(-4).bool()
+    prefix = triangle.clone()
+    prefix[..., :5, :5] = False
+    return {"one pair": one_pair, "window": window, "prefix": prefix, "none": torch.zeros_like(triangle)}
+
+
+@pytest.mark.parametrize("name", other_masks())
+def test_other_masks_are_applied_as_they_are(name):
+    """Also where the module is causal: upstream then takes the mask alone."""
+    mask = other_masks()[name]
+    assert visibility._documents_of(mask) is None
+    ours, stock = attention_pair()
+    leaves = qkv()
+    same_gradients(ours(*leaves, mask), stock(*leaves, mask), leaves)
+
+
+def test_a_mask_is_read_once_per_batch(monkeypatch):
+    read = []
+    monkeypatch.setattr(visibility, "documents_of", lambda mask: read.append(mask) or (12,), raising=True)
+    ours, _ = attention_pair()
+    mask = document_mask([12])
+    for _ in range(3):
+        ours(*qkv(), mask)
+    assert len(read) == 1
+    mask[0, 0, 5, 2] = True  # the buffer is used again, for another batch
+    ours(*qkv(), mask)
+    assert len(read) == 2
+
+
+# -- packed sequences -------------------------------------------------------------------------------
+
+
+def packed_params(*lengths, padded=None, key_lengths=None):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    def ends(values):
+        return torch.tensor([0, *values], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends(lengths),
+        cu_seqlens_kv=ends(key_lengths or lengths),
+        cu_seqlens_q_padded=None if padded is None else ends(padded),
+        cu_seqlens_kv_padded=None if padded is None else ends(padded),
+    )
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("window", [None, (3, 0)])
+def test_packed_sequences(groups, window):
+    """thd against stock, document by document; upstream itself refuses packed sequences here."""
+    ours, stock = attention_pair(num_query_groups=groups, window_size=window)
+    torch.manual_seed(3)
+    leaves = [torch.randn(14, n, 8, requires_grad=True) for n in (4, groups, groups)]
+    result = ours(*leaves, None, packed_seq_params=packed_params(5, 2, 7))
+    assert result.shape == (14, 32)
+    parts = zip(*(t.split([5, 2, 7]) for t in leaves), strict=True)
+    expected = torch.cat([stock(*(t[:, None] for t in part), None)[:, 0] for part in parts])
+    same_gradients(result, expected, leaves)
+
+
+def test_padding_between_packed_sequences():
+    ours, stock = attention_pair()
+    leaves = [torch.randn(16, 4, 8, requires_grad=True) for _ in range(3)]
+    result = ours(*leaves, None, packed_seq_params=packed_params(3, 5, padded=(4, 8)))
+    used = [slice(0, 3), slice(4, 9)]  # and 1, 3 and 4 tokens that are padding
+    expected = torch.cat([stock(*(t[u, None] for t in leaves), None)[:, 0] for u in used])
+    same_gradients(torch.cat([result[u] for u in used]), expected, leaves)
+
+
+def test_packed_through_self_attention():
+    """The whole SelfAttention: projections, reshaping, the checkpoint of core attention."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    spec = get_gpt_layer_local_spec().submodules.self_attention
+    config = make_config(recompute_granularity="selective", recompute_modules=["core_attn"])
+    layer = build_module(spec, config=config, layer_number=1).train()
+    torch.manual_seed(5)
+    hidden, grad = torch.randn(9, 1, 32), torch.randn(9, 1, 32)
+    together, apart = (hidden.clone().requires_grad_() for _ in range(2))
+    packed, _ = layer(together, None, packed_seq_params=packed_params(4, 5))
+    parts = torch.cat([layer(part, None)[0] for part in apart.split([4, 5])])
+    torch.testing.assert_close(packed, parts)
+    packed.backward(grad)  # .grad() is not for checkpoints
+    parts.backward(grad)
+    torch.testing.assert_close(together.grad, apart.grad)
+
+
+def test_packed_lengths_are_read_once_per_batch():
+    params = packed_params(5, 0, 7, padded=(6, 0, 8))
+    found = visibility.documents(params, 14, 14)
+    assert found.query == found.key == (5, 1, 7, 1)
+    assert visibility.documents(params, 14, 14) is found
+
+
+# -- windows, caches, dropout -----------------------------------------------------------------------
+
+
+def test_window_flags_reach_the_attention(monkeypatch):
+    _, stock = attention_pair(window_size=(3, 0))
+    free, plain = attention_pair()
+    leaves = qkv()
+    monkeypatch.setattr(settings.ATTENTION, "pre_tokens", 3)
+    monkeypatch.setattr(settings.ATTENTION, "next_tokens", 0)
+    for mask in (None, document_mask([12], [12])):
+        torch.testing.assert_close(free(*leaves, mask), stock(*leaves, None))
+    monkeypatch.setattr(settings.ATTENTION, "pre_tokens", 65536)
+    monkeypatch.setattr(settings.ATTENTION, "next_tokens", 65536)
+    torch.testing.assert_close(free(*leaves, None), plain(*leaves, None))
+
+
+@pytest.mark.parametrize("window", [None, (4, 0)])
+def test_cached_keys(window):
+    """New queries behind cached keys see what the last queries of the whole see."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    ours, stock = attention_pair(window_size=window)
+    query, key, value = qkv()
+    whole = stock(query, key, value, None)
+    torch.testing.assert_close(ours(query[10:], key, value, None), whole[10:])
+    one = ours(query[11:], key, value, None, attn_mask_type=AttnMaskType.no_mask)  # as upstream decodes
+    torch.testing.assert_close(one, whole[11:])
+
+
+@pytest.mark.parametrize("changes", [{}, {"window_size": (3, 0)}], ids=["causal", "window"])
+def test_dropout_draws_from_the_tracker(changes):
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    ours, _ = attention_pair(attention_dropout=0.5, **changes)
+    leaves = qkv()
+    states = get_cuda_rng_tracker().get_states()
+    default = torch.get_rng_state()
+    first = ours(*leaves, None)
+    assert torch.equal(torch.get_rng_state(), default), "the default generator must not move"
+    assert not torch.equal(ours(*leaves, None), first), "the tracker's generator must move"
+    get_cuda_rng_tracker().set_states(states)
+    assert torch.equal(ours(*leaves, None), first)
+    assert torch.equal(ours.eval()(*leaves, None), ours.eval()(*leaves, None))
+
+
+def test_recomputation_drops_the_same_weights():
+    """Megatron's checkpoint restores the tracker's states before it runs the forward again."""
+    from megatron.core import tensor_parallel
+
+    ours, _ = attention_pair(attention_dropout=0.5)
+    leaves = qkv()
+    grad = torch.ones(12, 2, 32)
+    states = tensor_parallel.get_cuda_rng_tracker().get_states()
+    plain = torch.autograd.grad(ours(*leaves, None), leaves, grad)
+    tensor_parallel.get_cuda_rng_tracker().set_states(states)
+    result = tensor_parallel.checkpoint(lambda *t: ours(*t, None), False, *leaves)
+    result.backward(grad)
+    for left, leaf in zip(plain, leaves, strict=True):
+        assert torch.equal(left, leaf.grad)
+
+
+# -- what goes to upstream's forward ----------------------------------------------------------------
+
+
+def test_unfused_backend_runs_upstreams_forward(monkeypatch):
+    from megatron.core.transformer.enums import AttnBackend
+
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: pytest.fail("fused")
+    )
+    ours, stock = attention_pair(attention_backend=AttnBackend.unfused)
+    leaves = qkv()
+    torch.testing.assert_close(ours(*leaves, None), stock(*leaves, None))
+
+
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_other_softmaxes_are_upstreams_and_said(softmax_type, monkeypatch):
+    from megatron_npu.ops import dispatch
+
+    ours, stock = attention_pair(softmax_type=softmax_type)
+    stock.load_state_dict(ours.state_dict())
+    leaves = qkv()
+    torch.testing.assert_close(ours(*leaves, None), stock(*leaves, None))
+    assert dispatch.refusals["attention", f"softmax_type={softmax_type}"] >= 1
+    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
+    with pytest.raises(dispatch.FusedPathRefusedError, match=softmax_type):
+        ours(*leaves, None)
+
+
+def test_an_unknown_packing_is_upstreams_to_refuse():
+    ours, _ = attention_pair()
+    params = packed_params(5, 7)
+    params.qkv_format = "sbhd"
+    with pytest.raises(AssertionError, match="Packed sequence is not supported"):
+        ours(*qkv(), None, packed_seq_params=params)
