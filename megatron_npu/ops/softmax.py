@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_npu.ops.dispatch import Operation
 
 MASKED = -10000.0  # what megatron's attention_mask_func writes; a fully masked row becomes uniform
 
@@ -18,14 +24,80 @@ def scale_mask_softmax(scores: Tensor, mask: Tensor | None, scale: float | None,
         causal: mask keys after the query (top left aligned, sq == sk).
 
     Returns:
-        ``[b, n, sq, sk]`` in the dtype of ``scores``; computed in fp32.
+        ``[b, n, sq, sk]`` in the dtype of ``scores``; computed in fp32. A fully masked row is uniform, and
+        no gradient flows through what is masked.
+
+    Source: the torch path of ``FusedScaleMaskSoftmax`` with ``attention_softmax_in_fp32``.
     """
-    precise = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if scale is not None:
-        precise = precise * scale
     if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        future = future_keys(scores.size(-2), scores.size(-1), scores.device)
         mask = future if mask is None else mask | future
+    return _scale_mask_softmax(scores, mask, 1.0 if scale is None else float(scale))
+
+
+@lru_cache(maxsize=4)  # the same shape comes back at every layer of every step
+def future_keys(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return ``[1, 1, queries, keys]``, True where the key comes after the query."""
+    return torch.ones((1, 1, queries, keys), dtype=torch.bool, device=device).triu_(1)
+
+
+def _reference(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    precise = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if mask is not None:
         precise = precise.masked_fill(mask, MASKED)
     return precise.softmax(-1).to(scores.dtype)
+
+
+_scale_mask_softmax = Operation("scale_mask_softmax", _reference, group="softmax")
+
+
+class _ScaleMaskSoftmax(torch.autograd.Function):
+    """Keeps the probabilities in the dtype of the scores, where autograd keeps them in fp32 too."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        precise = torch.mul(scores.to(torch.promote_types(scores.dtype, torch.float32)), scale)
+        if mask is not None:
+            precise.masked_fill_(mask, MASKED)
+        probabilities = precise.softmax(-1).to(scores.dtype)
+        ctx.save_for_backward(probabilities, mask)
+        ctx.scale = scale
+        return probabilities
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        probabilities, mask = ctx.saved_tensors
+        result = torch._softmax_backward_data(grad, probabilities, -1, probabilities.dtype).mul_(ctx.scale)
+        if mask is not None:
+            result.masked_fill_(mask, 0.0)  # matters in fully masked rows, which are uniform and not zero
+        return result, None, None
+
+
+_scale_mask_softmax.on("cpu", "cuda")(_ScaleMaskSoftmax.apply)
+
+
+def _beyond_npu(scores: Tensor, mask: Tensor | None, scale: float) -> str | None:
+    """Return which documented limit of ``npu_scaled_masked_softmax`` (torch_npu 2.13) the call exceeds."""
+    if scores.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"npu_scaled_masked_softmax takes no {scores.dtype}"
+    if scores.dim() != 4:
+        return f"npu_scaled_masked_softmax takes 4 dimensions, not {scores.dim()}"
+    for name, size in (("queries", scores.size(2)), ("keys", scores.size(3))):
+        if not 32 <= size <= 4096 or size % 32:
+            return f"npu_scaled_masked_softmax takes 32 to 4096 {name} in multiples of 32, not {size}"
+    return None
+
+
+@_scale_mask_softmax.on("npu", supports=_beyond_npu)
+def _npu(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    import torch_npu
+
+    if mask is None:  # the kernel has no case without a mask
+        mask = _nothing_masked(scores.size(-2), scores.size(-1), scores.device)
+    return torch_npu.npu_scaled_masked_softmax(scores, mask, scale, False)
+
+
+@lru_cache(maxsize=4)
+def _nothing_masked(queries: int, keys: int, device: torch.device) -> Tensor:
+    return torch.zeros((1, 1, queries, keys), dtype=torch.bool, device=device)

@@ -1,0 +1,70 @@
+"""Activations of the MLP, with the bias of the layer before them: GELU, SwiGLU and GEGLU.
+
+Each keeps only its inputs for backward. One file per device; ``reference`` says what they compute.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_npu.ops.activation import cpu, cuda, npu, reference  # noqa: F401  (each device registers itself)
+
+__all__ = ["bias_gelu", "bias_gelu_backward", "bias_gelu_exact", "geglu", "swiglu", "swiglu_backward"]
+
+
+def bias_gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``gelu(input + bias)``, tanh form (Hendrycks and Gimpel 2016), as upstream's fused kernel.
+
+    Args:
+        input: ``[..., h]``, fp32, bf16 or fp16.
+        bias: ``[h]``, or None.
+
+    The tanh form is what upstream trains with; the exact (erf) form would change the model silently.
+    """
+    return reference.bias_gelu(input, bias, "tanh")
+
+
+def bias_gelu_exact(input: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``gelu(input + bias)`` with erf: what upstream's ``erf_gelu`` and unfused ``F.gelu`` compute."""
+    return reference.bias_gelu(input, bias, "none")
+
+
+def bias_gelu_backward(grad: Tensor, input: Tensor, bias: Tensor) -> Tensor:
+    """Return the gradient of ``bias_gelu`` for ``input``, ``[..., h]``; its sum over rows is the bias's.
+
+    For autograd functions of upstream that keep the two themselves; ``bias_gelu`` differentiates itself.
+    """
+    return torch.ops.aten.gelu_backward(grad, input + bias, approximate="tanh")
+
+
+def swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``silu(a) * b`` for ``input + bias = [a, b]`` (Shazeer 2020).
+
+    Args:
+        input: ``[..., 2h]``, fp32, bf16 or fp16.
+        bias: ``[2h]``, or None.
+
+    Returns:
+        ``[..., h]``.
+    """
+    return reference.swiglu(input, bias)
+
+
+def swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
+    """Return the gradient of ``swiglu``: ``[..., h]`` and the forward's ``[..., 2h]`` to ``[..., 2h]``.
+
+    For autograd functions of upstream that keep the input themselves.
+    """
+    gate, value = input.chunk(2, -1)
+    output = input.new_empty(input.shape)
+    grad_gate, grad_value = output.chunk(2, -1)
+    grad_gate.copy_(torch.ops.aten.silu_backward(grad * value, gate))
+    torch.mul(grad, F.silu(gate), out=grad_value)
+    return output
+
+
+def geglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``gelu(a) * b``, tanh form, for ``input + bias = [a, b]``; shapes as ``swiglu``."""
+    return reference.geglu(input, bias)
