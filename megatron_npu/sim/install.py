@@ -19,7 +19,7 @@ _KEPT = set(
 )
 
 # Their AutogradPrivateUse1 kernels in torch_npu call into op-plugin past the dispatcher.
-_COMPOSITE = ("one_hot",)
+_COMPOSITE = ("one_hot", "binary_cross_entropy_with_logits", "renorm")
 
 # An operation has a host computation if one of these keys has a kernel for it.
 _HOST_KEYS = (

@@ -96,7 +96,8 @@ def _install(directory: Path, version: str) -> None:
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if result.returncode:
-        errors = [line.strip() for line in result.stdout.splitlines() if "ERROR" in line] or ["pip failed"]
+        errors = [line.strip() for line in result.stdout.splitlines() if "ERROR" in line]
+        errors = errors or result.stdout.splitlines()[-1:] or ["pip failed"]
         raise UsageError(
             f"no torch-npu=={version} for Python {platform.python_version()} ({errors[-1]})",
             "a torch for which a torch-npu wheel is published, and a registry that can be reached",
