@@ -169,8 +169,14 @@ def _mask_shape(a: SimpleNamespace) -> bool:
 
 def _compressed_content(a: SimpleNamespace) -> bool:
     if a.sparse_mode in COMPRESSED_MODES:
-        return torch.equal(a.atten_mask.bool(), _triangle())
-    return a.sparse_mode != 6 or torch.equal(a.atten_mask.bool(), _triangle_and_rectangle())
+        return _same_mask(a.atten_mask, _triangle())
+    return a.sparse_mode != 6 or _same_mask(a.atten_mask, _triangle_and_rectangle())
+
+
+def _same_mask(mask: Tensor, wanted: Tensor) -> bool:
+    """Compare eight elements at a time first: this runs at every call of every layer."""
+    words = mask.contiguous().view(torch.int64)
+    return torch.equal(words, wanted.view(torch.int64)) or torch.equal(mask.bool(), wanted)
 
 
 @lru_cache(maxsize=1)

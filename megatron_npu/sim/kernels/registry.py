@@ -34,6 +34,12 @@ class Kernel:
     checked: Callable[..., Any]
 
 
+# Operations of torch_npu that only allocate or read and write metadata: they work without a kernel.
+_NEED_NO_KERNEL = {"npu_change_data_ptr"}
+# torch_npu prefixes the operations of its own that compute.
+_COMPUTING = ("npu_", "_npu_")
+_HOST_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+
 KERNELS: dict[str, Kernel] = {}
 _libraries: list[torch.library.Library] = []  # a Library takes its kernels with it when it is collected
 
@@ -74,38 +80,67 @@ def _with_limits(operation: str, function: Callable[..., Any]) -> Callable[..., 
 def register_all() -> list[str]:
     """Register every declared kernel as the CPU kernel of each schema that this torch_npu has.
 
-    The simulator's device kernel calls them with host views of the device's memory, below autograd.
+    The simulator's device kernel calls them with host views of the device's memory, below autograd. An
+    operation of torch_npu that computes and has no kernel raises an error that says so.
 
     Returns:
         The operations that this torch_npu does not define; the tested version defines all.
     """
     known = set(torch._C._dispatch_get_all_op_names())
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    undefined = set(KERNELS)
     for namespace in NAMESPACES:
         library = torch.library.Library(namespace, "IMPL")
         _libraries.append(library)
         for operation, each in KERNELS.items():
-            full = f"{namespace}::{operation}"
-            if full not in known:
-                continue
-            undefined.discard(operation)
-            if not has_kernel(full, "CPU"):
-                library.impl(operation, each.checked, "CPU")
-            if namespace == "npu" and not has_kernel(full, "AutogradCPU"):
-                library.impl(operation, _refuse_host(operation), "AutogradCPU")
-    return sorted(undefined)
+            if f"{namespace}::{operation}" in known:
+                _register(library, namespace, operation, each)
+    for name in sorted(known):
+        if _lacks_kernel(name):
+            _libraries[0].impl(name.removeprefix("npu::"), _refuse_unknown(name), "PrivateUse1")
+    return sorted(name for name in KERNELS if not known & {f"{space}::{name}" for space in NAMESPACES})
 
 
-def _refuse_host(operation: str) -> Callable[..., Any]:
-    """Return a kernel for calls with host tensors only, which hardware cannot run either.
+def _register(library: torch.library.Library, namespace: str, operation: str, each: Kernel) -> None:
+    """Register a kernel; for host tensors, which hardware cannot compute with, a refusal in front of it.
 
-    The simulator's device kernel goes to the CPU key directly, past this one.
+    The simulator's device kernel goes to the CPU key directly, past the one for autograd on the host.
     """
+    full = f"{namespace}::{operation}"
+    if not _has_kernel(full, "CPU"):
+        library.impl(operation, each.checked, "CPU")
+    if namespace == "npu" and not _has_kernel(full, "AutogradCPU"):
+        library.impl(operation, _refuse_host(full), "AutogradCPU")
 
+
+def _lacks_kernel(name: str) -> bool:
+    """Tell whether an operation is one that torch_npu computes on the device and nothing here does."""
+    namespace, _, operation = name.partition("::")
+    return (
+        namespace == "npu"
+        and operation.startswith(_COMPUTING)
+        and operation not in _NEED_NO_KERNEL
+        and _has_kernel(name, "PrivateUse1")
+        and not any(_has_kernel(name, key) for key in _HOST_KEYS)
+    )
+
+
+def _has_kernel(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def _refuse_host(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"Could not run 'npu::{operation}' with arguments from the 'CPU' backend: move them to the NPU"
+            f"Could not run '{name}' with arguments from the 'CPU' backend: move them to the NPU"
+        )
+
+    return refuse
+
+
+def _refuse_unknown(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} has no kernel on the simulated NPU. Write one in megatron_npu/sim/kernels "
+            "(docs/simulator-kernels.md says how), or run this on hardware"
         )
 
     return refuse
