@@ -73,7 +73,8 @@ const char* name_of(Operation operation) {
 }
 
 std::string describe(const Call& call) {
-  std::string text = std::string(name_of(call.operation)) + " #" + std::to_string(call.sequence);
+  std::string text = name_of(call.operation);
+  if (call.sequence != 0) text += " #" + std::to_string(call.sequence);
   if (call.operation == Operation::Barrier) return text;
   text += " (";
   if (!counts_differ_by_rank(call.operation)) text += std::to_string(call.count) + " x ";

@@ -32,7 +32,7 @@ struct Call {
   uint32_t root;       // rank or kNone
   uint64_t count;      // elements, as passed by the caller; 0 where ranks may pass different numbers
   // Collectives: their number on this communicator, from 1. Send and receive: the number of the message
-  // from this sender to this receiver, from 1.
+  // from this sender to this receiver, from 1. 0: not yet numbered.
   uint64_t sequence;
 };
 

@@ -33,14 +33,8 @@ thread_local Group group;
 std::vector<Transfer> number(Communicator& communicator, const std::vector<Message>& messages) {
   std::vector<Transfer> transfers;
   for (const Message& message : messages) {
-    const uint32_t from = message.outgoing ? communicator.rank : message.peer;
-    const uint32_t to = message.outgoing ? message.peer : communicator.rank;
-    const Call call{Operation::SendReceive,
-                    message.dtype,
-                    kNone,
-                    kNone,
-                    message.count,
-                    communicator.next_message(from, to)};
+    const uint64_t sequence = communicator.next_message(message.outgoing, message.peer);
+    const Call call{Operation::SendReceive, message.dtype, kNone, kNone, message.count, sequence};
     transfers.push_back({message.outgoing ? Transfer::Send : Transfer::Receive, message.peer,
                          static_cast<char*>(message.data), message.count * size_of(message.dtype), call});
   }
@@ -103,7 +97,7 @@ std::shared_ptr<Communicator> usable(HcclComm handle, HcclResult* result) {
     *result = refuse(HCCL_E_PTR, "the communicator was destroyed or never created");
     return nullptr;
   }
-  if (communicator->error() != HCCL_SUCCESS) {
+  if (communicator->adopt_failure() != HCCL_SUCCESS) {
     *result = refuse(communicator->error(), communicator->error_text());
     return nullptr;
   }

@@ -29,7 +29,7 @@ class Communicator {
 
   // Numbers for the next call, taken on the calling thread in the order of the program.
   uint64_t next_collective() { return ++collectives_; }
-  uint64_t next_message(uint32_t from, uint32_t to) { return ++messages_[{from, to}]; }
+  uint64_t next_message(bool outgoing, uint32_t peer) { return ++messages_[{outgoing, peer}]; }
 
   // Notes that this rank joins the sub-communicator that `host` offers under `serial`; false if it did
   // before.
@@ -42,7 +42,7 @@ class Communicator {
   std::string error_text();
   // Makes the failure known everywhere, see above; returns `code`. Only the first one counts.
   HcclResult fail(HcclResult code, const std::string& text);
-  // Takes over a failure that another rank has written into the segment.
+  // Takes over a failure that another rank has written into the segment; returns the error, if there is one.
   HcclResult adopt_failure();
 
  private:
@@ -50,7 +50,7 @@ class Communicator {
 
   std::unique_ptr<Segment> segment_;
   uint64_t collectives_ = 0;
-  std::map<std::pair<uint32_t, uint32_t>, uint64_t> messages_;
+  std::map<std::pair<bool, uint32_t>, uint64_t> messages_;
   std::set<std::pair<uint32_t, uint32_t>> taken_up_;
   std::mutex error_mutex_;
   std::string error_text_;

@@ -32,13 +32,16 @@ class Lane {
         channel_(direction == Transfer::Send ? communicator.segment().channel(communicator.rank, peer)
                                              : communicator.segment().channel(peer, communicator.rank)) {}
 
-  void add(const Transfer* transfer) { waiting_.push_back(transfer); }
+  void add(const Transfer* transfer) {
+    waiting_.push_back(transfer);
+    last_ = transfer;
+  }
 
   // Moves as many chunks as the channel allows; returns whether it moved any. A message that does not fit
   // the one expected is left to `mismatch`.
   bool advance() {
     bool moved = false;
-    while (!waiting_.empty() && mismatch_.empty() && (direction_ == Transfer::Send ? fill() : empty()))
+    while (!waiting_.empty() && mismatch_.empty() && (direction_ == Transfer::Send ? fill() : drain()))
       moved = true;
     if (moved) communicator_.segment().ring(peer_);
     return moved;
@@ -54,11 +57,12 @@ class Lane {
   const std::string& mismatch() const { return mismatch_; }
   uint32_t peer() const { return peer_; }
 
-  // For example "to send 16384 of 65536 bytes of message #3 (16384 x fp32) to".
+  // What is not done yet, up to the peer's name; for example "to send 16384 of 65536 bytes of Broadcast #3
+  // (16384 x fp32, root 0) to".
   std::string describe() const {
-    const char* verb = direction_ == Transfer::Send ? "to send " : "to receive ";
-    if (waiting_.empty()) return "for its data to be received by";
+    if (waiting_.empty()) return "until " + hccl::describe(last_->call) + " is received by";
     const Transfer& front = *waiting_.front();
+    const std::string verb = direction_ == Transfer::Send ? "to send " : "to receive ";
     return verb + std::to_string(front.bytes - moved_) + " of " + std::to_string(front.bytes) + " bytes of " +
            hccl::describe(front.call) + (direction_ == Transfer::Send ? " to" : " from");
   }
@@ -80,7 +84,7 @@ class Lane {
   }
 
   // Receiver: copies the next chunk out of its slot, if it belongs to the message that is expected.
-  bool empty() {
+  bool drain() {
     const uint64_t consumed = channel_.consumed.load(std::memory_order_relaxed);
     if (channel_.written.load(std::memory_order_acquire) == consumed) return false;
     const Transfer& front = *waiting_.front();
@@ -116,6 +120,7 @@ class Lane {
   const Completion completion_;
   Channel& channel_;
   std::deque<const Transfer*> waiting_;
+  const Transfer* last_ = nullptr;
   uint64_t moved_ = 0;  // bytes of the front message
   std::string mismatch_;
 };
@@ -173,10 +178,15 @@ std::string last_seen(Communicator& communicator, uint32_t peer) {
   return text + ", which last entered " + describe(call);
 }
 
+// Send and receive have no call in common; what is under way is told per peer.
+std::string name_in_waiting(const Call& current) {
+  return current.operation == Operation::SendReceive ? "send/receive" : describe(current);
+}
+
 HcclResult time_out(Communicator& communicator, const Call& current, const std::vector<Lane>& lanes) {
   std::string text = "timeout after " + std::to_string(patience().count()) + " s without progress" +
                      where(communicator) + communicator.segment().describe(communicator.rank) + " in " +
-                     describe(current) + " waits";
+                     name_in_waiting(current) + " waits";
   for (const Lane& lane : lanes) {
     if (!lane.done()) text += "\n    " + lane.describe() + " " + last_seen(communicator, lane.peer());
   }
@@ -214,7 +224,7 @@ HcclResult report_death(Communicator& communicator, const Call& current, const L
   return communicator.fail(
       HCCL_E_REMOTE, "a peer is gone" + where(communicator) + communicator.segment().describe(lane.peer()) +
                          " has ended, but " + communicator.segment().describe(communicator.rank) + " in " +
-                         describe(current) + " waits " + lane.describe() + " it");
+                         name_in_waiting(current) + " waits " + lane.describe() + " it");
 }
 
 }  // namespace

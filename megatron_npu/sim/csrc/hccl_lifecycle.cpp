@@ -168,7 +168,7 @@ SIM_API HcclResult HcclCommDestroy(HcclComm handle) {
 SIM_API HcclResult HcclGetCommAsyncError(HcclComm handle, HcclResult* error) {
   auto communicator = communicator_of(handle);
   if (!communicator) return HCCL_E_PTR;
-  *error = communicator->error();
+  *error = communicator->adopt_failure();
   if (*error != HCCL_SUCCESS) refuse(*error, communicator->error_text());
   return HCCL_SUCCESS;
 }
