@@ -22,9 +22,10 @@ from torch.autograd.function import once_differentiable
 from megatron_npu.ops.attention.case import Case, Segment
 from megatron_npu.ops.attention.layouts import from_bnsd, to_bnsd
 
-# Measured on a Xeon with AMX, one core, head size 64: 64 or 256 rows are up to 15 % slower in fp32, scratch
-# of 2^18 elements up to 10 %, and beyond 2^20 nothing is gained.
-TILE_ROWS = 128
+# Measured on a Xeon with AMX, one core, head size 64: fp32 is slower with other numbers, bf16 products
+# want taller tiles; scratch of 2^18 elements costs up to 10 %, and beyond 2^20 nothing is gained.
+TILE_ROWS = {torch.bfloat16: 256}
+TILE_ROWS_ELSE = 128
 TILE_AREA = 1 << 20
 
 
@@ -48,7 +49,7 @@ class _Blockwise(torch.autograd.Function):
         result = q.new_zeros(*q.shape[:-1], v.size(-1))
         with _products_of(query.dtype):
             scratch = _Scratch(q.dtype, ctx.seed, case)
-            for tile in _tiles(q.size(0), case):
+            for tile in _tiles(q.size(0), query.dtype, case):
                 weights = scratch.softmax(tile, tile.rows(q), tile.columns(k))
                 output = tile.rows(result)
                 dropped = scratch.drop(weights, out=weights)
@@ -65,7 +66,7 @@ class _Blockwise(torch.autograd.Function):
         dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
         with _products_of(query.dtype):
             scratch = _Scratch(q.dtype, ctx.seed, case)
-            for tile in _tiles(q.size(0), case):
+            for tile in _tiles(q.size(0), query.dtype, case):
                 _tile_backward(tile, scratch, (q, k, v, g), (dq, dk, dv), case.scale)
         return (*(_ungrouped(t, case, query.dtype) for t in (dq, dk, dv)), None)
 
@@ -118,15 +119,16 @@ class _Tile(NamedTuple):
         return tensor[self.h0 : self.h1, start + self.k0 : start + self.k1].flatten(1, 2)
 
 
-def _tiles(heads: int, case: Case) -> Iterator[_Tile]:
+def _tiles(heads: int, dtype: torch.dtype, case: Case) -> Iterator[_Tile]:
     """Cut the visible part of every segment into tiles, always in the same order."""
     repeats = case.heads // case.key_heads
+    rows = max(1, TILE_ROWS.get(dtype, TILE_ROWS_ELSE) // repeats)
     # a mask may differ between batches: then the heads of one tile come from one batch
     span = heads if case.mask is None else case.key_heads
     for segment in case.segments:
         begin, last = segment.seeing()
         while begin < last:
-            end = _end_of_tile(segment, begin, last, repeats)
+            end = _end_of_tile(segment, begin, min(last, begin + rows), repeats)
             k0, k1 = segment.keys_of(begin, end)
             together = max(1, TILE_AREA // ((end - begin) * repeats * (k1 - k0)))
             for first in range(0, heads, span):
@@ -136,9 +138,8 @@ def _tiles(heads: int, case: Case) -> Iterator[_Tile]:
             begin = end
 
 
-def _end_of_tile(segment: Segment, begin: int, last: int, repeats: int) -> int:
-    """Return where a tile that begins at query ``begin`` ends: fewer rows where keys are many."""
-    end = min(last, begin + max(1, TILE_ROWS // repeats))
+def _end_of_tile(segment: Segment, begin: int, end: int, repeats: int) -> int:
+    """Return ``end``, or less where the keys of queries ``[begin, end)`` are too many for one tile."""
     k0, k1 = segment.keys_of(begin, end)
     return min(end, begin + max(1, TILE_AREA // (repeats * (k1 - k0))))
 
