@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_npu import settings
+from megatron_npu import devices, settings
 from megatron_npu.hosts.megatron_core import visibility
 from tests.hosts.megatron_core.conftest import load_stock, make_config
 from tests.hosts.megatron_core.test_adaptors import same_gradients
@@ -28,10 +28,18 @@ def attention_pair(**changes):
     )
 
 
-def qkv(queries=12, keys=12, heads=4, groups=4, dtype=torch.float32):
+def here():
+    """Return the device of this run: the NPU under `megatron-npu sim`."""
+    return devices.current().torch_device()
+
+
+def leaves_of(*shapes, dtype=torch.float32):
     torch.manual_seed(3)
-    shapes = [(queries, 2, heads, 8), (keys, 2, groups, 8), (keys, 2, groups, 8)]
-    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    return [torch.randn(shape, dtype=dtype, device=here(), requires_grad=True) for shape in shapes]
+
+
+def qkv(queries=12, keys=12, heads=4, groups=4, dtype=torch.float32):
+    return leaves_of((queries, 2, heads, 8), *[(keys, 2, groups, 8)] * 2, dtype=dtype)
 
 
 @pytest.mark.parametrize("shape_order", ["SBH", "BSH"])
@@ -55,7 +63,7 @@ def test_attention(changes, shape_order, monkeypatch):
     leaves = qkv(groups=changes.get("num_query_groups", 4))
     mask = None
     if changes.get("mask_type") == "padding":
-        mask = torch.zeros(2, 1, 1, 12, dtype=torch.bool)
+        mask = torch.zeros(2, 1, 1, 12, dtype=torch.bool, device=here())
         mask[1, ..., 9:] = True
     same_gradients(ours(*leaves, mask), stock(*leaves, mask), leaves)
 
@@ -66,6 +74,7 @@ def test_bf16():
     same_gradients(ours(*leaves, None), stock(*leaves, None), leaves, atol=3e-2, rtol=3e-2)
 
 
+@pytest.mark.skipif("here().type != 'cpu'", reason="counts the CPU's calls")
 def test_attention_is_the_fused_one(monkeypatch):
     """The scores are never materialised: torch's fused attention is called, the stock forward is not."""
     calls = []
@@ -90,7 +99,7 @@ def document_mask(*rows):
         document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         seen = (document[:, None] == document) & torch.ones(sum(lengths), sum(lengths)).tril().bool()
         masks.append(~seen)
-    return torch.stack(masks)[:, None]
+    return torch.stack(masks)[:, None].to(here())
 
 
 @pytest.mark.parametrize(
@@ -114,13 +123,13 @@ def other_masks():
     triangle = document_mask([12])
     one_pair = triangle.clone()
     one_pair[0, 0, 7, 3] = True
-    window = triangle | torch.ones(12, 12).tril(-4).bool()
+    window = triangle | torch.ones(12, 12, device=here()).tril(-4).bool()
     prefix = triangle.clone()
     prefix[..., :5, :5] = False
     return {"one pair": one_pair, "window": window, "prefix": prefix, "none": torch.zeros_like(triangle)}
 
 
-@pytest.mark.parametrize("name", other_masks())
+@pytest.mark.parametrize("name", ["one pair", "window", "prefix", "none"])
 def test_other_masks_are_applied_as_they_are(name):
     """Also where the module is causal: upstream then takes the mask alone."""
     mask = other_masks()[name]
@@ -150,7 +159,7 @@ def packed_params(*lengths, padded=None, key_lengths=None):
     from megatron.core.packed_seq_params import PackedSeqParams
 
     def ends(values):
-        return torch.tensor([0, *values], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return torch.tensor([0, *values], device=here()).cumsum(0).int()
 
     return PackedSeqParams(
         qkv_format="thd",
@@ -166,8 +175,7 @@ def packed_params(*lengths, padded=None, key_lengths=None):
 def test_packed_sequences(groups, window):
     """thd against stock, document by document; upstream itself refuses packed sequences here."""
     ours, stock = attention_pair(num_query_groups=groups, window_size=window)
-    torch.manual_seed(3)
-    leaves = [torch.randn(14, n, 8, requires_grad=True) for n in (4, groups, groups)]
+    leaves = leaves_of(*((14, n, 8) for n in (4, groups, groups)))
     result = ours(*leaves, None, packed_seq_params=packed_params(5, 2, 7))
     assert result.shape == (14, 32)
     parts = zip(*(t.split([5, 2, 7]) for t in leaves), strict=True)
@@ -177,7 +185,7 @@ def test_packed_sequences(groups, window):
 
 def test_padding_between_packed_sequences():
     ours, stock = attention_pair()
-    leaves = [torch.randn(16, 4, 8, requires_grad=True) for _ in range(3)]
+    leaves = leaves_of(*[(16, 4, 8)] * 3)
     result = ours(*leaves, None, packed_seq_params=packed_params(3, 5, padded=(4, 8)))
     used = [slice(0, 3), slice(4, 9)]  # and 1, 3 and 4 tokens that are padding
     expected = torch.cat([stock(*(t[u, None] for t in leaves), None)[:, 0] for u in used])
@@ -191,9 +199,9 @@ def test_packed_through_self_attention():
 
     spec = get_gpt_layer_local_spec().submodules.self_attention
     config = make_config(recompute_granularity="selective", recompute_modules=["core_attn"])
-    layer = build_module(spec, config=config, layer_number=1).train()
+    layer = build_module(spec, config=config, layer_number=1).train().to(here())
     torch.manual_seed(5)
-    hidden, grad = torch.randn(9, 1, 32), torch.randn(9, 1, 32)
+    hidden, grad = (torch.randn(9, 1, 32, device=here()) for _ in range(2))
     together, apart = (hidden.clone().requires_grad_() for _ in range(2))
     packed, _ = layer(together, None, packed_seq_params=packed_params(4, 5))
     parts = torch.cat([layer(part, None)[0] for part in apart.split([4, 5])])
@@ -246,9 +254,9 @@ def test_dropout_draws_from_the_tracker(changes):
     ours, _ = attention_pair(attention_dropout=0.5, **changes)
     leaves = qkv()
     states = get_cuda_rng_tracker().get_states()
-    default = torch.get_rng_state()
+    default = torch.cuda.get_rng_state()
     first = ours(*leaves, None)
-    assert torch.equal(torch.get_rng_state(), default), "the default generator must not move"
+    assert torch.equal(torch.cuda.get_rng_state(), default), "the default generator must not move"
     assert not torch.equal(ours(*leaves, None), first), "the tracker's generator must move"
     get_cuda_rng_tracker().set_states(states)
     assert torch.equal(ours(*leaves, None), first)
@@ -261,7 +269,7 @@ def test_recomputation_drops_the_same_weights():
 
     ours, _ = attention_pair(attention_dropout=0.5)
     leaves = qkv()
-    grad = torch.ones(12, 2, 32)
+    grad = torch.ones(12, 2, 32, device=here())
     states = tensor_parallel.get_cuda_rng_tracker().get_states()
     plain = torch.autograd.grad(ours(*leaves, None), leaves, grad)
     tensor_parallel.get_cuda_rng_tracker().set_states(states)
