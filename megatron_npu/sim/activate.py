@@ -8,7 +8,7 @@ import importlib.machinery
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,38 +49,71 @@ def arm(site: str) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Acts before torch's first line (torch itself imports torch_npu), after torch_npu's last, and so on."""
+    """Finds a package as the others do, and puts its context around its execution."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _ACTIONS:
+        if fullname not in _CONTEXTS:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Around(spec.loader, *_ACTIONS[fullname])
+            spec.loader = _Around(spec.loader, _CONTEXTS[fullname])
         return spec
 
 
 class _Around(importlib.abc.Loader):
-    """A package's own loader with something done before and after its execution."""
+    """A package's own loader, with a context around the execution of the package."""
 
-    def __init__(self, loader: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
-        self._loader, self._before, self._after = loader, before, after
+    def __init__(self, loader: Any, context: Callable[[], AbstractContextManager]) -> None:
+        self._loader, self._context = loader, context
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        with unarmed():
-            self._before()
-        self._loader.exec_module(module)
-        with unarmed():
-            self._after()
+        with self._context():
+            self._loader.exec_module(module)
 
     def __getattr__(self, name: str) -> Any:  # get_resource_reader and the like stay the package's
         return getattr(self._loader, name)
+
+
+@contextmanager
+def _around_torch() -> Iterator[None]:
+    with unarmed():
+        load_runtime()
+    yield
+
+
+@contextmanager
+def _around_torch_npu() -> Iterator[None]:
+    # It prints a warning that no CANN is installed; the program's own output must stay what it is.
+    with redirect_stdout(sys.stderr):
+        yield
+    with unarmed():
+        from megatron_npu.sim import install
+
+        install.install()
+
+
+@contextmanager
+def _around_megatron_npu() -> Iterator[None]:
+    """Give the package the attributes that import would have set, had it been executed before its parts."""
+    yield
+    package = sys.modules["megatron_npu"]
+    for name, module in list(sys.modules.items()):
+        parent, _, attribute = name.rpartition(".")
+        if parent == "megatron_npu" and not hasattr(package, attribute):
+            setattr(package, attribute, module)
+
+
+_CONTEXTS: dict[str, Callable[[], AbstractContextManager]] = {
+    "torch": _around_torch,
+    "torch_npu": _around_torch_npu,
+    "megatron_npu": _around_megatron_npu,
+}
 
 
 def load_runtime() -> None:
@@ -100,30 +133,3 @@ def load_runtime() -> None:
         runtime.sim_set(name.encode(), value.encode())
     # Kernels run on the calling thread; the task queue would only hand them to a second one.
     os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
-
-
-def _install_kernels() -> None:
-    from megatron_npu.sim import install
-
-    install.install()
-
-
-def _bind_submodules() -> None:
-    """Give the package the attributes that import would have set, had it been executed before its parts."""
-    package = sys.modules["megatron_npu"]
-    for name, module in list(sys.modules.items()):
-        parent, _, attribute = name.rpartition(".")
-        if parent == "megatron_npu" and not hasattr(package, attribute):
-            setattr(package, attribute, module)
-
-
-def _nothing() -> None:
-    pass
-
-
-# What is done before and after the execution of a package.
-_ACTIONS: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-    "torch": (load_runtime, _nothing),
-    "torch_npu": (_nothing, _install_kernels),
-    "megatron_npu": (_nothing, _bind_submodules),
-}
