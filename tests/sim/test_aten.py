@@ -24,7 +24,13 @@ DTYPES = {
     torch.bool: (1, False, 250),
 }
 
-# torch_npu's or the hardware's own limits; each entry is checked to be still one.
+# torch_npu refuses these samples on hardware too; the operation's other samples are compared.
+REFUSALS = (
+    "Only contiguous_format or preserve_format is supported",
+    "The function 'stft' is not differentiable with respect to argument 'window'",
+)
+
+# Limits of torch_npu or of the device, by operation. An entry that is none any more fails the test.
 SPARSE = "torch_npu has no sparse kernels"
 NO_FLOAT64 = "the device has no float64: torch_npu casts to float32"
 EXCEPTIONS = {
@@ -33,10 +39,9 @@ EXCEPTIONS = {
     "to_sparse": SPARSE,
     "double": NO_FLOAT64,
     "float_power": NO_FLOAT64,
-    "to": "torch_npu refuses memory formats other than contiguous and preserve",
     "tensor_split": "the sample's indices must stay on the host, as for CUDA",
-    "as_strided.partial_views": "reads memory beside the sample, which a copy to the device leaves behind",
 }
+SAMPLES_OF_EXCEPTIONS = 8
 
 # Results are uninitialised, or depend on the random generator (test_generators.py has those).
 UNDEFINED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
@@ -88,7 +93,7 @@ def compare(host: torch.Tensor | None, device: torch.Tensor | None, **limits: fl
 
 
 def check_sample(operation: Callable, sample: Any, dtype: torch.dtype, values: bool) -> bool:
-    """Compare one sample; return False if the CPU cannot do it either."""
+    """Compare one sample; return False if the CPU cannot do it either, or torch_npu refuses it."""
     tree = (sample.input, sample.args, sample.kwargs)
     host_tree = tree_map(host_copy, tree)
     try:
@@ -97,11 +102,16 @@ def check_sample(operation: Callable, sample: Any, dtype: torch.dtype, values: b
     except Exception:
         return False
     device_tree = tree_map(device_copy, tree)
-    found = operation(device_tree[0], *device_tree[1], **device_tree[2])
-    got = gradients(tensors(found), [x for x in tensors(device_tree) if x.requires_grad])
+    try:
+        found = operation(device_tree[0], *device_tree[1], **device_tree[2])
+        got = gradients(tensors(found), [x for x in tensors(device_tree) if x.requires_grad])
+    except RuntimeError as error:
+        if any(text in str(error) for text in REFUSALS):
+            return False
+        raise
     assert len(tensors(expected)) == len(tensors(found))
     assert len(wanted) == len(got)
-    if values:
+    if values and not sample.kwargs.get("dropout_p"):
         for host, device in zip((*tensors(expected), *wanted), (*tensors(found), *got), strict=True):
             compare(host, device, **tolerance(dtype))
     return True
@@ -126,8 +136,9 @@ def test_every_operation(dtype):
         needs_grad = with_gradients and dtype in operation.supported_backward_dtypes("cpu")
         values = not any(word in name for word in RANDOM)
         samples = operation.sample_inputs("cpu", dtype, requires_grad=needs_grad)
+        taken = SAMPLES_OF_EXCEPTIONS if name in EXCEPTIONS and dtype == torch.float32 else count
         try:
-            for _, sample in zip(range(count), samples, strict=False):
+            for _, sample in zip(range(taken), samples, strict=False):
                 if check_sample(operation, sample, dtype, values):
                     compared.add(name)
         except Exception as error:
