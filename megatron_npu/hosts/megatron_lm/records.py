@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -25,4 +26,5 @@ def unnecessary(target: str, *, why: str, devices: tuple[str, ...] = ALL_DEVICES
     def keep(original: Any) -> Any:
         return original
 
+    keep.__module__, keep.__qualname__ = sys._getframe(1).f_globals["__name__"], "unnecessary"
     wrap(target, why=why, devices=devices, condition=lambda: "upstream's own works here")(keep)

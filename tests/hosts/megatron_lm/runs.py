@@ -69,17 +69,31 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **own, "PYTHONDONTWRITEBYTECODE": "1", **changes}
 
 
+BASELINE = Path(__file__).parent / "baseline.py"
+
+
 def run(
-    script: Path, arguments: Iterable[str], *, processes: int = 1, timeout: float = 240, **changes: str
+    script: Path,
+    arguments: Iterable[str],
+    *,
+    processes: int = 1,
+    with_operations: bool = True,
+    timeout: float = 240,
+    **changes: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a stock script to its end with ``megatron-npu run``, under torchrun if there are more processes."""
+    """Run a stock script to its end with ``megatron-npu run``, under torchrun if there are more processes.
+
+    Args:
+        script: a script of the checkout.
+        arguments: its command line.
+        with_operations: False runs upstream's own operations, see ``baseline``.
+        changes: to the environment.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    entry = ["-m", "megatron_npu", "run"] if with_operations else [str(BASELINE)]
+    command = [sys.executable, *(launcher if processes > 1 else []), *entry, str(script)]
     return subprocess.run(
-        [
-            sys.executable,
-            *(launcher if processes > 1 else []),
-            *["-m", "megatron_npu", "run", str(script), *map(str, arguments)],
-        ],
+        [*command, *map(str, arguments)],
         env=environment(**changes),
         capture_output=True,
         text=True,
