@@ -39,22 +39,13 @@ def visible(module: Any, mask: Tensor | None, causal: bool, batch: int) -> dict[
         return {"offset": "end"}
     if mask is None:
         return {"causal": causal, "offset": "end"}
-    lengths = _documents_of(mask)
+    lengths = documents_of(mask)
     if lengths is None:
         return {"mask": mask, "offset": "end"}
     lengths *= batch // mask.size(0)
     if len(lengths) == batch:
         return {"causal": True}
     return {"causal": True, "packed": Packed(lengths, lengths)}
-
-
-def _documents_of(mask: Tensor) -> tuple[int, ...] | None:
-    """Return ``documents_of(mask)``, found once: every layer is handed the same tensor."""
-    known = getattr(mask, "_megatron_npu_documents", None)
-    if known is None or known[0] != mask._version:
-        known = (mask._version, documents_of(mask))
-        mask._megatron_npu_documents = known
-    return known[1]
 
 
 def documents(packed_seq_params: Any, queries: int, keys: int) -> Packed:

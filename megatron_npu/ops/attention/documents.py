@@ -14,28 +14,32 @@ def documents_of(mask: Tensor) -> tuple[int, ...] | None:
     it: Megatron's ``reset_attention_mask``, and without resets one document per row.
 
     Args:
-        mask: ``[b, 1, s, s]``, boolean, True where masked. Its values are read: on a device this waits for
-            the device, so do it once per batch.
+        mask: ``[b, 1, s, s]``, boolean, True where masked. Its values are read, which waits for a device;
+            once only: the result is kept with the tensor until that is written to.
 
     Returns:
         The lengths, those of the first row of the batch first; None if the mask says anything else.
     """
+    known = getattr(mask, "_megatron_npu_documents", None)
+    if known is None or known[0] != mask._version:
+        known = (mask._version, _read(mask))
+        mask._megatron_npu_documents = known  # every layer of a step is handed the same tensor
+    return known[1]
+
+
+def _read(mask: Tensor) -> tuple[int, ...] | None:
     if mask.dim() != 4 or mask.size(1) != 1 or mask.size(2) != mask.size(3) or not mask.numel():
         return None
-    rows = mask[:, 0]
     position = torch.arange(mask.size(-1), device=mask.device)
-    begins = (~rows).to(torch.uint8).argmax(-1)  # [b, s]: the first key that a query sees
-    expected = position > position[:, None]
-    if not bool((begins <= position).all()):
-        return None
-    for row, begin in zip(rows, begins, strict=True):
-        # begins must be boundaries themselves: a sliding window's begins move with every query
-        if not torch.equal(begin[begin], begin) or not torch.equal(
-            row, expected | (position < begin[:, None])
-        ):
-            return None
     lengths: list[int] = []
-    for row in (begins == position).tolist():
-        starts = [i for i, starts_here in enumerate(row) if starts_here]
-        lengths += [end - start for start, end in zip(starts, [*starts[1:], len(row)], strict=True)]
+    for row in mask[:, 0]:  # [s, s]: one row of the batch at a time
+        begins = (~row).to(torch.uint8).argmax(-1)  # the first key that each query sees
+        # begins must begin documents themselves: a sliding window's move with every query
+        if not torch.equal(begins[begins], begins):
+            return None
+        expected = (position > position[:, None]) | (position < begins[:, None])
+        if not torch.equal(row, expected):
+            return None
+        starts = (begins == position).nonzero().flatten().tolist()
+        lengths += [end - start for start, end in zip(starts, [*starts[1:], row.size(0)], strict=True)]
     return tuple(lengths)

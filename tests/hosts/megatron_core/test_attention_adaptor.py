@@ -7,6 +7,7 @@ import torch
 
 from megatron_npu import devices, settings
 from megatron_npu.hosts.megatron_core import visibility
+from megatron_npu.ops.attention import documents
 from tests.hosts.megatron_core.conftest import load_stock, make_config
 from tests.hosts.megatron_core.test_adaptors import same_gradients
 
@@ -103,7 +104,7 @@ def document_mask(*rows):
 
 
 @pytest.mark.parametrize(
-    ("rows", "documents"),
+    ("rows", "lengths"),
     [
         ([[12], [12]], (12, 12)),
         ([[12]], (12,)),
@@ -112,10 +113,10 @@ def document_mask(*rows):
     ],
     ids=str,
 )
-def test_document_masks_are_recognised(rows, documents):
+def test_document_masks_are_recognised(rows, lengths):
     ours, stock = attention_pair()
     leaves, mask = qkv(), document_mask(*rows)
-    assert visibility._documents_of(mask) == documents
+    assert documents.documents_of(mask) == lengths
     same_gradients(ours(*leaves, mask), stock(*leaves, mask), leaves)
 
 
@@ -133,7 +134,7 @@ def other_masks():
 def test_other_masks_are_applied_as_they_are(name):
     """Also where the module is causal: upstream then takes the mask alone."""
     mask = other_masks()[name]
-    assert visibility._documents_of(mask) is None
+    assert documents.documents_of(mask) is None
     ours, stock = attention_pair()
     leaves = qkv()
     same_gradients(ours(*leaves, mask), stock(*leaves, mask), leaves)
@@ -141,7 +142,7 @@ def test_other_masks_are_applied_as_they_are(name):
 
 def test_a_mask_is_read_once_per_batch(monkeypatch):
     read = []
-    monkeypatch.setattr(visibility, "documents_of", lambda mask: read.append(mask) or (12,), raising=True)
+    monkeypatch.setattr(documents, "_read", lambda mask: read.append(mask) or (12,))
     ours, _ = attention_pair()
     mask = document_mask([12])
     for _ in range(3):
