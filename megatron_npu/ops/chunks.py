@@ -29,8 +29,11 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(step) for tensor in tensors), strict=True)
 
 
-def scratch(count: int, like: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return ``count`` buffers for one piece of ``like``, which is as wide as the widest of ``pieces``."""
+def scratch(count: int, like: Tensor, dtype: torch.dtype, step: int | None = None) -> list[Tensor]:
+    """Return ``count`` buffers for one piece of ``like``, which is as wide as the widest of ``pieces``.
+
+    ``step`` is the number of rows of a piece, if not that of ``rows_per_piece``.
+    """
     width = like.size(-1)
-    rows = min(rows_per_piece(width), max(1, like.numel() // max(width, 1)))
+    rows = min(step or rows_per_piece(width), max(1, like.numel() // max(width, 1)))
     return [torch.empty((rows, width), dtype=dtype, device=like.device) for _ in range(count)]

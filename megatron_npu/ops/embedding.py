@@ -2,23 +2,83 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_npu.ops.dispatch import Operation
 
 
-def vocab_parallel_embedding(ids: Tensor, weight: Tensor, vocab_start: int, vocab_end: int) -> Tensor:
+def vocab_parallel_embedding(
+    ids: Tensor, weight: Tensor, vocab_start: int, vocab_end: int, *, split: bool = True
+) -> Tensor:
     """Return this rank's summand of the embedding: zeros for tokens of other ranks' parts.
 
     Args:
         ids: ``[...]``, token ids of the whole vocabulary.
         weight: ``[vocab_end - vocab_start, h]``, this rank's rows of the table.
         vocab_start, vocab_end: the range of ids that this rank holds.
+        split: False says that the range is the whole vocabulary, so that there is nothing to mask.
 
     Returns:
         ``[..., h]``, to be summed over the tensor-parallel group.
 
-    No boolean indexing: its result has a size that only the device knows, so the host would wait.
+    No boolean indexing: its result has a size that only the device knows, so the host would wait. The
+    gradients of a token that occurs many times are added up in fp32, in the order of the tokens on a cpu;
+    torch adds 16-bit ones up in 16 bits there, in which the sum of a frequent token stops growing.
     """
-    elsewhere = (ids < vocab_start) | (ids >= vocab_end)
-    local = (ids - vocab_start).masked_fill_(elsewhere, 0)
-    return F.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+    return _embedding(ids, weight, vocab_start, vocab_end, split)
+
+
+def _masked(ids: Tensor, start: int, end: int, split: bool) -> tuple[Tensor, Tensor | None]:
+    """Return row numbers in this rank's part, and where there is none (None: nowhere)."""
+    if not split:
+        return ids, None
+    elsewhere = (ids < start) | (ids >= end)
+    return (ids - start).masked_fill_(elsewhere, 0), elsewhere
+
+
+def _reference(ids: Tensor, weight: Tensor, start: int, end: int, split: bool) -> Tensor:
+    rows, elsewhere = _masked(ids, start, end, split)
+    output = F.embedding(rows, weight)
+    return output if elsewhere is None else output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+_embedding = Operation("vocab_parallel_embedding", _reference, group="embedding")
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, start: int, end: int, split: bool) -> Tensor:
+        rows, elsewhere = _masked(ids, start, end, split)
+        ctx.save_for_backward(rows, elsewhere)
+        ctx.table_rows = weight.size(0)
+        output = F.embedding(rows, weight)
+        return output if elsewhere is None else output.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None]:
+        rows, elsewhere = ctx.saved_tensors
+        if elsewhere is not None:
+            grad = grad.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if grad.device.type == "cpu" and grad.dtype in (torch.bfloat16, torch.float16):
+            return None, _sum_in_fp32(grad, rows, ctx.table_rows), None, None, None
+        # by sorting on cuda; in the order of the tokens on a cpu
+        result = torch.ops.aten.embedding_dense_backward(grad, rows, ctx.table_rows, -1, False)
+        return None, result, None, None, None
+
+
+def _sum_in_fp32(grad: Tensor, rows: Tensor, table_rows: int) -> Tensor:
+    """Return ``[table_rows, h]`` from ``[..., h]``; the fp32 part is as large as the tokens that occur."""
+    present, position = rows.reshape(-1).unique(return_inverse=True)
+    width = grad.size(-1)
+    sums = torch.zeros((present.numel(), width), dtype=torch.float32)
+    sums.index_add_(0, position, grad.reshape(-1, width).float())
+    return grad.new_zeros((table_rows, width)).index_copy_(0, present, sums.to(grad.dtype))
+
+
+_embedding.on("cpu", "cuda", "npu")(_Embedding.apply)

@@ -1,22 +1,13 @@
-"""``megatron.core.fusions.fused_bias_gelu``: both functions are looked up at call time by GeLUFunction."""
+"""``megatron.core.fusions.fused_bias_gelu``: the differentiable function that the MLP takes."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, replace
+from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, constant
 from megatron_npu.ops import activation
 
-_WHY = "eight element-wise passes where torch has one kernel; on cuda upstream compiles them"
-
-
-@replace("megatron.core.fusions.fused_bias_gelu:bias_gelu", devices=WITHOUT_CUDA, why=_WHY)
-def bias_gelu(bias: Tensor, y: Tensor) -> Tensor:
-    """``[s, b, h]`` and the ``[h]`` bias to ``[s, b, h]``."""
-    return activation.bias_gelu(y, bias)
-
-
-@replace("megatron.core.fusions.fused_bias_gelu:bias_gelu_back", devices=WITHOUT_CUDA, why=_WHY)
-def bias_gelu_back(g: Tensor, bias: Tensor, y: Tensor) -> Tensor:
-    """Gradient of ``bias_gelu`` for ``y``."""
-    return activation.bias_gelu_backward(g, y, bias)
+constant(
+    "megatron.core.fusions.fused_bias_gelu:bias_gelu_impl",
+    activation.bias_gelu,
+    devices=WITHOUT_CUDA,
+    why="eight element-wise passes, and a bias gradient added up in 16 bits; on cuda upstream compiles it",
+)

@@ -1,4 +1,4 @@
-"""``megatron.core.optimizer``: Adam with the interface that Megatron's checkpoints expect."""
+"""``megatron.core.optimizer``: Adam and SGD with the interface that Megatron's checkpoints expect."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from megatron_npu.hosts.megatron_core.records import constant, fused_optimizer_present, wrap
 from megatron_npu.ops.adam import FusedAdam
+from megatron_npu.ops.sgd import FusedSGD
 
 _WHY = (
     "without apex and TransformerEngine Megatron falls back to torch's AdamW, with which the distributed "
@@ -19,10 +20,16 @@ _WHY = (
 _optimizer = functools.partial(constant, why=_WHY, condition=fused_optimizer_present)
 
 _optimizer("megatron.core.optimizer:Adam", FusedAdam)
-_optimizer("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", False)
+constant(
+    "megatron.core.optimizer:SGD",
+    FusedSGD,
+    why="torch's SGD loops over parameters, and its fused one is wrong with 16 bits on a cpu (torch 2.13)",
+    condition=fused_optimizer_present,
+)
+_optimizer("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", False, versions=">=0.15")
 _optimizer("megatron.core.optimizer.distrib_optimizer:Adam", FusedAdam)
 _optimizer("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE", True)
-_optimizer("megatron.core.optimizer.distrib_optimizer:USING_APEX_OPTIMIZER", True)
+_optimizer("megatron.core.optimizer.distrib_optimizer:USING_APEX_OPTIMIZER", True, versions=">=0.15")
 
 
 @wrap(

@@ -43,6 +43,7 @@ class Norm(torch.nn.Module):
             raise ValueError(f"normalization must be LayerNorm or RMSNorm, given {config.normalization}")
         self.eps = eps
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        self.memory_efficient = config.memory_efficient_layer_norm
         self.weight = Parameter(torch.empty(hidden_size))
         if config.normalization == "LayerNorm":
             self.bias = Parameter(torch.empty(hidden_size))
@@ -61,6 +62,7 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` to ``[..., h]``."""
+        options = (self.eps, self.zero_centered_gamma, self.memory_efficient)
         if self.bias is None:
-            return norm.rms_norm(x, self.weight, self.eps, self.zero_centered_gamma)
-        return norm.layer_norm(x, self.weight, self.bias, self.eps, self.zero_centered_gamma)
+            return norm.rms_norm(x, self.weight, *options)
+        return norm.layer_norm(x, self.weight, self.bias, *options)

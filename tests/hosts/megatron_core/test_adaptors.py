@@ -41,6 +41,23 @@ def test_norm(normalization):
     same_gradients(ours(x), stock(x), [x])
 
 
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_memory_efficient_norm_keeps_its_output(normalization):
+    from megatron.core.transformer import torch_norm
+
+    x = torch.randn(5, 2, 32, requires_grad=True)
+    results = []
+    for efficient in (True, False):
+        config = make_config(normalization=normalization, memory_efficient_layer_norm=efficient)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: (kept.append(t.data_ptr()), t)[1], lambda t: t
+        ):
+            results.append(torch_norm.WrappedTorchNorm(config, 32, 1e-5)(x))
+        assert (x.data_ptr() in kept) is not efficient
+    same_gradients(*results, [x])
+
+
 def test_norm_of_sequence_parallel_is_marked():
     from megatron.core.transformer import torch_norm
 
@@ -80,6 +97,116 @@ def test_swiglu(with_bias):
     bias = torch.randn(18, requires_grad=True) if with_bias else None
     leaves = [x, bias] if with_bias else [x]
     same_gradients(fused_bias_swiglu.bias_swiglu_impl(x, bias), stock.bias_swiglu_impl(x, bias), leaves)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_geglu(with_bias):
+    from megatron.core.fusions import fused_bias_geglu
+
+    stock = load_stock("megatron.core.fusions.fused_bias_geglu")
+    x = torch.randn(4, 2, 18, requires_grad=True)
+    bias = torch.randn(18, requires_grad=True) if with_bias else None
+    leaves = [x, bias] if with_bias else [x]
+    same_gradients(fused_bias_geglu.bias_geglu_impl(x, bias), stock.bias_geglu_impl(x, bias), leaves)
+
+
+def test_weighted_swiglu_of_moe():
+    from megatron.core.fusions import fused_bias_swiglu
+
+    stock = load_stock("megatron.core.fusions.fused_bias_swiglu")
+    x, weights = torch.randn(6, 18, requires_grad=True), torch.rand(6, 1, requires_grad=True)
+    same_gradients(
+        fused_bias_swiglu.weighted_bias_swiglu_impl(x, None, weights),
+        stock.weighted_bias_swiglu_impl(x, None, weights),
+        [x, weights],
+    )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_bias_dropout_add(fused, with_bias):
+    from megatron.core.fusions import fused_bias_dropout
+
+    stock = load_stock("megatron.core.fusions.fused_bias_dropout")
+    x, residual = (torch.randn(4, 2, 9, requires_grad=True) for _ in range(2))
+    bias = torch.randn(9, requires_grad=True) if with_bias else None
+    leaves = [x, residual, bias][: 2 + with_bias]
+    for training, p in ((True, 0.0), (False, 0.5)):
+        ours, theirs = (m.get_bias_dropout_add(training, fused) for m in (fused_bias_dropout, stock))
+        same_gradients(ours((x, bias), residual, p), theirs((x, bias), residual, p), leaves)
+    ours = fused_bias_dropout.get_bias_dropout_add(True, fused)
+    dropped = (ours((x, bias), residual, 0.5) - residual).detach()
+    assert 0 < (dropped == 0).sum() < dropped.numel()
+
+
+def test_dropout_follows_the_tracker():
+    from megatron.core.fusions import fused_bias_dropout
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    drop = fused_bias_dropout.get_bias_dropout_add(True, True)
+    x, tracker = torch.ones(4, 2, 9), get_cuda_rng_tracker()
+    states, default = tracker.get_states(), torch.get_rng_state()
+    with tracker.fork():
+        first = drop((x, None), x, 0.5)
+    assert torch.equal(torch.get_rng_state(), default)
+    tracker.set_states(states)
+    with tracker.fork():
+        assert torch.equal(drop((x, None), x, 0.5), first)
+        assert not torch.equal(drop((x, None), x, 0.5), first)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("latent", [False, True])
+def test_rotary(interleaved, latent):
+    from megatron.core.models.common.embeddings import rope_utils
+
+    stock = load_stock("megatron.core.models.common.embeddings.rope_utils")
+    x, angles = torch.randn(5, 2, 3, 12, requires_grad=True), torch.rand(5, 1, 1, 8) * 9
+    arguments = (angles, interleaved, latent, 0.7)
+    same_gradients(
+        rope_utils._apply_rotary_pos_emb_bshd(x, *arguments),
+        stock._apply_rotary_pos_emb_bshd(x, *arguments),
+        [x],
+    )
+
+
+def test_rotary_of_packed_sequences_and_fused():
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings import rope_utils
+
+    stock = load_stock("megatron.core.models.common.embeddings.rope_utils")
+    group = parallel_state.get_context_parallel_group()
+    x, angles = torch.randn(9, 3, 8, requires_grad=True), torch.rand(5, 1, 1, 8) * 9
+    lengths = torch.tensor([0, 4, 9], dtype=torch.int32)
+    config = make_config(apply_rope_fusion=True)  # refused upstream without TransformerEngine
+    for ours in (config, make_config()):
+        same_gradients(
+            rope_utils.apply_rotary_pos_emb(x, angles, ours, lengths, cp_group=group),
+            stock._apply_rotary_pos_emb_thd(x, lengths, angles, cp_group=group),
+            [x],
+        )
+    y = torch.randn(5, 2, 3, 8, requires_grad=True)
+    same_gradients(
+        rope_utils.apply_rotary_pos_emb(y, angles, config, cp_group=group),
+        stock._apply_rotary_pos_emb_bshd(y, angles),
+        [y],
+    )
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_embedding(scattered):
+    from megatron.core.tensor_parallel import VocabParallelEmbedding
+
+    layer = VocabParallelEmbedding(
+        16,
+        6,
+        init_method=torch.nn.init.normal_,
+        reduce_scatter_embeddings=scattered,
+        config=make_config(),
+    )
+    ids = torch.randint(16, (3, 5))
+    right = layer.weight[ids]
+    same_gradients(layer(ids), right.transpose(0, 1) if scattered else right, [layer.weight])
 
 
 @pytest.mark.parametrize("kind", ["causal", "padding"])

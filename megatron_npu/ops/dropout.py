@@ -1,0 +1,129 @@
+"""Bias, dropout and residual of a transformer layer in one go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_npu.ops.chunks import rows_per_piece, scratch
+from megatron_npu.ops.dispatch import Operation
+
+# Random bits that decide about one value on a CPU. A probability of keeping is a multiple of 2^-16 then.
+_LEVELS = 1 << 16
+
+
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, training: bool) -> Tensor:
+    """Return ``residual + dropout(x + bias)``.
+
+    Args:
+        x: ``[..., h]``, fp32, bf16 or fp16.
+        bias: ``[h]``, or None.
+        residual: like ``x``; another dtype is cast to that of ``x``, as upstream.
+        p: probability that a value is dropped; drawn from the generator of the device, so that Megatron's
+            RNG tracker decides which values they are.
+        training: whether values are dropped.
+
+    Returns:
+        Like ``x``. Where nothing is dropped and nothing needs a gradient, ``x`` itself, changed in place.
+
+    Raises:
+        ValueError: ``p`` is not in [0, 1].
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"p must be in [0, 1], given {p}")
+    residual = residual.to(x.dtype)
+    if training and p > 0.0:
+        return _bias_dropout_add(x, bias, residual, p)
+    if _needs_grad(x, bias, residual):
+        return residual + (x if bias is None else x + bias)
+    return (x if bias is None else x.add_(bias)).add_(residual)
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _composed(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
+    """Operation by operation; torch's dropout keeps a mask of a byte per value, torch_npu's of a bit."""
+    return residual + F.dropout(x if bias is None else x + bias, p)
+
+
+_bias_dropout_add = Operation("bias_dropout_add", _composed, group="dropout")
+_bias_dropout_add.on("cuda", "npu")(_composed)
+
+
+@_bias_dropout_add.on("cpu")
+def _cpu(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
+    """Keep with the multiple of 2^-16 that is next to 1 - p, and scale by exactly that: no bias."""
+    keep = round((1.0 - p) * _LEVELS)
+    plain_bias = bias is None or bias.shape == x.shape[-1:]
+    if not 0 < keep < _LEVELS or not plain_bias or residual.shape != x.shape:
+        return _composed(x, bias, residual, p)
+    return _CpuBiasDropoutAdd.apply(x, bias, residual, keep)
+
+
+class _CpuBiasDropoutAdd(torch.autograd.Function):
+    """In pieces that stay in cache, with four decisions taken from each 64-bit draw.
+
+    torch's ``bernoulli_`` takes most of the time that stock Megatron spends here: it draws 64 bits or more
+    for each value, one at a time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, keep: int) -> Tensor:
+        rows, width = x.reshape(-1, x.size(-1)), x.size(-1)
+        step = _step(width)
+        output = torch.empty_like(x, memory_format=torch.contiguous_format)
+        mask = torch.empty(rows.shape, dtype=torch.int8)
+        precise = torch.promote_types(x.dtype, torch.float32)
+        shift = torch.zeros(width, dtype=precise) if bias is None else bias.to(precise)
+        buffers = scratch(2, output, precise, step)
+        halves = (t.reshape(rows.shape).split(step) for t in (residual, output))
+        for piece, kept, rest, out in zip(rows.split(step), mask.split(step), *halves, strict=True):
+            value, factor = (buffer[: piece.size(0)] for buffer in buffers)
+            torch.add(shift, piece, out=value)
+            decisions = _decide(piece.numel(), keep).view(piece.shape)
+            kept.copy_(decisions)
+            value.mul_(factor.copy_(decisions))
+            torch.add(rest, value, alpha=_LEVELS / keep, out=out)
+        ctx.save_for_backward(mask, bias)
+        ctx.scale = _LEVELS / keep
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:
+        mask, bias = ctx.saved_tensors
+        step = _step(grad.size(-1))
+        output = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        precise = torch.promote_types(grad.dtype, torch.float32)
+        d_bias = None if bias is None else torch.zeros(bias.shape, dtype=precise)
+        (buffer,) = scratch(1, output, precise, step)
+        flat = (t.reshape(mask.shape).split(step) for t in (grad, output))
+        for kept, g, out in zip(mask.split(step), *flat, strict=True):
+            factor = buffer[: kept.size(0)].copy_(kept).mul_(ctx.scale)
+            product = torch.mul(factor, g, out=out if out.dtype is precise else factor)
+            if product is factor:
+                out.copy_(product)
+            if d_bias is not None:
+                d_bias += product.sum(0)
+        return output, None if bias is None else d_bias.to(bias.dtype), grad, None
+
+
+def _step(width: int) -> int:
+    """Return the rows of a piece: a multiple of 4, so that no draw is split between two pieces.
+
+    Then the mask does not depend on the size of the pieces, which goes with the number of threads.
+    """
+    return -(-rows_per_piece(width) // 4) * 4
+
+
+def _decide(count: int, keep: int) -> Tensor:
+    """Return ``[count]`` of 0 and 1, int16; 1 with probability ``keep / 65536``."""
+    draws = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None)
+    bits = draws.view(torch.int16)[:count]
+    return torch.lt(bits, keep - _LEVELS // 2, out=bits)

@@ -1,0 +1,139 @@
+"""Rotary position embedding (Su et al. 2021), half and interleaved."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_npu.ops.dispatch import Operation
+
+
+def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: float = 1.0) -> Tensor:
+    """Return ``input`` with pairs of its last dimension turned by ``angles``.
+
+    Args:
+        input: ``[s, b, n, d]``, fp32, bf16 or fp16 (packed sequences: ``[t, 1, n, d]``).
+        angles: fp32, ``[s, 1, 1, r]`` or broadcastable to ``[s, b, n, r]`` with even r <= d, in the order of
+            the pairs' elements; what lies behind the first r of d is passed on.
+        interleaved: element 2i is paired with 2i + 1; otherwise i with i + r/2.
+        scale: factor of sine and cosine (YaRN's ``mscale``).
+
+    Returns:
+        ``[s, b, n, d]``, contiguous, in the dtype of ``input``. Tables and products are in fp32 and rounded
+        once, except by the NPU's kernel; upstream rounds the tables to the dtype of ``input``.
+
+    Raises:
+        ValueError: r is odd or larger than d.
+    """
+    size = angles.size(-1)
+    if size % 2 or size > input.size(-1):
+        raise ValueError(
+            f"the last dimension of angles must be even and at most {input.size(-1)}, given {size}"
+        )
+    return _rotary(input, *_tables(angles, scale), interleaved)
+
+
+# What was computed for an object: {id: (the object, its version, scale, cosine, sine)}. Megatron gives the
+# same angles to every layer of every step.
+_known: dict[int, tuple[Any, int, float, Tensor, Tensor]] = {}
+
+
+def _tables(angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the fp32 cosines and sines of ``angles``, times ``scale``."""
+    found = _known.get(id(angles))
+    if found is not None and found[0]() is angles and found[1:3] == (angles._version, scale):
+        return found[3], found[4]
+    precise = angles.detach().float()
+    cosine, sine = precise.cos(), precise.sin()
+    if scale != 1.0:
+        cosine, sine = cosine * scale, sine * scale
+    key = id(angles)
+    owner = weakref.ref(angles, lambda _: _known.pop(key, None))
+    _known[key] = (owner, angles._version, scale, cosine, sine)
+    return cosine, sine
+
+
+def _reference(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+    size = cosine.size(-1)
+    x = input[..., :size].to(torch.promote_types(input.dtype, torch.float32))
+    if interleaved:
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = x.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    return torch.cat(((x * cosine + turned * sine).to(input.dtype), input[..., size:]), -1)
+
+
+_rotary = Operation("rotary", _reference)
+
+
+class _Rotary(torch.autograd.Function):
+    """Keeps nothing but the tables: the gradient is turned the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        ctx.interleaved = interleaved
+        return _turn(input, cosine, sine, interleaved, forth=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _turn(grad, *ctx.saved_tensors, ctx.interleaved, forth=False), None, None, None
+
+
+def _pair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+
+
+def _turn(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forth: bool) -> Tensor:
+    """Turn the pairs, or apply the transpose of that: then the sine belongs to the partner."""
+    size = cosine.size(-1)
+    output = torch.empty_like(input, memory_format=torch.contiguous_format)
+    x = input[..., :size].to(torch.promote_types(input.dtype, torch.float32))
+    result = x * cosine
+    (a, b), (sine_a, sine_b) = _pair(x, interleaved), _pair(sine, interleaved)
+    result_a, result_b = _pair(result, interleaved)
+    if forth:
+        result_a.addcmul_(b, sine_a, value=-1)
+        result_b.addcmul_(a, sine_b)
+    else:
+        result_a.addcmul_(b, sine_b)
+        result_b.addcmul_(a, sine_a, value=-1)
+    output[..., :size] = result
+    output[..., size:] = input[..., size:]
+    return output
+
+
+_rotary.on("cpu", "cuda")(_Rotary.apply)
+
+
+def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> str | None:
+    """Return which documented limit of ``npu_rotary_mul`` (torch_npu 2.13) the call exceeds."""
+    if input.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"npu_rotary_mul takes no {input.dtype}"
+    if input.dim() != 4 or cosine.dim() != 4:
+        return f"npu_rotary_mul takes 4 dimensions, not {input.dim()} and {cosine.dim()}"
+    batch, heads, size = input.size(1), input.size(2), cosine.size(-1)
+    if cosine.shape[:3] != (input.size(0), 1, 1):
+        return f"npu_rotary_mul in layout SBND takes tables [s, 1, 1, d], not {list(cosine.shape)}"
+    if size >= 896:
+        return f"npu_rotary_mul takes less than 896 elements of a head, not {size}"
+    if batch >= 1000 or heads >= 1000 or (interleaved and batch * heads >= 1000):
+        return f"npu_rotary_mul takes less than 1000 sequences and heads, not {batch} and {heads}"
+    return None
+
+
+@_rotary.on("npu", supports=_beyond_npu)
+def _npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+    import torch_npu
+
+    size = cosine.size(-1)
+    mode = "interleave" if interleaved else "half"
+    tables = (cosine.to(input.dtype), sine.to(input.dtype))
+    turned = torch_npu.npu_rotary_mul(input[..., :size].contiguous(), *tables, mode)
+    return turned if size == input.size(-1) else torch.cat((turned, input[..., size:]), -1)

@@ -1,0 +1,101 @@
+"""Rotary embedding against complex multiplication in fp64."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_npu.ops import dispatch, rotary
+from tests.ops.proof import RELAXED, check
+
+
+def formula(x, theta, interleaved, scale):
+    """Each pair is a complex number, turned by its angle; theta is ``[s, r / 2]``."""
+    size = 2 * theta.size(-1)
+    turned, passed = x[..., :size], x[..., size:]
+    pairs = turned.unflatten(-1, (-1, 2)) if interleaved else turned.unflatten(-1, (2, -1)).transpose(-1, -2)
+    angle = theta[:, None, None, :].double()
+    product = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.full_like(angle, scale), angle)
+    pairs = torch.view_as_real(product)
+    pairs = pairs if interleaved else pairs.transpose(-1, -2)
+    return torch.cat((pairs.flatten(-2), passed), -1)
+
+
+def angles_of(theta, interleaved):
+    doubled = theta.repeat_interleave(2, -1) if interleaved else torch.cat((theta, theta), -1)
+    return doubled[:, None, None, :]
+
+
+@RELAXED
+@given(
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3)),
+    half=st.integers(1, 20),
+    passed=st.integers(0, 3),
+    interleaved=st.booleans(),
+    scale=st.sampled_from([1.0, 0.7]),
+)
+def test_forward_and_gradient(device, dtype, shape, half, passed, interleaved, scale):
+    torch.manual_seed(1)
+    theta = torch.rand(shape[0], half) * 50
+    angles = angles_of(theta, interleaved).to(device)
+    check(
+        lambda x: rotary.rotary(x, angles, interleaved, scale),
+        lambda x: formula(x, theta, interleaved, scale),
+        [torch.randn(*shape, 2 * half + passed, device=device)],
+        dtype,
+    )
+
+
+def test_no_more_than_the_tables_is_kept(device):
+    if device == "npu":
+        pytest.skip("torch_npu decides what its kernel keeps")
+    x = torch.randn(8, 2, 3, 16, device=device, requires_grad=True) * 1
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.shape), t)[1], lambda t: t):
+        rotary.rotary(x, angles_of(torch.rand(8, 8), False).to(device))
+    assert set(kept) == {(8, 1, 1, 16)}
+
+
+def test_tables_are_computed_once_for_the_same_angles(device):
+    x = torch.randn(4, 1, 1, 6, device=device)
+    angles = angles_of(torch.rand(4, 3), False).to(device)
+    first = rotary._tables(angles, 1.0)
+    assert rotary._tables(angles, 1.0)[0] is first[0]
+    assert rotary._tables(angles, 0.5)[0] is not first[0]
+    before = rotary.rotary(x, angles)
+    angles.mul_(2)  # changed in place: what is known of it is stale
+    assert not torch.equal(rotary.rotary(x, angles), before)
+    known = len(rotary._known)
+    del angles, first
+    gc.collect()
+    assert len(rotary._known) == known - 1
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_bad_angles(device, size):
+    with pytest.raises(ValueError, match=f"even and at most 6, given {size}"):
+        rotary.rotary(torch.randn(2, 1, 1, 6, device=device), torch.zeros(2, 1, 1, size, device=device))
+
+
+@pytest.mark.parametrize(
+    ("shape", "tables", "interleaved", "reason"),
+    [
+        ((2, 1, 1, 896), (2, 1, 1, 896), False, "less than 896 elements of a head, not 896"),
+        ((2, 1000, 1, 4), (2, 1, 1, 4), False, "less than 1000 sequences and heads, not 1000 and 1"),
+        ((2, 40, 30, 4), (2, 1, 1, 4), True, "less than 1000 sequences and heads, not 40 and 30"),
+        ((2, 3, 1, 4), (2, 3, 1, 4), False, "takes tables [s, 1, 1, d], not [2, 3, 1, 4]"),
+        ((2, 3, 4), (2, 1, 4), False, "4 dimensions, not 3 and 3"),
+    ],
+)
+def test_limits_of_the_npu_kernel(monkeypatch, shape, tables, interleaved, reason):
+    """The decision needs no NPU: bound to one, a call that exceeds its limits runs on the reference."""
+    monkeypatch.setattr(dispatch, "refusals", {})
+    rotary._rotary.bind("npu")
+    rotary.rotary(torch.randn(shape), torch.zeros(tables), interleaved)
+    ((operation, given),) = dispatch.refusals
+    assert operation == "rotary"
+    assert given.endswith(reason)
