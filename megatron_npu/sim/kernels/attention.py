@@ -101,43 +101,44 @@ def _scores(call: Call, piece: Piece) -> Tensor:
     return scores if piece.forbidden is None else scores.masked_fill(piece.forbidden, float("-inf"))
 
 
-def _kept(call: Call, seed: int, offset: int, count: int) -> Tensor:
-    """Return the dropout factors 0 or 1 / keep_prob of the whole call, flat."""
-    return (randomness.uniform(seed, offset, count) < call.keep_prob) / call.keep_prob
+def _weights(piece: Piece) -> int:
+    """Return the number of attention weights of a piece."""
+    return piece.query.shape[:3].numel() * piece.key.size(2)
 
 
-def _count(call: Call, query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Return the number of attention weights, the length of the device's dropout mask."""
-    blocks = pieces(call, query, key, value)
-    return sum(block.query.shape[:3].numel() * block.key.size(2) for block in blocks)
+def _dropout(call: Call, blocks: Sequence[Piece], seed: int, offset: int) -> list[Tensor | None]:
+    """Return the dropout factors 0 or 1 / keep_prob of every piece, flat; None without dropout.
+
+    They are cut from one sequence of random numbers: the pieces differ, and the backward finds the same.
+    """
+    if call.keep_prob == 1:
+        return [None] * len(blocks)
+    counts = [_weights(block) for block in blocks]
+    numbers = randomness.uniform(seed, offset, sum(counts))
+    return list(((numbers < call.keep_prob) / call.keep_prob).split(counts))
 
 
 def forward(
     call: Call, query: Tensor, key: Tensor, value: Tensor, seed: int, offset: int
 ) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
     """Return output, softmax maximum and sum, and the seed, offset and length of the dropout mask."""
-    count = _count(call, query, key, value)
-    kept = None
-    if call.keep_prob < 1:
-        if not seed:
-            seed, offset = randomness.advance()
-        kept = _kept(call, seed, offset, count)
-    results, start = [], 0
-    for piece in pieces(call, query, key, value):
-        length = piece.query.shape[:3].numel() * piece.key.size(2)
-        results.append(_forward_piece(call, piece, None if kept is None else kept[start : start + length]))
-        start += length
+    blocks = list(pieces(call, query, key, value))
+    if call.keep_prob < 1 and not seed:
+        seed, offset = randomness.advance()
+    kept = _dropout(call, blocks, seed, offset)
+    results = [_forward_piece(call, *each) for each in zip(blocks, kept, strict=True)]
     outputs, maxima, sums = zip(*results, strict=True)
+    drawn = seed, offset, sum(_weights(block) for block in blocks)
     if call.layout != "TND":
-        return layouts.from_bnsd(outputs[0], call.layout), maxima[0], sums[0], seed, offset, count
+        return layouts.from_bnsd(outputs[0], call.layout), maxima[0], sums[0], *drawn
     joined = query.new_zeros(*query.shape[:2], value.size(2))
-    for piece, output in zip(pieces(call, query, key, value), outputs, strict=True):
-        joined[piece.query_rows] = output[0].transpose(0, 1)
-    statistics = [
-        _padded(layouts.pack_statistics([s[0] for s in each], call.softmax_layout), query.size(0))
+    for block, output in zip(blocks, outputs, strict=True):
+        joined[block.query_rows] = output[0].transpose(0, 1)
+    maximum, total = (
+        _padded(layouts.pack_statistics([x[0] for x in each], call.softmax_layout), query.size(0))
         for each in (maxima, sums)
-    ]
-    return joined, *statistics, seed, offset, count
+    )
+    return joined, maximum, total, *drawn
 
 
 def _padded(statistics: Tensor, rows: int) -> Tensor:
@@ -190,15 +191,9 @@ class Gradients:
 def backward(call: Call, query: Tensor, key: Tensor, value: Tensor, dy: Tensor, saved: Saved) -> Gradients:
     """Return the gradients, from the statistics and the output that the forward saved, as the device does."""
     gradients = Gradients(torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value))
-    kept = None
-    if call.keep_prob < 1:
-        kept = _kept(call, saved.seed, saved.offset, _count(call, query, key, value))
-    start = 0
     blocks = list(pieces(call, query, key, value))
-    for piece, maximum, total in zip(blocks, *_statistics(call, blocks, saved), strict=True):
-        length = piece.query.shape[:3].numel() * piece.key.size(2)
-        factor = None if kept is None else kept[start : start + length]
-        start += length
+    kept = _dropout(call, blocks, saved.seed, saved.offset)
+    for piece, factor, maximum, total in zip(blocks, kept, *_statistics(call, blocks, saved), strict=True):
         part = [_as_piece(call, x, piece) for x in (dy, saved.output)]
         dq, dk, dv, dscores, dsink = _backward_piece(call, piece, maximum, total, *part, factor)
         _store(call, gradients, piece, dq, dk, dv)
@@ -321,20 +316,20 @@ def npu_fusion_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """Return output, softmax maximum, softmax sum, an empty tensor, and seed, offset, length of the mask."""
     call = Call(
-        head_num,
-        input_layout.upper(),
-        pse,
-        atten_mask,
-        scale,
-        keep_prob,
-        pre_tockens,
-        next_tockens,
-        prefix,
-        actual_seq_qlen,
-        actual_seq_kvlen,
-        sparse_mode,
-        softmax_layout,
-        sink,
+        heads=head_num,
+        layout=input_layout.upper(),
+        pse=pse,
+        mask=atten_mask,
+        scale=scale,
+        keep_prob=keep_prob,
+        before=pre_tockens,
+        after=next_tockens,
+        prefix=prefix,
+        query_ends=actual_seq_qlen,
+        key_ends=actual_seq_kvlen,
+        mode=sparse_mode,
+        softmax_layout=softmax_layout,
+        sink=sink,
     )
     output, maximum, total, *drawn = forward(call, query, key, value, seed, offset)
     return output, maximum, total, query.new_empty(0), *drawn
@@ -375,20 +370,20 @@ def npu_fusion_attention_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value, pse and sink; empty ones where none was given."""
     call = Call(
-        head_num,
-        input_layout.upper(),
-        pse,
-        atten_mask,
-        scale_value,
-        keep_prob,
-        pre_tockens,
-        next_tockens,
-        prefix,
-        actual_seq_qlen,
-        actual_seq_kvlen,
-        sparse_mode,
-        softmax_layout,
-        sink,
+        heads=head_num,
+        layout=input_layout.upper(),
+        pse=pse,
+        mask=atten_mask,
+        scale=scale_value,
+        keep_prob=keep_prob,
+        before=pre_tockens,
+        after=next_tockens,
+        prefix=prefix,
+        query_ends=actual_seq_qlen,
+        key_ends=actual_seq_kvlen,
+        mode=sparse_mode,
+        softmax_layout=softmax_layout,
+        sink=sink,
     )
     saved = _saved(softmax_max, softmax_sum, attention_in, seed, offset)
     grads = backward(call, query, key, value, dy, saved)
@@ -434,21 +429,21 @@ def npu_fusion_attention_v2(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """Return what ``npu_fusion_attention`` returns; ``pse_type`` says where the position bias is added."""
     call = Call(
-        head_num,
-        input_layout.upper(),
-        pse,
-        atten_mask,
-        scale,
-        keep_prob,
-        pre_tokens,
-        next_tokens,
-        prefix,
-        actual_seq_qlen,
-        actual_seq_kvlen,
-        sparse_mode,
-        softmax_layout,
-        sink,
-        pse_type,
+        heads=head_num,
+        layout=input_layout.upper(),
+        pse=pse,
+        mask=atten_mask,
+        scale=scale,
+        keep_prob=keep_prob,
+        before=pre_tokens,
+        after=next_tokens,
+        prefix=prefix,
+        query_ends=actual_seq_qlen,
+        key_ends=actual_seq_kvlen,
+        mode=sparse_mode,
+        softmax_layout=softmax_layout,
+        sink=sink,
+        pse_type=pse_type,
     )
     output, maximum, total, *drawn = forward(call, query, key, value, seed, offset)
     return output, maximum, total, query.new_empty(0), *drawn
@@ -494,21 +489,21 @@ def npu_fusion_attention_grad_v2(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients in the order of torch_npu's formula: q, k, v, pse, query_rope, key_rope, sink."""
     call = Call(
-        head_num,
-        input_layout.upper(),
-        pse,
-        atten_mask,
-        scale_value,
-        keep_prob,
-        pre_tokens,
-        next_tokens,
-        prefix,
-        actual_seq_qlen,
-        actual_seq_kvlen,
-        sparse_mode,
-        softmax_layout,
-        sink,
-        pse_type,
+        heads=head_num,
+        layout=input_layout.upper(),
+        pse=pse,
+        mask=atten_mask,
+        scale=scale_value,
+        keep_prob=keep_prob,
+        before=pre_tokens,
+        after=next_tokens,
+        prefix=prefix,
+        query_ends=actual_seq_qlen,
+        key_ends=actual_seq_kvlen,
+        mode=sparse_mode,
+        softmax_layout=softmax_layout,
+        sink=sink,
+        pse_type=pse_type,
     )
     saved = _saved(softmax_max, softmax_sum, attention_in, seed, offset)
     grads = backward(call, query, key, value, dy, saved)
@@ -542,24 +537,26 @@ def npu_fusion_attention_v3(
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what ``npu_fusion_attention`` returns, seed and offset as tensors and no mask length."""
-    call = Call(
+    *tensors, seed, offset, _ = npu_fusion_attention(
+        query,
+        key,
+        value,
         head_num,
-        input_layout.upper(),
-        pse,
-        atten_mask,
-        scale,
-        keep_prob,
-        pre_tockens,
-        next_tockens,
-        prefix,
-        _ends(actual_seq_qlen),
-        _ends(actual_seq_kvlen),
-        sparse_mode,
-        softmax_layout,
-        sink,
+        input_layout,
+        pse=pse,
+        atten_mask=atten_mask,
+        scale=scale,
+        keep_prob=keep_prob,
+        pre_tockens=pre_tockens,
+        next_tockens=next_tockens,
+        prefix=prefix,
+        actual_seq_qlen=_ends(actual_seq_qlen),
+        actual_seq_kvlen=_ends(actual_seq_kvlen),
+        sparse_mode=sparse_mode,
+        softmax_layout=softmax_layout,
+        sink=sink,
     )
-    output, maximum, total, seed, offset, _ = forward(call, query, key, value, 0, 0)
-    return output, maximum, total, query.new_empty(0), torch.tensor([seed]), torch.tensor([offset])
+    return *tensors, torch.tensor([seed]), torch.tensor([offset])
 
 
 @kernel("npu_fusion_attention_grad_v3")

@@ -34,8 +34,15 @@ class Kernel:
     checked: Callable[..., Any]
 
 
-# Operations of torch_npu that only allocate or read and write metadata: they work without a kernel.
-_NEED_NO_KERNEL = {"npu_change_data_ptr"}
+# Operations of torch_npu that work without a kernel of their own: in op-plugin they are made of other
+# operations, only touch metadata, or exist to refuse (the optimizers without out).
+_NEED_NO_KERNEL = set(
+    """npu_gather_backward npu_gather_sparse_index_backward npu_renorm_backward npu_max_backward
+    npu_min_backward npu_bmm_v2_mat1_backward npu_bmm_v2_mat2_backward npu_change_data_ptr npu_dtype_cast_
+    npu_format_cast.Tensor npu_format_cast_ _npu_format_cast.aclnn _npu_format_cast.input_dtype
+    npu_apply_adam npu_apply_adam_w npu_bert_apply_adam _npu_fusion_attention_v3_infer_output
+    _npu_fusion_attention_grad_v3_infer_output""".split()
+)
 # torch_npu prefixes the operations of its own that compute.
 _COMPUTING = ("npu_", "_npu_")
 _HOST_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
