@@ -222,6 +222,18 @@ def test_nothing_to_attend_to(device, dtype, queries, keys, batch, causal):
         assert not grad.any()
 
 
+def test_no_documents_at_all(device):
+    tensors = leaves(torch.float32, device, *[(0, 2, 8)] * 3)
+    assert attention(*tensors, layout="TND", scale=SCALE, packed=Packed((), ())).shape == (0, 2, 8)
+
+
+def test_lengths_may_be_lists(device):
+    tensors = leaves(torch.float32, device, *[(7, 2, 8)] * 3)
+    call = {"layout": "TND", "scale": SCALE, "causal": True}
+    lists = attention(*tensors, packed=Packed([3, 4], [3, 4]), **call)
+    assert torch.equal(lists, attention(*tensors, packed=Packed((3, 4), (3, 4)), **call))
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -75,7 +75,8 @@ def attention(
     queries, keys = to_bnsd(query, layout, heads).size(2), to_bnsd(key, layout, key_heads).size(2)
     if packed is not None:
         checks.check_lengths(packed, queries, keys)
-        segments = packed_segments(packed, causal, window, offset)
+        documents = Packed(tuple(packed.query), tuple(packed.key))  # lists are as good, but not hashable
+        segments = packed_segments(documents, causal, window, offset)
     else:
         segments = dense_segments(queries, keys, causal, window, offset)
     four = None if mask is None else mask[(None,) * (4 - mask.dim())]

@@ -41,7 +41,7 @@ class _Blockwise(torch.autograd.Function):
         ctx.case = case
         # One draw from the default generator, which Megatron's RNG tracker has put in place, decides every
         # mask of this call: a recomputed forward and the backward drop the same weights.
-        ctx.seed = int(torch.randint(2**62, ())) if case.dropout_p else 0
+        ctx.seed = int(torch.randint(2**62, (), device="cpu")) if case.dropout_p else 0
         q, k, v = (
             _grouped(query, case, case.heads),
             *(_grouped(t, case, case.key_heads) for t in (key, value)),
@@ -191,7 +191,7 @@ class _Scratch:
         """Return uninitialised memory; the same for the same name."""
         count = torch.Size(shape).numel()
         if name not in self._flat or self._flat[name].numel() < count:
-            self._flat[name] = torch.empty(count, dtype=dtype)
+            self._flat[name] = torch.empty(count, dtype=dtype, device="cpu")
         return self._flat[name][:count].view(shape)
 
 
@@ -220,7 +220,7 @@ def _forbid_diagonals(scores: Tensor, tile: _Tile) -> None:
 @lru_cache(maxsize=8)
 def _corner(rows: int, dtype: torch.dtype) -> Tensor:
     """``[rows, rows]``: -inf on and right of the diagonal, else 0."""
-    return torch.full((rows, rows), float("-inf"), dtype=dtype).triu_()
+    return torch.full((rows, rows), float("-inf"), dtype=dtype, device="cpu").triu_()
 
 
 def _forbid_masked(scores: Tensor, tile: _Tile, case: Case) -> Tensor:

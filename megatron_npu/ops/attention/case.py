@@ -76,12 +76,6 @@ class Case:
     mask: Tensor | None = None
     dropout_p: float = 0.0
 
-    @property
-    def plain(self) -> bool:
-        """Whether every query sees every key."""
-        segment = self.segments[0]
-        return not self.packed and self.mask is None and segment.low is None and segment.high is None
-
 
 def dense_segments(queries: int, keys: int, causal: bool, window: Window, offset: Offset) -> tuple[Segment]:
     """Return the one segment of a call that is not packed."""
@@ -95,7 +89,7 @@ def packed_segments(packed: Packed, causal: bool, window: Window, offset: Offset
     for queries, keys in zip(packed.query, packed.key, strict=True):
         spans.append((q, q + queries, k, k + keys))
         q, k = q + queries, k + keys
-    return tuple(_limited(spans, causal, window, offset))
+    return tuple(_limited(spans or [(0, 0, 0, 0)], causal, window, offset))
 
 
 def _limited(
