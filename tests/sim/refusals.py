@@ -471,6 +471,10 @@ def _attention(attention: Case, before: str, after: str, ends: Callable[..., Any
         attention.but(name, **{**variable, name: ends(4, 2)}).but(name, **{**variable, name: ends(2, 5)})
         attention.but(name, **{**variable, name: ends(2, 7)}).but(name, **{**variable, name: ends(7, 0)})
     attention.but("actual_seq_kvlen", **{**variable, "actual_seq_kvlen": ends(2, 4, 6)})
+    attention.but("actual_seq_kvlen", **{**variable, "actual_seq_kvlen": ends(2, 0)})
+    attention.but(
+        "actual_seq_qlen", **{**variable, "actual_seq_qlen": ends(0, 0), "actual_seq_kvlen": ends(0, 0)}
+    )
     attention.but("sparse_mode", sparse_mode=7, atten_mask=TRIANGLE).but("sparse_mode", sparse_mode=-1)
     attention.but("sparse_mode", **variable, sparse_mode=5, atten_mask=mask)
     attention.but("sparse_mode", **variable, sparse_mode=7, atten_mask=TRIANGLE)

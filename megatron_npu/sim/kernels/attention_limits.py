@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -99,10 +100,10 @@ def _cumulative(argument: str, tokens: str) -> Condition:
         if _layout(a) != "TND":
             return True
         ends = _ends(getattr(a, argument))
-        used = ends[: ends.index(0, 1)] if 0 in ends[1:] and not any(ends[ends.index(0, 1) :]) else ends
-        rising = all(first <= second for first, second in zip([0, *used], used, strict=False))
+        used = layouts.used(ends)
+        rising = all(first <= second for first, second in pairwise([0, *used]))
         total = getattr(a, tokens).size(0)
-        reaches = used[-1] == total if len(used) == len(ends) else used[-1] <= total
+        reaches = used[-1:] == [total] if len(used) == len(ends) else 0 < max(used, default=0) <= total
         return rising and reaches
 
     return holds
@@ -307,11 +308,7 @@ def _lengths() -> tuple[Limit, ...]:
             )
             for name in names
         ),
-        Limit(
-            "actual_seq_kvlen",
-            "as many entries as actual_seq_qlen",
-            lambda a: _layout(a) != "TND" or len(_ends(a.actual_seq_kvlen)) == len(_ends(a.actual_seq_qlen)),
-        ),
+        Limit("actual_seq_kvlen", "as many entries as actual_seq_qlen", partial(_same_count, list)),
         *(
             Limit(
                 name,
@@ -320,7 +317,17 @@ def _lengths() -> tuple[Limit, ...]:
             )
             for name, tokens in zip(names, ("query", "key"), strict=True)
         ),
+        Limit(
+            "actual_seq_kvlen",
+            "the sequences of actual_seq_qlen left out",
+            partial(_same_count, layouts.used),
+        ),
     )
+
+
+def _same_count(counted: Callable[[list[int]], list[int]], a: SimpleNamespace) -> bool:
+    query, key = (counted(_ends(ends)) for ends in (a.actual_seq_qlen, a.actual_seq_kvlen))
+    return _layout(a) != "TND" or len(query) == len(key)
 
 
 def _modes() -> tuple[Limit, ...]:

@@ -93,12 +93,17 @@ def from_bnsd(x: Tensor, layout: str) -> Tensor:
     return x.permute(order).flatten(2).contiguous()
 
 
+def used(ends: Sequence[int]) -> list[int]:
+    """Return cumulative ends without the zeros at the end, which mean sequences left out."""
+    count = len(ends)
+    while count and ends[count - 1] == 0:
+        count -= 1
+    return list(ends[:count])
+
+
 def spans(ends: Sequence[int]) -> list[slice]:
-    """Return the rows of each sequence from cumulative ends; trailing zeros mean sequences left out."""
-    used = list(ends)
-    while used and used[-1] == 0:
-        used.pop()
-    return [slice(start, end) for start, end in pairwise([0, *used])]
+    """Return the rows of each sequence that is not left out, from cumulative ends."""
+    return [slice(start, end) for start, end in pairwise([0, *used(ends)])]
 
 
 def distance(queries: int, keys: int) -> Tensor:
