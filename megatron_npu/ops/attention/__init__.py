@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_npu.ops.attention import checks, cpu, cuda, npu  # noqa: F401  (devices register themselves)
 from megatron_npu.ops.attention.case import Case, Offset, Packed, Window, dense_segments, packed_segments
-from megatron_npu.ops.attention.layouts import from_tokens, to_bnsd, to_tokens
+from megatron_npu.ops.attention.layouts import bnsd_shape, from_tokens, to_tokens
 from megatron_npu.ops.attention.reference import operation, unfused
 
 __all__ = ["Offset", "Packed", "Window", "attention"]
@@ -70,9 +70,8 @@ def attention(
         tokens = (to_tokens(query, layout, heads), *(to_tokens(t, layout, key_heads) for t in (key, value)))
         limits = {"causal": causal, "window": window, "offset": offset, "packed": packed}
         output = attention(*tokens, layout="TND", scale=scale, dropout_p=dropout_p, **limits)
-        batch = to_bnsd(query, layout, heads).size(0)
-        return from_tokens(output, layout, batch).contiguous()
-    queries, keys = to_bnsd(query, layout, heads).size(2), to_bnsd(key, layout, key_heads).size(2)
+        return from_tokens(output, layout, bnsd_shape(query, layout, heads)[0]).contiguous()
+    queries, keys = bnsd_shape(query, layout, heads)[2], bnsd_shape(key, layout, key_heads)[2]
     if packed is not None:
         checks.check_lengths(packed, queries, keys)
         documents = Packed(tuple(packed.query), tuple(packed.key))  # lists are as good, but not hashable

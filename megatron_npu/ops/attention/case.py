@@ -77,6 +77,7 @@ class Case:
     dropout_p: float = 0.0
 
 
+@lru_cache(maxsize=16)
 def dense_segments(queries: int, keys: int, causal: bool, window: Window, offset: Offset) -> tuple[Segment]:
     """Return the one segment of a call that is not packed."""
     return (_limited([(0, queries, 0, keys)], causal, window, offset)[0],)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.ops.attention.case import Packed, Window
-from megatron_npu.ops.attention.layouts import HEADLESS, LAYOUTS, to_bnsd
+from megatron_npu.ops.attention.layouts import HEADLESS, LAYOUTS, bnsd_shape
 
 
 def head_counts(query: Tensor, key: Tensor, layout: str, num_heads: int | None) -> tuple[int, int]:
@@ -46,9 +46,9 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str, heads:
         raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
     if value.dim() != key.dim():
         raise ValueError(f"key and value differ in dimensions: {tuple(key.shape)}, {tuple(value.shape)}")
-    q, k, v = (to_bnsd(t, layout, n).shape for t, n in ((query, heads), (key, key_heads), (value, key_heads)))
+    q, k, v = bnsd_shape(query, layout, heads), *(bnsd_shape(t, layout, key_heads) for t in (key, value))
     if q[0] != k[0] or q[3] != k[3] or k[:3] != v[:3]:
-        raise ValueError(f"shapes do not fit, as [b, n, s, d]: {tuple(q)}, {tuple(k)}, {tuple(v)}")
+        raise ValueError(f"shapes do not fit, as [b, n, s, d]: {q}, {k}, {v}")
 
 
 def check_limits(window: Window, mask: Tensor | None, dropout_p: float) -> None:

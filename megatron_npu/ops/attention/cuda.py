@@ -23,7 +23,7 @@ from megatron_npu.ops.attention.case import (
     visible_ranges,
     window_from_the_end,
 )
-from megatron_npu.ops.attention.layouts import from_bnsd, to_bnsd
+from megatron_npu.ops.attention.layouts import bnsd_shape, from_bnsd, to_bnsd
 from megatron_npu.ops.attention.reference import operation
 
 # Head sizes of FlexAttention's kernel templates; flash-attn 2 takes any multiple of 8 up to 256.
@@ -49,7 +49,7 @@ def choose(query: Tensor, key: Tensor, value: Tensor, case: Case, flash_attn: bo
         case: what is asked for.
         flash_attn: whether the package flash-attn is installed.
     """
-    sizes = tuple(to_bnsd(t, case.layout, n).size(3) for t, n in _heads(query, key, value, case))
+    sizes = tuple(bnsd_shape(t, case.layout, n)[3] for t, n in _heads(query, key, value, case))
     if flash_attn and query.dtype in _FLASH_DTYPES and _flash_attn_takes(case, sizes):
         return Kernel.FLASH_ATTN
     segment = case.segments[0]

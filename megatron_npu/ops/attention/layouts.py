@@ -12,6 +12,18 @@ HEADLESS = {"SBH": "SBND", "BSH": "BSND"}
 LAYOUTS = ("SBH", "BSH", "SBND", "BSND", "BNSD", "TND")
 
 
+def bnsd_shape(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int, int]:
+    """Return the shape that ``to_bnsd`` gives, without the view."""
+    shape = tensor.shape
+    if layout == "TND":
+        return 1, shape[1], shape[0], shape[2]
+    if layout in HEADLESS:
+        batch, length = (shape[1], shape[0]) if layout == "SBH" else (shape[0], shape[1])
+        return batch, heads, length, shape[2] // heads
+    b, n, s, d = (shape[i] for i in _TO_BNSD[layout])
+    return b, n, s, d
+
+
 def to_bnsd(tensor: Tensor, layout: str, heads: int) -> Tensor:
     """Return ``tensor`` as ``[b, n, s, d]``; TND is a batch of one."""
     if layout == "TND":

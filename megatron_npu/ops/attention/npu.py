@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.ops.attention.case import Case, forbidden_pairs, window_from_the_end
-from megatron_npu.ops.attention.layouts import to_bnsd
+from megatron_npu.ops.attention.layouts import bnsd_shape
 from megatron_npu.ops.attention.reference import operation
 
 _K, _M = 1 << 10, 1 << 20
@@ -109,8 +109,8 @@ def _limits(query: Tensor, key: Tensor, value: Tensor, case: Case) -> str | None
         return f"dtype {query.dtype}"
     if key.shape != value.shape:
         return f"keys {tuple(key.shape)} and values {tuple(value.shape)} of different shapes"
-    batch, heads, queries, size = to_bnsd(query, case.layout, case.heads).shape
-    keys = to_bnsd(key, case.layout, case.key_heads).size(2)
+    batch, heads, queries, size = bnsd_shape(query, case.layout, case.heads)
+    keys = bnsd_shape(key, case.layout, case.key_heads)[2]
     for what, number, largest in (
         ("batch", batch, 2 * _M),
         ("number of heads", heads, 256),
@@ -187,7 +187,7 @@ def _mask(call: NpuCall, query: Tensor, key: Tensor, case: Case) -> Tensor | Non
     pairs = (segment.q1 - segment.q0, segment.k1 - segment.k0)
     if batch == heads == 1:  # the documented shapes are [sq, sk], [b, 1, sq, sk] and [b, n, sq, sk]
         return mask[0, 0].expand(pairs).contiguous()
-    size = to_bnsd(query, call.input_layout, case.heads).size(0)
+    size = bnsd_shape(query, call.input_layout, case.heads)[0]
     return mask.expand(size, heads if heads == 1 else case.heads, *pairs).contiguous()
 
 
