@@ -47,8 +47,11 @@ def installed() -> bool:
 def uninstall() -> None:
     """Undo every patch, end the redirection, disarm the engine."""
     global _redirection
+    from megatron_npu import standins
+
     engine().undo()
     engine().disarm()
+    standins.remove()
     if _redirection is not None:
         _redirection.off()
         _redirection.device.release()
