@@ -12,17 +12,6 @@ from megatron_npu import settings
 from megatron_npu.hosts.megatron_lm.records import WITHOUT_CUDA, wrap
 
 
-def _tokens(text: str) -> int:
-    """Return a number of tokens.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not a whole number from 0 on.
-    """
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens (0 or more)")
-    return int(text)
-
-
 @wrap(
     "megatron.arguments:_add_training_args",
     why="--pre-tockens, --next-tockens and --shape-order of the fused attention",
@@ -32,28 +21,8 @@ def add_attention_flags(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        group = original(parser).add_argument_group(title="fused attention")
-        group.add_argument(
-            "--pre-tockens",
-            "--pre-tokens",
-            type=_tokens,
-            metavar="P",
-            help="A query sees no key more than P tokens before it (default: no limit).",
-        )
-        group.add_argument(
-            "--next-tockens",
-            "--next-tokens",
-            type=_tokens,
-            metavar="N",
-            help="A query sees no key more than N tokens after it (default: no limit); a causal model "
-            "never sees any.",
-        )
-        group.add_argument(
-            "--shape-order",
-            choices=["SBH", "BSH"],
-            default=settings.ATTENTION.shape_order,
-            help="Layout handed to the fused attention; the results are the same.",
-        )
+        parser = original(parser)
+        settings.add_attention_flags(parser)
         return parser
 
     return _add_training_args
@@ -82,9 +51,7 @@ def publish_attention_flags(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def parse_args(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed = original(*args, **kwargs)
-        settings.ATTENTION.pre_tokens = parsed.pre_tockens
-        settings.ATTENTION.next_tokens = parsed.next_tockens
-        settings.ATTENTION.shape_order = parsed.shape_order
+        settings.ATTENTION.take(parsed)
         return parsed
 
     return parse_args

@@ -8,27 +8,23 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.hosts.megatron_lm.records import wrap
+from megatron_npu.hosts.megatron_lm.records import replace, wrap
 from megatron_npu.ops.embedding import vocab_parallel_embedding
 
 
-@wrap(
+@replace(
     "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
-    why="upstream indexes with boolean masks, whose size the host has to wait for on npu and cuda",
+    why="upstream indexes with boolean masks, whose size the host has to wait for on npu and cuda, and torch "
+    "sums the gradients of a frequent token in 16 bits on the cpu",
 )
-def embed_without_waiting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Fill masked places in one pass; without tensor parallelism there is no mask, and upstream's runs."""
+def forward(self: Any, input_: Tensor) -> Tensor:
+    """``[...]`` token ids to ``[..., h]``, summed over the tensor-parallel group."""
+    from megatron.core.tensor_parallel.layers import reduce_from_tensor_model_parallel_region
 
-    @functools.wraps(original)
-    def forward(self: Any, input_: Tensor) -> Tensor:
-        if self.tensor_model_parallel_size == 1:
-            return original(self, input_)
-        from megatron.core.tensor_parallel.layers import reduce_from_tensor_model_parallel_region
-
-        part = vocab_parallel_embedding(input_, self.weight, self.vocab_start_index, self.vocab_end_index)
-        return reduce_from_tensor_model_parallel_region(part)
-
-    return forward
+    start, end = self.vocab_start_index, self.vocab_end_index
+    split = self.tensor_model_parallel_size > 1
+    part = vocab_parallel_embedding(input_, self.weight, start, end, split=split)
+    return reduce_from_tensor_model_parallel_region(part)
 
 
 @wrap(

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_npu import settings
 from megatron_npu.hosts.megatron_lm.records import replace, unnecessary, wrap
 from megatron_npu.ops.attention import Window, attention
+from megatron_npu.ops.dropout import bias_dropout_add
 
 _MODULE = "megatron.model.transformer"
 
@@ -157,22 +158,26 @@ def initialise_fused(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _COMPILED_ANEW = (
-    "TorchScript compiles it in every process anew, and rounds bf16 differently until it has: a resumed run "
-    "would not be the interrupted one to the bit"
+    "three passes; and TorchScript compiles it in every process anew, rounding bf16 otherwise until it has: "
+    "a resumed run would not be the interrupted one to the bit"
 )
 
 
 @replace(f"{_MODULE}:bias_dropout_add_fused_train", why=_COMPILED_ANEW)
 def bias_dropout_add_fused_train(x: Tensor, bias: Tensor, residual: Tensor, prob: float) -> Tensor:
     """``residual + dropout(x + bias)``, ``[s, b, h]`` throughout; no random number is drawn for prob 0."""
-    from megatron.model.transformer import bias_dropout_add
-
-    return bias_dropout_add(x, bias, residual, prob, prob > 0.0)
+    return _bias_dropout_add(x, bias, residual, prob, True)
 
 
 @replace(f"{_MODULE}:bias_dropout_add_fused_inference", why=_COMPILED_ANEW)
 def bias_dropout_add_fused_inference(x: Tensor, bias: Tensor, residual: Tensor, prob: float) -> Tensor:
     """``residual + x + bias``, ``[s, b, h]`` throughout."""
-    from megatron.model.transformer import bias_dropout_add
+    return _bias_dropout_add(x, bias, residual, prob, False)
 
-    return bias_dropout_add(x, bias, residual, prob, False)
+
+def _bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, prob: float, training: bool) -> Tensor:
+    # upstream hands over bias.expand_as(residual), whose base is the parameter [h] itself
+    base = bias._base
+    if base is not None and base.shape == bias.shape[-1:] and not any(bias.stride()[:-1]):
+        return bias_dropout_add(x, base, residual, prob, training)
+    return bias_dropout_add(x + bias, None, residual, prob, training)

@@ -214,22 +214,26 @@ def check_mlp(modules):
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("prob", [0.0, 0.3])
-def check_bias_dropout_add(modules, prob):
-    x, residual = torch.randn(5, 2, 8, requires_grad=True), torch.randn(5, 2, 8, requires_grad=True)
-    bias = torch.randn(8, requires_grad=True)
+@pytest.mark.parametrize("expanded", [True, False])
+def check_bias_dropout_add(modules, expanded):
     ours, stock = modules
-    wide = bias.expand_as(residual)
     torch.manual_seed(7)
-    found = ours.bias_dropout_add_fused_train(x, wide, residual, prob)
-    torch.manual_seed(7)
-    expected = stock.bias_dropout_add(x, wide, residual, prob, True)
-    same_gradients(found, expected, [x, bias, residual])
-    same_gradients(
-        ours.bias_dropout_add_fused_inference(x, wide, residual, prob),
-        residual + x + wide,
-        [x, bias, residual],
-    )
+    x, residual, wide = (torch.randn(50, 2, 8, requires_grad=True) for _ in range(3))
+    bias = torch.randn(8, requires_grad=True) if expanded else wide
+    leaves = [x, bias, residual]
+
+    def both(name, prob, training):
+        spread = bias.expand_as(residual) if expanded else bias
+        found = getattr(ours, name)(x.clone(), spread, residual, prob)
+        return found, stock.bias_dropout_add(x, spread, residual, prob, training)
+
+    same_gradients(*both("bias_dropout_add_fused_train", 0.0, False), leaves)
+    same_gradients(*both("bias_dropout_add_fused_inference", 0.3, False), leaves)
+    found, _ = both("bias_dropout_add_fused_train", 0.3, True)
+    kept = (found - residual) != 0
+    assert 0.6 < kept.float().mean() < 0.8
+    spread = bias.expand_as(residual)
+    same_gradients(found, residual + kept * (x + spread) / 0.7, leaves, atol=1e-4, rtol=1e-4)
     state = torch.default_generator.get_state()
-    ours.bias_dropout_add_fused_train(x, wide, residual, 0.0)
+    both("bias_dropout_add_fused_train", 0.0, False)
     assert torch.equal(torch.default_generator.get_state(), state)
