@@ -221,6 +221,12 @@ def test_dtype_cast_and_its_gradient(source, target):
     assert torch.equal(leaf.grad.cpu(), grad.to(source))
 
 
+def test_the_gradient_of_a_cast_has_the_dtype_of_its_input():
+    grad = torch.randn(3).to(torch.bfloat16).npu()
+    for name in ("npu_dtype_cast_backward", "_npu_dtype_cast_backward"):
+        assert getattr(torch.ops.npu, name)(grad, torch.float32).dtype == torch.float32
+
+
 @pytest.mark.parametrize("target", [torch.int32, torch.int64, torch.bool, torch.uint8])
 def test_dtype_cast_to_integers(target):
     x = torch.tensor([0.0, 1.5, 3.9])

@@ -180,6 +180,19 @@ def test_unpermute_by_a_routing_map_without_probabilities():
     )
 
 
+def test_a_rank_may_have_no_tokens():
+    none, indices = torch.empty(0, 4).npu().requires_grad_(), torch.empty(0, 2, dtype=torch.int64).npu()
+    tokens, positions = npu("npu_moe_token_permute")(none, indices)
+    result = npu("npu_moe_token_unpermute")(tokens, positions, torch.empty(0, 2).npu())
+    assert result.shape == (0, 4)
+    result.sum().backward()
+    assert none.grad.shape == (0, 4)
+    routing = torch.empty(0, 3, dtype=torch.bool).npu()
+    tokens, _, positions = npu("npu_moe_token_permute_with_routing_map")(none, routing, num_out_tokens=0)
+    result = npu("npu_moe_token_unpermute_with_routing_map")(tokens, positions, [0, 4])
+    assert result.shape == (0, 4)
+
+
 # --- grouped matrix products ---
 
 GROUPS = [2, 0, 4, 1]

@@ -58,6 +58,12 @@ def test_every_limit_is_seen_to_refuse(operation):
     assert not unseen, [f"{limit.argument}: {limit.allowed}" for limit in unseen]
 
 
+def test_a_long_sequence_of_one_batch_is_not_taken_for_many_batches():
+    angle = torch.zeros(2048, 1, 1, 8)
+    result = KERNELS["npu_rotary_mul"].checked(torch.zeros(2048, 1, 3, 8), angle, angle)
+    assert result.shape == (2048, 1, 3, 8)
+
+
 def test_the_message_says_operation_argument_given_allowed_and_source():
     with pytest.raises(LimitError) as caught:
         KERNELS["npu_rms_norm"].checked(torch.zeros(2, 8), torch.zeros(8, dtype=torch.bfloat16))

@@ -58,7 +58,7 @@ def test_host_tensors_are_refused():
     import torch_npu
 
     x, gamma = torch.ones(2, 8), torch.ones(8)
-    with pytest.raises(NotImplementedError, match="npu_rms_norm.*'CPU' backend"):
+    with pytest.raises(NotImplementedError, match=r"npu_rms_norm.*'CPU' backend"):
         torch_npu.npu_rms_norm(x, gamma)
     with pytest.raises(RuntimeError, match="same device"):
         torch_npu.npu_rms_norm(x.npu(), gamma)

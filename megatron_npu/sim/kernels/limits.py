@@ -39,7 +39,6 @@ TENSORS = 128  # of a list of tensors
 INNER_AXIS = 65536  # the last dimension of x and weight must be smaller
 CROSS_ENTROPY_ROWS = 200000
 
-
 # torch's ScalarType numbers, which npu_dtype_cast takes instead of a dtype. torch_npu's own dtypes (int4,
 # hifloat8, float4) have numbers of 285 and more and are not simulated.
 SCALAR_TYPES = {
@@ -152,37 +151,29 @@ def _elementwise_backward(table: Limits, grad: str) -> Limits:
 
 
 FAST_GELU = _elementwise("wheel, npu_fast_gelu", *FLOATS)
-GELU = Limits(
-    "aclnnGelu, aclnnGeluV2",
-    (*_elementwise("", *FLOATS).limits, one_of("approximate", "none", "tanh")),
-)
+GELU = Limits("aclnnGelu, aclnnGeluV2", (*FAST_GELU.limits, one_of("approximate", "none", "tanh")))
 SILU = _elementwise("wheel, npu_silu; aclnnSilu", *FLOATS)
 
 
-def _rotary_count(a: SimpleNamespace) -> bool:
-    batch, heads = _rotary_batch_and_heads(a)
-    if a.rotary_mode == "interleave":
-        return batch * heads < ROTARY_COUNT
-    return batch < ROTARY_COUNT and heads < ROTARY_COUNT
+def _rotary_layouts(a: SimpleNamespace) -> list[tuple[int, int]]:
+    """Return (b, n) of input in each layout that it may have by the shape of cos.
 
-
-def _rotary_layouts(a: SimpleNamespace) -> list[tuple[int, int, int]]:
-    """Return which (batch, heads, sequence) dimensions the shape of cos allows input to have."""
+    Dimensions of size 1 leave several: ``[s, 1, n, d]`` with cos ``[s, 1, 1, d]`` may be SBND or BSND.
+    """
     fitting = []
     for batch, heads, sequence in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):  # BNSD, BSND, SBND
         x, cos = a.input.shape, a.r1.shape
-        if cos[sequence] != x[sequence]:
-            continue
         shared = cos[batch] == 1 and cos[heads] == 1
         per_batch = cos[batch] == x[batch] and cos[heads] in (1, x[heads])
-        if shared or (a.rotary_mode == "half" and per_batch):
-            fitting.append((batch, heads, sequence))
+        if cos[sequence] == x[sequence] and (shared or (a.rotary_mode == "half" and per_batch)):
+            fitting.append((x[batch], x[heads]))
     return fitting
 
 
-def _rotary_batch_and_heads(a: SimpleNamespace) -> tuple[int, int]:
-    batch, heads, _ = _rotary_layouts(a)[0]
-    return a.input.size(batch), a.input.size(heads)
+def _rotary_count(a: SimpleNamespace) -> bool:
+    if a.rotary_mode == "interleave":
+        return any(batch * heads < ROTARY_COUNT for batch, heads in _rotary_layouts(a))
+    return any(max(pair) < ROTARY_COUNT for pair in _rotary_layouts(a))
 
 
 ROTARY_MUL_INPUT = (
@@ -471,9 +462,10 @@ def _probabilities_dtype(tokens: str) -> Limit:
     )
 
 
-def _rows_of_one_sum(a: SimpleNamespace) -> bool:
-    copies = (a.tokens.size(0) if a.num_out_tokens is None else a.num_out_tokens) // max(1, a.tokens.size(0))
-    return bool((a.routing_map.bool().sum(1) == copies).all())
+def _copies(a: SimpleNamespace) -> int:
+    """Return how many experts the number of output tokens gives each token."""
+    tokens = a.tokens.size(0)
+    return (tokens if a.num_out_tokens is None else a.num_out_tokens) // max(1, tokens)
 
 
 ROUTING_MAP = (
@@ -503,7 +495,7 @@ MOE_TOKEN_PERMUTE_WITH_ROUTING_MAP = Limits(
         Limit(
             "routing_map",
             f"num_out_tokens // tokens ones in every row, fewer than {TOPK}",
-            lambda a: _rows_of_one_sum(a) and int(a.routing_map.bool().sum(1).max()) < TOPK,
+            lambda a: _copies(a) < TOPK and bool((a.routing_map.bool().sum(1) == _copies(a)).all()),
         ),
     ),
 )

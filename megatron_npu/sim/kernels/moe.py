@@ -39,12 +39,8 @@ def npu_moe_token_permute_grad_v2(
     padded_mode: bool = False,
 ) -> Tensor:
     """Return the gradient of the tokens ``[t, h]``: the sum over their copies."""
-    return (
-        _gather(grad_permuted_tokens, sorted_indices)
-        .view(tokens_size_0, num_topK, -1)
-        .sum(1)
-        .to(tokens_dtype)
-    )
+    copies = _copies(grad_permuted_tokens, sorted_indices, tokens_size_0, num_topK)
+    return copies.sum(1).to(tokens_dtype)
 
 
 @kernel("npu_moe_token_permute_grad")
@@ -71,11 +67,11 @@ def npu_moe_token_unpermute(
     restore_shape: Sequence[int] | None = None,
 ) -> Tensor:
     """Return ``[t, h]``: the copies of each token added up, times ``probs`` ``[t, topk]`` if given."""
-    copies = 1 if probs is None else probs.size(1)
-    gathered = _gather(permuted_tokens, sorted_indices).unflatten(0, (-1, copies))
+    shape = (len(sorted_indices), 1) if probs is None else probs.shape
+    copies = _copies(permuted_tokens, sorted_indices, *shape)
     if probs is not None:
-        gathered = gathered * probs.float().unsqueeze(-1)
-    return gathered.sum(1).to(permuted_tokens.dtype)
+        copies = copies * probs.float().unsqueeze(-1)
+    return copies.sum(1).to(permuted_tokens.dtype)
 
 
 @kernel("_npu_moe_token_unpermute")
@@ -112,7 +108,7 @@ def npu_moe_token_unpermute_grad_v2(
     if probs is None:
         return grad_tokens, grad_unpermuted_tokens.new_empty(0)
     assert permuted_tokens is not None  # the forward keeps it when there are probabilities
-    gathered = _gather(permuted_tokens, sorted_indices).unflatten(0, (-1, copies))
+    gathered = _copies(permuted_tokens, sorted_indices, *probs.shape)
     return grad_tokens, (gathered * grad.unsqueeze(1)).sum(-1).to(probs.dtype)
 
 
@@ -166,10 +162,8 @@ def npu_moe_token_permute_with_routing_map_grad(
     drop_and_pad: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the tokens and of ``probs`` ``[t, experts]`` (empty without them)."""
-    gathered = _gather(permuted_token_out_grad, sorted_indices).view(
-        tokens_num, -1, permuted_token_out_grad.size(1)
-    )
-    grad_tokens = gathered.sum(1).to(permuted_token_out_grad.dtype)
+    copies = _copies(permuted_token_out_grad, sorted_indices, tokens_num)
+    grad_tokens = copies.sum(1).to(permuted_token_out_grad.dtype)
     if probs_grad is None or not probs_grad.numel():
         return grad_tokens, permuted_token_out_grad.new_empty(0)
     grad_probs = probs_grad.new_zeros(tokens_num, experts_num)
@@ -188,12 +182,11 @@ def npu_moe_token_unpermute_with_routing_map(
     drop_and_pad: bool = False,
 ) -> Tensor:
     """Return ``[t, h]``: the copies of each token added up, times their probabilities if given."""
-    tokens = restore_shape[0]
-    gathered = _gather(permuted_tokens, sorted_indices).view(tokens, -1, permuted_tokens.size(1))
+    copies = _copies(permuted_tokens, sorted_indices, restore_shape[0])
     if probs is not None:
         assert routing_map is not None  # by the limits
-        gathered = gathered * probs[routing_map.bool()].float().view(tokens, -1, 1)
-    return gathered.sum(1).to(permuted_tokens.dtype)
+        copies = copies * probs[routing_map.bool()].float().view(*copies.shape[:2], 1)
+    return copies.sum(1).to(permuted_tokens.dtype)
 
 
 @kernel("_npu_moe_token_unpermute_with_routing_map")
@@ -264,6 +257,12 @@ def _gather(rows: Tensor, positions: Tensor) -> Tensor:
     gathered = torch.zeros(len(positions), rows.size(1))
     gathered[valid] = rows[positions[valid]].float()
     return gathered
+
+
+def _copies(rows: Tensor, positions: Tensor, tokens: int, topk: int | None = None) -> Tensor:
+    """Return the copies of every token, fp32 ``[tokens, topk, h]``; ``topk`` can be left to be found."""
+    each = len(positions) // max(1, tokens) if topk is None else topk
+    return _gather(rows, positions).view(tokens, each, rows.size(1))
 
 
 def _scatter(values: Tensor, positions: Tensor, count: int) -> Tensor:
