@@ -14,6 +14,6 @@ def counting() -> AbstractContextManager[Counts]:
 
     Works only in a process under ``megatron-npu sim``.
     """
-    from megatron_npu.sim import counters  # torch is imported there, and this package before torch
+    from megatron_npu.sim import counters
 
     return counters.counting()

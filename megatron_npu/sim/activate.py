@@ -131,5 +131,6 @@ def load_runtime() -> None:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     for name, value in settings.simulator_values().items():
         runtime.sim_set(name.encode(), value.encode())
-    # Kernels run on the calling thread; the task queue would only hand them to a second one.
-    os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
+    # Kernels run on the calling thread. torch_npu's task queue would run events and copies on another one,
+    # out of order with them.
+    os.environ["TASK_QUEUE_ENABLE"] = "0"

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
-
 from megatron_npu import settings
 from megatron_npu.sim import build
 
@@ -61,6 +59,8 @@ def counting() -> Iterator[Counts]:
     The peak is measured with torch's own statistics, which are reset at the start: of two nested
     ``counting()``, the outer one sees the peak since the inner one began.
     """
+    import torch  # not above: importing torch installs the simulator, which imports this module
+
     counts = Counts()
     torch.npu.synchronize()
     before, used = _read(), _statistic("allocated_bytes.all.current")
@@ -145,6 +145,8 @@ def _difference(after: dict[str, Work], before: dict[str, Work]) -> dict[str, Wo
 
 def _statistic(name: str) -> int:
     """Return one of torch's memory statistics, summed over the devices; 0 before the first use of one."""
+    import torch
+
     if not torch.npu.is_initialized():
         return 0
     return sum(torch.npu.memory_stats(i).get(name, 0) for i in range(torch.npu.device_count()))

@@ -62,7 +62,6 @@ def prepare() -> dict[str, str]:
     environment = {**os.environ, settings.SIM.name: "1", settings.SIM_SITE.name: str(wheel)}
     entries = [str(BOOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(entries))
-    environment.setdefault("TASK_QUEUE_ENABLE", "0")
     if settings.SIM_MEMCHECK.enabled():
         # torch's allocator would hand out a freed block again with its old, plausible content
         environment["PYTORCH_NO_NPU_MEMORY_CACHING"] = "1"

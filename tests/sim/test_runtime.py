@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import pytest
@@ -191,6 +192,15 @@ class TestCounting:
             with counting() as inner:
                 x + 1
         assert (outer.total_launches, inner.total_launches) == (2, 1)
+
+    def test_functions_without_a_body_are_named_and_do_not_pretend_to_compute(self):
+        from megatron_npu.sim import build, counting
+
+        runtime = ctypes.CDLL(str(build.runtime() / build.RUNTIME_LIBRARY))
+        with counting() as counts:
+            assert runtime.aclmdlFinalizeDump() == 0
+            assert runtime.aclopCompileAndExecute() != 0
+        assert counts.without_body == {"aclmdlFinalizeDump": 1, "aclopCompileAndExecute": 1}
 
     def test_an_operation_without_a_kernel_fails_loudly(self):
         import torch_npu
