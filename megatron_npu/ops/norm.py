@@ -153,27 +153,33 @@ class _CpuNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, rstd = ctx.saved_tensors
         factor = _factor(_precise(weight), ctx.zero_centered)
-        width = input.size(-1)
-        x, dy = input.reshape(-1, width), grad.reshape(-1, width)
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        d_weight, d_bias = torch.zeros_like(factor), torch.zeros_like(factor)
-        for rows in [slice(None)] if x.dtype is factor.dtype else row_chunks(*x.shape):
-            piece = _norm_backward(_precise(dy[rows]), _precise(x[rows]), mean[rows], rstd[rows], factor)
-            if ctx.bias_dtype is None:  # only layer norm subtracts the mean, so only it loses this part
-                piece[0].addcmul_((_precise(dy[rows]) @ factor)[:, None], rstd[rows] / width)
-            dx[rows] = piece[0]
-            d_weight += piece[1]
-            d_bias += piece[2]
-        bias = None if ctx.bias_dtype is None else d_bias.to(ctx.bias_dtype)
+        x, dy = (t.reshape(-1, t.size(-1)) for t in (input, grad))
+        rms = ctx.bias_dtype is None
+        if x.dtype is factor.dtype:
+            dx, d_weight, d_bias = _norm_backward(dy, x, mean, rstd, factor, rms)
+        else:
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+            d_weight, d_bias = torch.zeros_like(factor), torch.zeros_like(factor)
+            for rows in row_chunks(*x.shape):
+                tensors = (dy[rows].to(factor.dtype), x[rows].to(factor.dtype), mean[rows], rstd[rows])
+                piece, of_weight, of_bias = _norm_backward(*tensors, factor, rms)
+                dx[rows] = piece
+                d_weight += of_weight
+                d_bias += of_bias
+        bias = None if rms else d_bias.to(ctx.bias_dtype)
         return dx.view(input.shape), d_weight.to(weight.dtype), bias, None, None
 
 
 def _norm_backward(
-    grad: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, factor: Tensor
+    grad: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, factor: Tensor, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ops.aten.native_layer_norm_backward(
+    """Return the gradients of input, factor and bias by torch's kernel for layer norm, all in one dtype."""
+    dx, d_factor, d_bias = torch.ops.aten.native_layer_norm_backward(
         grad, input, factor.shape, mean, rstd, factor, factor, [True, True, True]
     )
+    if rms:  # only layer norm subtracts the mean, so only it loses this part
+        dx.addcmul_((grad @ factor)[:, None], rstd / input.size(-1))
+    return dx, d_factor, d_bias
 
 
 def _rms_forward(x: Tensor, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]:
