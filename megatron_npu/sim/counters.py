@@ -14,6 +14,9 @@ from pathlib import Path
 from megatron_npu import settings
 from megatron_npu.sim import build
 
+# Counted beside the launches by compute.cpp: copies between host and device, and tensor.item().
+_TRANSFERS = ("transfer", "aten::_local_scalar_dense")
+
 
 @dataclass
 class Work:
@@ -112,8 +115,9 @@ def _read() -> Counts:
     runtime = ctypes.CDLL(str(build.runtime() / build.RUNTIME_LIBRARY))
     compute = ctypes.CDLL(str(build.compute()))
     launches = _works(compute.sim_launches)
+    transfers = [launches.pop(name, Work()) for name in _TRANSFERS]
     return Counts(
-        transfers=launches.pop("transfer", Work()),
+        transfers=Work(sum(work.calls for work in transfers), sum(work.bytes for work in transfers)),
         launches=launches,
         communication=_works(runtime.sim_communication),
         without_body={name: int(calls) for name, calls in _rows(runtime.sim_defaults_called)},
