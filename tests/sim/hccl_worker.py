@@ -319,8 +319,7 @@ def a_thousand_interleavings() -> None:
             if target == RANK:
                 received.append((number, torch.empty_like(message(number), device="npu")))
                 pending.append(dist.irecv(received[-1][1], source))
-        draw.shuffle(pending)  # ranks draw different lengths here, so the generator is renewed below
-        draw = random.Random(first)
+        random.Random(first + RANK).shuffle(pending)
         for work in pending:
             work.wait()
         for number, tensor in received:

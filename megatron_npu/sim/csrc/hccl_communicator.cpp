@@ -56,6 +56,7 @@ void run(Communicator& communicator, const Call& call, const Body& body) {
 
 void queue(Queued queued) {
   Communicator& communicator = *queued.communicator;
+  std::lock_guard<std::mutex> lock(communicator.numbering);
   Call call = queued.call;
   Body body = std::move(queued.body);
   if (body) {

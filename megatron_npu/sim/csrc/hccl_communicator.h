@@ -27,7 +27,8 @@ class Communicator {
   const uint32_t ranks;
   Segment& segment() { return *segment_; }
 
-  // Numbers for the next call, taken on the calling thread in the order of the program.
+  // Held while a call is numbered and queued, so that both happen in one order.
+  std::mutex numbering;
   uint64_t next_collective() { return ++collectives_; }
   uint64_t next_message(bool outgoing, uint32_t peer) { return ++messages_[{outgoing, peer}]; }
 
