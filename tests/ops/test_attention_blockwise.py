@@ -90,7 +90,8 @@ def test_limits_that_forbid_nothing_are_dropped():
     """65536/65536 at 8,192 tokens is plain causal attention, which has torch's own kernel."""
     (wide,) = dense_segments(8192, 8192, True, (65536, 65536), 0)
     assert wide == Segment(0, 8192, 0, 8192, None, 0)
-    assert cpu.torch_has_a_kernel(Case("SBND", 1, 1, 1.0, (wide,)), True)
+    tensor = torch.empty(8192, 1, 1, 8, device="meta")
+    assert cpu.torch_has_a_kernel(tensor, tensor, Case("SBND", 1, 1, 1.0, (wide,)))
     documents = packed_segments(Packed((3, 5), (3, 5)), True, (4, None), 0)
     assert {s.low for s in documents} == {None}
 

@@ -78,8 +78,9 @@ def attention(
         segments = packed_segments(documents, causal, window, offset)
     else:
         segments = dense_segments(queries, keys, causal, window, offset)
-    four = None if mask is None else mask[(None,) * (4 - mask.dim())]
-    case = Case(layout, heads, key_heads, float(scale), segments, packed is not None, four, dropout_p)
+    if mask is not None and mask.dim() < 4:
+        mask = mask[(None,) * (4 - mask.dim())]
+    case = Case(layout, heads, key_heads, float(scale), segments, packed is not None, mask, dropout_p)
     if query.numel() == 0 or value.numel() == 0:
         return unfused(query, key, value, case)  # nothing to compute, and kernels need not take it
     return operation(query, key, value, case)

@@ -151,7 +151,7 @@ class _Scratch:
         self._dtype = dtype
         self._case = case
         self._flat: dict[str, Tensor] = {}
-        # Weights are kept where 16 random bits are below this number: four weights per 64-bit draw, five
+        # Weights are kept where 16 random bits are below this number: four weights per 64-bit draw, four
         # times faster than bernoulli_. The probability is exact to 2^-17, and `gain` makes up for it.
         self._kept = max(1, round((1.0 - case.dropout_p) * 65536))
         self.gain = 65536 / self._kept
@@ -199,7 +199,7 @@ def _forbid_diagonals(scores: Tensor, tile: _Tile) -> None:
     """Set ``[heads, queries, r, keys]`` to -inf beyond the segment's diagonals.
 
     Only the corners of a tile are touched: left of ``high`` and right of ``low`` every query sees every key.
-    The corners are added, not filled in: masked_fill_ takes forty times as long here (torch 2.13).
+    The corners are added, not filled in: masked_fill_ takes several times as long (torch 2.13).
     """
     low, high = tile.segment.low, tile.segment.high
     rows = tile.q1 - tile.q0
@@ -267,7 +267,7 @@ def _products_of(dtype: torch.dtype) -> Iterator[None]:
 
     Queries, keys and values lose nothing by it, weights are rounded as in any bf16 kernel, sums and softmax
     stay fp32; on a processor with AMX or AVX512-BF16 the products take half the time. The switch is the
-    process's, hence off again at once; where torch has none (before 2.9) the products stay fp32.
+    process's, hence off again at once; where torch has none the products stay fp32.
     """
     switch = getattr(torch.backends.mkldnn, "matmul", None)
     if dtype is not torch.bfloat16 or switch is None:

@@ -78,9 +78,11 @@ class Case:
 
 
 @lru_cache(maxsize=16)
-def dense_segments(queries: int, keys: int, causal: bool, window: Window, offset: Offset) -> tuple[Segment]:
+def dense_segments(
+    queries: int, keys: int, causal: bool, window: Window, offset: Offset
+) -> tuple[Segment, ...]:
     """Return the one segment of a call that is not packed."""
-    return (_limited([(0, queries, 0, keys)], causal, window, offset)[0],)
+    return tuple(_limited([(0, queries, 0, keys)], causal, window, offset))
 
 
 @lru_cache(maxsize=16)  # the same batch comes back at every layer

@@ -7,23 +7,19 @@ from torch import Tensor
 
 from megatron_npu.ops.attention.blockwise import blockwise
 from megatron_npu.ops.attention.case import Case
-from megatron_npu.ops.attention.layouts import from_bnsd, to_bnsd
+from megatron_npu.ops.attention.layouts import bnsd_shape, from_bnsd, to_bnsd
 from megatron_npu.ops.attention.reference import operation
 
 
 @operation.on("cpu")
 def attend(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
-    """Attention of ``case``; its memory grows with the sequence, never with its square."""
-    if not torch_has_a_kernel(case, query.size(-1) == value.size(-1)):
+    """Attention of ``case``; no more pairs are stored than the caller's own mask has."""
+    if not torch_has_a_kernel(query, value, case):
         return blockwise(query, key, value, case)
     segment = case.segments[0]
-    query, key, value = (
-        to_bnsd(t, case.layout, n)
-        for t, n in ((query, case.heads), (key, case.key_heads), (value, case.key_heads))
-    )
-    if (
-        query.size(2) == 1 and case.mask is None
-    ):  # decoding: one query sees one run of keys, and no mask is needed
+    query = to_bnsd(query, case.layout, case.heads)
+    key, value = (to_bnsd(t, case.layout, case.key_heads) for t in (key, value))
+    if query.size(2) == 1 and case.mask is None:  # decoding: one query sees one run of keys
         first, last = segment.keys_of(0, 1)
         key, value = key[:, :, first:last], value[:, :, first:last]
     output = F.scaled_dot_product_attention(
@@ -38,13 +34,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     return from_bnsd(output, case.layout).contiguous()
 
 
-def torch_has_a_kernel(case: Case, same_head_size: bool) -> bool:
+def torch_has_a_kernel(query: Tensor, value: Tensor, case: Case) -> bool:
     """Whether torch's flash kernel takes the call: plain, causal from the top left, one query, or a mask.
 
     With dropout, with head sizes that differ, or with a mask for what diagonals say, it would build all the
     scores or an ``[sq, sk]`` mask. Where both can, it is the faster one (benchmarks/results/attention.json).
     """
-    if case.packed or case.dropout_p or not same_head_size:
+    sizes = bnsd_shape(query, case.layout, case.heads)[3], bnsd_shape(value, case.layout, case.key_heads)[3]
+    if case.packed or case.dropout_p or sizes[0] != sizes[1]:
         return False
     segment = case.segments[0]
     if segment.low is None and segment.high is None:

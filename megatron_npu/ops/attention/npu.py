@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_npu.ops.attention.case import Case, forbidden_pairs, window_from_the_end
+from megatron_npu.ops.attention.case import Case, Segment, forbidden_pairs, window_from_the_end
 from megatron_npu.ops.attention.layouts import bnsd_shape
 from megatron_npu.ops.attention.reference import operation
 
@@ -160,7 +160,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
         value,
         call.head_num,
         call.input_layout,
-        atten_mask=_mask(call, query, key, case),
+        atten_mask=_mask(call, query, case),
         scale=call.scale,
         keep_prob=call.keep_prob,
         pre_tockens=call.pre_tockens,
@@ -174,21 +174,31 @@ def attend(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     return output.unflatten(2, (case.heads, -1)) if case.layout == "SBND" else output
 
 
-def _mask(call: NpuCall, query: Tensor, key: Tensor, case: Case) -> Tensor | None:
+def _mask(call: NpuCall, query: Tensor, case: Case) -> Tensor | None:
     """Return the atten_mask of the call: none, the shared triangle, or all of it, True where masked."""
     if call.sparse_mode == NONE:
         return None
     if call.sparse_mode != FULL:
         return _compressed_mask(query.device)
-    forbidden = forbidden_pairs(case.segments[0], query.device)
-    mask = case.mask if forbidden is None else case.mask | forbidden
-    segment = case.segments[0]
-    batch, heads = mask.shape[:2]
+    batch = bnsd_shape(query, call.input_layout, case.heads)[0]
+    recipe = (case.mask._version, case.segments, batch, case.heads)
+    known = getattr(case.mask, "_megatron_npu_full", None)
+    if known is not None and known[0] == recipe:
+        return known[1]
+    full = _full_mask(case.mask, case.segments[0], batch, case.heads)
+    if full.data_ptr() != case.mask.data_ptr():  # a view of the mask, kept with the mask, would never die
+        case.mask._megatron_npu_full = (recipe, full)  # every layer of a step is handed the same tensor
+    return full
+
+
+def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor:
+    """Return ``mask`` and the diagonals in one of the documented shapes: SS, B1SS or BNSS."""
+    forbidden = forbidden_pairs(segment, mask.device)
+    mask = mask if forbidden is None else mask | forbidden
     pairs = (segment.q1 - segment.q0, segment.k1 - segment.k0)
-    if batch == heads == 1:  # the documented shapes are [sq, sk], [b, 1, sq, sk] and [b, n, sq, sk]
+    if mask.size(0) == mask.size(1) == 1:
         return mask[0, 0].expand(pairs).contiguous()
-    size = bnsd_shape(query, call.input_layout, case.heads)[0]
-    return mask.expand(size, heads if heads == 1 else case.heads, *pairs).contiguous()
+    return mask.expand(batch, 1 if mask.size(1) == 1 else heads, *pairs).contiguous()
 
 
 @cache
