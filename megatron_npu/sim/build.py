@@ -176,10 +176,12 @@ def _unresolved() -> tuple[set[str], set[str]]:
 
 
 def _default_functions(names: Iterable[str]) -> str:
-    lines = ["namespace sim { void note_default(const char*); }"]
+    """Return C++ for functions that only say that they were called, and fail if they would compute."""
+    lines = ["namespace sim { void note_default(const char*); void note_refused(const char*); }"]
     for name in sorted(names):
-        code = _ACL_ERROR_FAILURE if name.startswith(_COMPUTING) else 0
-        body = f'sim::note_default("{name}"); return {code};'
+        body = f'sim::note_default("{name}"); return 0;'
+        if name.startswith(_COMPUTING):
+            body = f'sim::note_refused("{name}"); return {_ACL_ERROR_FAILURE};'
         lines.append(f'extern "C" __attribute__((visibility("default"))) long {name}() {{ {body} }}')
     return "\n".join(lines) + "\n"
 

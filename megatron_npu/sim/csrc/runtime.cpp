@@ -244,6 +244,11 @@ void note_default(const char* name) {
   if (++defaults_called[name] == 1 && verbose) std::fprintf(stderr, "simulated NPU: %s has no body\n", name);
 }
 
+void note_refused(const char* name) {
+  note_default(name);
+  set_recent_error(std::string(name) + " computes nothing here: the operation has no kernel (docs/simulator.md)");
+}
+
 }  // namespace sim
 
 using namespace sim;

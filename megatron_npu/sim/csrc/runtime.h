@@ -70,6 +70,8 @@ void count_communication(const std::string& name, size_t bytes);
 
 // Called by the generated functions: a CANN function was called that the simulator has not written out.
 void note_default(const char* name);
+// The same for one that would compute something and therefore fails; says so in the next error message.
+void note_refused(const char* name);
 
 // Copies a text and its final zero into a buffer as far as it fits; returns the text's length.
 size_t give_text(const std::string& text, char* buffer, size_t capacity);
