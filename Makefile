@@ -15,13 +15,13 @@ demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python demo/run.py $(if $(CLEAN),--clean)
 
 test: $(VENV)/test.stamp
-	$(MAKE) --no-print-directory megatron || echo "no Megatron-LM trees: the tests that run them are skipped"
+	$(MAKE) --no-print-directory megatron || echo "some Megatrons are missing: their tests are skipped"
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
-megatron:
-	timeout 300 bash scripts/get_megatron.sh
+megatron: $(VENV)/test.stamp
+	PYTHON=$(VENV)/bin/python timeout 300 bash scripts/get_megatron.sh
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check --fix .

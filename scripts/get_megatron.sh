@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Clone the Megatron-LM trees that the tests run, each at its commit, into checkouts/ (or $1).
-# A tree that is already there is left alone.
+# Get the Megatrons that the tests run into checkouts/ (or $1): Megatron-LM trees, each at its commit, and
+# the older wheels of megatron-core, unpacked side by side. What is already there is left alone.
 set -euo pipefail
 
 folder=${1:-checkouts}
@@ -10,6 +10,19 @@ trees=(
     "285068c8 285068c8108e0e8e6538f54fe27c3ee86c5217a2"
     "core_v0.16.1 core_v0.16.1"
 )
+
+wheels=(0.12.1 0.13.1 0.14.0 0.15.3)
+python=${PYTHON:-python3}
+
+for version in "${wheels[@]}"; do
+    name=megatron_core-$version
+    [ -d "$folder/$name" ] && continue
+    rm -rf "$folder/$name.part"
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+        --target "$folder/$name.part" "megatron-core==$version"
+    mv "$folder/$name.part" "$folder/$name"
+    echo "$folder/$name"
+done
 
 for tree in "${trees[@]}"; do
     read -r name commit <<< "$tree"

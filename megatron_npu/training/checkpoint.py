@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_npu import devices
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files
+from megatron_npu.training import checkpoint_files, sharding
 from megatron_npu.training.model import unwrap
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def save(args: Namespace, state: State, position: Position) -> Path:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
-    metadata = _metadata(args)
+    metadata = sharding.metadata(args)
     content = _state_dict(state, metadata, optimizer=not args.no_save_optim, rng=not args.no_save_rng)
     content["iteration"] = position.iteration
-    dist_checkpointing.save(content, str(part), content_metadata=metadata)
+    dist_checkpointing.save(content, str(part), **sharding.save_keywords(metadata))
     dist.barrier()
     if dist.get_rank() == 0:
         checkpoint_files.describe(part, _description(args, position, metadata))
@@ -94,7 +94,7 @@ def load(args: Namespace, state: State) -> Position:
 
     found = checkpoint_files.find(args.load)
     path = str(found.path)
-    metadata = (dist_checkpointing.load_content_metadata(path) or {}) | {"dp_cp_group": _group()}
+    metadata = sharding.saved_metadata(path, found.optimizer_sharding)
     rng = args.load_rng and _same_ranks(args, found)
     wanted = _state_dict(state, metadata, optimizer=args.load_optim, rng=rng, loading=True)
     content = dist_checkpointing.load(wanted, path)
@@ -115,7 +115,7 @@ def load_weights(model: list[torch.nn.Module], path: str | Path) -> None:
     """Load the weights alone, whatever the layout that they were saved in. All ranks must call this."""
     from megatron.core import dist_checkpointing
 
-    metadata = {"dp_cp_group": _group()}
+    metadata = sharding.module_metadata({})
     wanted = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(model).items()}
     _load_weights(model, dist_checkpointing.load(wanted, str(path)))
 
@@ -137,27 +137,6 @@ def _load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) -
         ) from error
 
 
-def _group() -> dist.ProcessGroup:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
-def _metadata(args: Namespace) -> dict[str, Any]:
-    """Return what tells megatron-core how to cut the state; it is saved with it and used to load it."""
-    metadata: dict[str, Any] = {
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": _group(),
-    }
-    if args.use_distributed_optimizer:
-        fully = args.dist_ckpt_optim_fully_reshardable
-        metadata["distrib_optim_sharding_type"] = "fully_reshardable" if fully else "dp_reshardable"
-        if fully:
-            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
-    return metadata
-
-
 def _chunks(model: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:
     """Return the bare chunks under the names that Megatron-LM gives them."""
     if len(model) == 1:
@@ -168,12 +147,13 @@ def _chunks(model: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:
 def _state_dict(
     state: State, metadata: dict[str, Any], *, optimizer: bool, rng: bool, loading: bool = False
 ) -> dict[str, Any]:
+    asked = sharding.module_metadata(metadata)
     content: dict[str, Any] = {
-        key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(state.model).items()
+        key: chunk.sharded_state_dict(metadata=asked) for key, chunk in _chunks(state.model).items()
     }
     if optimizer:
         content["optimizer"] = state.optimizer.sharded_state_dict(
-            content, is_loading=loading, metadata=metadata
+            content, is_loading=loading, **sharding.optimizer_keywords(metadata)
         )
         content["opt_param_scheduler"] = state.schedule.state_dict()
     if rng:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +54,10 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         "overlap_p2p_comm": args.overlap_p2p_comm and interleaved,
         "batch_p2p_comm": not (args.overlap_p2p_comm and interleaved),
     }
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
     try:
-        return TransformerConfig(**values)
+        # transformer_impl came with 0.14; before, the layer spec alone says it
+        return TransformerConfig(**{name: value for name, value in values.items() if name in known})
     except (AssertionError, ValueError) as error:
         raise UsageError(
             f"megatron-core refuses this model: {error}", "flags that go together", "Change them."
@@ -82,8 +85,19 @@ def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bo
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
-        vp_stage=stage,
+        **_stage(stage),
     )
+
+
+def _stage_is_passed() -> bool:
+    """Return whether chunks are told their number; megatron-core 0.12 keeps it in a global instead."""
+    from megatron.core import parallel_state
+
+    return "vp_stage" in inspect.signature(parallel_state.is_pipeline_first_stage).parameters
+
+
+def _stage(stage: int | None) -> dict[str, int | None]:
+    return {"vp_stage": stage} if _stage_is_passed() else {}
 
 
 def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Module) -> torch.nn.Module:
@@ -102,8 +116,11 @@ def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataPar
     stages = args.virtual_pipeline_model_parallel_size
     chunks = []
     for stage in range(stages) if stages else [None]:
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage)
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage)
+        if stage is not None and not _stage_is_passed():
+            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+        chunk = {"ignore_virtual": stage is None, **_stage(stage)}
+        first = parallel_state.is_pipeline_first_stage(**chunk)
+        last = parallel_state.is_pipeline_last_stage(**chunk)
         module = gpt(args, config, stage, first, last)
         for parameter in module.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

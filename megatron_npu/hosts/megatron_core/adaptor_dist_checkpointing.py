@@ -1,0 +1,24 @@
+"""``megatron.core.dist_checkpointing``: old versions on a torch that is newer than they are."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu.hosts.megatron_core.records import wrap
+
+
+@wrap(
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item",
+    versions="<0.13",
+    why="torch 2.7 gave its private function a sixth argument, the format, which 0.12 does not pass",
+)
+def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Pass the format that 0.12 has always written."""
+    if "serialization_format" not in inspect.signature(original).parameters:
+        return original
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    return functools.partial(original, serialization_format=SerializationFormat.TORCH_SAVE)
