@@ -1,34 +1,58 @@
-"""Several ranks of one program, without torchrun, which would import torch once more.
+"""Several ranks of one program without torchrun: each of its processes would import torch anew.
 
-As a program: ``ranks.py COUNT PROGRAM ARGUMENTS...`` starts the ranks and returns the first failure. Each
-rank gets RANK, WORLD_SIZE and LOCAL_RANK, and rendezvous through the file RENDEZVOUS.
+``ranks.py COUNT PROGRAM ARGUMENTS...`` forks the ranks, with ``--torch`` in front after importing torch once
+for all of them, and returns the worst of their results. Each rank gets RANK, WORLD_SIZE and LOCAL_RANK, and
+rendezvous through the file RENDEZVOUS.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 
-def start(count: int, command: list[str], rendezvous: Path) -> list[subprocess.Popen[bytes]]:
-    """Start ``count`` processes of one command."""
-    common = {"WORLD_SIZE": str(count), "RENDEZVOUS": str(rendezvous)}
-    return [
-        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(count)
-    ]
+def run(program: list[str], rank: int, count: int, rendezvous: Path) -> int:
+    """Be one rank: run the program in this process and return its result."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ["RENDEZVOUS"] = str(rendezvous)
+    sys.argv = program
+    sys.path[0] = str(Path(program[0]).parent)
+    try:
+        runpy.run_path(program[0], run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def fork(program: list[str], rank: int, count: int, rendezvous: Path) -> int:
+    """Start one rank; return its process."""
+    process = os.fork()
+    if process == 0:
+        result = run(program, rank, count, rendezvous)
+        sys.stdout.flush()
+        os._exit(result)
+    return process
 
 
 def main() -> int:
-    count, command = int(sys.argv[1]), [sys.executable, *sys.argv[2:]]
+    arguments = sys.argv[1:]
+    if arguments[0] == "--torch":
+        import torch  # noqa: F401  (brings torch_npu with it)
+
+        arguments = arguments[1:]
+    count, program = int(arguments[0]), arguments[1:]
     with tempfile.TemporaryDirectory() as folder:
-        processes = start(count, command, Path(folder) / "store")
-        signal.signal(signal.SIGTERM, lambda *_: [process.kill() for process in processes])
-        return max(abs(process.wait()) for process in processes)
+        processes = [fork(program, rank, count, Path(folder) / "store") for rank in range(count)]
+        signal.signal(signal.SIGTERM, lambda *_: [os.kill(process, signal.SIGKILL) for process in processes])
+        return max(abs(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])) for process in processes)
 
 
 if __name__ == "__main__":

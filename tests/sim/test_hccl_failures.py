@@ -214,7 +214,8 @@ os._exit(0)
 
 def test_torch_raises_with_both_calls(simulated, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = simulated("python", str(HERE / "ranks.py"), "2", str(tmp_path / "program.py"), "mismatch")
+    command = ["--torch", "2", str(tmp_path / "program.py"), "mismatch"]
+    done = simulated("python", str(HERE / "ranks.py"), *command)
     raised = re.findall(r"rank \d raised: (?s:.*?)AllReduce #2 \((\d) x fp32, sum\), but", done.stdout)
     assert len(raised) == 2, done.stdout
     assert "no error" not in done.stdout
