@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_npu.ops.chunks import row_chunks
 from megatron_npu.ops.dispatch import Operation
 
 
@@ -94,17 +95,19 @@ def _turn(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forth:
     """Turn the pairs, or apply the transpose of that: then the sine belongs to the partner."""
     size = cosine.size(-1)
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
-    x = input[..., :size].to(torch.promote_types(input.dtype, torch.float32))
-    result = x * cosine
-    (a, b), (sine_a, sine_b) = _pair(x, interleaved), _pair(sine, interleaved)
-    result_a, result_b = _pair(result, interleaved)
-    if forth:
-        result_a.addcmul_(b, sine_a, value=-1)
-        result_b.addcmul_(a, sine_b)
-    else:
-        result_a.addcmul_(b, sine_b)
-        result_b.addcmul_(a, sine_a, value=-1)
-    output[..., :size] = result
+    whole = input.device.type != "cpu" or cosine.size(0) != input.size(0)
+    for rows in [slice(None)] if whole else row_chunks(input.size(0), input.numel() // max(1, input.size(0))):
+        x = input[rows, ..., :size].to(torch.promote_types(input.dtype, torch.float32))
+        result = x * cosine[rows]
+        (a, b), (sine_a, sine_b) = _pair(x, interleaved), _pair(sine[rows], interleaved)
+        result_a, result_b = _pair(result, interleaved)
+        if forth:
+            result_a.addcmul_(b, sine_a, value=-1)
+            result_b.addcmul_(a, sine_b)
+        else:
+            result_a.addcmul_(b, sine_b)
+            result_b.addcmul_(a, sine_a, value=-1)
+        output[rows, ..., :size] = result
     output[..., size:] = input[..., size:]
     return output
 

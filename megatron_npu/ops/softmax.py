@@ -29,10 +29,7 @@ def scale_mask_softmax(scores: Tensor, mask: Tensor | None, scale: float | None,
 
     Source: the torch path of ``FusedScaleMaskSoftmax`` with ``attention_softmax_in_fp32``.
     """
-    if causal:
-        future = future_keys(scores.size(-2), scores.size(-1), scores.device)
-        mask = future if mask is None else mask | future
-    return _scale_mask_softmax(scores, mask, 1.0 if scale is None else float(scale))
+    return _scale_mask_softmax(scores, mask, 1.0 if scale is None else float(scale), causal)
 
 
 @lru_cache(maxsize=4)  # the same shape comes back at every layer of every step
@@ -41,8 +38,16 @@ def future_keys(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones((1, 1, queries, keys), dtype=torch.bool, device=device).triu_(1)
 
 
-def _reference(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _whole_mask(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    if not causal:
+        return mask
+    future = future_keys(scores.size(-2), scores.size(-1), scores.device)
+    return future if mask is None else mask | future
+
+
+def _reference(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     precise = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    mask = _whole_mask(scores, mask, causal)
     if mask is not None:
         precise = precise.masked_fill(mask, MASKED)
     return precise.softmax(-1).to(scores.dtype)
@@ -55,10 +60,14 @@ class _ScaleMaskSoftmax(torch.autograd.Function):
     """Keeps the probabilities in the dtype of the scores, where autograd keeps them in fp32 too."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        precise = torch.mul(scores.to(torch.promote_types(scores.dtype, torch.float32)), scale)
-        if mask is not None:
-            precise.masked_fill_(mask, MASKED)
+    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+        if causal and mask is None:  # no row is fully masked, so that 0 and -inf say it in one pass
+            precise = torch.add(_future_shift(scores), scores, alpha=scale)
+        else:
+            mask = _whole_mask(scores, mask, causal)
+            precise = torch.mul(scores.to(torch.promote_types(scores.dtype, torch.float32)), scale)
+            if mask is not None:
+                precise.masked_fill_(mask, MASKED)
         probabilities = precise.softmax(-1).to(scores.dtype)
         ctx.save_for_backward(probabilities, mask)
         ctx.scale = scale
@@ -66,18 +75,29 @@ class _ScaleMaskSoftmax(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, mask = ctx.saved_tensors
         result = torch._softmax_backward_data(grad, probabilities, -1, probabilities.dtype).mul_(ctx.scale)
         if mask is not None:
             result.masked_fill_(mask, 0.0)  # matters in fully masked rows, which are uniform and not zero
-        return result, None, None
+        return result, None, None, None
+
+
+def _future_shift(scores: Tensor) -> Tensor:
+    precise = torch.promote_types(scores.dtype, torch.float32)
+    return _shift(scores.size(-2), scores.size(-1), scores.device, precise)
+
+
+@lru_cache(maxsize=4)
+def _shift(queries: int, keys: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return ``[1, 1, queries, keys]``: -inf where the key comes after the query, else 0."""
+    return torch.full((1, 1, queries, keys), float("-inf"), dtype=dtype, device=device).triu_(1)
 
 
 _scale_mask_softmax.on("cpu", "cuda")(_ScaleMaskSoftmax.apply)
 
 
-def _beyond_npu(scores: Tensor, mask: Tensor | None, scale: float) -> str | None:
+def _beyond_npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> str | None:
     """Return which documented limit of ``npu_scaled_masked_softmax`` (torch_npu 2.13) the call exceeds."""
     if scores.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"npu_scaled_masked_softmax takes no {scores.dtype}"
@@ -90,9 +110,10 @@ def _beyond_npu(scores: Tensor, mask: Tensor | None, scale: float) -> str | None
 
 
 @_scale_mask_softmax.on("npu", supports=_beyond_npu)
-def _npu(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     import torch_npu
 
+    mask = _whole_mask(scores, mask, causal)
     if mask is None:  # the kernel has no case without a mask
         mask = _nothing_masked(scores.size(-2), scores.size(-1), scores.device)
     return torch_npu.npu_scaled_masked_softmax(scores, mask, scale, False)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu.ops import dispatch, rotary
+from megatron_npu.ops import chunks, dispatch, rotary
 from tests.ops.proof import RELAXED, check
 
 
@@ -46,6 +46,19 @@ def test_forward_and_gradient(device, dtype, shape, half, passed, interleaved, s
         lambda x: rotary.rotary(x, angles, interleaved, scale),
         lambda x: formula(x, theta, interleaved, scale),
         [torch.randn(*shape, 2 * half + passed, device=device)],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_pieces_of_any_size(device, dtype, interleaved, monkeypatch):
+    monkeypatch.setattr(chunks, "_PIECE_BYTES", 200)
+    theta = torch.rand(7, 3) * 50
+    angles = angles_of(theta, interleaved).to(device)
+    check(
+        lambda x: rotary.rotary(x, angles, interleaved),
+        lambda x: formula(x, theta, interleaved, 1.0),
+        [torch.randn(7, 2, 3, 8, device=device)],
         dtype,
     )
 
