@@ -28,7 +28,7 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
         training: whether values are dropped.
 
     Returns:
-        Like ``x``. Where nothing is dropped and nothing needs a gradient, ``x`` itself, changed in place.
+        Like ``x``; in inference without gradients ``x`` itself, changed in place, as upstream.
 
     Raises:
         ValueError: ``p`` is not in [0, 1].
@@ -38,7 +38,7 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
     residual = residual.to(x.dtype)
     if training and p > 0.0:
         return _bias_dropout_add(x, bias, residual, p)
-    if _needs_grad(x, bias, residual):
+    if training or _needs_grad(x, bias, residual):
         return residual + (x if bias is None else x + bias)
     return (x if bias is None else x.add_(bias)).add_(residual)
 

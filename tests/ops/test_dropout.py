@@ -137,6 +137,15 @@ def test_inference_works_in_place(device):
     torch.testing.assert_close(output, expected)
 
 
+def test_training_leaves_the_input_alone(device):
+    """With recomputation the first forward runs without gradients, on tensors that others may keep."""
+    x, bias, residual = (t.detach() for t in tensors((4, 2, 8), device))
+    before = x.clone()
+    for p in (0.0, 0.5):
+        bias_dropout_add(x, bias, residual, p, True)
+        assert torch.equal(x, before)
+
+
 def test_another_dtype_of_the_residual(device):
     x, bias, _ = tensors((4, 2, 8), device, torch.bfloat16)
     residual = torch.randn(4, 2, 8, device=device, requires_grad=True)
