@@ -24,7 +24,7 @@ from pathlib import Path
 
 SIZES = {"latency_4KiB_us": 4 << 10, "bandwidth_16MiB_GB_per_s": 16 << 20}
 REPEATS = {4 << 10: 200, 16 << 20: 5}
-ROUNDS = 7
+ROUNDS = 15
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -110,11 +110,13 @@ def write(ranks: int, seconds: dict[str, dict[str, list[float]]]) -> None:
         "ranks": ranks,
         "rounds": ROUNDS,
         "all_reduce_fp32": rows,
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "load_before": round(os.getloadavg()[2], 1),
-        "torch": torch.__version__,
         "date": date.today().isoformat(),
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "load_average": round(os.getloadavg()[0], 1),
+        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     path = RESULTS / f"hccl-{ranks}-ranks.json"
     partial = path.with_suffix(".part")

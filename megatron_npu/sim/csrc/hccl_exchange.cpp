@@ -167,14 +167,13 @@ std::string disagreement(Communicator& communicator, const Call& call) {
   return "";
 }
 
-// For example "rank 1 (process 4711, last entered AllReduce #11 (4 x fp32, sum))".
+// For example "rank 1 (process 4711), which last entered AllReduce #11 (4 x fp32, sum)".
 std::string last_seen(Communicator& communicator, uint32_t peer) {
   Member& member = communicator.segment().member(peer);
   const uint64_t entered = member.entered.load();
   Call call;
   std::string text = communicator.segment().describe(peer);
-  if (entered == 0) return text;
-  if (!remembered(member, entered, &call)) return text;
+  if (entered == 0 || !remembered(member, entered, &call)) return text;
   return text + ", which last entered " + describe(call);
 }
 
