@@ -200,6 +200,8 @@ case("_npu_dropout", input=zeros(4), p=0.5).but("input", input=zeros(4, dtype=FP
     "p", p=-0.1
 )
 
+case("_npu_dropout_gen_mask.Tensor", input=zeros(1), size=[2, 3], p=0.5, seed=1, offset=0).but("p", p=1.5)
+
 # --- cross entropy ---
 
 case("npu_cross_entropy_loss", input=zeros(2, 5), target=ints(0, 4)).but(
@@ -535,7 +537,9 @@ for _version in ("", "_v2", "_v3"):
             _short = zeros(2, 4, 5, 16)
             _each.but("sparse_mode", key=_short, value=_short, atten_mask=TRIANGLE, sparse_mode=3)
     if _version != "_v3":
-        _forward.but("dropout_mask", dropout_mask=zeros(8, dtype=torch.uint8))
+        _forward.but("dropout_mask", dropout_mask=zeros(36)).but(
+            "dropout_mask", dropout_mask=zeros(35, dtype=torch.uint8)
+        )
     for _name in ("softmax_max", "softmax_sum"):
         _backward.but(_name, **{_name: None}).but(_name, **{_name: zeros(2, 4, 6, 8, dtype=BF16)})
         _backward.but(_name, **{_name: zeros(2, 4, 6, 1)})

@@ -410,6 +410,26 @@ def test_dropout_of_joined_sequences_differs_between_them_and_replays():
     compare(operation, formula, joined_inputs(2, 2, lengths), torch.float32)
 
 
+@pytest.mark.parametrize("name", ["npu_fusion_attention", "npu_fusion_attention_v2"])
+def test_a_dropout_mask_may_be_given_with_its_seed(name):
+    import torch_npu
+
+    mask = torch_npu._npu_dropout_gen_mask(torch.zeros(1).npu(), [2 * 12 * 16], p=0.25, seed=9, offset=4)
+    assert mask.dtype == torch.uint8
+    bits = (mask.cpu().unsqueeze(-1) >> torch.arange(8)) & 1
+    factors = bits.flatten()[: 2 * 12 * 16].view(1, 2, 12, 16) / 0.75
+    assert 0.6 < bits.double().mean() < 0.9
+
+    def operation(query, key, value):
+        given_mask = {"dropout_mask": mask, "seed": 9, "offset": 4}
+        return getattr(torch_npu, name)(
+            query, key, value, 2, "BNSD", scale=SCALE, keep_prob=0.75, **given_mask
+        )[0]
+
+    inputs = triple(1, 2, 1, 12, 16, 16)
+    compare(operation, lambda q, k, v: expected(q, k, v, None, factors=factors), inputs, torch.float32)
+
+
 def test_dropout_keeps_its_share_and_moves_the_generator_on():
     import torch_npu
 

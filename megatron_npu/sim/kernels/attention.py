@@ -57,7 +57,7 @@ def npu_fusion_attention(
         softmax_layout=softmax_layout,
         sink=sink,
     )
-    output, maximum, total, *drawn = forward(call, query, key, value, seed, offset)
+    output, maximum, total, *drawn = forward(call, query, key, value, dropout_mask, seed, offset)
     return output, maximum, total, query.new_empty(0), *drawn
 
 
@@ -167,7 +167,7 @@ def npu_fusion_attention_v2(
         sink=sink,
         pse_type=pse_type,
     )
-    output, maximum, total, *drawn = forward(call, query, key, value, seed, offset)
+    output, maximum, total, *drawn = forward(call, query, key, value, dropout_mask, seed, offset)
     return output, maximum, total, query.new_empty(0), *drawn
 
 

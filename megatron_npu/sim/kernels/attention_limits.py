@@ -68,6 +68,12 @@ def _blocks(a: SimpleNamespace) -> list[tuple[int, int]]:
     return [(q.stop - q.start, k.stop - k.start) for q, k in zip(query, key, strict=True)]
 
 
+def _weights_of_a_head(a: SimpleNamespace) -> int:
+    """Return the number of attention weights of one head over the whole batch."""
+    batch = 1 if _layout(a) == "TND" else _sizes(a).batch
+    return batch * sum(queries * keys for queries, keys in _blocks(a))
+
+
 def _same_batch_and_sequence(a: SimpleNamespace) -> bool:
     layout = _layout(a)
     if layout == "TND":
@@ -444,6 +450,14 @@ _SOURCE = "wheel, npu_fusion_attention; op-plugin, FlashAttentionKernelNpuOpApi.
 _SOURCE_V2 = "wheel, npu_fusion_attention_v2"
 _SOURCE_V3 = "wheel, npu_fusion_attention_v3"
 
+_DROPOUT = (
+    dtype("dropout_mask", torch.uint8),
+    Limit(
+        "dropout_mask",
+        "a bit for every attention weight",
+        lambda a: a.dropout_mask.numel() * 8 >= _sizes(a).heads * _weights_of_a_head(a),
+    ),
+)
 _V1 = _shared("pre_tockens", "next_tockens")
 _V2 = (
     not_simulated("query_rope"),
@@ -460,9 +474,11 @@ _V2 = (
     ),
 )
 
-FORWARD = Limits(_SOURCE, (*_V1, not_simulated("dropout_mask")), V1_NOTES)
+FORWARD = Limits(_SOURCE, (*_V1, *_DROPOUT), V1_NOTES)
 BACKWARD = Limits(_SOURCE, (*_V1, *_gradient()))
-FORWARD_V2 = Limits(_SOURCE_V2, (*_V2, not_simulated("dropout_mask")))
+FORWARD_V2 = Limits(_SOURCE_V2, (*_V2, *_DROPOUT))
 BACKWARD_V2 = Limits(_SOURCE_V2, (*_V2, *_gradient()))
-FORWARD_V3 = Limits(_SOURCE_V3, _V1)
+FORWARD_V3 = Limits(
+    _SOURCE_V3, _V1, "Hardware wants the lengths of TND on the host; the simulator takes them on the NPU."
+)
 BACKWARD_V3 = Limits(_SOURCE_V3, (*_V1, *_gradient()))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.sim.kernels import layouts, randomness
+from megatron_npu.sim.kernels.dropout import unpack_bits
 
 ADD_AFTER_SCALE = 0  # pse_type: scale · q·kᵀ + pse
 ADD_BEFORE_SCALE = 1  # pse_type, the default: scale · (q·kᵀ + pse)
@@ -103,26 +104,37 @@ def _weights(piece: Piece) -> int:
     return piece.query.shape[:3].numel() * piece.key.size(2)
 
 
-def _dropout(call: Call, blocks: Sequence[Piece], seed: int, offset: int) -> list[Tensor | None]:
+def _dropout(
+    call: Call, blocks: Sequence[Piece], seed: int, offset: int, packed: Tensor | None = None
+) -> list[Tensor | None]:
     """Return the dropout factors 0 or 1 / keep_prob of every piece, flat; None without dropout.
 
-    They are cut from one sequence of random numbers: the pieces differ, and the backward finds the same.
+    They are cut from one mask, drawn by seed and offset unless ``packed`` gives it bit by bit: the pieces
+    differ, and the backward finds the same.
     """
     if call.keep_prob == 1:
         return [None] * len(blocks)
     counts = [_weights(block) for block in blocks]
-    numbers = randomness.uniform(seed, offset, sum(counts))
-    return list(((numbers < call.keep_prob) / call.keep_prob).split(counts))
+    if packed is not None:
+        kept = unpack_bits(packed.flatten(), sum(counts))
+    else:
+        kept = randomness.kept(seed, offset, sum(counts), call.keep_prob)
+    return list((kept / call.keep_prob).split(counts))
 
 
 def forward(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, seed: int, offset: int
+    call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int, offset: int
 ) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
-    """Return output, softmax maximum and sum, and the seed, offset and length of the dropout mask."""
+    """Return output, softmax maximum and sum, and the seed, offset and length of the dropout mask.
+
+    Args:
+        mask: the packed dropout mask; ``seed`` and ``offset`` then say how the backward finds it again.
+            Without it they are drawn from the device's generator, whatever is given, as the device does.
+    """
     blocks = list(pieces(call, query, key, value))
-    if call.keep_prob < 1 and not seed:
+    if call.keep_prob < 1 and mask is None:
         seed, offset = randomness.advance()
-    kept = _dropout(call, blocks, seed, offset)
+    kept = _dropout(call, blocks, seed, offset, mask)
     results = [_forward_piece(call, *each) for each in zip(blocks, kept, strict=True)]
     outputs, maxima, sums = zip(*results, strict=True)
     drawn = seed, offset, sum(_weights(block) for block in blocks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,23 @@ _WEIGHTS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 @kernel("_npu_dropout")
 def npu_dropout(input: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """Return the output and the mask: a bit per element, 1 = kept, lowest first, padded to 128 bits."""
-    keep = randomness.uniform(*randomness.advance(), input.numel()) >= p
+    keep = randomness.kept(*randomness.advance(), input.numel(), 1 - p)
     return _apply(input, keep, p), pack_bits(keep)
+
+
+@kernel("_npu_dropout_gen_mask.Tensor")
+def npu_dropout_gen_mask(
+    input: Tensor,
+    size: Sequence[int],
+    p: float,
+    seed: int,
+    offset: int,
+    *,
+    parallel: bool | None = True,
+    sync: bool | None = None,
+) -> Tensor:
+    """Return the packed mask that an operation draws for this many elements at this seed and offset."""
+    return pack_bits(randomness.kept(seed, offset, torch.Size(size).numel(), 1 - p))
 
 
 @kernel("npu_dropout_backward")

@@ -78,7 +78,8 @@ RMS_NORM = Limits(
         dtype_of("gamma", "input"),
         _gamma_ends_input("gamma"),
     ),
-    "The wheel says that gamma has 2 to 8 dimensions and shows one; aclnnRmsNorm says 1 to 8.",
+    "The wheel says that gamma has 2 to 8 dimensions and shows one; aclnnRmsNorm says 1 to 8. op-plugin's "
+    "tests for Atlas A2 also give a float32 gamma to float16; the wheel's equal dtypes count.",
 )
 
 RMS_NORM_BACKWARD = Limits(
@@ -814,6 +815,7 @@ RING_ATTENTION_UPDATE = Limits(
 )
 
 DROPOUT = Limits("wheel, _npu_dropout", (dtype("input", *FLOATS), between("p", 0.0, 1.0)))
+DROPOUT_MASK = Limits("op-plugin, DropoutGenMaskKernelNpu.cpp", (between("p", 0.0, 1.0),))
 
 # By operation, as torch names it: with its overload, without its namespace.
 LIMITS: dict[str, Limits] = {
@@ -868,4 +870,5 @@ LIMITS: dict[str, Limits] = {
     "npu_grouped_matmul_add": GROUPED_MATMUL_ADD,
     "npu_grouped_matmul_add_": GROUPED_MATMUL_ADD,
     "_npu_dropout": DROPOUT,
+    "_npu_dropout_gen_mask.Tensor": DROPOUT_MASK,
 }

@@ -21,7 +21,12 @@ def advance() -> tuple[int, int]:
     return seed, offset
 
 
-def uniform(seed: int, offset: int, count: int) -> Tensor:
-    """Return ``count`` fp32 numbers in [0, 1), the same ones for the same seed and offset."""
+def kept(seed: int, offset: int, count: int, keep_prob: float) -> Tensor:
+    """Return ``count`` booleans, True with probability ``keep_prob``, the same for the same arguments."""
+    return _uniform(seed, offset, count) < keep_prob
+
+
+def _uniform(seed: int, offset: int, count: int) -> Tensor:
+    """Return ``count`` fp32 numbers in [0, 1)."""
     mixed = (seed * _MIX[0] + (offset + 1) * _MIX[1]) & _MASK_63_BITS
     return torch.rand(count, generator=torch.Generator().manual_seed(mixed))
