@@ -35,11 +35,20 @@ class Operation:
         name: what reports call it.
         reference: the same operation in plain torch; takes any float dtype, computes in fp32 or better.
         group: the name under which ``MEGATRON_NPU_VERIFY`` finds it, if not its own.
+        draws: whether a call with these arguments draws random numbers, so that no reference can repeat it.
     """
 
-    def __init__(self, name: str, reference: Implementation, *, group: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        reference: Implementation,
+        *,
+        group: str | None = None,
+        draws: Callable[..., bool] | None = None,
+    ) -> None:
         self.name = name
         self.group = group or name
+        self.draws = draws
         self.reference = reference
         self.implementations: dict[str, tuple[Implementation, Supports | None]] = {}
         self._bound: Implementation = self._bind_and_call
@@ -73,7 +82,7 @@ class Operation:
             return
         function, supports = self.implementations[device]
         if verify.watches(self.name, self.group):
-            function = verify.beside(self.name, function, self.reference)
+            function = verify.beside(self.name, function, self.reference, self.draws)
         self._bound = function if supports is None else functools.partial(self._guarded, function, supports)
 
     def _guarded(self, function: Implementation, supports: Supports, *args: Any, **kwargs: Any) -> Any:

@@ -44,4 +44,4 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, segment: Segment, case: 
     return F.dropout(weights.to(query.dtype), case.dropout_p) @ value
 
 
-operation = Operation("attention", unfused)
+operation = Operation("attention", unfused, draws=lambda q, k, v, case: case.dropout_p > 0.0)

@@ -23,7 +23,7 @@ parallel_state.initialize_model_parallel()
 tensor_parallel.model_parallel_cuda_manual_seed(1)
 config = TransformerConfig(
     num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True,
-    attention_dropout=0.0, hidden_dropout=DROPOUT, add_qkv_bias=True, bias_activation_fusion=True,
+    attention_dropout=DROPOUT, hidden_dropout=DROPOUT, add_qkv_bias=True, bias_activation_fusion=True,
 )
 model = GPTModel(
     config, get_gpt_layer_local_spec(normalization="LayerNorm"), vocab_size=128, max_sequence_length=32,
@@ -66,11 +66,12 @@ def test_every_operation_of_a_gpt_is_compared():
 
 
 def test_a_selection_compares_nothing_else():
-    done = run(0.1, MEGATRON_NPU_VERIFY="norm,dropout")
+    done = run(0.1, MEGATRON_NPU_VERIFY="norm,dropout,attention")
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("verify")]
-    assert [line.split(": ")[1] for line in lines] == ["layer_norm", "bias_dropout_add"]
-    assert "4 calls not compared: they draw random numbers" in lines[1]
+    assert [line.split(": ")[1] for line in lines] == ["layer_norm", "attention", "bias_dropout_add"]
+    assert "2 calls not compared: they draw random numbers" in lines[1]
+    assert "4 calls not compared: they draw random numbers" in lines[2]
 
 
 def test_an_unknown_name_is_an_error_in_one_line():
