@@ -48,6 +48,7 @@ setup(
             MEGATRON_CORE,
             *PLOT,
             ZSTD,
+            "einops",  # Megatron-LM's local attention of 0.12 needs it
             "expecttest",  # torch's own OpInfo needs it
             "hypothesis",
             "pytest",

@@ -8,6 +8,7 @@ url=${MEGATRON_LM_URL:-https://github.com/NVIDIA/Megatron-LM}
 # folder name and commit; the first is the one that the requirements pin
 trees=(
     "285068c8 285068c8108e0e8e6538f54fe27c3ee86c5217a2"
+    "core_v0.12.1 core_v0.12.1"
     "core_v0.16.1 core_v0.16.1"
 )
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's own pretrain_gpt.py at core_v0.16.1, unedited, as a user starts it."""
+"""Megatron-LM's own pretrain_gpt.py at core_v0.16.1 and core_v0.12.1, unedited, as a user starts it."""
 
 from __future__ import annotations
 
@@ -134,6 +134,19 @@ def test_it_goes_on_from_its_checkpoint(tree: Path, tmp_path: Path, single) -> N
     assert norms(first) + norms(rest) == norms(single)
     assert losses(rest)[0] == losses(single)[4]
     assert final_loss(rest) == final_loss(single)
+
+
+def test_the_oldest_tag_trains_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs it")
+    oldest = checkout("megatron_core", "0.12.1")
+    large = ["--vocab-size", "8191"]  # its mock data counts up to the end of document
+    whole = pretrain(oldest, tmp_path, *large)
+    save = [*large, "--save", str(tmp_path / "checkpoint"), "--save-interval", "4"]
+    first = pretrain(oldest, tmp_path, *save, "--exit-interval", "4")
+    rest = pretrain(oldest, tmp_path, *save, "--load", str(tmp_path / "checkpoint"))
+    assert len(losses(whole)) == 6
+    assert losses(first) + losses(rest) == losses(whole)
+    assert final_loss(rest) == final_loss(whole)
 
 
 def test_no_command_is_needed_where_the_package_is_installed(tree: Path, tmp_path: Path, single) -> None:
