@@ -82,11 +82,12 @@ class _CpuBiasDropoutAdd(torch.autograd.Function):
         precise = torch.promote_types(x.dtype, torch.float32)
         shift = torch.zeros(width, dtype=precise) if bias is None else bias.to(precise)
         buffers = scratch(2, output, precise, step)
+        draws = torch.empty(-(-buffers[0].numel() // 4), dtype=torch.int64)
         halves = (t.reshape(rows.shape).split(step) for t in (residual, output))
         for piece, kept, rest, out in zip(rows.split(step), mask.split(step), *halves, strict=True):
             value, factor = (buffer[: piece.size(0)] for buffer in buffers)
             torch.add(shift, piece, out=value)
-            decisions = _decide(piece.numel(), keep).view(piece.shape)
+            decisions = _decide(draws, piece.numel(), keep).view(piece.shape)
             kept.copy_(decisions)
             value.mul_(factor.copy_(decisions))
             torch.add(rest, value, alpha=_LEVELS / keep, out=out)
@@ -122,8 +123,7 @@ def _step(width: int) -> int:
     return -(-rows_per_piece(width) // 4) * 4
 
 
-def _decide(count: int, keep: int) -> Tensor:
-    """Return ``[count]`` of 0 and 1, int16; 1 with probability ``keep / 65536``."""
-    draws = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None)
-    bits = draws.view(torch.int16)[:count]
+def _decide(draws: Tensor, count: int, keep: int) -> Tensor:
+    """Return ``[count]`` of 0 and 1, int16, in the memory of ``draws``; 1 with probability keep / 65536."""
+    bits = draws[: -(-count // 4)].random_(-(1 << 63), None).view(torch.int16)[:count]
     return torch.lt(bits, keep - _LEVELS // 2, out=bits)

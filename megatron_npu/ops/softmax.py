@@ -88,7 +88,7 @@ def _future_shift(scores: Tensor) -> Tensor:
     return _shift(scores.size(-2), scores.size(-1), scores.device, precise)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)  # 64 MiB each at 4,096 tokens
 def _shift(queries: int, keys: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return ``[1, 1, queries, keys]``: -inf where the key comes after the query, else 0."""
     return torch.full((1, 1, queries, keys), float("-inf"), dtype=dtype, device=device).triu_(1)

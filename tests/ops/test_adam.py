@@ -10,6 +10,7 @@ import torch
 
 from megatron_npu.ops import adam
 from megatron_npu.ops.adam import FusedAdam
+from megatron_npu.ops.sgd import FusedSGD
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 SHAPES = ((5, 3), (7,), (1,), (33, 17))
@@ -214,6 +215,14 @@ def test_takes_apex_positional_arguments():
 def test_refuses_what_it_cannot_do(option):
     with pytest.raises(ValueError, match=next(iter(option))):
         FusedAdam([torch.nn.Parameter(torch.ones(1))], **option)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD])
+def test_refuses_sparse_gradients(kind):
+    weight = torch.nn.Parameter(torch.ones(4, 2))
+    torch.nn.functional.embedding(torch.tensor([1, 3]), weight, sparse=True).sum().backward()
+    with pytest.raises(ValueError, match="sparse"):
+        kind([weight], lr=0.1).step()
 
 
 def test_bias_correction_off_equals_a_large_step(device):
