@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from megatron_npu.devices import hccl
 from megatron_npu.devices.base import Device
 
 _FACTORIES = (
@@ -219,6 +220,10 @@ class Redirection:
         replacement = group(dist.new_group)
         self._set(dist, "new_group", replacement)
         self._set(dist.distributed_c10d, "new_group", replacement)
+        if self.device.name == "npu":
+            all_reduce = hccl.reducing_doubles(dist.all_reduce)
+            self._set(dist, "all_reduce", all_reduce)
+            self._set(dist.distributed_c10d, "all_reduce", all_reduce)
         if cpu:
             self._keep_sent_memory()
             barrier = dist.barrier

@@ -1,0 +1,134 @@
+"""Other stock scripts: BERT, T5, LAMBADA; and what a termination signal does."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_npu.preprocessing import indexed
+from tests.hosts.megatron_lm import runs
+from tests.hosts.megatron_lm.test_runs import TP2, deviation
+
+WORDS = 250
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory) -> list[str]:
+    """The flags of a dataset of documents in sentences, with a WordPiece vocabulary."""
+    folder = tmp_path_factory.mktemp("sentences")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (folder / "words.txt").write_text("\n".join([*special, *(f"w{n}" for n in range(WORDS))]) + "\n")
+    generator = np.random.RandomState(1)
+    with indexed.Writer(str(folder / "text"), np.dtype(np.uint16)) as writer:
+        for _ in range(150):
+            lengths = generator.randint(3, 20, generator.randint(2, 9)).astype(np.int32)
+            tokens = (generator.randint(WORDS) + np.arange(lengths.sum())) % WORDS + len(special)
+            writer.add(tokens.astype(np.uint16).tobytes(), lengths, np.array([len(lengths)], np.int64))
+        writer.finish()
+        indexed.publish([writer])
+    data = f"--vocab-file {folder}/words.txt --data-path {folder}/text --split 80,10,10"
+    return f"{data} --tokenizer-type BertWordPieceLowerCase --train-iters 6".split()
+
+
+T5 = (
+    "--encoder-seq-length 64 --decoder-seq-length 32 --vocab-extra-ids 20 --kv-channels 16 "
+    "--ffn-hidden-size 256 --num-layers 2 --use-flash-attn"
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "own"), [("pretrain_bert.py", ""), ("pretrain_t5.py", T5)], ids=["bert", "t5"]
+)
+def test_bert_and_t5(checkout, data, sentences, script, own):
+    """Masks of padding, cross-attention, samples of sentences: as with upstream's operations, and at TP 2."""
+    flags = [*runs.flags(data), *sentences, *own.split()]
+    if own:  # T5 takes the lengths of encoder and decoder instead
+        position = flags.index("--seq-length")
+        del flags[position : position + 2]
+    without_flash = [flag for flag in flags if flag != "--use-flash-attn"]
+    stock = runs.run(checkout / script, without_flash, with_operations=False)
+    if own:  # upstream has no default for the decoder's layers
+        stock = runs.run(
+            checkout / script, [*without_flash, "--decoder-num-layers", "2"], with_operations=False
+        )
+    expected = runs.losses(runs.succeeded(stock))
+    for processes, layout in ((1, ""), (2, TP2)):
+        result = runs.run(checkout / script, [*flags, *layout.split()], processes=processes)
+        assert deviation(runs.losses(runs.succeeded(result)), expected) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def spelled(checkout, tmp_path_factory) -> tuple[Path, list[str]]:
+    """A model that has learned one sentence by heart, at TP 1; its folder and flags."""
+    folder = tmp_path_factory.mktemp("spelled")
+    runs.write_vocabulary(folder)
+    text = b"abc def ghi jkl "
+    names = json.loads((folder / "vocab.json").read_text())
+    ids = np.array([names["\u0120" if letter == 32 else chr(letter)] for letter in text], np.uint16)
+    with indexed.Writer(str(folder / "text"), np.dtype(np.uint16)) as writer:
+        for start in range(60):
+            tokens = np.roll(np.tile(ids, 5), -start)
+            writer.add(tokens.tobytes(), np.array([len(tokens)], np.int32), np.array([1], np.int64))
+        writer.finish()
+        indexed.publish([writer])
+    flags = [*runs.flags(folder), *"--train-iters 120 --lr 3e-3 --lr-decay-iters 120 --eval-iters 0".split()]
+    runs.succeeded(
+        runs.run(checkout / "pretrain_gpt.py", [*flags, "--save", folder / "saved", "--save-interval", "120"])
+    )
+    lines = ["abc def ghi jkl abc def ghi jkl", "jkl abc def ghi jkl abc", "abc def ghi abc"]
+    (folder / "lambada.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return folder, flags
+
+
+@pytest.mark.parametrize("flash", ["", "--use-flash-attn --shape-order BSH"], ids=["plain", "flash"])
+def test_lambada(checkout, spelled, flash):
+    """The model finishes the two sentences that it knows, and not the third."""
+    folder, flags = spelled
+    task = (
+        f"--task LAMBADA --strict-lambada --valid-data {folder}/lambada.jsonl --load {folder}/saved {flash}"
+    )
+    options = [*flags, *task.split(), *"--no-load-optim --no-load-rng".split()]
+    output = runs.succeeded(runs.run(checkout / "tasks" / "main.py", options))
+    correct, total = re.search(r"number correct: (\S+) \| total examples: (\S+)", output).groups()
+    assert (float(correct), float(total)) == (2, 3)
+
+
+def test_a_termination_signal_saves(checkout, data, tmp_path):
+    """--exit-signal-handler: both ranks save at the same iteration and end well."""
+    flags = [*runs.flags(data), *"--train-iters 100000 --lr-decay-iters 100000".split()]
+    flags += ["--exit-signal-handler", "--save", str(tmp_path), "--save-interval", "100000"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    log = tmp_path / "log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-u",
+                *launcher,
+                "-m",
+                "megatron_npu",
+                "run",
+                str(checkout / "pretrain_gpt.py"),
+                *flags,
+            ],
+            env=runs.environment(PYTHONUNBUFFERED="1"),
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+        deadline = time.monotonic() + 120
+        while "lm loss" not in log.read_text() and time.monotonic() < deadline:
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    assert "exiting program after receiving SIGTERM" in log.read_text()
+    saved = (tmp_path / "latest_checkpointed_iteration.txt").read_text()
+    assert (tmp_path / f"iter_{int(saved):07d}" / "mp_rank_00" / "model_optim_rng.pt").is_file()
