@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "preprocess": ("megatron_npu.preprocessing.command:main", "turn jsonl text into .bin/.idx"),
     "generate": ("megatron_npu.evaluation.generate:main", "generate text from a checkpoint"),
     "sim": ("megatron_npu.sim.launcher:main", "run a command on simulated Ascend NPUs"),
+    "doctor": ("megatron_npu.doctor.command:main", "say what is installed, what works, and what to do"),
     "ledger": ("megatron_npu.inspection:ledger", "list every patch and its state"),
     "check": ("megatron_npu.inspection:check", "compare a Megatron with the pins, statically"),
     "pin": ("megatron_npu.inspection:pin", "write the pin file of a Megatron"),

@@ -34,11 +34,19 @@ def check(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     options = parser.parse_args(argv)
     found = _find(options)
-    patches = _shipped(_records(found), found)
+    reached = verdicts(found)
+    print(_verdicts_as_json(found, reached) if options.json else _verdicts_as_text(found, reached))
+    return int(any(verdict.fails or (options.strict and verdict.drifted) for verdict in reached))
+
+
+def verdicts(found: Host) -> list[Verdict]:
+    """Return how each patch stands to a Megatron, importing nothing of it.
+
+    Raises:
+        UsageError: no patch is recorded for it, or a pin file cannot be read.
+    """
     pins, sources = _load_pins(found), SourceTree(found.root)
-    verdicts = [compare(patch, sources.find(patch.module), pins) for patch in patches]
-    print(_verdicts_as_json(found, verdicts) if options.json else _verdicts_as_text(found, verdicts))
-    return int(any(verdict.fails or (options.strict and verdict.drifted) for verdict in verdicts))
+    return [compare(patch, sources.find(patch.module), pins) for patch in _shipped(_records(found), found)]
 
 
 def pin(argv: list[str]) -> int:

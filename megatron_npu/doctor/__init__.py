@@ -1,0 +1,1 @@
+"""``megatron-npu doctor``: what is installed, what works, and what to do about what does not."""
