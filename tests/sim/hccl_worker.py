@@ -249,14 +249,33 @@ def larger_than_the_segment() -> None:
 
 
 @suite
-def uneven_all_gather() -> None:
+def uneven_lists() -> None:
+    """All-gather and reduce-scatter with one size per rank, one of them 0."""
     sizes = [rank * 3 % 7 for rank in range(WORLD)]
-    x = data(sizes[RANK], torch.float32, 1)
+    contents = [torch.full((size,), float(rank)) for rank, size in enumerate(sizes)]
     parts = [torch.empty(size, device="npu") for size in sizes]
-    dist.all_gather(parts, x.npu())
-    for rank, part in enumerate(parts):
-        generator = torch.Generator().manual_seed(1000 + rank)
-        same(part, torch.randint(-1, 3, (sizes[rank],), generator=generator), ("uneven all_gather", rank))
+    dist.all_gather(parts, contents[RANK].npu())
+    for part, content in zip(parts, contents, strict=True):
+        same(part, content, "uneven all_gather")
+    out = torch.empty(sizes[RANK], device="npu")
+    dist.reduce_scatter(out, [torch.full((size,), float(RANK), device="npu") for size in sizes])
+    same(out, torch.full((sizes[RANK],), sum(range(WORLD))), "uneven reduce_scatter")
+
+
+@suite
+def uneven_lists_in_one_call() -> None:
+    """The same where torch_npu has functions for it (Atlas A3): one call instead of one per rank."""
+    from megatron_npu.sim import counting
+
+    with counting() as counts:
+        out = [torch.empty(rank + 1, device="npu") for rank in range(WORLD)]
+        dist.all_gather(out, torch.full((RANK + 1,), float(RANK), device="npu"))
+        same(
+            torch.cat(out), torch.cat([torch.full((rank + 1,), rank) for rank in range(WORLD)]), "all_gather"
+        )
+        uneven_lists()
+    assert counts.communication["AllGatherV"].calls >= 1, counts.communication
+    assert counts.communication["ReduceScatterV"].calls >= 1, counts.communication
 
 
 @suite

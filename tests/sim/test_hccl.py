@@ -15,7 +15,7 @@ from tests.sim.conftest import Run
 
 HERE = Path(__file__).resolve().parent
 ALL = (
-    "random_sequence every_type larger_than_the_segment uneven_all_gather reduction_in_the_order_of_ranks "
+    "random_sequence every_type larger_than_the_segment uneven_lists reduction_in_the_order_of_ranks "
     "not_a_number_and_infinity a_thousand_interleavings batches blocking_send_and_receive "
     "objects_and_data_parallel coalesced counters"
 ).split()
@@ -67,6 +67,12 @@ def delayed(simulated, tmp_path_factory):
 @pytest.mark.parametrize("suite", DELAYED)
 def test_with_a_delay(delayed, suite):
     assert not delayed[suite], delayed[suite][0]
+
+
+def test_uneven_lists_in_one_call(simulated, tmp_path):
+    suite = "uneven_lists_in_one_call"
+    found = launch(simulated, tmp_path, 2, [suite], MEGATRON_NPU_SIM_SOC="Ascend910_9391")
+    assert not found[suite], found[suite][0]
 
 
 def test_sub_communicators_of_the_process_group(simulated, tmp_path):

@@ -191,18 +191,15 @@ def test_half_precision_rounds_like_numpy(raw):
 # ---- the same through torch
 
 PROGRAM = """
-import os, sys, torch, torch.distributed as dist
+import os, signal, sys, torch, torch.distributed as dist
 rank = int(os.environ["RANK"])
 torch.npu.set_device(rank)
 dist.init_process_group("hccl", init_method="file://" + os.environ["RENDEZVOUS"], rank=rank, world_size=2)
 dist.barrier()
+if sys.argv[1] == "dies" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
 try:
-    if sys.argv[1] == "mismatch":
-        dist.all_reduce(torch.ones(4 + rank, device="npu"))
-    elif rank == 0:
-        dist.all_reduce(torch.ones(6, device="npu"))
-    else:
-        sys.stdin.readline()
+    dist.all_reduce(torch.ones(4 + rank, device="npu"))
     torch.npu.synchronize()
     text = "no error"
 except RuntimeError as error:
@@ -212,10 +209,27 @@ os._exit(0)
 """
 
 
-def test_torch_raises_with_both_calls(simulated, tmp_path):
+@pytest.fixture
+def raised(simulated, tmp_path) -> Callable[[str], list[str]]:
+    """Return a function: mistake -> what torch raised on each rank that could raise."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = ["--torch", "2", str(tmp_path / "program.py"), "mismatch"]
-    done = simulated("python", str(HERE / "ranks.py"), *command)
-    raised = re.findall(r"rank \d raised: (?s:.*?)AllReduce #2 \((\d) x fp32, sum\), but", done.stdout)
-    assert len(raised) == 2, done.stdout
-    assert "no error" not in done.stdout
+
+    def run(mistake: str) -> list[str]:
+        command = [str(HERE / "ranks.py"), "--torch", "2", str(tmp_path / "program.py"), mistake]
+        # Without its watchdog, which may end the process before it prints what was raised.
+        return simulated("python", *command, HCCL_ASYNC_ERROR_HANDLING="0").stdout.split("raised: ")[1:]
+
+    return run
+
+
+def test_torch_raises_with_both_calls(raised):
+    texts = raised("mismatch")
+    assert len(texts) == 2
+    for text in texts:
+        assert "AllReduce #2 (4 x fp32, sum)" in text
+        assert "AllReduce #2 (5 x fp32, sum)" in text
+
+
+def test_torch_raises_when_a_rank_was_killed(raised):
+    (text,) = raised("dies")
+    assert re.search(rf"a peer is gone .*{named(1)} has ended", text), text
