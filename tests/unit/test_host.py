@@ -44,11 +44,27 @@ def test_finds_the_version_unimported(tmp_path, path, namespace):
     found.require_supported()
 
 
-def test_finds_the_legacy_tree(tmp_path):
-    model = tmp_path / "megatron" / "model"
+def make_legacy(root: Path) -> Path:
+    """Write the file by which ``host`` knows the tree of 2023, in a regular package."""
+    model = root / "megatron" / "model"
     model.mkdir(parents=True)
     (model / "transformer.py").touch()
-    assert host.find(tmp_path).name == "megatron_lm"
+    (root / "megatron" / "__init__.py").touch()
+    return root.resolve()
+
+
+def test_finds_the_legacy_tree(tmp_path):
+    found = host.find(make_legacy(tmp_path))
+    assert (found.name, found.version) == ("megatron_lm", "unknown"), "its files are not those of the commit"
+
+
+def test_the_legacy_tree_wins_wherever_it_is_on_the_path(tmp_path, path):
+    """As for Python: a regular package before every portion of a namespace; so nothing can mix."""
+    core, legacy = make_core(tmp_path / "core", "0.16.1"), make_legacy(tmp_path / "legacy")
+    path(core, legacy)
+    found = host.find()
+    assert (found.name, found.root) == ("megatron_lm", legacy)
+    found.require_supported()
 
 
 def test_none_at_all(tmp_path, path):

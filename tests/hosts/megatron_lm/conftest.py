@@ -8,24 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import host, settings
-from megatron_npu.errors import UsageError
-from tests.end_to_end.tiny import ROOT
+from megatron_npu import host
+from tests.conftest import checkout as find_or_skip
 from tests.hosts.megatron_lm import runs
-
-
-def find_checkout() -> Path | str:
-    """Return the checkout named by MEGATRON_LM_PATH, else one beside this project; or why there is none."""
-    named = settings.MEGATRON_PATH.get()
-    for path in [Path(named)] if named else [ROOT.parent / "Megatron-LM", ROOT / "Megatron-LM"]:
-        try:
-            found = host.find(path)
-        except UsageError:
-            continue
-        if (found.name, found.version) == ("megatron_lm", host.LEGACY_VERSION):
-            return found.root
-    return f"no Megatron-LM {host.LEGACY_VERSION} in {named or 'Megatron-LM beside this project'}: set \
-{settings.MEGATRON_PATH.name} to a checkout"
 
 
 def status(checkout: Path) -> str:
@@ -36,9 +21,7 @@ def status(checkout: Path) -> str:
 
 @pytest.fixture(scope="session")
 def checkout() -> Iterator[Path]:
-    found = find_checkout()
-    if isinstance(found, str):
-        pytest.skip(found)
+    found = find_or_skip("megatron_lm", host.LEGACY_VERSION)
     before = status(found)
     yield found
     assert status(found) == before, "the checkout was written to"
