@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import platform
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -394,8 +395,10 @@ def measure(name: str, work: Work, dtype: Any, rounds: int, kind: str, index: in
     target = torch.empty_like(source)
     calls = {**work.calls, "copy": lambda: target.copy_(source)}
     best = dict.fromkeys(calls, float("inf"))
+    order = list(calls.items())
     for turn in range(rounds + 2):
-        for variant, call in calls.items():
+        random.Random(turn).shuffle(order)  # none always finds the caches as the same other one left them
+        for variant, call in order:
             elapsed = once(call)
             if turn > 1:  # the first rounds warm up
                 best[variant] = min(best[variant], elapsed)

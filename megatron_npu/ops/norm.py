@@ -98,6 +98,8 @@ def _layer_norm_native(
 
 @_layer_norm.on("cpu")
 def _layer_norm_cpu(input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    if not zero_centered and input.dtype is weight.dtype is bias.dtype is torch.float32:
+        return F.layer_norm(input, weight.shape, weight, bias, eps)
     return _CpuNorm.apply(input, weight, bias, eps, zero_centered)
 
 
