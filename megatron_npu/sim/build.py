@@ -12,6 +12,7 @@ Nothing here imports torch: it runs before ``import torch``.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import shutil
@@ -45,12 +46,14 @@ _OPENED_BY_NAME = (
     "libacl_op_compiler.so libmsprofiler.so libascend_ml.so libaml_fwk_detect.so libmspti.so libascend_hal.so"
 ).split()
 
-# Functions that start a computation the simulator does not do. Success would be a silently wrong result, so
-# the generated body reports ACL_ERROR_FAILURE, which torch_npu turns into a RuntimeError.
-_COMPUTING = ("aclopCompile", "aclopExec", "rtKernelLaunch")
-_ACL_ERROR_FAILURE = 500000
+# Functions that do work which the simulator does not do: success would be a silently wrong result. They
+# report ACL_ERROR_FAILURE or HCCL_E_NOT_SUPPORT, which torch_npu turns into a RuntimeError. All others return
+# 0. Functions that torch_npu looks up by name at run time are never generated: it takes absence for an answer,
+# and either does without or names the function.
+_FAILING = {"aclopCompile": 500000, "aclopExec": 500000, "rtKernelLaunch": 500000, "Hccl": 5}
 
 
+@functools.cache  # a process keeps what it has loaded, also when the sources change meanwhile
 def runtime() -> Path:
     """Return the directory of the compiled runtime, built first if sources, torch or compiler are new.
 
@@ -61,6 +64,7 @@ def runtime() -> Path:
     return cache.prepared(f"runtime-{key}", _build_runtime)
 
 
+@functools.cache
 def compute() -> Path:
     """Return the compiled computation library; see ``runtime``."""
     key = _key(["runtime.h", "alias.h", *_COMPUTE_SOURCES])
@@ -176,12 +180,12 @@ def _unresolved() -> tuple[set[str], set[str]]:
 
 
 def _default_functions(names: Iterable[str]) -> str:
-    """Return C++ for functions that only say that they were called, and fail if they would compute."""
+    """Return C++ for functions that say that they were called, and fail if success would be a lie."""
     lines = ["namespace sim { void note_default(const char*); void note_refused(const char*); }"]
     for name in sorted(names):
-        body = f'sim::note_default("{name}"); return 0;'
-        if name.startswith(_COMPUTING):
-            body = f'sim::note_refused("{name}"); return {_ACL_ERROR_FAILURE};'
+        code = next((code for prefix, code in _FAILING.items() if name.startswith(prefix)), 0)
+        note = "note_refused" if code else "note_default"
+        body = f'sim::{note}("{name}"); return {code};'
         lines.append(f'extern "C" __attribute__((visibility("default"))) long {name}() {{ {body} }}')
     return "\n".join(lines) + "\n"
 
