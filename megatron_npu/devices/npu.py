@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,10 @@ _SAME_NAME = (
     "utilization OutOfMemoryError"
 ).split()
 _RANDOM = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "initial_seed")
+
+
+# Ampere's is where Megatron stops asking for work-arounds: bf16 is native.
+_CAPABILITY = (8, 0)
 
 
 class NpuDevice(Device):
@@ -84,8 +88,8 @@ class NpuDevice(Device):
         npu = torch.npu
         names = {name: _naming_npu(getattr(npu, name)) for name in _SAME_NAME if hasattr(npu, name)}
         names |= {f"random.{name}": names[name] for name in _RANDOM if name in names}
-        # Capability 8.0 (Ampere) is where Megatron stops asking for work-arounds: bf16 is native.
-        names["get_device_capability"] = lambda *_: (8, 0)
+        names["get_device_capability"] = lambda *_: _CAPABILITY
+        names["get_device_properties"] = _with_capability(names["get_device_properties"])
         names |= {f"nvtx.{name}": no_operation for name in ("range_push", "range_pop", "mark")}
         return names | tensor_types("npu")
 
@@ -93,6 +97,18 @@ class NpuDevice(Device):
 def _saturates() -> bool:
     """Return whether the chip returns the largest number instead of inf (Ascend before 910B)."""
     return not torch.npu.utils.is_support_inf_nan()
+
+
+def _with_capability(properties: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``properties`` with a major and minor version, which torch_npu leaves at None."""
+
+    @functools.wraps(properties)
+    def get_device_properties(*args: Any, **kwargs: Any) -> Any:
+        known = properties(*args, **kwargs)
+        values = {name: getattr(known, name) for name in dir(known) if not name.startswith("_")}
+        return types.SimpleNamespace(**values | dict(zip(("major", "minor"), _CAPABILITY, strict=True)))
+
+    return get_device_properties
 
 
 def _naming_npu(value: Any) -> Any:

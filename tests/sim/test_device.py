@@ -94,6 +94,8 @@ class TestTorchCuda:
         assert torch.cuda.device_count() == 8
         assert torch.cuda.get_device_properties("cuda").total_memory == 64 << 30
         assert torch.cuda.get_device_capability() >= (8, 0)
+        # megatron.training.arguments compares it with a number
+        assert torch.cuda.get_device_properties(0).major == torch.cuda.get_device_capability()[0]
         free, total = torch.cuda.mem_get_info()
         assert 0 < free <= total == 64 << 30
 
