@@ -180,7 +180,7 @@ def _norm_backward(
         grad, input, factor.shape, mean, rstd, factor, factor, [True, True, True]
     )
     if rms:  # only layer norm subtracts the mean, so only it loses this part
-        dx.addcmul_((grad @ factor)[:, None], rstd / input.size(-1))
+        dx.add_((grad @ factor).div_(input.size(-1))[:, None] * rstd)
     return dx, d_factor, d_bias
 
 
