@@ -14,9 +14,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -47,9 +49,9 @@ _OPENED_BY_NAME = (
 ).split()
 
 # Functions that do work which the simulator does not do: success would be a silently wrong result. They
-# report ACL_ERROR_FAILURE or HCCL_E_NOT_SUPPORT, which torch_npu turns into a RuntimeError. All others return
-# 0. Functions that torch_npu looks up by name at run time are never generated: it takes absence for an answer,
-# and either does without or names the function.
+# report ACL_ERROR_FAILURE or HCCL_E_NOT_SUPPORT, which torch_npu turns into a RuntimeError. All others
+# return 0. Functions that torch_npu looks up by name at run time are never generated: it takes absence for an
+# answer, and either does without or names the function.
 _FAILING = {"aclopCompile": 500000, "aclopExec": 500000, "rtKernelLaunch": 500000, "Hccl": 5}
 
 
@@ -170,13 +172,40 @@ def _unresolved() -> tuple[set[str], set[str]]:
     defined = set().union(
         *(library.defined for library in ours), *(elf.read(path).defined for path in theirs)
     )
-    process = ctypes.CDLL(None)
     undefined = set().union(*(library.undefined for library in ours)) - defined
     needed = set().union(*(library.needed for library in ours)) - own
-    return (
-        {name for name in needed if not present(name)},
-        {name for name in undefined if not hasattr(process, name)},
+    return _absent(needed, undefined)
+
+
+# Symbols are asked for first: loading a library could add some to the process.
+_PROBE = """
+import ctypes, json, sys
+libraries, symbols = json.load(sys.stdin)
+process = ctypes.CDLL(None)
+symbols = [name for name in symbols if not hasattr(process, name)]
+def absent(library):
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return True
+json.dump([[name for name in libraries if absent(name)], symbols], sys.stdout)
+"""
+
+
+def _absent(libraries: set[str], symbols: set[str]) -> tuple[set[str], set[str]]:
+    """Return those that this machine does not have, as a fresh process sees it.
+
+    Not this process: one that has loaded another build of the simulator would find everything present.
+    """
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", _PROBE],
+        input=json.dumps([sorted(libraries), sorted(symbols)]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
+    absent_libraries, absent_symbols = json.loads(result.stdout)
+    return set(absent_libraries), set(absent_symbols)
 
 
 def _default_functions(names: Iterable[str]) -> str:
