@@ -86,6 +86,7 @@ class _CpuBiasDropoutAdd(torch.autograd.Function):
         halves = (t.reshape(rows.shape).split(step) for t in (residual, output))
         for piece, kept, rest, out in zip(rows.split(step), mask.split(step), *halves, strict=True):
             value, factor = (buffer[: piece.size(0)] for buffer in buffers)
+            factor = out if out.dtype is precise else factor
             torch.add(shift, piece, out=value)
             decisions = _decide(draws, piece.numel(), keep).view(piece.shape)
             kept.copy_(decisions)

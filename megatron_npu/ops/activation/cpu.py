@@ -56,9 +56,11 @@ class _BiasGelu(torch.autograd.Function):
         output = torch.empty_like(input, memory_format=torch.contiguous_format)
         slopes = torch.empty_like(output) if needs_slope else output
         half = torch.tensor(0.5, dtype=shift.dtype)
-        buffers = scratch(4, output, shift.dtype)
+        in_place = output.dtype is shift.dtype
+        buffers = scratch(2 if in_place else 4, output, shift.dtype)
         for x, out, slope in pieces(_rows(input), _rows(output), _rows(slopes)):
-            w, t, p, h = (buffer[: x.size(0)] for buffer in buffers)
+            w, t, *others = (buffer[: x.size(0)] for buffer in buffers)
+            p, h = (out, slope) if in_place else others  # what is written last holds what comes before
             torch.add(shift, x, alpha=K, out=w)
             torch.mul(w, w, out=p)
             torch.addcmul(w, w, p, value=C / K**2, out=t)
@@ -133,6 +135,7 @@ class _Gated(torch.autograd.Function):
         halves = (*_rows(input).chunk(2, -1), *_rows(slopes).chunk(2, -1))
         for out, gate, value, gate_slope, value_slope in pieces(_rows(output), *halves):
             z, spare, curved, slope = (buffer[: out.size(0)] for buffer in buffers)
+            spare = out if out.dtype is z.dtype else spare
             torch.add(gate_bias, gate, out=z)
             curve(z, spare, curved, slope if needs_slope else None)
             torch.add(value_bias, value, out=z)
