@@ -207,3 +207,10 @@ class TestCounting:
         x = torch.ones(2, 3, device="npu")
         with pytest.raises(RuntimeError, match="aclopCompileAndExecute computes nothing here"):
             torch.batch_norm_stats(x, 1e-5)  # torch's CPU has none either
+
+
+def test_building_does_not_mistake_the_simulator_for_a_real_cann():
+    from megatron_npu.sim import build
+
+    assert build.present("libascendcl.so")  # in this process: the simulated one
+    assert build._absent({"libascendcl.so"}, {"aclInit"}) == ({"libascendcl.so"}, {"aclInit"})
