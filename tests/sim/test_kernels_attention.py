@@ -430,6 +430,25 @@ def test_a_dropout_mask_may_be_given_with_its_seed(name):
     compare(operation, lambda q, k, v: expected(q, k, v, None, factors=factors), inputs, torch.float32)
 
 
+@pytest.mark.parametrize("keep_prob", [1.0, 0.5])
+def test_attention_draws_from_the_generator_only_for_dropout(keep_prob):
+    import torch_npu
+
+    x = torch.ones(1, 2, 16, 8).npu()
+    torch.npu.manual_seed(2)
+    mask = torch_npu._npu_dropout_gen_mask(x, [512], p=1 - keep_prob, seed=2, offset=0)
+    values = torch.eye(16).expand(1, 2, 16, 16).contiguous().npu()
+    wide = torch.zeros(1, 2, 16, 16).npu()
+    result, *_, seed, offset, _ = torch_npu.npu_fusion_attention(
+        wide, wide, values, 2, "BNSD", keep_prob=keep_prob
+    )
+    kept = (((mask.cpu().unsqueeze(-1) >> torch.arange(8)) & 1) == 1).flatten()[:512]
+    assert torch.equal(result.cpu().flatten() > 0, kept)
+    assert (seed, offset) == ((2, 0) if keep_prob < 1 else (0, 0))
+    drawn = torch.npu.default_generators[torch.npu.current_device()].get_offset()
+    assert drawn == (12 if keep_prob < 1 else 0)
+
+
 def test_dropout_keeps_its_share_and_moves_the_generator_on():
     import torch_npu
 

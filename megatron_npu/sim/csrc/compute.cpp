@@ -294,7 +294,10 @@ bool describe(const c10::OperatorHandle& handle, Operation& operation) {
     if (arguments[i].name() == "device") operation.device = i;
     if (arguments[i].name() == "pin_memory") operation.pin_memory = i;
   }
-  operation.draws = operation.generator == kNone && handle.hasTag(at::Tag::nondeterministic_seeded);
+  // The kernels of torch_npu's own operations draw from the device's generator themselves, and only if they must.
+  bool draws_itself = operation.name.rfind("npu::", 0) == 0;
+  operation.draws =
+      operation.generator == kNone && !draws_itself && handle.hasTag(at::Tag::nondeterministic_seeded);
   return true;
 }
 
