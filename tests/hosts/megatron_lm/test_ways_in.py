@@ -1,4 +1,4 @@
-"""A stock script without ``megatron-npu run``: by the entry point of an installed package, or by one import."""
+"""A stock script without ``megatron-npu run``: an installed package's entry point, or one import."""
 
 from __future__ import annotations
 
