@@ -10,7 +10,7 @@ from packaging.version import Version
 from megatron_npu.hosts.megatron_core.records import replace
 
 
-def _transformer_engine_present() -> str | None:
+def transformer_engine_present() -> str | None:
     present = importlib.util.find_spec("transformer_engine") is not None
     return "transformer_engine is installed" if present else None
 
@@ -18,7 +18,7 @@ def _transformer_engine_present() -> str | None:
 @replace(
     "megatron.core.utils:get_te_version",
     versions="<0.16",
-    condition=_transformer_engine_present,
+    condition=transformer_engine_present,
     why="0.12 imports TransformerEngine for the answer, 0.13 to 0.15 give None, which cannot be compared: "
     "loading a checkpoint asks",
 )

@@ -122,6 +122,21 @@ def test_weighted_swiglu_of_moe():
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_router_of_experts(dtype):
+    from megatron.core.transformer.moe import moe_utils
+
+    stock = load_stock("megatron.core.transformer.moe.moe_utils")
+    with pytest.raises(NameError, match="te_general_gemm"):
+        stock.router_gating_linear(torch.ones(1, 2), torch.ones(3, 2), None, torch.float32)
+    stock.te_general_gemm = None  # as upstream means it
+    x = torch.randn(6, 2, 16, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, 16, dtype=dtype, requires_grad=True)
+    ours = moe_utils.router_gating_linear(x, weight, None, torch.float32)
+    assert ours.dtype == torch.float32
+    same_gradients(ours, stock.router_gating_linear(x, weight, None, torch.float32), [x, weight])
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_bias_dropout_add(fused, with_bias):
@@ -354,10 +369,14 @@ def test_gradient_norm_and_scaling():
 
 def test_functions_keep_upstreams_signatures():
     """Callers may pass by name: every replacement of a function has the parameters of the original."""
-    from megatron_npu.patching.record import registry
+    from megatron_npu import host
+    from megatron_npu.patching.record import admits, registry
 
+    version = host.find().version
     checked = 0
     for patch in registry.patches:
+        if not admits(patch.versions, version):
+            continue
         if patch.kind != "replace" or not inspect.isfunction(patch.make):
             continue
         if not patch.module.startswith("megatron.core") or patch.qualname == "jit_fuser":

@@ -116,6 +116,14 @@ def test_model_parallel_trains(tree: Path, tmp_path: Path, changes) -> None:
     assert curve[-1] < curve[0] - 0.05
 
 
+def test_expert_parallel_equals_one_process(tree: Path, tmp_path: Path) -> None:
+    experts = "--num-experts 4 --moe-router-topk 2 --swiglu --disable-bias-linear".split()
+    alone = losses(pretrain(tree, tmp_path, *experts))
+    assert alone[-1] < alone[0] - 0.03
+    spread = losses(pretrain(tree, tmp_path, *experts, "--expert-model-parallel-size", "2", processes=2))
+    assert spread == pytest.approx(alone, rel=1e-3)  # the experts' initial weights are other draws
+
+
 def test_the_flags_of_the_fused_attention(tree: Path, tmp_path: Path, single) -> None:
     every = losses(pretrain(tree, tmp_path, "--pre-tockens", "64", "--next-tockens", "0"))
     assert every == pytest.approx(losses(single), rel=1e-6)
