@@ -64,6 +64,16 @@ def test_a_long_sequence_of_one_batch_is_not_taken_for_many_batches():
     assert result.shape == (2048, 1, 3, 8)
 
 
+def test_lengths_of_ring_attention_need_no_zero_where_they_are_not_used():
+    statistics = [torch.ones(4, 2, 8)] * 2
+    output = torch.ones(4, 2, 64)
+    options = {"actual_seq_qlen": torch.tensor([1, 4]), "input_layout": "TND", "input_softmax_layout": "TND"}
+    update = KERNELS["npu_ring_attention_update"].checked
+    merged, _, total = update(output, *statistics, output, *statistics, **options)
+    assert torch.equal(merged, output)
+    assert torch.equal(total, torch.full((4, 2, 8), 2.0))
+
+
 def test_the_message_says_operation_argument_given_allowed_and_source():
     with pytest.raises(LimitError) as caught:
         KERNELS["npu_rms_norm"].checked(torch.zeros(2, 8), torch.zeros(8, dtype=torch.bfloat16))

@@ -769,6 +769,14 @@ def _statistics_shape(a: SimpleNamespace) -> bool:
     return tuple(statistics[:2]) == tuple(attention[:2])
 
 
+def _ring_lengths(a: SimpleNamespace) -> bool:
+    if a.input_layout == "SBH":
+        return True
+    ends = a.actual_seq_qlen.tolist()
+    starts = ends[0] == 0 or a.input_softmax_layout == "TND"
+    return starts and ends[-1] == a.prev_attn_out.size(0) and _not_decreasing(ends)
+
+
 RING_ATTENTION_UPDATE = Limits(
     "wheel, npu_ring_attention_update; op-plugin, RingAttentionUpdateKernelNpuOpApi.cpp; aclnn",
     (
@@ -801,15 +809,8 @@ RING_ATTENTION_UPDATE = Limits(
         dtype("actual_seq_qlen", torch.int64),
         Limit(
             "actual_seq_qlen",
-            "cumulative lengths from 0 to t",
-            lambda a: (
-                a.input_layout == "SBH"
-                or (
-                    int(a.actual_seq_qlen[0]) == 0
-                    and int(a.actual_seq_qlen[-1]) == a.prev_attn_out.size(0)
-                    and _not_decreasing(a.actual_seq_qlen.tolist())
-                )
-            ),
+            "cumulative lengths from 0 to t; the 0 may be missing where input_softmax_layout is TND",
+            _ring_lengths,
         ),
     ),
 )
