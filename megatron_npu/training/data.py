@@ -49,10 +49,22 @@ def samples(args: Namespace) -> Samples:
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.reset_attention_mask,  # else causal, which needs none
     )
+    _leave_out_unread_parts(args, config)
     evaluations = evaluation_count(args)
     sizes = [batches * args.global_batch_size for batches in (args.train_iters, evaluations, 0)]
     kind = MockGPTDataset if args.mock_data else GPTDataset
     return Samples(*BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build())
+
+
+def _leave_out_unread_parts(args: Namespace, config: Any) -> None:
+    """Take the parts that no one reads out of the split; the others stay the documents they are.
+
+    megatron-core (0.12 to 0.16) looks for the first token of a part without documents for ever.
+    """
+    read = (True, args.eval_iters > 0, False)
+    config.split_matrix = [
+        part if needed else None for part, needed in zip(config.split_matrix, read, strict=True)
+    ]
 
 
 def evaluation_count(args: Namespace) -> int:

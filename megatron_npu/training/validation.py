@@ -7,6 +7,7 @@ as Megatron does, so that the rest of the driver reads plain values.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -275,19 +276,31 @@ def _data(args: Namespace) -> None:
         if args.train_iters or not args.save:
             _fail("no --data-path", "the prefix of a dataset, or --mock-data", "Give one.")
         return
-    for name, share, needed in zip(
-        ("training", "validation"), shares, (args.train_iters, args.eval_iters), strict=False
-    ):
-        if needed and share <= 0:
-            _fail(
-                f"--split {args.split!r} leaves nothing for {name}",
-                "a share above 0",
-                "Change --split" + ("." if name == "training" else ", or give --eval-iters 0."),
-            )
+    _require_parts(args, shares, "")
     if args.data_path:
         _, prefixes = blend(args.data_path)
         for prefix in prefixes:
-            indexed.validate(prefix, tokenizer.vocab_size)
+            documents = indexed.validate(prefix, tokenizer.vocab_size).documents
+            _require_parts(args, _documents_of_parts(shares, documents), f" of the {documents} in {prefix}")
+
+
+def _require_parts(args: Namespace, parts: Sequence[float], of: str) -> None:
+    """Refuse an empty part that is read: megatron-core 0.12 to 0.16 would look for its tokens for ever."""
+    for name, part, needed in zip(
+        ("training", "validation"), parts, (args.train_iters, args.eval_iters), strict=False
+    ):
+        if needed and part <= 0:
+            _fail(
+                f"--split {args.split!r} leaves no document{of} for {name}",
+                "a share above 0, and documents enough for it",
+                "Change --split" + ("." if name == "training" else ", or give --eval-iters 0."),
+            )
+
+
+def _documents_of_parts(shares: Sequence[float], documents: int) -> list[int]:
+    """Return how many documents megatron-core gives to each part."""
+    bounds = [round(sum(shares[:part]) / sum(shares) * documents) for part in range(4)]
+    return [last - first for first, last in itertools.pairwise(bounds)]
 
 
 def _split(text: str) -> list[float]:

@@ -39,6 +39,7 @@ def test_spoilt_data(refused, flags, copy, ending, spoil):
         (["--tensor-model-parallel-size", 2], "number of processes 1"),
         (["--global-batch-size", 3, "--micro-batch-size", 2], "--global-batch-size 3"),
         (["--load", "no/such/directory"], "no checkpoint there"),
+        (["--split", "999,1,0"], "leaves no document of the 100"),
         (["--recompute-granularity", "selective", "--recompute-modules", "nonsense"], "nonsense"),
     ],
 )
