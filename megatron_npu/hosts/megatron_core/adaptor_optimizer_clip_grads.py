@@ -1,4 +1,4 @@
-"""``megatron.core.optimizer.clip_grads`` and ``.optimizer``: many tensors in one call."""
+"""``megatron.core.optimizer.clip_grads``: many tensors in one call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,6 @@ constant(
 )
 constant(
     "megatron.core.optimizer.clip_grads:multi_tensor_scale_impl",
-    multi_tensor.multi_tensor_scale,
-    why=_WHY,
-    condition=fused_optimizer_present,
-)
-
-constant(
-    "megatron.core.optimizer.optimizer:multi_tensor_scale_impl",
     multi_tensor.multi_tensor_scale,
     why=_WHY,
     condition=fused_optimizer_present,

@@ -367,6 +367,24 @@ def test_gradient_norm_and_scaling():
 # -- the whole --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("flagged", [True, False])
+def test_main_parameters_are_copied_at_once(flagged):
+    from megatron.core.optimizer import optimizer
+
+    stock = load_stock("megatron.core.optimizer.optimizer")
+    main = [torch.randn(3, 5), torch.randn(0), torch.randn(7)]
+    results = []
+    for module in (optimizer, stock):
+        flag = torch.ones(1, dtype=torch.int32) if flagged else None
+        model = [torch.zeros_like(t, dtype=torch.bfloat16) for t in main]
+        module._multi_tensor_copy_this_to_that(main, model, flag)
+        module._multi_tensor_copy_this_to_that([], [], flag)
+        assert flag is None or flag.item() == 0
+        results.append(model)
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_functions_keep_upstreams_signatures():
     """Callers may pass by name: every replacement of a function has the parameters of the original."""
     from megatron_npu import host

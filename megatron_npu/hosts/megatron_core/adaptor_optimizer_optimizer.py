@@ -1,0 +1,28 @@
+"""``megatron.core.optimizer.optimizer``: many tensors in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_npu.hosts.megatron_core.records import constant, fused_optimizer_present, replace
+from megatron_npu.ops import multi_tensor
+
+constant(
+    "megatron.core.optimizer.optimizer:multi_tensor_scale_impl",
+    multi_tensor.multi_tensor_scale,
+    why="without apex and TransformerEngine upstream loops over the gradients in Python",
+    condition=fused_optimizer_present,
+)
+
+
+@replace(
+    "megatron.core.optimizer.optimizer:_multi_tensor_copy_this_to_that",
+    why="upstream copies tensor by tensor, bf16 always: a launch for each parameter of the model",
+)
+def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
+    """Copy each tensor of ``this`` to its partner in ``that``, casting as ``copy_`` does."""
+    if overflow_buf is not None:
+        overflow_buf.fill_(0)
+    if this:
+        torch._foreach_copy_(that, this)
