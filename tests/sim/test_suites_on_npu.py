@@ -1,0 +1,23 @@
+"""The tests of operations and adaptors that run on every device, again on the simulated NPU."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+# files, what selects their tests of the npu, and how many there are at least
+SUITES = {
+    "operations": (["tests/ops"], ["-k", "npu"], 400),
+    "attention adaptor": (["tests/hosts/megatron_core/test_attention_adaptor.py"], [], 30),
+}
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_suite(simulated, suite):
+    files, selection, least = SUITES[suite]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    done = simulated(*command, *files, *selection, timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= least
