@@ -37,6 +37,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_npu", "megatron_npu.*"]),
+    py_modules=["megatron_npu_autoload"],
     package_data={"megatron_npu.sim": ["csrc/*", "boot/*.py"]},
     # megatron-core uses psutil and six without declaring them; without psutil its checkpoint writer hangs
     install_requires=["numpy", "packaging", "psutil", "regex", "six", "tokenizers", "tqdm"],
@@ -62,7 +63,7 @@ setup(
     },
     entry_points={
         "console_scripts": ["megatron-npu = megatron_npu.cli:main"],
-        "torch.backends": ["megatron_npu = megatron_npu.autoload:arm"],
+        "torch.backends": ["megatron_npu = megatron_npu_autoload:arm"],
     },
     cmdclass={"build_py": BuildWithPins},
 )

@@ -87,7 +87,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Outside: run the whole file inside at its first test, then answer each test from the outcomes."""
     if inside() or item.get_closest_marker("simulated") is None:
         return None
@@ -107,6 +107,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     )
     item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # the test before this one has left the folders set up that it shares with this one
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 

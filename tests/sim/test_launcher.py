@@ -154,6 +154,7 @@ class TestInside:
             *("--devices", "3", "--soc", "Ascend910_9392", "--"),
             *("python", str(tmp_path / "script.py"), "a b", "--flag"),
             PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]),
+            MEGATRON_NPU_AUTOLOAD="0",  # where the package is installed, torch would arm it
         )
         assert result.returncode == 7, result.stderr + result.stdout
         assert "2.0 3" in result.stdout

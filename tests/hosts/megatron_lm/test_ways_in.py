@@ -18,7 +18,7 @@ def entry_point(checkout: Path, folder: Path) -> tuple[list[str], str]:
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron_npu\nVersion: 0\n")
     (installed / "entry_points.txt").write_text(
-        "[torch.backends]\nmegatron_npu = megatron_npu.autoload:arm\n"
+        "[torch.backends]\nmegatron_npu = megatron_npu_autoload:arm\n"
     )
     return [str(checkout / "pretrain_gpt.py")], str(folder)
 

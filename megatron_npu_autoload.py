@@ -1,8 +1,12 @@
-"""The ``torch.backends`` entry point: torch calls ``arm`` at the end of ``import torch``."""
+"""The ``torch.backends`` entry point: torch calls ``arm`` at the end of ``import torch``.
+
+It lies outside the package, because importing the package arms the hook.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 
 
 def arm() -> None:
@@ -10,12 +14,11 @@ def arm() -> None:
 
     Never raises: an exception here would make ``import torch`` itself fail and hide the cause.
     """
+    if os.environ.get("MEGATRON_NPU_AUTOLOAD", "").strip() == "0":
+        return
     try:
         from megatron_npu import settings
 
-        if settings.AUTOLOAD.enabled():
-            from megatron_npu import plugin
-
-            plugin.install()
+        settings.AUTOLOAD.get()  # a value that is neither 0 nor 1 is said, not taken for either
     except Exception:
         logging.getLogger(__name__).exception("megatron_npu could not arm its import hook")
