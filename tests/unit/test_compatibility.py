@@ -21,16 +21,16 @@ def test_a_changed_function_is_listed(tmp_path, monkeypatch):
     except UsageError:
         pytest.skip("no Megatron is installed")
     shutil.copytree(root / "megatron" / "core", tmp_path / "megatron" / "core")
-    path = tmp_path / "megatron/core/fusions/fused_bias_gelu.py"
+    path = tmp_path / "megatron/core/tensor_parallel/random.py"
     text = path.read_text()
-    assert "def bias_gelu(bias, y)" in text
-    path.write_text(text.replace("def bias_gelu(bias, y)", "def bias_gelu(bias, y, more)"))
+    assert "def _set_cuda_rng_state(" in text
+    path.write_text(text.replace("def _set_cuda_rng_state(", "def _set_cuda_rng_state(more, "))
     monkeypatch.setattr(compatibility, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(sys, "argv", ["compatibility.py", str(tmp_path)])
     compatibility.main()
     page = (tmp_path / "page.md").read_text()
     version = host.find(tmp_path).version
     assert f"\n## {version}\n" in page
-    assert "| `megatron.core.fusions.fused_bias_gelu:bias_gelu` | replace | fails | signature changed" in page
+    assert "random:_set_cuda_rng_state` | replace | fails | signature changed" in page
     (row,) = [line for line in page.splitlines() if line.startswith(f"| {version} | yes |")]
     assert row.endswith("| 1 |")
