@@ -52,6 +52,7 @@ setup(
             "einops",  # Megatron-LM's local attention of 0.12 needs it
             "expecttest",  # torch's own OpInfo needs it
             "hypothesis",
+            "pydantic",  # Megatron-LM's pretrain_gpt.py of 0.16 needs it
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

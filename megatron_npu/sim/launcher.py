@@ -42,7 +42,8 @@ def main(argv: list[str]) -> int:
     program = _find(command[0])
     environment = prepare()
     sys.stdout.flush()
-    os.execve(program, command, environment)
+    # Python finds its virtual environment by argv[0]: the bare name would be looked up on PATH
+    os.execve(program, [program, *command[1:]], environment)
 
 
 def prepare() -> dict[str, str]:

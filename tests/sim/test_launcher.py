@@ -147,6 +147,10 @@ sys.exit(7)
 
 
 class TestInside:
+    def test_python_is_that_of_this_environment_whatever_is_on_the_path(self, simulated):
+        result = launch("--", "python", "-c", "import sys; print(sys.prefix)", PATH=os.defpath)
+        assert result.stdout.split() == [sys.prefix], result.stderr
+
     def test_the_command_and_its_children(self, simulated, tmp_path):
         (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['HIDDEN_SITECUSTOMIZE'] = 'ran'\n")
         (tmp_path / "script.py").write_text(INSIDE)

@@ -182,11 +182,9 @@ def test_memory_statistics(redirection):
     del block
     torch.cuda.empty_cache()
     assert torch.cuda.max_memory_allocated() - before > 48 << 20
-    assert (
-        torch.cuda.memory_stats()["allocated_bytes.all.peak"]
-        >= torch.cuda.memory_stats()["allocated_bytes.all.current"]
-    )
-    assert torch.cuda.memory_stats()["num_alloc_retries"] == 0
+    statistics = torch.cuda.memory_stats()
+    assert statistics["allocated_bytes.all.peak"] >= statistics["allocated_bytes.all.current"]
+    assert statistics["num_alloc_retries"] == 0
 
 
 def test_process_groups_asked_for_nccl_are_gloo(redirection, tmp_path):
