@@ -11,18 +11,14 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import importlib.util
-import json
-import os
-import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from types import ModuleType
+
+import upstream
 
 RESULT = Path(__file__).parent / "results" / "attention.json"
 HEAD_SIZE = 64
@@ -64,7 +60,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    start_megatron()
+    upstream.start_megatron()
     torch.set_num_threads(1)  # processor time is time only then
     rows = [
         row
@@ -78,30 +74,8 @@ def main() -> None:
     growth = [
         grow(window, dtype, arguments.rounds) for window in GROWTH_WINDOWS for dtype in ("fp32", "bf16")
     ]
-    write(rows, growth, arguments.rounds)
-
-
-def start_megatron() -> None:
-    """Join a model-parallel world of one process, and seed Megatron's generators."""
-    import megatron_npu
-
-    megatron_npu.install()
-    import torch.distributed as dist
-    from megatron.core import parallel_state, tensor_parallel
-
-    store = Path(tempfile.mkdtemp()) / "store"
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-
-
-def untouched(name: str) -> ModuleType:
-    """Return a second copy of a module of megatron-core, which no patch has touched."""
-    origin = importlib.util.find_spec(name).origin
-    spec = importlib.util.spec_from_file_location(f"{name}_stock", origin)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    results = {"rows": rows, "growth": growth, "rounds": arguments.rounds, "head_size": HEAD_SIZE}
+    upstream.write(RESULT, results)
 
 
 # -- variants: each a function of (query, key, value) ------------------------------------------------
@@ -113,7 +87,7 @@ def variants(case: Case, dtype: str) -> dict[str, Callable]:
     from megatron.core.transformer import dot_product_attention as ours
     from torch.nn import functional
 
-    stock = untouched("megatron.core.transformer.dot_product_attention")
+    stock = upstream.untouched("megatron.core.transformer.dot_product_attention")
     mask = document_mask(case)
     calls: dict[str, Callable] = {}
     for name, module in {"project": ours, "stock": stock}.items():
@@ -248,34 +222,6 @@ def grow(window: int, dtype: str, rounds: int) -> dict:
     }
     print(result, flush=True)
     return result
-
-
-def write(rows: list[dict], growth: list[dict], rounds: int) -> None:
-    """Write all results with the machine, under a temporary name first."""
-    import torch
-    from megatron.core import package_info
-
-    result = {
-        "rows": rows,
-        "growth": growth,
-        "rounds": rounds,
-        "head_size": HEAD_SIZE,
-        "threads": torch.get_num_threads(),
-        "versions": {"torch": torch.__version__, "megatron_core": package_info.__version__},
-        "machine": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "date": date.today().isoformat(),
-    }
-    partial = RESULT.with_suffix(".part")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(RESULT)
-
-
-def processor() -> str:
-    """Return the processor's name, from /proc/cpuinfo where there is one."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -13,19 +13,14 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import importlib.util
-import json
-import os
-import platform
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+import upstream
 
 RESULT = Path(__file__).parent / "results" / "ops.json"
 TOKENS, HIDDEN, VOCABULARY, PARAMETERS = 1024, 1024, 50304, 20_000_000
@@ -58,7 +53,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    start_megatron()
+    upstream.start_megatron()
     torch.set_num_threads(1)  # processor time is time only then
     gc.disable()  # nothing here is in cycles, and a collection would empty the caches
     rows = []
@@ -74,32 +69,10 @@ def main() -> None:
     memory = [cross_entropy_memory(dtype) for dtype in ("float32", "bfloat16")]
     if arguments.only:
         return
-    write(rows, memory, arguments.rounds)
+    results = {"rows": rows, "cross_entropy_memory": memory, "rounds": arguments.rounds}
+    upstream.write(RESULT, results)
     if arguments.plot:
         draw(rows)
-
-
-def start_megatron() -> None:
-    """Join a model-parallel world of one process, and seed Megatron's generators."""
-    import megatron_npu
-
-    megatron_npu.install()
-    import torch.distributed as dist
-    from megatron.core import parallel_state, tensor_parallel
-
-    store = Path(tempfile.mkdtemp()) / "store"
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-
-
-def untouched(name: str) -> ModuleType:
-    """Return a second copy of a module of megatron-core, which no patch has touched."""
-    origin = importlib.util.find_spec(name).origin
-    spec = importlib.util.spec_from_file_location(f"{name}_stock", origin)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- what is measured: passes count reads and writes of the largest tensor --------------------------
@@ -149,7 +122,7 @@ def bias_gelu(dtype: Any) -> Work:
     x, bias = leaf(dtype, TOKENS, 2 * HIDDEN), leaf(dtype, 2 * HIDDEN)
     calls = {
         "project": activation.bias_gelu,
-        "stock": untouched("megatron.core.fusions.fused_bias_gelu").bias_gelu_impl,
+        "stock": upstream.untouched("megatron.core.fusions.fused_bias_gelu").bias_gelu_impl,
         "library": lambda x, b: functional.gelu(x + b, approximate="tanh"),
     }
     return Work(calls, [x, bias], (2, 5), x.nbytes)
@@ -160,7 +133,7 @@ def gated(dtype: Any, kind: str, with_bias: bool) -> Work:
 
     from megatron_npu.ops import activation
 
-    stock = getattr(untouched(f"megatron.core.fusions.fused_bias_{kind}"), f"bias_{kind}_impl")
+    stock = getattr(upstream.untouched(f"megatron.core.fusions.fused_bias_{kind}"), f"bias_{kind}_impl")
 
     def library(x, bias=None):
         gate, value = (x if bias is None else x + bias).chunk(2, -1)
@@ -180,7 +153,7 @@ def gated(dtype: Any, kind: str, with_bias: bool) -> Work:
 def bias_dropout_add(dtype: Any) -> Work:
     from megatron_npu.ops.dropout import bias_dropout_add as ours
 
-    stock = untouched("megatron.core.fusions.fused_bias_dropout").get_bias_dropout_add(True, False)
+    stock = upstream.untouched("megatron.core.fusions.fused_bias_dropout").get_bias_dropout_add(True, False)
     x, bias, rest = leaf(dtype, TOKENS, HIDDEN), leaf(dtype, HIDDEN), leaf(dtype, TOKENS, HIDDEN)
     calls = {
         "project": lambda x, b, r: ours(x, b, r, 0.1, True),
@@ -198,7 +171,7 @@ def softmax(dtype: Any) -> Work:
 
     from megatron_npu.ops.softmax import scale_mask_softmax
 
-    module = untouched("megatron.core.fusions.fused_softmax")
+    module = upstream.untouched("megatron.core.fusions.fused_softmax")
     half = dtype is torch.bfloat16
     layer = module.FusedScaleMaskSoftmax(
         False, half, AttnMaskType.causal, True, attention_mask_func, True, 0.5
@@ -217,7 +190,7 @@ def rotary(dtype: Any) -> Work:
 
     from megatron_npu.ops.rotary import rotary as ours
 
-    stock = untouched("megatron.core.models.common.embeddings.rope_utils")._apply_rotary_pos_emb_bshd
+    stock = upstream.untouched("megatron.core.models.common.embeddings.rope_utils")._apply_rotary_pos_emb_bshd
     x, angles = leaf(dtype, 512, 2, 16, 64), torch.rand(512, 1, 1, 64) * 100
     calls = {"project": lambda x: ours(x, angles), "stock": lambda x: stock(x, angles)}
     return Work(calls, [x], (2, 4), x.nbytes)
@@ -245,7 +218,7 @@ def cross_entropy(dtype: Any, copied: bool = True) -> Work:
 
     from megatron_npu.ops.cross_entropy import vocab_parallel_cross_entropy
 
-    stock = untouched("megatron.core.tensor_parallel.cross_entropy").vocab_parallel_cross_entropy
+    stock = upstream.untouched("megatron.core.tensor_parallel.cross_entropy").vocab_parallel_cross_entropy
     logits, target = leaf(dtype, 256, 1, VOCABULARY), torch.randint(VOCABULARY, (256, 1))
     whole = {"vocab_start": 0, "vocab_size": VOCABULARY}
 
@@ -470,37 +443,6 @@ def peak_memory(call: Callable, logits: Any) -> int:
 
 
 # -- results ----------------------------------------------------------------------------------------
-
-
-def write(rows: list[dict], memory: list[dict], rounds: int) -> None:
-    """Write all results with the machine, under a temporary name first."""
-    import torch
-    from megatron.core import package_info
-
-    from megatron_npu import devices
-
-    result = {
-        "rows": rows,
-        "cross_entropy_memory": memory,
-        "rounds": rounds,
-        "device": devices.current().name,
-        "threads": torch.get_num_threads(),
-        "versions": {"torch": torch.__version__, "megatron_core": package_info.__version__},
-        "machine": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "load": os.getloadavg()[0],
-        "date": date.today().isoformat(),
-    }
-    partial = RESULT.with_suffix(".part")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(RESULT)
-
-
-def processor() -> str:
-    """Return the processor's name, from /proc/cpuinfo where there is one."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def draw(rows: list[dict]) -> None:
