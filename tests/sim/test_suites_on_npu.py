@@ -10,7 +10,11 @@ import pytest
 # files, what selects their tests of the npu, and how many there are at least
 SUITES = {
     "operations": (["tests/ops"], ["-k", "npu"], 400),
-    "attention adaptor": (["tests/hosts/megatron_core/test_attention_adaptor.py"], [], 30),
+    "adaptors of megatron-core": (
+        [f"tests/hosts/megatron_core/test_{name}.py" for name in ("adaptors", "attention_adaptor")],
+        [],
+        80,
+    ),
 }
 
 

@@ -50,6 +50,18 @@ def single_process(tmp_path_factory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def here() -> torch.device:
+    """Return the device of this run: the NPU under ``megatron-npu sim``."""
+    from megatron_npu import devices
+
+    return devices.current().torch_device()
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return normal numbers on the device of this run, for which gradients are wanted."""
+    return torch.randn(shape, dtype=dtype, device=here(), requires_grad=True)
+
+
 def make_config(**changes):
     """Return a small TransformerConfig."""
     from megatron.core.transformer.transformer_config import TransformerConfig

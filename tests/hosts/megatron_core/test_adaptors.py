@@ -1,4 +1,7 @@
-"""Each adaptor against the stock function that it replaces, on the installed megatron-core."""
+"""Each adaptor against the stock function that it replaces, on the installed megatron-core.
+
+Both run on the device of this process: the CPU, and the NPU under ``megatron-npu sim``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 
 import megatron_npu
-from tests.hosts.megatron_core.conftest import load_stock, make_config
+from tests.hosts.megatron_core.conftest import here, leaf, load_stock, make_config
 
 pytestmark = pytest.mark.usefixtures("single_process")
 core = "megatron.core"
@@ -33,11 +36,12 @@ def test_norm(normalization):
 
     config = make_config(normalization=normalization)
     stock = load_stock("megatron.core.transformer.torch_norm").WrappedTorchNorm(config, 32, 1e-5)
-    ours = torch_norm.WrappedTorchNorm(config, 32, 1e-5)
+    ours = torch_norm.WrappedTorchNorm(config, 32, 1e-5).to(here())
+    stock.to(here())
     assert ours.state_dict().keys() == {k for k, v in stock.state_dict().items() if v is not None}
     torch.nn.init.normal_(stock.weight)
     ours.load_state_dict(stock.state_dict())
-    x = torch.randn(5, 2, 32, requires_grad=True)
+    x = leaf(5, 2, 32)
     same_gradients(ours(x), stock(x), [x])
 
 
@@ -45,15 +49,15 @@ def test_norm(normalization):
 def test_memory_efficient_norm_keeps_its_output(normalization):
     from megatron.core.transformer import torch_norm
 
-    x = torch.randn(5, 2, 32, requires_grad=True)
+    x = leaf(5, 2, 32)
     results = []
     for efficient in (True, False):
         config = make_config(normalization=normalization, memory_efficient_layer_norm=efficient)
-        kept = []
+        norm, kept = torch_norm.WrappedTorchNorm(config, 32, 1e-5).to(here()), []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, kept=kept: (kept.append(t.data_ptr()), t)[1], lambda t: t
         ):
-            results.append(torch_norm.WrappedTorchNorm(config, 32, 1e-5)(x))
+            results.append(norm(x))
         assert (x.data_ptr() in kept) is not efficient
     same_gradients(*results, [x])
 
@@ -84,7 +88,7 @@ def test_bias_gelu():
     from megatron.core.fusions import fused_bias_gelu
 
     stock = load_stock("megatron.core.fusions.fused_bias_gelu")
-    x, bias = torch.randn(4, 2, 9, requires_grad=True), torch.randn(9, requires_grad=True)
+    x, bias = leaf(4, 2, 9), leaf(9)
     same_gradients(fused_bias_gelu.bias_gelu_impl(x, bias), stock.bias_gelu_impl(x, bias), [x, bias])
 
 
@@ -93,8 +97,8 @@ def test_swiglu(with_bias):
     from megatron.core.fusions import fused_bias_swiglu
 
     stock = load_stock("megatron.core.fusions.fused_bias_swiglu")
-    x = torch.randn(4, 2, 18, requires_grad=True)
-    bias = torch.randn(18, requires_grad=True) if with_bias else None
+    x = leaf(4, 2, 18)
+    bias = leaf(18) if with_bias else None
     leaves = [x, bias] if with_bias else [x]
     same_gradients(fused_bias_swiglu.bias_swiglu_impl(x, bias), stock.bias_swiglu_impl(x, bias), leaves)
 
@@ -104,8 +108,8 @@ def test_geglu(with_bias):
     from megatron.core.fusions import fused_bias_geglu
 
     stock = load_stock("megatron.core.fusions.fused_bias_geglu")
-    x = torch.randn(4, 2, 18, requires_grad=True)
-    bias = torch.randn(18, requires_grad=True) if with_bias else None
+    x = leaf(4, 2, 18)
+    bias = leaf(18) if with_bias else None
     leaves = [x, bias] if with_bias else [x]
     same_gradients(fused_bias_geglu.bias_geglu_impl(x, bias), stock.bias_geglu_impl(x, bias), leaves)
 
@@ -114,7 +118,7 @@ def test_weighted_swiglu_of_moe():
     from megatron.core.fusions import fused_bias_swiglu
 
     stock = load_stock("megatron.core.fusions.fused_bias_swiglu")
-    x, weights = torch.randn(6, 18, requires_grad=True), torch.rand(6, 1, requires_grad=True)
+    x, weights = leaf(6, 18), torch.rand(6, 1, requires_grad=True, device=here())
     same_gradients(
         fused_bias_swiglu.weighted_bias_swiglu_impl(x, None, weights),
         stock.weighted_bias_swiglu_impl(x, None, weights),
@@ -128,10 +132,12 @@ def test_router_of_experts(dtype):
 
     stock = load_stock("megatron.core.transformer.moe.moe_utils")
     with pytest.raises(NameError, match="te_general_gemm"):
-        stock.router_gating_linear(torch.ones(1, 2), torch.ones(3, 2), None, torch.float32)
+        stock.router_gating_linear(
+            torch.ones(1, 2, device=here()), torch.ones(3, 2, device=here()), None, torch.float32
+        )
     stock.te_general_gemm = None  # as upstream means it
-    x = torch.randn(6, 2, 16, dtype=dtype, requires_grad=True)
-    weight = torch.randn(4, 16, dtype=dtype, requires_grad=True)
+    x = leaf(6, 2, 16, dtype=dtype)
+    weight = leaf(4, 16, dtype=dtype)
     ours = moe_utils.router_gating_linear(x, weight, None, torch.float32)
     assert ours.dtype == torch.float32
     same_gradients(ours, stock.router_gating_linear(x, weight, None, torch.float32), [x, weight])
@@ -143,8 +149,8 @@ def test_bias_dropout_add(fused, with_bias):
     from megatron.core.fusions import fused_bias_dropout
 
     stock = load_stock("megatron.core.fusions.fused_bias_dropout")
-    x, residual = (torch.randn(4, 2, 9, requires_grad=True) for _ in range(2))
-    bias = torch.randn(9, requires_grad=True) if with_bias else None
+    x, residual = (leaf(4, 2, 9) for _ in range(2))
+    bias = leaf(9) if with_bias else None
     leaves = [x, residual, bias][: 2 + with_bias]
     for training, p in ((True, 0.0), (False, 0.5)):
         ours, theirs = (m.get_bias_dropout_add(training, fused) for m in (fused_bias_dropout, stock))
@@ -159,11 +165,11 @@ def test_dropout_follows_the_tracker():
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     drop = fused_bias_dropout.get_bias_dropout_add(True, True)
-    x, tracker = torch.ones(4, 2, 9), get_cuda_rng_tracker()
-    states, default = tracker.get_states(), torch.get_rng_state()
+    x, tracker = torch.ones(4, 2, 9, device=here()), get_cuda_rng_tracker()
+    states, default = tracker.get_states(), torch.cuda.get_rng_state()
     with tracker.fork():
         first = drop((x, None), x, 0.5)
-    assert torch.equal(torch.get_rng_state(), default)
+    assert torch.equal(torch.cuda.get_rng_state(), default)
     tracker.set_states(states)
     with tracker.fork():
         assert torch.equal(drop((x, None), x, 0.5), first)
@@ -176,7 +182,7 @@ def test_rotary(interleaved, latent):
     from megatron.core.models.common.embeddings import rope_utils
 
     stock = load_stock("megatron.core.models.common.embeddings.rope_utils")
-    x, angles = torch.randn(5, 2, 3, 12, requires_grad=True), torch.rand(5, 1, 1, 8) * 9
+    x, angles = leaf(5, 2, 3, 12), torch.rand(5, 1, 1, 8, device=here()) * 9
     arguments = (angles, interleaved, latent, 0.7)
     same_gradients(
         rope_utils._apply_rotary_pos_emb_bshd(x, *arguments),
@@ -191,8 +197,8 @@ def test_rotary_of_packed_sequences_and_fused():
 
     stock = load_stock("megatron.core.models.common.embeddings.rope_utils")
     group = parallel_state.get_context_parallel_group()
-    x, angles = torch.randn(9, 3, 8, requires_grad=True), torch.rand(5, 1, 1, 8) * 9
-    lengths = torch.tensor([0, 4, 9], dtype=torch.int32)
+    x, angles = leaf(9, 3, 8), torch.rand(5, 1, 1, 8, device=here()) * 9
+    lengths = torch.tensor([0, 4, 9], dtype=torch.int32, device=here())
     config = make_config(apply_rope_fusion=True)  # refused upstream without TransformerEngine
     for ours in (config, make_config()):
         same_gradients(
@@ -200,7 +206,7 @@ def test_rotary_of_packed_sequences_and_fused():
             stock._apply_rotary_pos_emb_thd(x, lengths, angles, cp_group=group),
             [x],
         )
-    y = torch.randn(5, 2, 3, 8, requires_grad=True)
+    y = leaf(5, 2, 3, 8)
     same_gradients(
         rope_utils.apply_rotary_pos_emb(y, angles, config, cp_group=group),
         stock._apply_rotary_pos_emb_bshd(y, angles),
@@ -218,8 +224,8 @@ def test_embedding(scattered):
         init_method=torch.nn.init.normal_,
         reduce_scatter_embeddings=scattered,
         config=make_config(),
-    )
-    ids = torch.randint(16, (3, 5))
+    ).to(here())
+    ids = torch.randint(16, (3, 5), device=here())
     right = layer.weight[ids]
     same_gradients(layer(ids), right.transpose(0, 1) if scattered else right, [layer.weight])
 
@@ -233,8 +239,8 @@ def test_scale_mask_softmax(kind):
     stock = load_stock("megatron.core.fusions.fused_softmax")
     arguments = (False, True, getattr(AttnMaskType, kind), True, attention_mask_func, True, 2.0)
     ours, theirs = (m.FusedScaleMaskSoftmax(*arguments) for m in (fused_softmax, stock))
-    x = torch.randn(2, 3, 8, 8, dtype=torch.bfloat16, requires_grad=True)
-    mask = None if kind == "causal" else torch.rand(2, 1, 8, 8) < 0.3
+    x = leaf(2, 3, 8, 8, dtype=torch.bfloat16)
+    mask = None if kind == "causal" else torch.rand(2, 1, 8, 8, device=here()) < 0.3
     assert ours.is_kernel_available(mask, 2, 3, 8, 8)
     same_gradients(ours(x, mask), theirs.forward_torch_softmax(x, mask), [x], atol=1e-2, rtol=1e-2)
 
@@ -247,8 +253,8 @@ def test_cross_entropy(smoothing):
     from megatron.core import tensor_parallel
 
     stock = load_stock("megatron.core.tensor_parallel.cross_entropy")
-    logits = torch.randn(6, 2, 50, requires_grad=True)
-    target = torch.randint(50, (6, 2))
+    logits = leaf(6, 2, 50)
+    target = torch.randint(50, (6, 2), device=here())
     same_gradients(
         tensor_parallel.vocab_parallel_cross_entropy(logits * 1, target, smoothing),
         stock.vocab_parallel_cross_entropy(logits * 1, target, smoothing),
@@ -261,8 +267,8 @@ def test_fused_cross_entropy_keeps_fp32_gradients():
     from megatron.core.fusions import fused_cross_entropy
 
     group = parallel_state.get_tensor_model_parallel_group()
-    logits = torch.randn(6, 2, 50, requires_grad=True)
-    target = torch.randint(50, (6, 2))
+    logits = leaf(6, 2, 50)
+    target = torch.randint(50, (6, 2), device=here())
     loss = fused_cross_entropy.fused_vocab_parallel_cross_entropy(logits * 1, target, group)
     expected = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), target.flatten(), reduction="none"
@@ -278,23 +284,23 @@ def test_tracker_fork_sets_and_restores_now():
 
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()
-    default = torch.get_rng_state()
+    default = torch.cuda.get_rng_state()
     with tracker.fork():
-        first = torch.rand(4)
-    assert torch.equal(torch.get_rng_state(), default)
+        first = torch.rand(4, device=here())
+    assert torch.equal(torch.cuda.get_rng_state(), default)
     with tracker.fork():
-        second = torch.rand(4)
+        second = torch.rand(4, device=here())
     assert not torch.equal(first, second)
     tracker.set_states(states)
     with tracker.fork():
-        assert torch.equal(torch.rand(4), first)
+        assert torch.equal(torch.rand(4, device=here()), first)
 
 
 def test_fork_does_not_complain_of_the_host_generator(caplog):
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     with get_cuda_rng_tracker().fork():
-        torch.rand(4)
+        torch.rand(4, device=here())
     assert "CPU RNG state changed" not in caplog.text
 
 
@@ -303,7 +309,7 @@ def test_weights_on_the_host_do_not_depend_on_device_draws():
 
     def build(draws):
         torch.manual_seed(5)
-        torch.rand(draws)
+        torch.rand(draws, device=here())
         config = make_config()
         return ColumnParallelLinear(
             8, 16, config=config, init_method=torch.nn.init.normal_, bias=False
@@ -322,7 +328,7 @@ def make_optimizer(distributed):
 
     config = make_config()
     layout = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
-    model = DistributedDataParallel(config, layout, torch.nn.Linear(4, 4))
+    model = DistributedDataParallel(config, layout, torch.nn.Linear(4, 4).to(here()))
     settings_ = OptimizerConfig(
         optimizer="adam", lr=1e-2, min_lr=0.0, use_distributed_optimizer=distributed, clip_grad=1.0
     )
@@ -352,7 +358,7 @@ def test_gradient_norm_and_scaling():
     from megatron.core.optimizer import clip_grads
 
     stock = load_stock("megatron.core.optimizer.clip_grads")
-    grads = [torch.randn(n) for n in (3, 50)]
+    grads = [torch.randn(n, device=here()) for n in (3, 50)]
     group = parallel_state.get_model_parallel_group()
     ours = clip_grads.get_grad_norm_fp32(grads, 2, group)
     assert ours == pytest.approx(stock.get_grad_norm_fp32(grads, 2, group), rel=1e-6)
@@ -372,10 +378,10 @@ def test_main_parameters_are_copied_at_once(flagged):
     from megatron.core.optimizer import optimizer
 
     stock = load_stock("megatron.core.optimizer.optimizer")
-    main = [torch.randn(3, 5), torch.randn(0), torch.randn(7)]
+    main = [torch.randn(shape, device=here()) for shape in ((3, 5), (0,), (7,))]
     results = []
     for module in (optimizer, stock):
-        flag = torch.ones(1, dtype=torch.int32) if flagged else None
+        flag = torch.ones(1, dtype=torch.int32, device=here()) if flagged else None
         model = [torch.zeros_like(t, dtype=torch.bfloat16) for t in main]
         module._multi_tensor_copy_this_to_that(main, model, flag)
         module._multi_tensor_copy_this_to_that([], [], flag)

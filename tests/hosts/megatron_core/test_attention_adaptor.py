@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_npu import devices, settings
+from megatron_npu import settings
 from megatron_npu.hosts.megatron_core import visibility
 from megatron_npu.ops.attention import documents
-from tests.hosts.megatron_core.conftest import load_stock, make_config
+from tests.hosts.megatron_core.conftest import here, load_stock, make_config
 from tests.hosts.megatron_core.test_adaptors import same_gradients
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -27,11 +27,6 @@ def attention_pair(**changes):
         module.DotProductAttention(config, 1, kind, "self", **arguments).train()
         for module in (patched, stock)
     )
-
-
-def here():
-    """Return the device of this run: the NPU under `megatron-npu sim`."""
-    return devices.current().torch_device()
 
 
 def leaves_of(*shapes, dtype=torch.float32):
