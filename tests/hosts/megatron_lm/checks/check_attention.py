@@ -192,8 +192,10 @@ def check_cross_attention(modules):
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
 
 
-def check_mlp(modules):
-    """ParallelMLP is upstream's own; its activation is an operation."""
+@pytest.mark.parametrize("flag", ["bias_gelu_fusion", None, "openai_gelu", "onnx_safe"])
+def check_mlp(modules, args, flag):
+    """ParallelMLP is upstream's own; its fused activation is an operation, the others stay what they are."""
+    args(**{name: name == flag for name in ("bias_gelu_fusion", "openai_gelu", "onnx_safe")})
 
     def normal(weight):
         torch.nn.init.normal_(weight, std=0.1)
