@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 
+from megatron_npu import settings
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.hooks import DriftError
 from megatron_npu.patching.pins import PinError
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     os.umask(0o027)
     module, function = COMMANDS[argv[0]][0].split(":")
     try:
+        settings.check()
         return getattr(importlib.import_module(module), function)(argv[1:]) or 0
     except (UsageError, DriftError, PinError) as error:
         print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)

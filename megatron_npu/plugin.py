@@ -80,6 +80,7 @@ def _activate() -> Context:
     from megatron_npu.devices.redirect import Redirection
     from megatron_npu.ops import dispatch
 
+    settings.check()
     found = host.find()
     found.require_supported()
     device = devices.current()

@@ -1,11 +1,13 @@
 """Every environment variable and every extra flag of the plug-in, once, with its help text.
 
-Nothing else in the package reads ``os.environ`` for a ``MEGATRON_NPU_*`` name.
+Nothing else in the package reads ``os.environ`` for a ``MEGATRON_NPU_*`` name; ``check`` refuses a name that
+is not here, which would otherwise do nothing, silently.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from dataclasses import dataclass
 
@@ -127,25 +129,25 @@ SIM_HCCL_DELAY = Variable(
     "MEGATRON_NPU_SIM_HCCL_DELAY", "0", "Microseconds by which every collective is late: shows missing waits."
 )
 
-VARIABLES = (
-    DEVICE,
-    AUTOLOAD,
-    DRIFT,
-    STRICT,
-    VERIFY,
-    MEGATRON_PATH,
-    SIM,
-    SIM_SITE,
-    SIM_CACHE,
-    SIM_DEVICES,
-    SIM_SOC,
-    SIM_MEMORY,
-    SIM_MEMCHECK,
-    SIM_REPORT,
-    SIM_VERBOSE,
-    SIM_HCCL_TIMEOUT,
-    SIM_HCCL_DELAY,
-)
+VARIABLES = tuple(value for value in list(globals().values()) if isinstance(value, Variable))
+
+
+def check() -> None:
+    """Check every ``MEGATRON_NPU_*`` variable that is set, before any of them is needed.
+
+    Raises:
+        UsageError: there is no such variable, or its value is none of its choices.
+    """
+    known = [variable.name for variable in VARIABLES]
+    for name in os.environ:
+        if name.startswith("MEGATRON_NPU_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1) or known
+            raise UsageError(
+                f"{name}, which is no setting", " or ".join(near), f"Correct it or unset {name}."
+            )
+    for variable in VARIABLES:
+        variable.get()
+
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
