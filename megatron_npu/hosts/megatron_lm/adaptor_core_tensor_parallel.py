@@ -25,8 +25,9 @@ def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
 
 @wrap(
     "megatron.core.tensor_parallel.utils:gather_split_1d_tensor",
-    devices=("cpu",),
-    why="gloo writes into views of the gathered tensor, which autograd refuses while the input requires grad",
+    devices=WITHOUT_CUDA,
+    why="while the input requires grad, autograd refuses gloo's writing into views of the gathered tensor, "
+    "and with HCCL takes the result for that of a function without gradient",
 )
 def gather_without_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     """Gather the values alone; the callers mark the result as a leaf themselves."""

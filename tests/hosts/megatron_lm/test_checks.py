@@ -14,30 +14,38 @@ import pytest
 
 from tests.end_to_end.tiny import ROOT
 from tests.hosts.megatron_lm import runs
+from tests.sim.conftest import run_simulated, unavailable
 
 CHECKS = Path(__file__).parent / "checks"
+PYTEST = [
+    *[sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"],
+    *["-o", "python_files=check_*.py", "-o", "python_functions=check_*"],
+]
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in CHECKS.glob("check_*.py")))
-def test_in_a_process_of_its_own(checkout, data, file):
-    path = os.pathsep.join([str(checkout), str(ROOT)])
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "python_files=check_*.py",
-        "-o",
-        "python_functions=check_*",
-    ]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(CHECKS / file)],
+def on_cpu(file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PYTEST, str(file)],
         cwd=ROOT,
-        env={**runs.environment(CHECK_DATA=str(data)), "PYTHONPATH": path},
-        capture_output=True,
+        env=runs.environment(**environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=240,
         check=False,
     )
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-3000:]
+
+
+def on_npu(file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    if unavailable():
+        pytest.skip(unavailable())
+    return run_simulated(*PYTEST, str(file), PYTHONDONTWRITEBYTECODE="1", **environment)
+
+
+@pytest.mark.parametrize("run", [on_cpu, on_npu])
+@pytest.mark.parametrize("file", sorted(path.name for path in CHECKS.glob("check_*.py")))
+def test_in_a_process_of_its_own(checkout, data, file, run):
+    path = os.pathsep.join([str(checkout), str(ROOT)])
+    result = run(CHECKS / file, CHECK_DATA=str(data), PYTHONPATH=path)
+    assert result.returncode == 0, result.stdout[-8000:]
     print(result.stdout.splitlines()[-1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_npu import settings
-from tests.hosts.megatron_lm.checks.conftest import load_stock, same_gradients
+from tests.hosts.megatron_lm.checks.conftest import here, leaf, load_stock, same_gradients
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +27,12 @@ def core_attention(modules, kind="causal", layer_number=3):
 def qkv(queries=13, keys=13, batch=2, heads=4, size=16):
     """Return leaves ``[s, b, n, d]``."""
     torch.manual_seed(3)
-    return [torch.randn(length, batch, heads, size, requires_grad=True) for length in (queries, keys, keys)]
+    return [leaf(length, batch, heads, size) for length in (queries, keys, keys)]
 
 
 def future(queries, keys):
     """Return ``[1, 1, sq, sk]``, True where a key comes after the query; queries stand at the end."""
-    return torch.ones(1, 1, queries, keys, dtype=torch.bool).triu(1 + keys - queries)
+    return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=here()).triu(1 + keys - queries)
 
 
 @pytest.fixture(params=["SBH", "BSH"], autouse=True)
@@ -54,7 +54,7 @@ def check_padding(modules):
     """BERT's mask, and cross-attention, whose keys are as many as they like."""
     ours, stock = core_attention(modules, "padding")
     leaves = qkv(6, 11)
-    mask = torch.zeros(2, 1, 6, 11, dtype=torch.bool)
+    mask = torch.zeros(2, 1, 6, 11, dtype=torch.bool, device=here())
     mask[1, ..., 8:] = True
     same_gradients(ours(*leaves, mask), stock(*leaves, mask), leaves)
 
@@ -88,7 +88,7 @@ def check_window(modules, monkeypatch):
     same_gradients(ours(*leaves, mask), stock(*leaves, mask | ~mask.new_ones(13, 13).triu(-4)), leaves)
     cross, stock = core_attention(modules, "padding")
     cross.is_cross_attention = True
-    nothing = torch.zeros(1, 1, 13, 13, dtype=torch.bool)
+    nothing = torch.zeros(1, 1, 13, 13, dtype=torch.bool, device=here())
     same_gradients(cross(*leaves, nothing), stock(*leaves, nothing), leaves)
 
 
@@ -98,9 +98,9 @@ def check_dropout_draws_from_the_tracker(modules, args):
     args(attention_dropout=0.5)
     ours, _ = core_attention(modules)
     leaves, tracker = qkv(), get_cuda_rng_tracker()
-    states, default = tracker.get_states(), torch.default_generator.get_state()
+    states, default = tracker.get_states(), torch.cuda.get_rng_state()
     first = ours(*leaves, None)
-    assert torch.equal(torch.default_generator.get_state(), default), "the default generator must not move"
+    assert torch.equal(torch.cuda.get_rng_state(), default), "the default generator must not move"
     assert not torch.equal(ours(*leaves, None), first), "the tracker's generator must move"
     tracker.set_states(states)
     assert torch.equal(ours(*leaves, None), first)
@@ -130,7 +130,9 @@ def attention_layers(modules, **kwargs):
         torch.nn.init.normal_(weight, std=0.1)
 
     kind = kwargs.pop("mask", AttnMaskType.causal)
-    layers = [m.ParallelAttention(normal, normal, 1, attn_mask_type=kind, **kwargs) for m in modules]
+    layers = [
+        m.ParallelAttention(normal, normal, 1, attn_mask_type=kind, **kwargs).to(here()) for m in modules
+    ]
     layers[1].load_state_dict(layers[0].state_dict())
     return layers
 
@@ -140,7 +142,7 @@ def gradients(layer, inputs, *arguments):
     for parameter in layer.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
     output, bias = layer(inputs, *arguments)
-    (grad,) = torch.autograd.grad((output * torch.arange(output.size(-1))).sum(), [inputs])
+    (grad,) = torch.autograd.grad((output * torch.arange(output.size(-1), device=here())).sum(), [inputs])
     return output, bias, grad, layer.dense.weight.main_grad
 
 
@@ -154,7 +156,7 @@ def check_flash_flag_needs_no_package(modules, args):
     assert modules[0].get_args().use_flash_attn is False
     stock = attention_layers(modules)[1]
     stock.load_state_dict(ours.state_dict())
-    inputs = torch.randn(13, 2, 64, requires_grad=True)
+    inputs = leaf(13, 2, 64)
     for left, right in zip(
         gradients(ours, inputs, future(13, 13)), gradients(stock, inputs, future(13, 13)), strict=True
     ):
@@ -168,7 +170,7 @@ def check_key_value_cache(modules, args):
     args(use_flash_attn=True)
     layer = attention_layers(modules[:1] * 2)[0].eval()
     with torch.no_grad():
-        inputs = torch.randn(7, 2, 64)
+        inputs = torch.randn(7, 2, 64, device=here())
         whole, _ = layer(inputs, future(7, 7))
         cache = InferenceParams(2, 7)
         for first, last in [(0, 4), (4, 5), (5, 7)]:
@@ -183,8 +185,8 @@ def check_cross_attention(modules):
 
     ours, stock = attention_layers(modules, attention_type=AttnType.cross_attn, mask=AttnMaskType.padding)
     assert ours.core_attention.is_cross_attention
-    inputs, encoded = torch.randn(5, 2, 64, requires_grad=True), torch.randn(9, 2, 64)
-    mask = torch.zeros(2, 1, 5, 9, dtype=torch.bool)
+    inputs, encoded = leaf(5, 2, 64), torch.randn(9, 2, 64, device=here())
+    mask = torch.zeros(2, 1, 5, 9, dtype=torch.bool, device=here())
     mask[0, ..., 6:] = True
     for left, right in zip(
         gradients(ours, inputs, mask, encoded), gradients(stock, inputs, mask, encoded), strict=True
@@ -201,10 +203,10 @@ def check_mlp(modules, args, flag):
         torch.nn.init.normal_(weight, std=0.1)
 
     stock_gelu = load_stock("megatron.model.fused_bias_gelu")
-    ours, stock = (module.ParallelMLP(normal, normal) for module in modules)
+    ours, stock = (module.ParallelMLP(normal, normal).to(here()) for module in modules)
     stock.load_state_dict(ours.state_dict())
     modules[1].bias_gelu_impl = stock_gelu.bias_gelu_impl
-    inputs = torch.randn(13, 2, 64, requires_grad=True)
+    inputs = leaf(13, 2, 64)
     results = []
     for layer in (ours, stock):
         for parameter in layer.parameters():
@@ -220,8 +222,8 @@ def check_mlp(modules, args, flag):
 def check_bias_dropout_add(modules, expanded):
     ours, stock = modules
     torch.manual_seed(7)
-    x, residual, wide = (torch.randn(50, 2, 8, requires_grad=True) for _ in range(3))
-    bias = torch.randn(8, requires_grad=True) if expanded else wide
+    x, residual, wide = (leaf(50, 2, 8) for _ in range(3))
+    bias = leaf(8) if expanded else wide
     leaves = [x, bias, residual]
 
     def both(name, prob, training):
@@ -236,6 +238,6 @@ def check_bias_dropout_add(modules, expanded):
     assert 0.6 < kept.float().mean() < 0.8
     spread = bias.expand_as(residual)
     same_gradients(found, residual + kept * (x + spread) / 0.7, leaves, atol=1e-4, rtol=1e-4)
-    state = torch.default_generator.get_state()
+    state = torch.cuda.get_rng_state()
     both("bias_dropout_add_fused_train", 0.0, False)
-    assert torch.equal(torch.default_generator.get_state(), state)
+    assert torch.equal(torch.cuda.get_rng_state(), state)

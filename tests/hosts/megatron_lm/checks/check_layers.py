@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.hosts.megatron_lm.checks.conftest import load_stock, same_gradients
+from tests.hosts.megatron_lm.checks.conftest import here, leaf, load_stock, same_gradients
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -16,14 +16,14 @@ def check_cross_entropy(smoothing, dtype):
 
     stock = load_stock("megatron.core.tensor_parallel.cross_entropy")
     torch.manual_seed(1)
-    leaf, target = torch.randn(5, 3, 37, dtype=dtype, requires_grad=True), torch.randint(37, (5, 3))
-    logits = leaf.transpose(0, 1) * 3  # not contiguous
+    source, target = leaf(5, 3, 37, dtype=dtype), torch.randint(37, (5, 3), device=here())
+    logits = source.transpose(0, 1) * 3  # not contiguous
     found = cross_entropy.vocab_parallel_cross_entropy(logits, target.t(), smoothing)
     assert found.dtype == torch.float32
-    plain = (leaf.transpose(0, 1) * 3).float().contiguous()  # upstream takes views of it
+    plain = (source.transpose(0, 1) * 3).float().contiguous()  # upstream takes views of it
     expected = stock.vocab_parallel_cross_entropy(plain, target.t().contiguous(), smoothing)
     limit = 1e-5 if dtype == torch.float32 else 2e-2
-    same_gradients(found, expected, [leaf], atol=limit, rtol=limit)
+    same_gradients(found, expected, [source], atol=limit, rtol=limit)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -34,11 +34,11 @@ def check_embedding(parts):
     stock = load_stock("megatron.core.tensor_parallel.layers")
     table = layers.VocabParallelEmbedding(
         40 // parts, 8, init_method=torch.nn.init.normal_, use_cpu_initialization=True
-    )
+    ).to(here())
     if parts == 2:
         table.tensor_model_parallel_size = 2
         table.vocab_start_index, table.vocab_end_index = 20, 40
-    ids = torch.randint(40, (6, 3))
+    ids = torch.randint(40, (6, 3), device=here())
     found = table(ids)
     expected = stock.VocabParallelEmbedding.forward(table, ids)
     assert (expected == 0).all(-1).any() == (parts == 2)
@@ -50,10 +50,10 @@ def check_linear_accepts_any_order_of_gradient():
 
     layer = ColumnParallelLinear(
         8, 12, init_method=torch.nn.init.normal_, use_cpu_initialization=True, bias=False
-    )
-    inputs = torch.randn(5, 3, 8, requires_grad=True)
+    ).to(here())
+    inputs = leaf(5, 3, 8)
     output, _ = layer(inputs)
-    grad = torch.randn(3, 5, 12).transpose(0, 1)
+    grad = torch.randn(3, 5, 12, device=here()).transpose(0, 1)
     found = torch.autograd.grad(output, [inputs, layer.weight], grad)
     expected = torch.autograd.grad(inputs @ layer.weight.t(), [inputs, layer.weight], grad)
     for left, right in zip(found, expected, strict=True):
@@ -66,13 +66,13 @@ def check_layer_norm(input, weight):
     """The output has the dtype of the weight, as with upstream's mixed-precision kernel."""
     from megatron.model import LayerNorm
 
-    norm = LayerNorm(24, eps=1e-5, sequence_parallel=True).to(weight)
+    norm = LayerNorm(24, eps=1e-5, sequence_parallel=True).to(here(), weight)
     assert norm.weight.sequence_parallel
     assert norm.bias.sequence_parallel
     with torch.no_grad():
         norm.weight.normal_()
         norm.bias.normal_()
-    x = torch.randn(7, 2, 24, dtype=input, requires_grad=True)
+    x = leaf(7, 2, 24, dtype=input)
     found = norm(x)
     assert found.dtype == weight
     assert found._base is None
@@ -92,10 +92,10 @@ def check_softmax(kind):
         module.FusedScaleMaskSoftmax(False, True, AttnMaskType[kind], fusion, attention_mask_func, True, 2.0)
         for module, fusion in ((fused_softmax, True), (stock, False))
     ]
-    scores = torch.randn(2, 3, 9, 9, dtype=torch.bfloat16, requires_grad=True)
-    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).triu(1) if kind == "causal" else None
+    scores = leaf(2, 3, 9, 9, dtype=torch.bfloat16)
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool, device=here()).triu(1) if kind == "causal" else None
     if kind == "padding":
-        mask = torch.zeros(2, 1, 9, 9, dtype=torch.bool)
+        mask = torch.zeros(2, 1, 9, 9, dtype=torch.bool, device=here())
         mask[1, ..., 5:] = True
     assert softmaxes[0].is_kernel_available(mask, 2, 3, 9, 9)
     assert not softmaxes[0].is_kernel_available(mask, 2, 3, 1, 9) or kind == "padding"
@@ -109,7 +109,7 @@ def check_conversions(half):
     from megatron.model import module
 
     stock = load_stock("megatron.model.module")
-    number, ids = torch.randn(3), torch.arange(3)
+    number, ids = torch.randn(3, device=here()), torch.arange(3, device=here())
     nested = (number, [ids, torch.nn.Parameter(number.clone())], None, "text")
     for implementation in (module, stock):
         converted = implementation.fp32_to_float16(nested, lambda tensor: tensor.to(half))
@@ -129,19 +129,19 @@ def check_rng_tracker_forks():
     tracker = get_cuda_rng_tracker()
     outside, states = torch.cuda.get_rng_state(), tracker.get_states()
     with tracker.fork():
-        first = torch.rand(4)
+        first = torch.rand(4, device=here())
     assert torch.equal(torch.cuda.get_rng_state(), outside)
     with tracker.fork():
-        assert not torch.equal(torch.rand(4), first)
+        assert not torch.equal(torch.rand(4, device=here()), first)
     tracker.set_states(states)
     with tracker.fork():
-        assert torch.equal(torch.rand(4), first)
+        assert torch.equal(torch.rand(4, device=here()), first)
 
 
 def check_recomputation_repeats_dropout():
     from megatron.core import tensor_parallel
 
-    x = torch.randn(50, requires_grad=True)
+    x = leaf(50)
 
     def drop(y):
         with tensor_parallel.get_cuda_rng_tracker().fork():
@@ -161,7 +161,7 @@ def check_gather_of_a_leaf():
     """What a pipeline stage receives requires grad; gloo may not write into views of such a tensor."""
     from megatron.core.tensor_parallel import gather_split_1d_tensor
 
-    received = torch.randn(6, requires_grad=True)
+    received = leaf(6)
     gathered = gather_split_1d_tensor(received).view(2, 3).requires_grad_()
     assert gathered.is_leaf
     torch.testing.assert_close(gathered.detach().flatten(), received.detach())
@@ -170,7 +170,7 @@ def check_gather_of_a_leaf():
 def check_viewless_tensor():
     from megatron.core.utils import make_viewless_tensor
 
-    base = torch.randn(4, 4, requires_grad=True)
+    base = leaf(4, 4)
     view = base.transpose(0, 1)[1:]
     for keep in (True, False):
         found = make_viewless_tensor(view, requires_grad=True, keep_graph=keep)

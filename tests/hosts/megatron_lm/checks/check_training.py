@@ -16,7 +16,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.hosts.megatron_lm import adaptor_optimizer_optimizer, adaptor_schedules
 from megatron_npu.ops.adam import FusedAdam
 from tests.hosts.megatron_lm import runs
-from tests.hosts.megatron_lm.checks.conftest import load_stock
+from tests.hosts.megatron_lm.checks.conftest import here, leaf, load_stock
 
 DATA = Path(os.environ["CHECK_DATA"])
 
@@ -226,7 +226,10 @@ def check_overflow_flag_is_cleared_once_a_step(training, monkeypatch, scaled):
 def check_clipping():
     from megatron.optimizer.clip_grads import clip_grad_norm_fp32
 
-    parameters = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(7))]
+    parameters = [
+        torch.nn.Parameter(torch.randn(5, 3, device=here())),
+        torch.nn.Parameter(torch.randn(7, device=here())),
+    ]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
@@ -247,11 +250,11 @@ def check_step_of_the_stock_schedule(training, args, capsys):
     from megatron import schedules
 
     model, optimizer = training()
-    tokens = torch.randint(250, (2, runs.LENGTH))
-    mask = torch.ones(1, 1, runs.LENGTH, runs.LENGTH, dtype=torch.bool).triu(1)
+    tokens = torch.randint(250, (2, runs.LENGTH), device=here())
+    mask = torch.ones(1, 1, runs.LENGTH, runs.LENGTH, dtype=torch.bool, device=here()).triu(1)
 
     def step(iterator, chunk):
-        output = chunk(tokens, torch.arange(runs.LENGTH).expand(2, -1), mask, labels=tokens)
+        output = chunk(tokens, torch.arange(runs.LENGTH, device=here()).expand(2, -1), mask, labels=tokens)
         return output, lambda losses: (losses.mean(), {"lm loss": losses.mean()})
 
     run = schedules.get_forward_backward_func()
@@ -269,12 +272,12 @@ def check_step_of_the_stock_schedule(training, args, capsys):
 def check_deallocated_output_still_has_its_graph():
     from megatron.schedules import custom_backward, deallocate_output_tensor
 
-    x = torch.randn(6, requires_grad=True)
+    x = leaf(6)
     output = x * 3
     deallocate_output_tensor(output)
     assert output.numel() == 1
-    custom_backward(output, torch.ones(6))
-    torch.testing.assert_close(x.grad, torch.full((6,), 3.0))
+    custom_backward(output, torch.ones(6, device=here()))
+    torch.testing.assert_close(x.grad, torch.full((6,), 3.0, device=here()))
 
 
 # -- checkpoints ------------------------------------------------------------------------------------
@@ -353,13 +356,13 @@ def check_old_loss_scaler_is_data(checkpoint):
 def check_text_generation_takes_tensors_of_this_device():
     from megatron.text_generation import communication
 
-    communication._is_cuda_contiguous(torch.ones(2, 3))
+    communication._is_cuda_contiguous(torch.ones(2, 3, device=here()))
     with pytest.raises(AssertionError):
-        communication._is_cuda_contiguous(torch.ones(2, 3).t())
+        communication._is_cuda_contiguous(torch.ones(2, 3, device=here()).t())
     with pytest.raises(AssertionError):
         communication._is_cuda(None)
     with pytest.raises(AssertionError):
-        load_stock("megatron.text_generation.communication")._is_cuda(torch.ones(2))
+        load_stock("megatron.text_generation.communication")._is_cuda(torch.ones(2, device=here()))
 
 
 def check_generation_with_and_without_cache(training, args):
@@ -375,8 +378,8 @@ def check_generation_with_and_without_cache(training, args):
         for prompt, row in zip(prompts, tokens, strict=True):
             known = len(prompt)
             for end in range(known, len(row)):
-                ids = torch.tensor([row[:end]])
-                mask = torch.ones(1, 1, end, end, dtype=torch.bool).triu(1)
-                logits = chunk(ids, torch.arange(end)[None], mask)
+                ids = torch.tensor([row[:end]], device=here())
+                mask = torch.ones(1, 1, end, end, dtype=torch.bool, device=here()).triu(1)
+                logits = chunk(ids, torch.arange(end, device=here())[None], mask)
                 said = min(logits[0, -1].argmax().item(), runs.END)  # upstream clamps padding words
                 assert said == row[end]

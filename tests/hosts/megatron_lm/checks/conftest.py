@@ -25,6 +25,18 @@ def load_stock(name: str) -> ModuleType:
     return module
 
 
+def here() -> torch.device:
+    """Return the device of this run: the NPU under ``megatron-npu sim``."""
+    from megatron_npu import devices
+
+    return devices.current().torch_device()
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return normal numbers on the device of this run, for which gradients are wanted."""
+    return torch.randn(shape, dtype=dtype, device=here(), requires_grad=True)
+
+
 def same_gradients(ours, stock, leaves, atol=1e-5, rtol=1e-5):
     """Compare two results and their gradients for ``leaves``."""
     torch.testing.assert_close(ours, stock, atol=atol, rtol=rtol)
