@@ -1,0 +1,224 @@
+"""Tokens per second of the stock pretrain_gpt.py of Megatron-LM 285068c8: all patches, the redirection alone.
+
+    python benchmarks/megatron_lm.py --megatron PATH --dtype bf16 --rounds 3
+
+A GPT of 30.4 million parameters (19.3 of them the embedding) at 1,024 tokens, on a CPU. "redirection" is the
+smallest set of patches with which the script runs: stand-ins, the redirection of torch.cuda, the repairs of
+start, random states and layer norm (a CUDA extension upstream); attention, softmax, GELU, dropout, embedding
+and loss are upstream's. Both get the same command line, each in a process of its own, in turn.
+
+The times of the steps are those of Megatron's log. Beside them stands the processor time, which a busy
+machine disturbs less (only with OMP_NUM_THREADS=1: threads that wait for each other count too). Results go to
+benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from datetime import date
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = {"layers": 6, "hidden": 384, "heads": 6, "seq": 1024, "batch": 4}
+VOCABULARY, END = 50257, 50256  # padded to 50,304 by Megatron
+VARIANTS = ("project", "redirection")
+WARM_UP = 2  # steps that are not counted
+# What "redirection" leaves out: everything that makes the script faster and not just run.
+OPERATIONS = (
+    "megatron.core.tensor_parallel.cross_entropy",
+    "megatron.core.tensor_parallel.layers",
+    "megatron.model.fused_bias_gelu",
+    "megatron.model.fused_softmax",
+    "megatron.model.gpt_model",
+    "megatron.model.transformer",
+)
+
+
+def main() -> None:
+    """Measure both variants in turn, or run the script as one of them (in a child)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megatron", type=Path, default=os.environ.get("MEGATRON_LM_PATH"), metavar="PATH")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--dropout", type=float, default=0.1, help="both of Megatron's (its default: 0.1)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="counted steps of each round")
+    parser.add_argument("--script", nargs=argparse.REMAINDER, help="VARIANT SCRIPT ARGUMENTS: run this")
+    arguments = parser.parse_args()
+    if arguments.script:
+        run_script(*arguments.script)
+        return
+    if arguments.megatron is None:
+        parser.error("name the checkout of Megatron-LM 285068c8: --megatron PATH, or MEGATRON_LM_PATH")
+    rounds: dict[str, list[dict]] = {variant: [] for variant in VARIANTS}
+    with tempfile.TemporaryDirectory() as folder:
+        write_data(Path(folder))
+        for _ in range(arguments.rounds):
+            for variant in VARIANTS:
+                rounds[variant].append(measure(variant, Path(folder), arguments))
+    write(arguments, rounds)
+
+
+def run_script(variant: str, *command: str) -> None:
+    """Run a stock script as ``megatron-npu run`` does; without the operations for "redirection"."""
+    from megatron_npu import runner, settings
+    from megatron_npu.hosts import megatron_lm
+    from megatron_npu.patching.record import registry
+
+    if variant == "redirection":
+        os.environ[settings.KEEP_MEMORY.name] = "0"
+        megatron_lm.register()
+        registry.patches[:] = [patch for patch in registry.patches if patch.module not in OPERATIONS]
+    sys.exit(runner.main(list(command)))
+
+
+def measure(variant: str, folder: Path, arguments: argparse.Namespace) -> dict:
+    """Run the stock script once; return the times of its counted steps, its last loss and the load."""
+    load = os.getloadavg()[0]
+    script = arguments.megatron / "pretrain_gpt.py"
+    command = [sys.executable, __file__, "--script", variant, str(script), *flags(folder, arguments)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # Bytecode would be written into the checkout.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "MEGATRON_NPU_DEVICE": "cpu",
+    }
+    errors = folder / "errors.log"
+    with (
+        errors.open("w") as file,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=file, text=True) as child,
+    ):
+        steps = list(steps_of(child.stdout, psutil.Process(child.pid)))[-arguments.steps :]
+    if child.returncode or len(steps) < arguments.steps:
+        sys.exit(
+            f"{variant} ended with {child.returncode} after {len(steps)} steps: {errors.read_text()[-4000:]}"
+        )
+    row = {
+        "seconds": [seconds for seconds, _, _ in steps],
+        "cpu_seconds": [cpu for _, cpu, _ in steps],
+        "last_loss": steps[-1][2],
+        "load": [load, os.getloadavg()[0]],
+    }
+    wall, cpu = (statistics.median(row[key]) for key in ("seconds", "cpu_seconds"))
+    print(
+        f"{variant:<12} {tokens_per_second(wall):8.1f} tokens/s, {cpu:6.2f} processor seconds a step, ",
+        end="",
+    )
+    print(f"loss {row['last_loss']:.4f}, load {load:.1f}", flush=True)
+    return row
+
+
+def steps_of(log: Iterable[str], process: psutil.Process) -> Iterator[tuple[float, float, float]]:
+    """Yield the seconds, the processor seconds and the loss of each step that Megatron logs."""
+    before = 0.0
+    for line in log:
+        found = re.search(r"elapsed time per iteration \(ms\): ([0-9.]+).*?lm loss: ([0-9.E+-]+)", line)
+        if found:
+            times = process.cpu_times()
+            total = times.user + times.system
+            yield float(found[1]) / 1000, total - before, float(found[2])
+            before = total
+
+
+def flags(folder: Path, arguments: argparse.Namespace) -> list[str]:
+    """Return the flags of the run; everything that is not named has Megatron's default."""
+    steps = arguments.steps + WARM_UP
+    return [
+        *f"--num-layers {MODEL['layers']} --hidden-size {MODEL['hidden']}".split(),
+        *f"--num-attention-heads {MODEL['heads']} --seq-length {MODEL['seq']}".split(),
+        *f"--max-position-embeddings {MODEL['seq']} --micro-batch-size {MODEL['batch']}".split(),
+        *f"--global-batch-size {MODEL['batch']} --train-iters {steps} --lr-decay-iters {steps}".split(),
+        *"--lr 1.5e-4 --min-lr 1e-5 --clip-grad 1.0 --weight-decay 0.01 --log-interval 1".split(),
+        *"--eval-iters 0 --eval-interval 1000 --split 100,0,0 --num-workers 0".split(),
+        *f"--attention-dropout {arguments.dropout} --hidden-dropout {arguments.dropout}".split(),
+        *f"--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt".split(),
+        *f"--data-path {folder}/text".split(),
+        # Upstream's kernels for it are CUDA extensions: in 16 bits the script does not run without this.
+        "--no-masked-softmax-fusion",
+        *(["--bf16"] if arguments.dtype == "bf16" else []),
+    ]
+
+
+def write_data(folder: Path) -> None:
+    """Write a vocabulary of GPT-2's size, and documents whose words are as unequal as those of a language."""
+    import numpy as np
+
+    from megatron_npu.preprocessing import indexed
+
+    words = [f"word{number}" for number in range(END)] + ["<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    generator = np.random.default_rng(1)
+    with indexed.Writer(str(folder / "text"), np.dtype(np.uint16)) as writer:
+        for _ in range(200):
+            tokens = np.minimum(generator.zipf(1.2, 1000), END).astype(np.uint16)
+            tokens[-1] = END
+            writer.add(tokens.tobytes(), np.array([tokens.size], np.int32), np.array([1], np.int64))
+        writer.finish()
+        indexed.publish([writer])
+
+
+def tokens_per_second(seconds: float) -> float:
+    """Return the speed of a step that takes ``seconds``."""
+    return MODEL["batch"] * MODEL["seq"] / seconds
+
+
+def write(arguments: argparse.Namespace, rounds: dict[str, list[dict]]) -> None:
+    """Print the ratio and write everything, with the machine, as JSON."""
+    import torch
+
+    seconds = collect(rounds, "seconds")
+    speeds = {name: tokens_per_second(statistics.median(times)) for name, times in seconds.items()}
+    ratios = {
+        "median": ratio(seconds, statistics.median),
+        "fastest": ratio(seconds, min),
+        "median_processor_time": ratio(collect(rounds, "cpu_seconds"), statistics.median),
+    }
+    result = {
+        "script": "pretrain_gpt.py of Megatron-LM 285068c8",
+        "model": MODEL,
+        "dtype": arguments.dtype,
+        "dropout": arguments.dropout,
+        "rounds": rounds,
+        "tokens_per_second": speeds,
+        "project_over_redirection": ratios,
+        "date": date.today().isoformat(),
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    name = f"megatron-lm-30m-{arguments.dtype}-dropout-{arguments.dropout:g}-cpu.json"
+    (Path(__file__).parent / "results" / name).write_text(json.dumps(result, indent=2) + "\n")
+    for name, value in ratios.items():
+        print(f"project / redirection {name:<22} {value:.2f}")
+
+
+def collect(rounds: dict[str, list[dict]], key: str) -> dict[str, list[float]]:
+    """Return the times of all rounds of each variant."""
+    return {name: [time for row in rows for time in row[key]] for name, rows in rounds.items()}
+
+
+def ratio(times: dict[str, list[float]], of: Callable[[list[float]], float]) -> float:
+    """Return how many times as fast the project is."""
+    return of(times["redirection"]) / of(times["project"])
+
+
+if __name__ == "__main__":
+    main()
