@@ -1,46 +1,108 @@
-"""Two processes that reduce and exchange a tensor over the device's backend.
+"""Two processes that do every kind of collective that Megatron uses, over the device's backend.
 
-    python -m megatron_npu.doctor.collectives STORE RANK
+    python -m megatron_npu.doctor.collectives STORE RANK WORLD_SIZE
 
-Runs in processes of their own: what is to be found here hangs.
+Runs in processes of their own: what is to be found here hangs. With a world size of 1 it only shows that
+the backend starts.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_npu import devices
 
 TIMEOUT = 60  # seconds
+SIZE = 1024  # elements of a rank's tensor
 
 
-def main(store: str, rank: int) -> None:
-    """Join the other process, all-reduce, send and receive; a wrong result is an AssertionError."""
+def _expect(tensor: Tensor, value: float, told: str) -> None:
+    wrong = tensor[tensor != value]
+    assert not wrong.numel(), f"{told} gave {wrong[0].item()}, not {value}"
+
+
+def all_reduce(own: Tensor, rank: int, size: int) -> None:
+    """The sum of 1 and 2 is 3 everywhere."""
+    tensor = own.clone()
+    dist.all_reduce(tensor)
+    _expect(tensor, size * (size + 1) / 2, "all_reduce")
+
+
+def all_gather(own: Tensor, rank: int, size: int) -> None:
+    """Each rank has its number in its place."""
+    gathered = torch.empty(size * SIZE, device=own.device)
+    dist.all_gather_into_tensor(gathered, own)
+    for other in range(size):
+        _expect(gathered[other * SIZE : (other + 1) * SIZE], other + 1.0, f"all_gather, part {other}")
+
+
+def reduce_scatter(own: Tensor, rank: int, size: int) -> None:
+    """Each rank has its part of the sum."""
+    part = torch.empty(SIZE // size, device=own.device)
+    dist.reduce_scatter_tensor(part, own.clone())
+    _expect(part, size * (size + 1) / 2, "reduce_scatter")
+
+
+def all_to_all(own: Tensor, rank: int, size: int) -> None:
+    """Each rank has a part of every other, in their order."""
+    received = torch.empty_like(own)
+    dist.all_to_all_single(received, own.clone())
+    for other, part in enumerate(received.chunk(size)):
+        _expect(part, other + 1.0, f"all_to_all, part {other}")
+
+
+def broadcast(own: Tensor, rank: int, size: int) -> None:
+    """The last rank's number is everywhere."""
+    tensor = own.clone()
+    dist.broadcast(tensor, size - 1)
+    _expect(tensor, float(size), "broadcast")
+
+
+def send_and_receive(own: Tensor, rank: int, size: int) -> None:
+    """The first rank's number arrives at the last."""
+    if size == 1:
+        return
+    if rank == 0:
+        dist.send(own, size - 1)
+    elif rank == size - 1:
+        received = torch.empty_like(own)
+        dist.recv(received, 0)
+        _expect(received, 1.0, "recv")
+
+
+CHECKS: tuple[Callable[[Tensor, int, int], None], ...] = (
+    all_reduce,
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    broadcast,
+    send_and_receive,
+)
+
+
+def main(store: str, rank: int, size: int) -> None:
+    """Join the other processes and make every check; a wrong result is an AssertionError."""
     device = devices.current()
     device.set_current(rank % device.count())
     dist.init_process_group(
         device.backend,
         init_method=f"file://{store}",
         rank=rank,
-        world_size=2,
+        world_size=size,
         timeout=timedelta(seconds=TIMEOUT),
     )
-    tensor = torch.full((1024,), float(rank + 1), device=device.torch_device())
-    dist.all_reduce(tensor)
-    assert bool((tensor == 3.0).all()), f"all_reduce of 1 and 2 gave {tensor[0].item()}"
-    if rank == 0:
-        dist.send(tensor, 1)
-    else:
-        received = torch.empty_like(tensor)
-        dist.recv(received, 0)
-        assert bool((received == 3.0).all()), f"recv of 3 gave {received[0].item()}"
+    own = torch.full((SIZE,), rank + 1.0, device=device.torch_device())
+    for check in CHECKS:
+        check(own, rank, size)
     device.synchronize()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""The self-test of every operation on this process's device: verify mode over small calls.
+"""The self-test of every operation on this process's device: verify mode, and formulas, over small calls.
 
     MEGATRON_NPU_VERIFY=all python -m megatron_npu.doctor.operations REPORT.json
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu import devices
+from megatron_npu.doctor import formulas
 from megatron_npu.ops import activation, dispatch, embedding, norm, rotary, softmax, verify
 from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.ops.attention import attention
@@ -79,38 +80,68 @@ def run(dtype: torch.dtype) -> dict[str, str]:
 
     How far each is from its reference is in ``verify.findings``.
     """
+    failures = {}
+    for name, call in CALLS.items():
+        torch.manual_seed(1)
+        try:
+            output = call(_maker(dtype))
+            if output is not None:
+                output.backward(torch.randn(output.shape).to(output))
+        except Exception as error:  # whatever a driver may raise is what the doctor is asked for
+            failures[name] = _in_one_line(error)
+    return failures
+
+
+def compare(dtype: torch.dtype) -> tuple[dict[str, float], dict[str, str]]:
+    """Compare what verify mode does not reach with its formula; return the errors, and what failed.
+
+    An error beyond the limit of verify mode is a failure here.
+    """
+    errors, failures = {}, {}
+    for name, formula in formulas.FORMULAS.items():
+        torch.manual_seed(1)
+        try:
+            pairs = formula(_maker(dtype))
+            errors[name] = max(verify.relative_error(ours.detach(), right) for ours, right in pairs)
+        except Exception as error:  # as above
+            failures[name] = _in_one_line(error)
+    return errors, failures
+
+
+def _maker(dtype: torch.dtype) -> Make:
     device = devices.current().torch_device()
 
     def make(*shape: int) -> Tensor:
         return torch.randn(shape).to(device, dtype).requires_grad_()
 
-    failures = {}
-    for name, call in CALLS.items():
-        torch.manual_seed(1)
-        try:
-            output = call(make)
-            if output is not None:
-                output.backward(torch.randn(output.shape).to(output))
-        except Exception as error:  # whatever a driver may raise is what the doctor is asked for
-            failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return failures
+    return make
 
 
-def main(report: Path) -> None:
-    """Test in fp32 and bf16; write failures, largest errors, those beyond the limit, and refusals."""
-    failures = {}
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def report() -> dict[str, object]:
+    """Test in fp32 and bf16; return failures, largest errors, those beyond the limit, and refusals."""
+    failures: dict[str, str] = {}
+    largest: dict[str, float] = {}
+    beyond: set[str] = set()
     for dtype in (torch.float32, torch.bfloat16):
-        failures |= {f"{name} in {dtype}": reason for name, reason in run(dtype).items()}
-    names = sorted({operation for operation, _, _ in verify.findings})
-    found = {name: [f for key, f in verify.findings.items() if key[0] == name] for name in names}
-    result = {
+        errors, failed = compare(dtype)
+        failed |= run(dtype)
+        failures |= {f"{name} in {dtype}": reason for name, reason in failed.items()}
+        largest |= {name: max(error, largest.get(name, 0.0)) for name, error in errors.items()}
+        beyond |= {name for name, error in errors.items() if error > verify.LIMITS[dtype]}
+    for (name, _, _), finding in verify.findings.items():
+        largest[name] = max(finding.largest, largest.get(name, 0.0))
+        beyond |= {name} if finding.beyond else set()
+    return {
         "failures": failures,
-        "largest_error": {name: max(finding.largest for finding in found[name]) for name in names},
-        "beyond_limit": [name for name in names if any(finding.beyond for finding in found[name])],
+        "largest_error": dict(sorted(largest.items())),
+        "beyond_limit": sorted(beyond),
         "refusals": [f"{name}: {reason}" for name, reason in dispatch.refusals],
     }
-    report.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    Path(sys.argv[1]).write_text(json.dumps(report()))

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from megatron_npu.doctor import command
+from megatron_npu import cli
+from megatron_npu.doctor import collectives, command, formulas, operations, software
+from megatron_npu.doctor.advice import advice
 from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")
@@ -16,52 +22,192 @@ pytest.importorskip("megatron.core")
 def healthy() -> dict:
     """A report with nothing to advise."""
     return {
-        "versions": {"torch": "2.13.0", "torch-npu": None, "cuda of torch": None},
+        "versions": {"torch": "2.13.0+cpu"},
         "megatron": {"host": "megatron_core", "root": "/x", "failing": []},
-        "devices": {"npu": "absent", "cuda": "absent", "cpu": "1 with gloo", "selected": "cpu"},
+        "devices": {"npu": "absent", "cuda": "absent", "cpu": "1 with gloo", "selected": "cpu", "each": []},
+        "ledger": {"failed": [], "not_imported": []},
         "operations": {"failures": {}, "beyond_limit": []},
         "communication": {"all_reduce": "right"},
     }
 
 
+@pytest.fixture
+def megatron(tmp_path) -> Path:
+    """An unpacked megatron-core of another version: nothing but its number."""
+    core = tmp_path / "old" / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").touch()
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 11\nPATCH = 0\nPRE_RELEASE = ''\n")
+    return tmp_path / "old"
+
+
+def doctor(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_npu", "doctor", *flags],
+        env=tiny.environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture
+def examined(monkeypatch, capsys):
+    """Return a function: flags -> the report of a quick examination in this process."""
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+
+    def run(*flags: str) -> dict:
+        code = cli.main(["doctor", "--quick", "--json", *flags])
+        report = json.loads(capsys.readouterr().out)
+        assert code == int(bool(report["advice"]))
+        return report
+
+    return run
+
+
 def test_this_machine_is_well():
-    done = tiny.run("doctor", "--json")
+    done = doctor("--json")
     report = json.loads(done.stdout)
     assert report["advice"] == []
     assert done.returncode == 0
+    assert report["versions"]["gloo"]
     assert report["devices"]["selected"] == "cpu"
-    assert report["megatron"]["patches"].keys() == {"same"}
+    (cpu,) = report["devices"]["each"]
+    assert 0 < cpu["free_mib"] < cpu["total_mib"]
+    assert report["megatron"]["failing"] == []
+    assert report["megatron"]["pins"]["same"] > 30
+    assert " applied, 0 drifted" in report["ledger"]["summary"]
     assert report["operations"]["failures"] == {}
-    assert {"attention", "adam", "rotary", "layer_norm"} <= report["operations"]["largest_error"].keys()
-    assert report["communication"]["all_reduce"] == "right"
+    errors = report["operations"]["largest_error"]
+    assert formulas.FORMULAS.keys() <= errors.keys()
+    assert max(errors.values()) > 0  # bf16 rounds: a test that compares nothing finds nothing
+    assert {check.__name__ for check in collectives.CHECKS} <= report["communication"].keys()
+    assert report["communication"]["processes"] == 2
 
 
-def test_an_absent_device_is_told(monkeypatch):
-    with_npu = tiny.environment() | {"MEGATRON_NPU_DEVICE": "npu"}
-    monkeypatch.setattr(tiny, "environment", lambda: with_npu)
-    done = tiny.run("doctor", "--quick")
+def test_every_operation_is_tested():
+    from megatron_npu.ops import verify
+    from megatron_npu.ops.dispatch import OPERATIONS
+
+    verify._known(frozenset())  # imports every operation
+    known = {operation.name for operation in OPERATIONS}
+    reached = {"attention", "adam", "sgd", *operations.CALLS, *formulas.FORMULAS}
+    assert known <= reached
+
+
+def test_an_absent_device_is_told(examined, monkeypatch):
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "npu")
+    assert any("MEGATRON_NPU_DEVICE=npu" in line for line in examined()["advice"])
+
+
+def test_a_megatron_that_is_too_old_is_told(examined, megatron):
+    (line,) = examined("--megatron", str(megatron))["advice"]
+    assert "megatron-core 0.11.0" in line
+    assert "is too old" in line
+
+
+def test_the_named_megatron_is_the_one_that_is_looked_at(examined, megatron, monkeypatch):
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(megatron))
+    assert examined()["megatron"]["root"] == str(megatron)
+
+
+def test_a_folder_without_megatron_is_bad_usage(tmp_path, capsys):
+    assert cli.main(["doctor", "--megatron", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"no Megatron in {tmp_path}" in error
+
+
+def test_a_device_package_that_breaks_torch_is_told(tmp_path):
+    """torch loads every installed device package when it is imported, and fails with the package's error."""
+    folder = tmp_path / "broken-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[torch.backends]\nbroken = broken_device:load\n")
+    (tmp_path / "broken_device.py").write_text("def load():\n    raise OSError('libdriver.so: not found')\n")
+    path = f"{tmp_path}:{tiny.environment()['PYTHONPATH']}"
+    done = doctor("--quick", PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="1")
     assert done.returncode == 1
-    assert "MEGATRON_NPU_DEVICE=npu" in done.stdout.partition("\nadvice\n")[2]
+    advised = done.stdout.partition("\nadvice\n")[2]
+    assert "OSError: libdriver.so: not found" in advised
+    assert "the fault is in a device package" in advised
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_another_megatron_in_the_working_directory_is_told(examined, megatron, monkeypatch):
+    monkeypatch.chdir(megatron)
+    found = examined()
+    assert found["megatron"]["working_directory"] == f"0.11.0 in {megatron}"
+    assert any("--megatron ." in line for line in found["advice"])
+
+
+def test_a_driver_is_read_from_its_own_file(tmp_path, monkeypatch):
+    line = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
+    (tmp_path / "nvidia").write_text(line)
+    (tmp_path / "ascend").write_text("Package_name=driver\nVersion=24.1.0\n")
+    monkeypatch.setattr(software, "_NVIDIA_DRIVER", tmp_path / "nvidia")
+    monkeypatch.setattr(software, "_ASCEND_DRIVER", tmp_path / "ascend")
+    found = software.versions()
+    assert found["nvidia driver"] == "535.104.05"
+    assert found["ascend driver"] == "Version=24.1.0"
+
+
+def test_the_toolkit_is_read_from_where_cann_says(tmp_path, monkeypatch):
+    (tmp_path / "aarch64-linux").mkdir()
+    (tmp_path / "aarch64-linux" / "ascend_toolkit_install.info").write_text("package=x\nversion=8.0.RC3\n")
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path))
+    assert software.versions()["cann"] == "version=8.0.RC3"
 
 
 def test_nothing_is_wrong(healthy):
-    assert command.advice(healthy) == []
+    assert advice(healthy) == []
     assert "a run can be expected to work" in command.text(healthy | {"advice": []})
+
+
+_NPU = {"npu": "8 with hccl", "cuda": "absent", "selected": "npu"}
 
 
 @pytest.mark.parametrize(
     ("part", "content", "told"),
     [
+        ("torch", {"error": "import torch fails"}, "import torch fails"),
         ("megatron", {"error": "no Megatron on the Python path"}, "no Megatron on the Python path"),
         ("megatron", {"root": "/x", "failing": ["a:b"]}, "megatron-npu check --megatron /x"),
-        ("versions", {"torch": "2.13.0", "torch-npu": "2.13.0", "cuda of torch": None}, "set_env.sh"),
-        ("versions", {"torch": "2.13.0", "torch-npu": None, "cuda of torch": "12.8"}, "nvidia-smi"),
+        ("versions", {"torch": "2.13.0", "torch-npu": "2.13.0"}, "set_env.sh"),
+        ("versions", {"torch": "2.13.0", "cuda of torch": "12.8"}, "nvidia-smi"),
+        ("versions", {"torch": "2.13.0", "apex": "0.9.10.dev0"}, "pip uninstall apex"),
+        ("versions", {"torch": "2.13.0", "transformer-engine": "2.1.0"}, "it needs CUDA"),
+        (
+            "devices",
+            {**_NPU, "each": [{"device": "npu:0", "free_mib": 3, "total_mib": 64}]},
+            "another process",
+        ),
+        ("devices", {**_NPU, "shared_memory_mib": 64}, "--shm-size"),
+        ("ledger", {"failed": ["a:b: gone"]}, "patch failed: a:b: gone"),
+        ("ledger", {"not_imported": ["not imported: No module named 'pydantic'"]}, "'pydantic'"),
+        ("ledger", {"error": "exit code 1"}, "exit code 1"),
         ("operations", {"failures": {"norm": "RuntimeError: x"}}, "norm fails: RuntimeError: x"),
-        ("operations", {"beyond_limit": ["rotary"]}, "MEGATRON_NPU_VERIFY=rotary"),
+        ("operations", {"beyond_limit": ["rotary"], "largest_error": {"rotary": 0.5}}, "rotary is too far"),
         ("operations", {"error": "exit code -11"}, "exit code -11"),
         ("communication", {"error": "rank 0: no end after 180 seconds"}, "GLOO_SOCKET_IFNAME"),
     ],
 )
 def test_advice(healthy, part, content, told):
-    (line,) = command.advice(healthy | {part: content})
+    (line,) = advice(healthy | {part: content})
     assert told in line
+
+
+def test_a_torch_npu_of_another_torch_is_told(healthy):
+    versions = {"torch": "2.12.0", "torch-npu": "2.13.0.post1"}
+    (line,) = advice(healthy | {"versions": versions, "devices": {**_NPU, "each": []}})
+    assert "Install torch-npu 2.12.*" in line
+
+
+@pytest.mark.skipif(shutil.which("true") is None, reason="needs the command true")
+def test_a_test_that_ends_without_an_answer_is_an_error(monkeypatch):
+    from megatron_npu.doctor import children
+
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    assert children.ledger("/x") == {"error": "no answer"}

@@ -1,0 +1,130 @@
+"""What to do about each thing in a report that is wrong; each line is an instruction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Report = dict[str, Any]
+
+# Below this a data loader's workers, gloo and NCCL run out of it: a container's default is 64 MiB.
+LEAST_SHARED_MEMORY = 512  # MiB
+# Accelerators with less of their memory free are in use by somebody else.
+LEAST_FREE = 0.5
+
+
+def advice(report: Report) -> list[str]:
+    """Return what to do, most basic things first; nothing where a run can be expected to work."""
+    torch = [report["torch"]["error"]] if "torch" in report else []
+    return [
+        *torch,
+        *_of_megatron(report["megatron"]),
+        *_of_versions(report["versions"], report.get("devices", {})),
+        *_of_devices(report["versions"], report.get("devices", {})),
+        *_of_ledger(report.get("ledger", {})),
+        *_of_operations(report.get("operations", {})),
+        *_of_communication(report.get("communication", {})),
+    ]
+
+
+def _of_megatron(megatron: dict[str, Any]) -> list[str]:
+    found = [megatron["error"]] if "error" in megatron else []
+    failing = megatron.get("failing", [])
+    if failing:
+        named = ", ".join(failing[:3]) + (", ..." if len(failing) > 3 else "")
+        found.append(
+            f"{len(failing)} patches do not fit this Megatron ({named}): install a supported version, or "
+            f"see `megatron-npu check --megatron {megatron['root']}`."
+        )
+    if "working_directory" in megatron:
+        found.append(
+            f"This directory holds another Megatron ({megatron['working_directory']}), which a script "
+            "started here imports: `megatron-npu doctor --megatron .` looks at that one."
+        )
+    return found
+
+
+def _of_versions(versions: dict[str, str | None], devices: dict[str, Any]) -> list[str]:
+    found = []
+    torch, torch_npu = (_release(versions.get(name)) for name in ("torch", "torch-npu"))
+    if torch and torch_npu and torch[:2] != torch_npu[:2]:
+        found.append(
+            f"torch-npu {versions['torch-npu']} does not fit torch {versions['torch']}: the first two "
+            f"numbers must agree. Install torch-npu {torch[0]}.{torch[1]}.*"
+        )
+    apex = _release(versions.get("apex"))
+    if apex and apex >= (0, 9):
+        found.append(
+            f"apex {versions['apex']} is not NVIDIA's (that is 0.1, from github.com/NVIDIA/apex) but "
+            "another package of the name on PyPI: pip uninstall apex."
+        )
+    if versions.get("transformer-engine") and devices.get("selected") in ("npu", "cpu"):
+        found.append(
+            "transformer-engine is installed, but it needs CUDA and this run does not use it: megatron-core "
+            "imports it where it is there. pip uninstall transformer-engine, or use another environment."
+        )
+    return found
+
+
+def _release(version: str | None) -> tuple[int, ...]:
+    """Return the leading numbers of ``2.13.0+cpu``."""
+    parts = (version or "").partition("+")[0].split(".")
+    return tuple(int(part) for part in parts if part.isdecimal())
+
+
+def _of_devices(versions: dict[str, str | None], devices: dict[str, Any]) -> list[str]:
+    found = [devices["error"]] if "error" in devices else []
+    selected = devices.get("selected")
+    if versions.get("torch-npu") and selected and selected != "npu":
+        found.append(
+            f"torch-npu {versions['torch-npu']} is installed but no NPU is used ({devices['npu']}): source "
+            "CANN's set_env.sh, check `npu-smi info`, and that torch-npu fits torch "
+            f"{versions['torch']}."
+        )
+    if versions.get("cuda of torch") and selected and selected != "cuda":
+        found.append(
+            f"torch is built for CUDA {versions['cuda of torch']} but no GPU is used ({devices['cuda']}): "
+            "check `nvidia-smi` and CUDA_VISIBLE_DEVICES."
+        )
+    for device in devices.get("each", []) if selected != "cpu" else []:
+        if device["free_mib"] < LEAST_FREE * device["total_mib"]:
+            found.append(
+                f"{device['device']} has {device['free_mib']} of {device['total_mib']} MiB free: another "
+                "process uses it (`npu-smi info`, `nvidia-smi`)."
+            )
+    shared = devices.get("shared_memory_mib")
+    if shared is not None and shared < LEAST_SHARED_MEMORY:
+        found.append(
+            f"/dev/shm has {shared} MiB: data loaders and communication may end with a bus error. Start "
+            "the container with --shm-size=8g."
+        )
+    return found
+
+
+def _of_ledger(ledger: dict[str, Any]) -> list[str]:
+    found = [f"patch failed: {line}" for line in ledger.get("failed", [])]
+    found += [
+        f"A part of Megatron is {reason}: a script that needs it fails the same way. Install the package."
+        for reason in ledger.get("not_imported", [])
+    ]
+    return found + ([f"Megatron cannot be patched: {ledger['error']}"] if "error" in ledger else [])
+
+
+def _of_operations(operations: dict[str, Any]) -> list[str]:
+    found = [f"operation {name} fails: {reason}" for name, reason in operations.get("failures", {}).items()]
+    found += [
+        f"{name} is too far from its formula ({operations['largest_error'][name]:.2g}): its results on this "
+        "device are wrong. MEGATRON_NPU_VERIFY shows in which layers of a run."
+        for name in operations.get("beyond_limit", [])
+    ]
+    if "error" in operations:
+        found.append(f"The test of the operations ended early: {operations['error']}")
+    return found
+
+
+def _of_communication(communication: dict[str, Any]) -> list[str]:
+    if "error" not in communication:
+        return []
+    return [
+        f"Two processes cannot talk: {communication['error']}. Check the interfaces (GLOO_SOCKET_IFNAME, "
+        "NCCL_SOCKET_IFNAME, HCCL_SOCKET_IFNAME), firewalls and /dev/shm."
+    ]

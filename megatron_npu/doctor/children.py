@@ -1,0 +1,106 @@
+"""Tests in processes of their own: what they are to find may hang, crash or leave traces behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_npu import devices, settings
+from megatron_npu.doctor import collectives
+
+SECONDS = 120  # that a test may take
+# A rank's own place in a job must not leak into a test of two processes.
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def operations() -> dict[str, Any]:
+    """Compare every operation with its reference on the selected device."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        began = time.monotonic()
+        # a refusal is to be told, not to end the test
+        variables = {settings.VERIFY.name: "all", settings.STRICT.name: "0"}
+        _, error = _end(_start("megatron_npu.doctor.operations", str(report), **variables), SECONDS)
+        if error is not None:
+            return {"error": error}
+        return json.loads(report.read_text()) | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def communication() -> dict[str, Any]:
+    """Let two processes do every kind of collective that Megatron uses.
+
+    On a machine with one accelerator a single process does: NCCL and HCCL refuse to share it.
+    """
+    device = devices.current()
+    processes = 1 if device.name != "cpu" and device.count() == 1 else 2
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        words = [[store, str(rank), str(processes)] for rank in range(processes)]
+        ranks = [
+            _start("megatron_npu.doctor.collectives", *word, LOCAL_WORLD_SIZE=str(processes))
+            for word in words
+        ]
+        ends = [_end(rank, SECONDS + collectives.TIMEOUT)[1] for rank in ranks]
+    errors = [f"rank {rank}: {end}" for rank, end in enumerate(ends) if end is not None]
+    if errors:
+        return {"error": "; ".join(errors)}
+    right = {check.__name__: "right" for check in collectives.CHECKS}
+    about = {"processes": processes, "backend": device.backend}
+    return about | right | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def ledger(root: str) -> dict[str, Any]:
+    """Import the modules of the Megatron in ``root`` that have patches, and return how these fared."""
+    began = time.monotonic()
+    command = ("megatron_npu", "ledger", "--json", "--megatron", root)
+    output, error = _end(_start(*command, **{settings.VERIFY.name: ""}), SECONDS)
+    try:
+        content = json.loads(output)
+    except ValueError:
+        return {"error": error or "no answer"}
+    patches = content["patches"]
+    return {
+        "summary": content["summary"],
+        "failed": [f"{row['target']}: {row['reason']}" for row in patches if row["state"] == "failed"],
+        "not_imported": sorted({row["reason"] for row in patches if _misses_a_package(row)}),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def _misses_a_package(row: dict[str, Any]) -> bool:
+    """Return whether a module was not imported for want of a package, not of a part of Megatron."""
+    return (
+        row["state"] == "pending" and "No module named" in row["reason"] and "'megatron" not in row["reason"]
+    )
+
+
+def _start(module: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in _PLACE}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
+        env=inherited | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _end(process: subprocess.Popen[str], seconds: float) -> tuple[str, str | None]:
+    """Wait for the process; return its output, and in one line what went wrong, or None."""
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return "", f"no end after {seconds:.0f} seconds"
+    if process.returncode == 0:
+        return stdout, None
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    return stdout, lines[-1] if lines else f"exit code {process.returncode}"

@@ -1,0 +1,66 @@
+"""Which devices are there, what they are called and how much of their memory is free."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from megatron_npu import devices, settings
+from megatron_npu.devices import Device
+from megatron_npu.errors import UsageError
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def device_list() -> dict[str, Any]:
+    """Return for each kind of device how many there are, or why there is none; and the selected ones.
+
+    ``each`` lists the devices of the selected kind: ``device``, ``model``, ``free_mib``, ``total_mib``.
+    """
+    kinds = (devices.NpuDevice(), devices.CudaDevice(), devices.CpuDevice())
+    reasons = {device.name: device.absence() for device in kinds}
+    result: dict[str, Any] = {
+        device.name: reasons[device.name] or f"{device.count()} with {device.backend}" for device in kinds
+    }
+    try:
+        selected = devices.select(settings.DEVICE.get())
+    except UsageError as error:
+        return result | {"error": str(error)}
+    result["selected"] = selected.name
+    result["each"] = _each(selected)
+    if SHARED_MEMORY.is_dir():
+        result["shared_memory_mib"] = shutil.disk_usage(SHARED_MEMORY).total >> 20
+    return result
+
+
+def _each(device: Device) -> list[dict[str, Any]]:
+    if device.name == "cpu":
+        memory = psutil.virtual_memory()
+        return [_row("cpu", _cpu_model(), memory.available, memory.total)]
+    module = torch.get_device_module(device.name)
+    rows = []
+    for index in range(device.count()):
+        free, total = module.mem_get_info(index)
+        rows.append(_row(f"{device.name}:{index}", module.get_device_name(index), free, total))
+    return rows
+
+
+def _row(device: str, model: str, free: int, total: int) -> dict[str, Any]:
+    return {"device": device, "model": model, "free_mib": free >> 20, "total_mib": total >> 20}
+
+
+def _cpu_model() -> str:
+    """Return the name, the number of logical cores and the vector units that torch uses."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):  # other systems and other processors
+        pass
+    return f"{name}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"

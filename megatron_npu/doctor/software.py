@@ -1,0 +1,143 @@
+"""What is installed: versions, read without changing anything and without stopping at what is broken."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+
+import megatron_npu
+from megatron_npu import settings
+
+# As pip calls them. PyPI's "apex" is not NVIDIA's; see ``advice``.
+PACKAGES = ("torch-npu", "megatron-core", "apex", "transformer-engine", "flash-attn", "triton", "numpy")
+AUTOLOAD_OF_TORCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_ASCEND_DRIVER = Path("/usr/local/Ascend/driver/version.info")
+_SECONDS = 120  # that an import of torch in a process of its own may take
+
+
+def torch_trouble() -> str | None:
+    """Import torch; return None, or in one line why that fails.
+
+    torch imports every installed device package at its end, and an exception there looks like torch's
+    own: a second try without them tells the two apart.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed: this package never installs it for you (README, Which torch)"
+    try:
+        importlib.import_module("torch")
+    except Exception as error:  # a broken driver or package raises whatever it likes
+        cause = error
+        while cause.__cause__ is not None:  # torch wraps what a device package raised
+            cause = cause.__cause__
+        reason = f"import torch fails with {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+        packages = ", ".join(entry.name for entry in entry_points(group="torch.backends"))
+        if _imports_alone():
+            return (
+                f"{reason}. With {AUTOLOAD_OF_TORCH}=0 it imports, so the fault is in a device package that "
+                f"torch loads ({packages}): repair or remove that one."
+            )
+        return f"{reason}. torch itself is broken: install it anew."
+    return None
+
+
+def _imports_alone() -> bool:
+    command = [sys.executable, "-c", "import torch"]
+    environment = {**os.environ, AUTOLOAD_OF_TORCH: "0"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python, this package, torch and what torch may use; None: absent."""
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "megatron-npu": f"{megatron_npu.__version__} in {Path(megatron_npu.__file__).resolve().parents[1]}",
+        "torch": _package("torch"),
+    }
+    found |= {package: _package(package) for package in PACKAGES}
+    found |= {"cann": _cann(), "ascend driver": _ascend_driver(), "nvidia driver": _nvidia_driver()}
+    return found | _of_torch()
+
+
+def _package(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _of_torch() -> dict[str, str | None]:
+    """Return what only torch knows; nothing where it does not import."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    import torch.distributed as dist
+
+    nccl = dist.is_available() and dist.is_nccl_available()
+    hccl = dist.is_available() and dist.is_backend_available("hccl")
+    gloo = dist.is_available() and dist.is_gloo_available()
+    return {
+        "torch": torch.__version__,  # with the build: +cpu, +cu128
+        "cuda of torch": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
+        "hccl": _toolkit_file("hccl/version.info") or ("with torch-npu" if hccl else None),
+        "gloo": "with torch" if gloo else None,
+    }
+
+
+def _cann() -> str | None:
+    """Read the version of the toolkit that ASCEND_TOOLKIT_HOME or ASCEND_HOME_PATH names."""
+    if settings.SIM.enabled():
+        return f"simulated, {settings.SIM_SOC.get()}"
+    return _toolkit_file("version.cfg") or _toolkit_file("*-linux/ascend_toolkit_install.info")
+
+
+def _toolkit_file(pattern: str) -> str | None:
+    """Return the first line with a version in a file of CANN's toolkit."""
+    for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
+        root = os.environ.get(variable)
+        for path in sorted(Path(root).glob(pattern)) if root else []:
+            return _line_with_version(path) or path.name
+    return None
+
+
+def _ascend_driver() -> str | None:
+    return _line_with_version(_ASCEND_DRIVER)
+
+
+def _nvidia_driver() -> str | None:
+    """Read the kernel module's own words: ``NVRM version: NVIDIA UNIX … Kernel Module  535.104.05 …``."""
+    line = _line_with_version(_NVIDIA_DRIVER) or ""
+    number = re.search(r"\d+\.\d+(\.\d+)?", line)
+    return number[0] if number else None
+
+
+def _line_with_version(path: Path) -> str | None:
+    try:
+        lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+    except OSError:
+        return None
+    return next((line for line in lines if "version" in line.lower()), None)
+
+
+def way_in() -> str:
+    """Return how Megatron gets patched in a process that only runs a stock script."""
+    names = [entry.name for entry in entry_points(group="torch.backends")]
+    if "megatron_npu" not in names:
+        return "megatron-npu run, or import megatron_npu (not installed with pip: torch does not load it)"
+    if os.environ.get(AUTOLOAD_OF_TORCH) == "0":
+        return f"megatron-npu run, or import megatron_npu ({AUTOLOAD_OF_TORCH}=0)"
+    if not settings.AUTOLOAD.enabled():
+        return f"megatron-npu run, or import megatron_npu ({settings.AUTOLOAD.name}=0)"
+    return "import torch"
