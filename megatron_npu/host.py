@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from megatron_npu import settings
 from megatron_npu.errors import UsageError
@@ -141,7 +142,7 @@ def _core_version(package_info: Path) -> str | None:
         tree = ast.parse(package_info.read_text(encoding="utf-8"))
     except (OSError, SyntaxError):
         return None
-    values = {
+    values: dict[str, Any] = {
         node.targets[0].id: node.value.value
         for node in tree.body
         if isinstance(node, ast.Assign)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from megatron_npu.devices import hccl
 from megatron_npu.devices.base import Device
+from megatron_npu.devices.cpu import CpuDevice
 
 _FACTORIES = (
     "empty zeros ones full tensor as_tensor arange linspace logspace eye rand randn randint randperm normal "
@@ -68,8 +69,8 @@ class Redirection:
         self._redirect_tensors_and_modules()
         self._redirect_autocast()
         self._redirect_distributed()
-        if self.device.name == "cpu":
-            self._separate_generators()
+        if isinstance(self.device, CpuDevice):
+            self._separate_generators(self.device)
 
     def off(self) -> None:
         """Put everything back, last change first."""
@@ -252,9 +253,8 @@ class Redirection:
 
     # -- generators of the CPU ------------------------------------------------------------------
 
-    def _separate_generators(self) -> None:
+    def _separate_generators(self, device: CpuDevice) -> None:
         """Make host and device generators distinct where torch has one (see ``CpuDevice``)."""
-        device = self.device
         get, put, seed = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
         iterate = DataLoader.__iter__
 

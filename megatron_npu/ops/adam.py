@@ -227,7 +227,7 @@ def _adam_npu(
 ) -> None:
     """torch_npu's AdamW kernels; it has none for Adam, whose decay is added to the gradient beforehand."""
     if not decoupled and weight_decay:
-        grads = torch._foreach_add(grads, targets, alpha=weight_decay)
+        grads = list(torch._foreach_add(grads, targets, alpha=weight_decay))
     decay = weight_decay if decoupled else 0.0
     if step is not None:
         common = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay, "decoupled": True}

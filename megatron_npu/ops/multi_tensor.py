@@ -53,7 +53,7 @@ def multi_tensor_l2norm(
     if tensors[0].device.type == "cpu":
         norms = [_norm_by_pieces(tensor) for tensor in tensors]
     else:
-        norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
+        norms = list(torch._foreach_norm(tensors, 2, dtype=torch.float32))
     each = torch.stack(norms)
     return torch.linalg.vector_norm(each).reshape(1), each if per_tensor else None
 

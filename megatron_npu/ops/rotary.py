@@ -84,11 +84,15 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _turn(grad, *ctx.saved_tensors, ctx.interleaved, forth=False), None, None, None
+        cosine, sine = ctx.saved_tensors
+        return _turn(grad, cosine, sine, ctx.interleaved, forth=False), None, None, None
 
 
 def _pair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    if interleaved:
+        return x[..., ::2], x[..., 1::2]
+    first, second = x.chunk(2, -1)
+    return first, second
 
 
 def _turn(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forth: bool) -> Tensor:

@@ -158,9 +158,9 @@ class _Call:
             for label, ours, right in zip(self.labels, self.inputs, self.copies, strict=True):
                 self._record(label, ours, right, ours.dtype)
             return
-        ours, right = ([r] if torch.is_tensor(r) else list(r) for r in (result, expected))
-        for i, (a, b) in enumerate(zip(ours, right, strict=True)):
-            self._record("output" if len(ours) == 1 else f"output {i}", a, b, a.dtype)
+        outputs, references = ([r] if torch.is_tensor(r) else list(r) for r in (result, expected))
+        for i, (a, b) in enumerate(zip(outputs, references, strict=True)):
+            self._record("output" if len(outputs) == 1 else f"output {i}", a, b, a.dtype)
             if a.requires_grad and b.requires_grad:
                 self.expected.append(b)
                 a.register_hook(functools.partial(self._output_grad, len(self.expected) - 1))

@@ -171,7 +171,7 @@ def _meaning(node: ast.AST, name: str, content: Any) -> Any:
 
 def _merged(values: list[ast.expr]) -> list[ast.expr]:
     """Return the parts of an f-string with neighbouring literals joined; versions split them differently."""
-    merged: list[ast.expr] = []
+    merged: list[Any] = []
     for value in values:
         if isinstance(value, ast.Constant):
             if merged and isinstance(merged[-1], ast.Constant):

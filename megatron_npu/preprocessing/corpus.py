@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import importlib
+import io
 import json
 import lzma
 import zlib
@@ -118,12 +119,13 @@ def _texts(document: dict[str, object], key: str) -> list[str]:
     if key not in document:
         raise _UnfitError(f"no key {key!r} (it has {', '.join(map(repr, list(document)[:8])) or 'none'})")
     value = document[key]
-    texts = value if isinstance(value, list) else [value]
-    for text in texts:
+    texts: list[str] = []
+    for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str):
             raise _UnfitError(f"{key!r} holds {type(text).__name__}")
         if not text.isascii():
             _refuse_surrogates(text, key)
+        texts.append(text)
     return texts
 
 
@@ -135,7 +137,7 @@ def _refuse_surrogates(text: str, key: str) -> None:
         raise _UnfitError(f"{key!r} holds the lone surrogate {text[error.start]!a}") from error
 
 
-def _read(stream: BinaryIO, path: str, size: int) -> bytes:
+def _read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int) -> bytes:
     damage: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
     if (zstd := _zstd()) is not None:
         damage = (*damage, zstd.ZstdError)
@@ -147,7 +149,7 @@ def _read(stream: BinaryIO, path: str, size: int) -> bytes:
         ) from error
 
 
-def _decompressed(path: str, raw: BinaryIO) -> BinaryIO:
+def _decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
     """Return the stream of the text; the ending of the name says how it is compressed."""
     suffix = Path(path).suffix
     if suffix == ".gz":

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -123,7 +123,9 @@ class Encoder:
         return Encoded(b"".join(pieces), lengths.astype(np.int32), np.array(counts, dtype=np.int64))
 
 
-def encode_all(batches: Iterable[corpus.Batch], recipe: Recipe, workers: int) -> Iterator[Result]:
+def encode_all(
+    batches: Iterable[corpus.Batch], recipe: Recipe, workers: int
+) -> Generator[Result, None, None]:
     """Yield the result of each batch in order, from ``workers`` processes (1: this one).
 
     At most two batches a worker are under way, whatever the length of the input.

@@ -7,6 +7,8 @@ functions that it shares with Megatron-LM 285068c8 are that host's stand-in.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,7 +30,7 @@ __all__ = [
 ]
 
 
-def build_sample_idx_int32(*args: object, **kwargs: object) -> NDArray[np.int32]:
+def build_sample_idx_int32(*args: Any, **kwargs: Any) -> NDArray[np.int32]:
     """Return what ``build_sample_idx_int64`` returns, in 32 bits."""
     return build_sample_idx_int64(*args, **kwargs).astype(np.int32)
 

@@ -9,7 +9,7 @@ work grows with the number of samples, not of sentences.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,7 +112,7 @@ def build_mapping(
     seed: int,
     verbose: bool,
     min_num_sent: int,
-) -> NDArray[np.unsignedinteger]:
+) -> NDArray[np.generic]:
     """Return the samples of a BERT or T5 dataset, shuffled.
 
     Args:
@@ -162,7 +162,7 @@ def build_blocks_mapping(
     seed: int,
     verbose: bool,
     use_one_sent_blocks: bool,
-) -> NDArray[np.unsignedinteger]:
+) -> NDArray[np.generic]:
     """Return the blocks of an ICT or REALM dataset, shuffled; arguments as in ``build_mapping``.
 
     Args:
@@ -221,8 +221,8 @@ def _end_of_sample(before: Int64, first: int, last: int, target: int, least: int
 
 
 def _shuffled(
-    rows: list[tuple[int, ...]], columns: int, sizes: NDArray[np.int32], seed: int, verbose: bool
-) -> NDArray[np.unsignedinteger]:
+    rows: Sequence[tuple[int, ...]], columns: int, sizes: NDArray[np.int32], seed: int, verbose: bool
+) -> NDArray[np.generic]:
     """Return the rows in the order of Fisher and Yates with ``std::mt19937_64(seed + 1)``."""
     if verbose:
         print(f"   will create mapping for {len(rows)} samples", flush=True)

@@ -22,7 +22,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, "the flags and values of --help", f"See `{self.prog} --help`.")
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
+    def parse_args(  # type: ignore[override]  # argparse declares one overload for each kind of namespace
+        self, args: Any = None, namespace: Any = None
+    ) -> argparse.Namespace:
         found, unknown = self.parse_known_args(args, namespace)
         flags = [word for word in unknown if word.startswith("--")]
         if flags:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import shutil
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from megatron_npu.training import checkpoint_files, sharding
 from megatron_npu.training.model import unwrap
 
 if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -40,7 +42,7 @@ class Position:
 class State:
     """The objects whose state a checkpoint holds."""
 
-    model: list[torch.nn.Module]
+    model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
 
@@ -111,7 +113,7 @@ def load(args: Namespace, state: State) -> Position:
     return Position(found.iteration, found.consumed_train_samples, found.consumed_valid_samples)
 
 
-def load_weights(model: list[torch.nn.Module], path: str | Path) -> None:
+def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
     """Load the weights alone, whatever the layout that they were saved in. All ranks must call this."""
     from megatron.core import dist_checkpointing
 
@@ -120,7 +122,7 @@ def load_weights(model: list[torch.nn.Module], path: str | Path) -> None:
     _load_weights(model, dist_checkpointing.load(wanted, str(path)))
 
 
-def _load_weights(model: list[torch.nn.Module], content: dict[str, Any]) -> None:
+def _load_weights(model: Sequence[torch.nn.Module], content: dict[str, Any]) -> None:
     for key, chunk in _chunks(model).items():
         chunk.load_state_dict(content[key])
 
@@ -137,7 +139,7 @@ def _load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) -
         ) from error
 
 
-def _chunks(model: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+def _chunks(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """Return the bare chunks under the names that Megatron-LM gives them."""
     if len(model) == 1:
         return {"model": unwrap(model[0])}

@@ -212,10 +212,10 @@ class Trainer:
         with _synchronised(args, self.state.model), torch.no_grad():
             for chunk in self.state.model:
                 chunk.eval()
-            total = sum(self._forward(batches, forward_only=True) for _ in range(args.eval_iters))
+            losses = [self._forward(batches, forward_only=True) for _ in range(args.eval_iters)]
             for chunk in self.state.model:
                 chunk.train()
-        (loss,) = mean_losses([total])
+        (loss,) = mean_losses([torch.stack(losses).sum(0)])
         samples = args.eval_iters * args.global_batch_size
         self.position = checkpoint.advance(self.position, valid=samples)
         self.outcome.validation_loss = loss

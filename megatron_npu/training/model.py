@@ -180,7 +180,7 @@ def schedule(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamSch
     )
 
 
-def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+def unwrap(chunk: Any) -> Any:
     """Return the GPTModel inside the wrappers for data parallelism and half precision."""
     while hasattr(chunk, "module"):
         chunk = chunk.module

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from megatron_npu.ops.attention import checks, cpu, cuda, npu  # noqa: F401  (devices register themselves)
@@ -68,7 +70,7 @@ def attention(
     checks.check_packed(packed, layout, mask)
     if packed is not None and layout != "TND":
         tokens = (to_tokens(query, layout, heads), *(to_tokens(t, layout, key_heads) for t in (key, value)))
-        limits = {"causal": causal, "window": window, "offset": offset, "packed": packed}
+        limits: dict[str, Any] = {"causal": causal, "window": window, "offset": offset, "packed": packed}
         output = attention(*tokens, layout="TND", scale=scale, dropout_p=dropout_p, **limits)
         return from_tokens(output, layout, bnsd_shape(query, layout, heads)[0]).contiguous()
     queries, keys = bnsd_shape(query, layout, heads)[2], bnsd_shape(key, layout, key_heads)[2]

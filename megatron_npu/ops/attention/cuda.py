@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import importlib.util
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -118,14 +118,15 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor
 @lru_cache(maxsize=16)  # the same batch comes back at every layer
 def _cumulative(segments: tuple[Segment, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return where documents begin and the last one ends, queries and keys: two int32 ``[documents + 1]``."""
-    ends = ([0, *(s.q1 for s in segments)], [0, *(s.k1 for s in segments)])
-    return tuple(torch.tensor(e, dtype=torch.int32, device=device) for e in ends)
+    queries, keys = [0, *(s.q1 for s in segments)], [0, *(s.k1 for s in segments)]
+    as_int32 = partial(torch.tensor, dtype=torch.int32, device=device)
+    return as_int32(queries), as_int32(keys)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     """torch picks its flash, cuDNN or memory-efficient kernel. ``[b, n, s, d]`` throughout."""
     segment = case.segments[0]
-    options = {
+    options: dict[str, Any] = {
         "dropout_p": case.dropout_p,
         "scale": case.scale,
         "enable_gqa": case.heads != case.key_heads,

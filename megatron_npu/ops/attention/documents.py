@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_KEPT_AS = "_megatron_npu_documents"  # the attribute of a mask
+
 
 def documents_of(mask: Tensor) -> tuple[int, ...] | None:
     """Return the lengths of the documents of a causal document mask, row of the batch by row.
@@ -20,10 +22,10 @@ def documents_of(mask: Tensor) -> tuple[int, ...] | None:
     Returns:
         The lengths, those of the first row of the batch first; None if the mask says anything else.
     """
-    known = getattr(mask, "_megatron_npu_documents", None)
+    known = getattr(mask, _KEPT_AS, None)
     if known is None or known[0] != mask._version:
         known = (mask._version, _read(mask))
-        mask._megatron_npu_documents = known  # every layer of a step is handed the same tensor
+        setattr(mask, _KEPT_AS, known)  # every layer of a step is handed the same tensor
     return known[1]
 
 

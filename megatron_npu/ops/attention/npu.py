@@ -21,6 +21,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 UNLIMITED = 2147483647  # the operation's default for pre_tockens and next_tockens
 COMPRESSED = 2048  # rows and columns of the mask that sparse modes 2, 3 and 4 share
 
+_KEPT_AS = "_megatron_npu_full"  # the attribute of a mask under which its expansion is kept
+
 # sparse_mode
 NONE, FULL, TOP_LEFT, BOTTOM_RIGHT, BAND = 0, 1, 2, 3, 4
 
@@ -182,12 +184,12 @@ def _mask(call: NpuCall, query: Tensor, case: Case) -> Tensor | None:
         return _compressed_mask(query.device)
     batch = bnsd_shape(query, call.input_layout, case.heads)[0]
     recipe = (case.mask._version, case.segments, batch, case.heads)
-    known = getattr(case.mask, "_megatron_npu_full", None)
+    known = getattr(case.mask, _KEPT_AS, None)
     if known is not None and known[0] == recipe:
         return known[1]
     full = _full_mask(case.mask, case.segments[0], batch, case.heads)
     if full.data_ptr() != case.mask.data_ptr():  # a view of the mask, kept with the mask, would never die
-        case.mask._megatron_npu_full = (recipe, full)  # every layer of a step is handed the same tensor
+        setattr(case.mask, _KEPT_AS, (recipe, full))  # every layer of a step is handed the same tensor
     return full
 
 
