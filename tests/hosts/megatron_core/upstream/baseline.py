@@ -1,0 +1,125 @@
+"""What was recorded for one tree on one device, and how a run compares with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from upstream import exclusions
+from upstream.results import FAILED, PASSED, SKIPPED, FileResult, Result
+
+FOLDER = Path(__file__).parent
+EXCLUDED = "excluded"
+_REASONED = (FAILED, EXCLUDED, SKIPPED)
+
+
+def path_for(tree: str, device: str) -> Path:
+    return FOLDER / f"{tree}-{device}.json"
+
+
+@dataclass
+class Baseline:
+    """``files`` maps a file to its ranks, seconds, names of passed tests, and the others by reason."""
+
+    tree: str
+    device: str
+    versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, dict] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, tree: str, device: str) -> Baseline:
+        """Return what was recorded; nothing where nothing was."""
+        path = path_for(tree, device)
+        return cls(**json.loads(path.read_text())) if path.is_file() else cls(tree, device)
+
+    def save(self) -> None:
+        self.files = dict(sorted(self.files.items()))
+        path = path_for(self.tree, self.device)
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(vars(self), indent=1) + "\n")
+        os.replace(unfinished, path)
+
+    def outcomes(self, file: str) -> dict[str, str]:
+        """Return the recorded outcome of each test of a file."""
+        entry = self.files.get(file, {})
+        found = dict.fromkeys(entry.get(PASSED, []), PASSED)
+        for outcome in _REASONED:
+            found |= {name: outcome for names in entry.get(outcome, {}).values() for name in names}
+        return found
+
+    def totals(self, files: list[str] | None = None) -> dict[str, int]:
+        """Return how many tests have each outcome, in some files or in all."""
+        outcomes = [outcome for file in files or self.files for outcome in self.outcomes(file).values()]
+        return {outcome: outcomes.count(outcome) for outcome in (PASSED, *_REASONED)}
+
+    def reasons(self, outcome: str) -> dict[str, int]:
+        """Return the reasons of an outcome with the number of their tests, most first."""
+        counts: dict[str, int] = {}
+        for entry in self.files.values():
+            for reason, names in entry.get(outcome, {}).items():
+                counts[reason] = counts.get(reason, 0) + len(names)
+        return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+def entry(result: FileResult, rules: list[exclusions.Rule], device: str) -> dict:
+    """Return what a baseline keeps of a file's result."""
+    kept: dict = {"ranks": result.world, "seconds": result.seconds}
+    for name, test in result.tests.items():
+        outcome, reason = judge(result.file, name, test, rules, device)
+        if outcome == PASSED:
+            kept.setdefault(PASSED, []).append(name)
+        else:
+            kept.setdefault(outcome, {}).setdefault(reason, []).append(name)
+    return kept
+
+
+def judge(file: str, name: str, test: Result, rules: list[exclusions.Rule], device: str) -> tuple[str, str]:
+    """Return the outcome of a test with its exclusions, and the reason."""
+    if test.outcome == FAILED:
+        rule = exclusions.find(rules, f"{file}::{name}", test.text, device)
+        if rule is not None:
+            return EXCLUDED, rule.reason
+    return test.outcome, test.text
+
+
+@dataclass
+class Comparison:
+    """Tests that changed, by their full name, each with a reason."""
+
+    regressions: dict[str, str] = field(default_factory=dict)
+    gains: list[str] = field(default_factory=list)
+    incomparable: dict[str, str] = field(default_factory=dict)
+
+
+def compare(baseline: Baseline, results: list[FileResult], rules: list[exclusions.Rule]) -> Comparison:
+    """Hold a run against the baseline.
+
+    A regression is a test that passed and no longer does, is gone from a file that was run, or is new and
+    fails without a rule that explains it.
+    """
+    answer = Comparison()
+    for result in results:
+        before = baseline.outcomes(result.file)
+        for name, test in result.tests.items():
+            _compare_one(answer, f"{result.file}::{name}", before.get(name), test, rules, baseline.device)
+        if before:
+            for name in before.keys() - result.tests.keys():
+                if before[name] == PASSED:
+                    answer.regressions[f"{result.file}::{name}"] = "did not run"
+    return answer
+
+
+def _compare_one(
+    answer: Comparison, test: str, before: str | None, now: Result, rules: list[exclusions.Rule], device: str
+) -> None:
+    if now.outcome == PASSED:
+        if before in _REASONED:
+            answer.gains.append(test)
+        return
+    rule = exclusions.find(rules, test, now.text, device)
+    if rule is not None and rule.environment:
+        answer.incomparable[test] = rule.reason
+    elif before == PASSED or (before is None and now.outcome == FAILED and rule is None):
+        answer.regressions[test] = f"{now.outcome}: {now.text}"

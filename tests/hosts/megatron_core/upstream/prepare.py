@@ -1,0 +1,77 @@
+"""The surroundings of a run: a folder to write in, an environment, and what ranks share before the fork."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+from megatron_npu import plugin, settings
+
+# Imported once before the fork: otherwise it takes seconds for each rank of each file.
+PRELOADED = """torch torch.distributed.checkpoint torch._dynamo transformers megatron.core megatron.training
+    megatron.core.models.gpt megatron.core.models.gpt.gpt_layer_specs megatron.core.optimizer
+    megatron.core.dist_checkpointing megatron.core.pipeline_parallel.schedules megatron.core.inference.engines
+    megatron.training.training upstream.rank""".split()
+PLUGINS = ("pytest_mock", "pytest_asyncio")  # those that upstream's tests use
+
+
+def environment(device: str, checkout: Path, scratch: Path) -> None:
+    """Make ``scratch`` ready and set the variables that ranks inherit.
+
+    Ranks work in a folder of links to the checkout's entries: relative paths are read there and written here.
+    """
+    for name in ("tmp", "logs", "cwd", "results"):
+        (scratch / name).mkdir(parents=True, exist_ok=True)
+    for entry in checkout.iterdir():
+        link = scratch / "cwd" / entry.name
+        if not link.is_symlink() and entry.name != ".git":
+            link.symlink_to(entry)
+    os.environ |= {
+        settings.DEVICE.name: device,
+        settings.MEGATRON_PATH.name: str(checkout),
+        settings.AUTOLOAD.name: "1",
+        settings.SIM_HCCL_TIMEOUT.name: "60",
+        "PYTHONPYCACHEPREFIX": str(scratch / "bytecode"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "TMPDIR": str(scratch / "tmp"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_GLOO_LAZY_INIT": "1",  # connect where a group is used: upstream makes two dozen per test
+    }
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]
+    tempfile.tempdir = None  # asks for TMPDIR again
+
+
+def preload(checkout: Path) -> None:
+    """Import the checkout's Megatron, patched, and what it needs."""
+    sys.path.insert(0, str(checkout))
+    plugin.install()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in PRELOADED:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                if name == "torch":
+                    raise
+                print(f"not preloaded: {name}: {error}", file=sys.stderr)
+    gc.freeze()  # what is here stays: ranks need not look through it, nor copy its pages
+
+
+def pytest_arguments(checkout: Path) -> tuple[str, ...]:
+    """Return pytest's options: upstream's plugins where installed, no others; nothing stored in the tree."""
+    installed = [name for name in PLUGINS if importlib.util.find_spec(name)]
+    left_out = ["no:cacheprovider", "no:unraisableexception"]  # the latter collects garbage after every test
+    chosen = [part for name in [*installed, *left_out] for part in ("-p", name)]
+    return (f"--rootdir={checkout}", "-o", "addopts=", "-rN", "-q", *chosen)
+
+
+def torch_version() -> str:
+    return importlib.metadata.version("torch").partition("+")[0]

@@ -1,0 +1,168 @@
+"""One rank of a world: pytest in a forked process, which tells the runner after each test how it went."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import sys
+import traceback
+import types
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from upstream.results import FAILED, PASSED, SKIPPED
+
+TEXT_LIMIT = 200
+_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+# Upstream's conftest fetches data from the network into /opt/data when this module lets it.
+_DOWNLOAD = "tests.test_utils.python_scripts.download_unit_tests_dataset"
+
+
+class Reporter:
+    """The pytest plugin of a rank: sends one message per event, and waits after a failure.
+
+    A failure in one rank can leave its peers inside a collective, so the runner decides whether this world
+    goes on or is replaced.
+    """
+
+    def __init__(self, connection: Connection, selected: Iterable[str] | None) -> None:
+        self.connection = connection
+        self.selected = None if selected is None else set(selected)
+        self.phases: list[pytest.TestReport] = []
+
+    def send(self, **message: object) -> None:
+        self.connection.send_bytes(json.dumps(message).encode())
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item], config: pytest.Config) -> None:
+        if self.selected is not None:
+            dropped = [item for item in items if name_of(item.nodeid) not in self.selected]
+            items[:] = [item for item in items if name_of(item.nodeid) in self.selected]
+            config.hook.pytest_deselected(items=dropped)
+        self.send(event="collected", names=[name_of(item.nodeid) for item in items])
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.send(event="unreadable", outcome=FAILED, text=summary(report))
+        elif report.skipped:
+            self.send(event="unreadable", outcome=SKIPPED, text=summary(report))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.phases.append(report)
+        if report.when != "teardown":
+            return
+        phases, self.phases = self.phases, []
+        told = next((r for r in phases if r.failed), None) or next((r for r in phases if r.skipped), None)
+        outcome = PASSED if told is None else FAILED if told.failed else SKIPPED
+        self.send(
+            event="test",
+            name=name_of(report.nodeid),
+            outcome=outcome,
+            text="" if told is None else summary(told),
+            seconds=round(sum(phase.duration for phase in phases), 3),
+        )
+        release_groups()
+        if outcome == FAILED:
+            self.connection.recv_bytes()  # the verdict "go on"; a world that must not go on is killed
+
+
+def name_of(nodeid: str) -> str:
+    """Return the part of a node id that names the test within its file."""
+    return nodeid.partition("::")[2]
+
+
+def summary(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return one line that says why: of a failure its exception and place, of a skip its reason."""
+    representation = report.longrepr
+    if isinstance(representation, tuple):
+        return representation[2].removeprefix("Skipped: ")[:TEXT_LIMIT]
+    crash = getattr(representation, "reprcrash", None)
+    if crash is None:
+        lines = str(representation).strip().splitlines()
+        return next((line[4:] for line in reversed(lines) if line.startswith("E  ")), lines[-1])[:TEXT_LIMIT]
+    message = _ADDRESS.sub("0x…", " ".join(crash.message.split()))[:TEXT_LIMIT]
+    return f"{message} ({Path(crash.path).name}:{crash.lineno})"
+
+
+_created: list[object] = []  # groups that parallel_state made and nothing has released
+
+
+def note_groups() -> None:
+    """Remember each group that ``parallel_state`` makes."""
+    create = parallel_state.create_group
+
+    @functools.wraps(create)
+    def create_group(*args: Any, **kwargs: Any) -> Any:
+        group = create(*args, **kwargs)
+        if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            _created.append(group)
+        return group
+
+    parallel_state.create_group = create_group
+
+
+def release_groups() -> None:
+    """Release the groups of a model-parallel layout that is gone.
+
+    ``destroy_model_parallel`` forgets them without releasing them. With gloo each keeps threads that wake
+    a hundred times a second: after fifty tests eight ranks would have thousands.
+    """
+    if parallel_state.model_parallel_is_initialized() or not dist.is_initialized():
+        return
+    for group in _created:
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+    _created.clear()
+
+
+def forbid_downloads() -> None:
+    """Put a module in place of upstream's downloader that leaves network and /opt/data alone."""
+    module = types.ModuleType(_DOWNLOAD)
+
+    def download_and_extract_asset(*_: object, **__: object) -> None:
+        raise RuntimeError("the unit tests' data set is not fetched here")
+
+    module.download_and_extract_asset = download_and_extract_asset
+    sys.modules[_DOWNLOAD] = module
+
+
+def show_device_to_tests() -> None:
+    """Answer upstream's test files that there is an accelerator: here it is the device under test.
+
+    On a CPU the plug-in tells Megatron that CUDA is not available, because its branches on that are right;
+    the tests ask in order to skip themselves, and would hide half of what they can judge.
+    """
+    told = torch.cuda.is_available
+
+    @functools.wraps(told)
+    def is_available() -> bool:
+        return "/tests/unit_tests/" in sys._getframe(1).f_code.co_filename or told()
+
+    torch.cuda.is_available = is_available
+
+
+def main(connection: Connection, arguments: list[str], selected: list[str] | None, log: Path) -> None:
+    """Run pytest with ``arguments`` in this process, which ends with it; its output goes to ``log``."""
+    os.setsid()  # whatever a test starts ends with this rank
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    forbid_downloads()
+    show_device_to_tests()
+    note_groups()
+    reporter = Reporter(connection, selected)
+    try:
+        reporter.send(event="end", status=int(pytest.main(arguments, plugins=[reporter])))
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
