@@ -6,12 +6,17 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+import hypothesis
 import pytest
 
 from megatron_npu import host
 from megatron_npu.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# Timing is no matter of tests: a busy machine may take seconds for an example.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 class Vocabulary(NamedTuple):
