@@ -12,12 +12,12 @@ from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from megatron_npu import host, plugin
+from megatron_npu import host, plugin, settings
 from megatron_npu.errors import UsageError
 from megatron_npu.host import Host
 from megatron_npu.patching.ledger import Ledger
 from megatron_npu.patching.pins import PinError, PinFile, Pins, SourceTree, Verdict, compare
-from megatron_npu.patching.record import Patch, admits, registry
+from megatron_npu.patching.record import Patch, registry
 
 
 def check(argv: list[str]) -> int:
@@ -29,7 +29,7 @@ def check(argv: list[str]) -> int:
     Raises:
         UsageError: there is no Megatron, or no patch is recorded for it.
     """
-    parser = _parser("check", check)
+    parser = _parser("check", check, "0: every patch can be applied; 1: one cannot; 2: bad usage")
     parser.add_argument("--strict", action="store_true", help="also fail on drift that a wrap survives")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     options = parser.parse_args(argv)
@@ -59,10 +59,10 @@ def pin(argv: list[str]) -> int:
         0, or 1 if a target is missing; it is then left out and named.
 
     Raises:
-        UsageError: there is no Megatron, or no patch is recorded for it.
+        UsageError: there is no Megatron, no patch is recorded for it, or the folder cannot be written.
     """
-    parser = _parser("pin", pin)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the pin file")
+    parser = _parser("pin", pin, "0: all is pinned; 1: a target is missing; 2: bad usage")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the pin file (default: ours)")
     options = parser.parse_args(argv)
     found = _find(options)
     directory = options.output or plugin.pins_directory()
@@ -70,7 +70,10 @@ def pin(argv: list[str]) -> int:
     shipped = _shipped(records, found)
     pinned, missing = SourceTree(found.root).pin(shipped, found.name, found.version)
     _keep_absent(pinned, {patch.module for patch in records if patch not in shipped}, directory)
-    print(f"{pinned.write(directory)}: {len(pinned.targets)} targets pinned")
+    try:
+        print(f"{pinned.write(directory)}: {len(pinned.targets)} targets pinned")
+    except OSError as error:
+        raise UsageError(f"{directory} ({error})", "a folder that can be written", "See --output.") from error
     for target in missing:
         print(f"{target}: not there, not pinned", file=sys.stderr)
     return int(bool(missing))
@@ -83,9 +86,9 @@ def ledger(argv: list[str]) -> int:
         0, or 1 if a patch failed.
 
     Raises:
-        UsageError: there is no Megatron, or no patch is recorded for it.
+        UsageError: there is no Megatron, no patch is recorded for it, or no module of a given name.
     """
-    parser = _parser("ledger", ledger)
+    parser = _parser("ledger", ledger, "0: no patch failed; 1: one did; 2: bad usage")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON object")
     form.add_argument("--markdown", action="store_true", help="print a Markdown table")
@@ -93,6 +96,8 @@ def ledger(argv: list[str]) -> int:
     parser.add_argument("--import", dest="modules", nargs="+", metavar="MODULE", help="import these instead")
     options = parser.parse_args(argv)
     found = _find(options)
+    if options.megatron:  # the user has said which one is meant, should there be another on the path
+        os.environ[settings.MEGATRON_PATH.name] = str(found.root)
     book = Ledger() if options.static else _live_ledger(found, options.modules)
     if options.static:
         book.keep(_records(found))
@@ -100,20 +105,24 @@ def ledger(argv: list[str]) -> int:
     return int(book.count("failed") > 0)
 
 
-def _parser(command: str, function: object) -> argparse.ArgumentParser:
+def _parser(command: str, function: object, codes: str) -> argparse.ArgumentParser:
     summary = (function.__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog=f"megatron-npu {command}", description=summary)
+    epilog = f"exit code: {codes}"
+    parser = argparse.ArgumentParser(prog=f"megatron-npu {command}", description=summary, epilog=epilog)
     parser.add_argument(
         "--megatron",
         metavar="PATH",
-        help="a checkout, a site-packages or an unpacked wheel",
+        help="a checkout, a site-packages or an unpacked wheel "
+        f"(default: {settings.MEGATRON_PATH.name}, else the first on the Python path)",
     )
-    parser.add_argument("--host", metavar="NAME", help="megatron_core or megatron_lm")
+    parser.add_argument(
+        "--host", metavar="NAME", help="megatron_core or megatron_lm (default: told by its files)"
+    )
     return parser
 
 
 def _find(options: argparse.Namespace) -> Host:
-    found = host.find(options.megatron)
+    found = host.find(options.megatron or settings.MEGATRON_PATH.get() or None)
     return replace(found, name=options.host) if options.host else found
 
 
@@ -123,11 +132,7 @@ def _records(found: Host) -> list[Patch]:
     if importlib.util.find_spec(package) is None:
         raise UsageError(f"no host {found.name}", "a folder of megatron_npu/hosts", "Check --host.")
     importlib.import_module(package).register()
-    patches = [
-        patch
-        for patch in registry.patches
-        if patch.is_for_host(found.name) and admits(patch.versions, found.version)
-    ]
+    patches = [patch for patch in registry.patches if patch.is_for(found.name, found.version)]
     if not patches:
         raise UsageError(
             f"no patch is recorded for {found.name} {found.version}", "a supported version", "Check --host."
@@ -176,6 +181,12 @@ def _live_ledger(found: Host, modules: list[str] | None) -> Ledger:
             importlib.import_module(name)
         except UsageError:
             raise
+        except ModuleNotFoundError as error:
+            if modules and error.name == name:
+                raise UsageError(
+                    f"no module {name}", f"a module of {found.root}", "Check --import."
+                ) from error
+            _remark(patches, name, f"not imported: {error}")
         except Exception as error:  # whatever an upstream module may raise belongs into the ledger
             _remark(patches, name, f"not imported: {type(error).__name__}: {error}")
     return plugin.engine().ledger
@@ -193,6 +204,7 @@ def _verdicts_as_json(found: Host, verdicts: list[Verdict]) -> str:
         "host": found.name,
         "version": found.version,
         "root": str(found.root),
+        "pinned": _pinned_versions(found),
         "counts": dict(Counter(verdict.status for verdict in verdicts)),
         "fails": sum(verdict.fails for verdict in verdicts),
         "targets": [{**asdict(verdict), "fails": verdict.fails} for verdict in verdicts],
@@ -200,8 +212,13 @@ def _verdicts_as_json(found: Host, verdicts: list[Verdict]) -> str:
     return json.dumps(report, indent=2)
 
 
+def _pinned_versions(found: Host) -> list[str]:
+    return [file.version for file in _load_pins(found).files]
+
+
 def _verdicts_as_text(found: Host, verdicts: list[Verdict]) -> str:
-    lines = [f"{found.name} {found.version} in {found.root}"]
+    pinned = ", ".join(_pinned_versions(found)) or "none"
+    lines = [f"{found.name} {found.version} in {found.root}; pinned versions: {pinned}"]
     for verdict in verdicts:
         mark = "FAILS" if verdict.fails else "warns" if verdict.drifted else "ok"
         lines.append(f"{mark:<5}  {verdict.status:<17}  {verdict.kind:<8}  {verdict.target}")

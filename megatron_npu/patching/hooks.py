@@ -165,9 +165,13 @@ class Engine:
 
     @property
     def ledger(self) -> Ledger:
-        """The state of every patch of the host; of every patch as long as the host is not known."""
-        host = self._context.host if self._context else None
-        self._ledger.keep(patch for patch in self.registry.patches if host is None or patch.is_for_host(host))
+        """The state of every patch for this version of the host; of every patch while that is not known."""
+        context = self._context
+        self._ledger.keep(
+            patch
+            for patch in self.registry.patches
+            if context is None or patch.is_for(context.host, context.version)
+        )
         if self.armed and self._context:
             self._report_missed()
         return self._ledger
@@ -175,7 +179,7 @@ class Engine:
     def _report_missed(self) -> None:
         for patch in self.registry.patches:
             module = sys.modules.get(patch.module)
-            if module is None or self._is_in_hand(module) or not patch.is_for_host(self._context.host):
+            if module is None or self._is_in_hand(module) or not self._is_meant(patch):
                 continue
             row = self._ledger.row(patch)
             if row.state == "pending":
@@ -245,7 +249,10 @@ class Engine:
             raise
 
     def _patches_for(self, name: str) -> list[Patch]:
-        return [patch for patch in self.registry.for_module(name) if patch.is_for_host(self._context.host)]
+        return [patch for patch in self.registry.for_module(name) if self._is_meant(patch)]
+
+    def _is_meant(self, patch: Patch) -> bool:
+        return patch.is_for(self._context.host, self._context.version)
 
     def _patch(self, module: ModuleType, *, late: bool) -> None:
         context = self._context
@@ -274,7 +281,7 @@ class Engine:
 
     def _is_wanted(self, patch: Patch, context: Context, late: bool) -> bool:
         row = self._ledger.row(patch)
-        reason = patch.reason_to_skip(context.version, context.device)
+        reason = patch.reason_to_skip(context.device)
         if reason is not None:
             row.settle("skipped", reason)
         elif patch.early and late and row.state != "applied":

@@ -63,16 +63,14 @@ class Patch:
         """The dotted name of the target inside its module."""
         return self.target.partition(":")[2]
 
-    def is_for_host(self, host: str) -> bool:
-        """Return whether the patch is meant for ``host``."""
-        return not self.host or self.host == host
+    def is_for(self, host: str, version: str) -> bool:
+        """Return whether the patch is meant for this version of ``host``."""
+        return (not self.host or self.host == host) and admits(self.versions, version)
 
-    def reason_to_skip(self, version: str, device: str) -> str | None:
-        """Return why the patch does not apply to this host version on this device, or None."""
+    def reason_to_skip(self, device: str) -> str | None:
+        """Return why the patch is not applied on this device, or None."""
         if device not in self.devices:
             return f"for {'/'.join(self.devices)}, not {device}"
-        if not admits(self.versions, version):
-            return f"for versions {self.versions}, not {version}"
         return self.condition() if self.condition else None
 
 

@@ -20,6 +20,16 @@ def test_a_module_that_was_never_imported_is_pending(host: HostTree) -> None:
     assert [row.state for row in engine.ledger.rows] == ["applied", "pending"]
 
 
+def test_patches_of_other_versions_are_not_told(host: HostTree) -> None:
+    host.registry.constant("hostpkg.model:LIMIT", 7, why="w", versions="<2")
+    host.registry.constant("hostpkg.model:LIMIT", 8, why="w", versions=">=2")
+    host.registry.constant("hostpkg.model:gelu", None, why="w", devices=("npu",))
+    engine = host.engine(version="2.1")
+    assert host.load("model").LIMIT == 8
+    assert engine.ledger.summary() == "1 applied, 0 drifted, 1 skipped (for npu, not cpu)"
+    assert [row.target for row in engine.ledger.rows] == ["hostpkg.model:LIMIT", "hostpkg.model:gelu"]
+
+
 def test_forms(host: HostTree) -> None:
     host.registry.constant("hostpkg.model:LIMIT", 7, why="a | b", until="later")
     engine = host.engine()

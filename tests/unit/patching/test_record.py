@@ -133,10 +133,16 @@ def test_malformed_records_are_refused(changes: dict) -> None:
 
 
 def test_reasons_to_skip() -> None:
-    assert make_patch().reason_to_skip("1.0", "cpu") is None
-    assert make_patch().reason_to_skip("1.0", "npu") == "for cpu, not npu"
-    assert make_patch(versions="<1").reason_to_skip("1.0", "cpu") == "for versions <1, not 1.0"
-    assert make_patch(condition=lambda: "apex is here").reason_to_skip("1.0", "cpu") == "apex is here"
+    assert make_patch().reason_to_skip("cpu") is None
+    assert make_patch().reason_to_skip("npu") == "for cpu, not npu"
+    assert make_patch(condition=lambda: "apex is here").reason_to_skip("cpu") == "apex is here"
+
+
+def test_a_patch_is_for_versions_of_a_host() -> None:
+    assert make_patch(host="").is_for("any", "1.0")
+    assert make_patch(host="a").is_for("a", "1.0")
+    assert not make_patch(host="b").is_for("a", "1.0")
+    assert not make_patch(host="a", versions="<1").is_for("a", "1.0")
 
 
 def test_scoped_registry_records_into_its_parent() -> None:
