@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 from megatron_npu import settings
-from megatron_npu.hosts.megatron_core.records import wrap
+from megatron_npu.hosts.megatron_core.records import transformer_engine_present, wrap
 from megatron_npu.ops import dispatch
 
 
@@ -32,7 +31,7 @@ def add_attention_flags(original: Callable[..., Any]) -> Callable[..., Any]:
 @wrap(
     "megatron.training.arguments:validate_args",
     why="the flags of the fused attention take effect; --transformer-impl transformer_engine, the default, "
-    "ends in a NameError without TransformerEngine",
+    "ends in a NameError without TransformerEngine; so does, in other errors, the default of a fused RoPE",
 )
 def take_flags(original: Callable[..., Any]) -> Callable[..., Any]:
     """Publish our flags, and take the local implementation, with our operations, where there is no other."""
@@ -40,10 +39,17 @@ def take_flags(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
         settings.ATTENTION.take(args)
-        wanted = args.transformer_impl == "transformer_engine"
-        if wanted and importlib.util.find_spec("transformer_engine") is None:
-            dispatch.report_refusal("transformer_engine", "not installed: --transformer-impl local runs")
-            args.transformer_impl = "local"
+        if transformer_engine_present() is None:
+            _do_without_transformer_engine(args)
         return original(args, *rest, **kwargs)
 
     return validate_args
+
+
+def _do_without_transformer_engine(args: argparse.Namespace) -> None:
+    if args.transformer_impl == "transformer_engine":
+        dispatch.report_refusal("transformer_engine", "not installed: --transformer-impl local runs")
+        args.transformer_impl = "local"
+    # On by default, and refused then without TransformerEngine; the path without it is as fused here.
+    if args.rotary_interleaved or args.multi_latent_attention:
+        args.apply_rope_fusion = False

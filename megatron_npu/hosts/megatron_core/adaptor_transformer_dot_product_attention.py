@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_npu import settings
+from megatron_npu.errors import UsageError
 from megatron_npu.hosts.megatron_core.records import wrap
 from megatron_npu.hosts.megatron_core.visibility import documents, visible, window_of
 from megatron_npu.ops.attention import attention
@@ -24,20 +25,60 @@ _CAUSAL = ("causal", "padding_causal", "causal_bottom_right")
 
 @wrap(
     f"{_TARGET}.__init__",
-    why="upstream refuses context_parallel_size > 1 without TransformerEngine; the forward below has it",
+    why="upstream leaves to TransformerEngine what the forward below has: context parallelism, windows "
+    "before 0.15, and the two head sizes of multi-latent attention",
 )
-def accept_context_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the constructor see a context-parallel size of 1."""
+def accept_what_forward_has(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hide from the constructor what it refuses; refuse what nobody computes here."""
 
     @functools.wraps(original)
-    def initialise(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        size, config.context_parallel_size = config.context_parallel_size, 1
-        try:
+    def initialise(
+        self: Any,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _refuse_logit_maximum(config)
+        hidden = {"context_parallel_size": 1}
+        if _window_is_ours(config):
+            hidden["window_size"] = None
+        with _instead(config, hidden):
             original(self, config, *args, **kwargs)
-        finally:
-            config.context_parallel_size = size
+        if v_channels is not None:  # the size of upstream's own result, and the default scale
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+        if k_channels is not None and kwargs.get("softmax_scale") is None:
+            self.softmax_scale *= (self.hidden_size_per_attention_head / k_channels) ** 0.5
 
     return initialise
+
+
+@contextlib.contextmanager
+def _instead(config: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Set attributes of the configuration for a while."""
+    before = {name: getattr(config, name) for name in values}
+    vars(config).update(values)
+    try:
+        yield
+    finally:
+        vars(config).update(before)
+
+
+def _window_is_ours(config: Any) -> bool:
+    """Return whether upstream's attention has no windows (before 0.15), and will not be the one that runs."""
+    return not hasattr(config, "window_attn_skip_freq") and not _unfused_asked_for(config)
+
+
+def _refuse_logit_maximum(config: Any) -> None:
+    for option in ("qk_clip", "log_max_attention_logit"):  # since 0.16
+        if getattr(config, option, False):
+            flag = "--" + option.replace("_", "-")
+            raise UsageError(
+                f"{flag} without TransformerEngine",
+                "attention that reports the largest of its scores, which no fused attention here does",
+                f"Leave {flag} away; --qk-layernorm keeps scores small, too.",
+            )
 
 
 @wrap(
@@ -58,7 +99,7 @@ def fused_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        if _unfused_asked_for(self) or _refused(self, attention_bias, packed_seq_params):
+        if _unfused_asked_for(self.config) or _refused(self, attention_bias, packed_seq_params):
             return original(
                 self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
             )
@@ -70,13 +111,9 @@ def fused_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _unfused_asked_for(self: Any) -> bool:
-    backend = getattr(self.config, "attention_backend", None)  # absent before 0.11
-    return (
-        backend is not None
-        and backend.name in ("unfused", "local")
-        and self.config.context_parallel_size == 1
-    )
+def _unfused_asked_for(config: Any) -> bool:
+    backend = getattr(config, "attention_backend", None)  # absent before 0.11
+    return backend is not None and backend.name in ("unfused", "local") and config.context_parallel_size == 1
 
 
 def _refused(self: Any, attention_bias: Tensor | None, packed_seq_params: Any) -> bool:

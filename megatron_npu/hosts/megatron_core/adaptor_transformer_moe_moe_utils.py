@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_npu.hosts.megatron_core.adaptor_utils import transformer_engine_present
-from megatron_npu.hosts.megatron_core.records import replace
+from megatron_npu.hosts.megatron_core.records import replace, transformer_engine_present
 
 _TARGET = "megatron.core.transformer.moe.moe_utils:router_gating_linear"
 _WHY = "upstream asks whether a name is None that only exists where TransformerEngine is installed: NameError"

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any
-
 from packaging.version import Version
 
-from megatron_npu.hosts.megatron_core.records import replace
-
-
-def transformer_engine_present() -> str | None:
-    present = importlib.util.find_spec("transformer_engine") is not None
-    return "transformer_engine is installed" if present else None
+from megatron_npu.hosts.megatron_core.records import replace, transformer_engine_present
 
 
 @replace(
     "megatron.core.utils:get_te_version",
-    versions="<0.16",
     condition=transformer_engine_present,
-    why="0.12 imports TransformerEngine for the answer, 0.13 to 0.15 give None, which cannot be compared: "
-    "loading a checkpoint asks",
+    why="0.12 imports TransformerEngine for the answer, 0.13 to 0.16 give None, which cannot be compared: "
+    "loading a checkpoint asks, and the check of --rotary-interleaved",
 )
-def get_te_version() -> Any:
+def get_te_version() -> Version:
     """Return version 0, older than any that is asked for."""
     return Version("0")

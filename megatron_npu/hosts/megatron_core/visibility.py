@@ -24,8 +24,8 @@ def window_of(module: Any) -> Window:
 
 
 def _configured_window(module: Any) -> tuple[int, int] | None:
-    """Return ``config.window_size`` where this layer has it (``window_attn_skip_freq``)."""
-    return getattr(module.scale_mask_softmax, "window_size", None)  # absent before 0.16
+    """Return ``config.window_size`` where this layer has it (``window_attn_skip_freq``, since 0.15)."""
+    return vars(module.scale_mask_softmax).get("window_size", module.config.window_size)
 
 
 def visible(module: Any, mask: Tensor | None, causal: bool, batch: int) -> dict[str, Any]:

@@ -62,8 +62,8 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, dtype=dtype, device=here(), requires_grad=True)
 
 
-def make_config(**changes):
-    """Return a small TransformerConfig."""
+def make_config(kind=None, **changes):
+    """Return a small TransformerConfig, or one of a class derived from it."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     values = {
@@ -74,4 +74,4 @@ def make_config(**changes):
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
-    return TransformerConfig(**{**values, **changes})
+    return (kind or TransformerConfig)(**{**values, **changes})

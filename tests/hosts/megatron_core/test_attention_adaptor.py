@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 
 from megatron_npu import settings
+from megatron_npu.errors import UsageError
 from megatron_npu.hosts.megatron_core import visibility
 from megatron_npu.ops.attention import documents
 from tests.hosts.megatron_core.conftest import here, load_stock, make_config
@@ -14,7 +18,7 @@ from tests.hosts.megatron_core.test_adaptors import same_gradients
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
-def attention_pair(**changes):
+def attention_pair(layer=1, **changes):
     """Return our attention module and a stock one, with the same configuration."""
     from megatron.core.transformer import dot_product_attention as patched
     from megatron.core.transformer.enums import AttnMaskType
@@ -24,7 +28,7 @@ def attention_pair(**changes):
     arguments = {"softmax_scale": changes.pop("softmax_scale", None)}
     config = make_config(attention_softmax_in_fp32=True, **changes)
     return tuple(
-        module.DotProductAttention(config, 1, kind, "self", **arguments).train()
+        module.DotProductAttention(config, layer, kind, "self", **arguments).train()
         for module in (patched, stock)
     )
 
@@ -50,6 +54,8 @@ def qkv(queries=12, keys=12, heads=4, groups=4, dtype=torch.float32):
         {"window_size": (3, 0)},
         {"window_size": (3, 2)},
         {"window_size": (40, 0), "num_query_groups": 1},
+        {"window_size": (3, 0), "window_attn_skip_freq": 2},
+        {"window_size": (3, 0), "window_attn_skip_freq": [0, 1], "layer": 2},
     ],
     ids=lambda changes: "-".join(changes) or "causal",
 )
@@ -273,6 +279,79 @@ def test_recomputation_drops_the_same_weights():
     result.backward(grad)
     for left, leaf in zip(plain, leaves, strict=True):
         assert torch.equal(left, leaf.grad)
+
+
+# -- options of the layer around it -------------------------------------------------------------------
+
+
+def self_attention(backend, **changes):
+    """Return a layer's self-attention with core attention of ``backend``, and always the same weights."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    torch.manual_seed(5)
+    spec = changes.pop("spec", {})
+    kind = MLATransformerConfig if spec.get("multi_latent_attention") else None
+    config = make_config(kind, attention_backend=AttnBackend[backend], **changes)
+    layer = build_module(
+        get_gpt_layer_local_spec(**spec).submodules.self_attention, config=config, layer_number=1
+    )
+    return layer.train().to(here())
+
+
+LATENT = {"kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_output_gate": True},
+        {"qk_layernorm": True, "spec": {"qk_layernorm": True}},
+        {"spec": {"qk_l2_norm": True}},
+        {"spec": {"multi_latent_attention": True}, **LATENT},
+        {"spec": {"multi_latent_attention": True}, **LATENT, "q_lora_rank": 8, "rope_type": "rope"},
+    ],
+    ids=["gate", "qk-layernorm", "qk-l2-norm", "latent", "latent-rope"],
+)
+def test_fused_attention_in_the_layer_is_upstreams(changes):
+    fused, unfused = (self_attention(backend, **changes) for backend in ("auto", "unfused"))
+    hidden = torch.randn(9, 2, 32, device=here(), requires_grad=True)
+    same_gradients(fused(hidden, None)[0], unfused(hidden, None)[0], [hidden])
+
+
+def test_two_head_sizes_have_the_scale_of_the_keys():
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    layer = DotProductAttention(make_config(), 1, AttnMaskType.causal, "self", k_channels=12, v_channels=6)
+    query, key, value = leaves_of((7, 2, 4, 12), (7, 2, 4, 12), (7, 2, 4, 6))
+    scores = torch.einsum("ibnd,jbnd->bnij", query, key) / 12**0.5
+    scores.masked_fill_(torch.ones(7, 7, device=here()).triu(1).bool(), float("-inf"))
+    expected = torch.einsum("bnij,jbnd->ibnd", scores.softmax(-1), value).flatten(2)
+    same_gradients(layer(query, key, value, None), expected, [query, key, value])
+
+
+def test_qk_l2_norm_of_the_script_reaches_the_local_spec(monkeypatch):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.torch_norm import L2Norm
+
+    def norm(**arguments):
+        return get_gpt_layer_local_spec(**arguments).submodules.self_attention.submodules.q_layernorm
+
+    script = types.SimpleNamespace(_GLOBAL_ARGS=None)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", script)
+    assert norm() is not L2Norm
+    script._GLOBAL_ARGS = types.SimpleNamespace(qk_l2_norm=True)
+    assert norm() is L2Norm
+    assert norm(qk_l2_norm=False) is not L2Norm
+
+
+@pytest.mark.parametrize("option", ["qk_clip", "log_max_attention_logit"])
+def test_the_maximum_of_scores_is_refused(option):
+    with pytest.raises(UsageError, match="--" + option.replace("_", "-")):
+        attention_pair(**{option: True})
 
 
 # -- what goes to upstream's forward ----------------------------------------------------------------

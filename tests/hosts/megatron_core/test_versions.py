@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,42 @@ def test_tensor_parallel_in_bf16_with_distributed_optimizer(numbers, tmp_path, r
     flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--bf16"]
     tensor = curve(numbers, tmp_path, root, *flags, "--use-distributed-optimizer", processes=2)
     assert tensor == pytest.approx(installed, rel=1e-2)
+
+
+WINDOW = """
+import sys
+import torch
+import torch.distributed as dist
+import megatron_npu
+
+megatron_npu.install()
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+dist.init_process_group("nccl", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+config = TransformerConfig(
+    num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0, window_size=(3, 0)
+)
+layer = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+query, key, value = torch.randn(3, 12, 2, 4, 8)
+scores = torch.einsum("ibnd,jbnd->bnij", query, key) / 8**0.5
+seen = torch.ones(12, 12).tril() * torch.ones(12, 12).triu(-3)
+expected = torch.einsum("bnij,jbnd->ibnd", scores.masked_fill(seen == 0, -1e9).softmax(-1), value).flatten(2)
+torch.testing.assert_close(layer(query, key, value, None), expected)
+assert config.window_size == (3, 0)
+"""
+
+
+def test_windows_where_upstream_refuses_them(tmp_path, root) -> None:
+    """The local attention has had windows since 0.15 only."""
+    path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
+    environment = tiny.environment() | {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)}
+    subprocess.run(
+        [sys.executable, "-c", WINDOW, tmp_path / "store"], env=environment, check=True, timeout=120
+    )
 
 
 def test_interleaved_pipeline(numbers, tmp_path, root, installed) -> None:
