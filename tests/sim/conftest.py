@@ -36,13 +36,16 @@ def inside() -> bool:
     return settings.SIM.enabled()
 
 
-def run_simulated(*command: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
+def run_simulated(
+    *command: str, timeout: float = 300, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess:
     """Run ``megatron-npu sim -- command`` and return what it did; both outputs as one text in ``stdout``."""
     # The CPU-only settings of the surrounding run must not follow into a process that has NPUs.
     inherited = {name: value for name, value in os.environ.items() if name != settings.DEVICE.name}
     return subprocess.run(
         [sys.executable, "-m", "megatron_npu", "sim", "--", *command],
         env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), **environment},
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

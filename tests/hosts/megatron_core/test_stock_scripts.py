@@ -12,60 +12,13 @@ import pytest
 
 from tests.conftest import checkout
 from tests.end_to_end import tiny
-
-# --transformer-impl is left at its default, transformer_engine, which is not installed
-FLAGS = [
-    *"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64".split(),
-    *"--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3".split(),
-    *"--train-iters 6 --log-interval 1 --eval-interval 100 --eval-iters 1 --split 90,5,5 --mock-data".split(),
-    *"--tokenizer-type NullTokenizer --vocab-size 1023 --attention-dropout 0 --hidden-dropout 0".split(),
-]
+from tests.hosts.megatron_core.stock import FLAGS, final_loss, losses, norms, pretrain
 
 
 @pytest.fixture(scope="module")
 def tree() -> Path:
     pytest.importorskip("megatron.core")
     return checkout("megatron_core", "0.16.1")
-
-
-def git_status(tree: Path) -> str:
-    return subprocess.run(
-        ["git", "-C", tree, "status", "--short"], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
-
-
-def pretrain(
-    tree: Path, folder: Path, *changes: str, processes: int = 1, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run the script in ``folder``; it must leave the tree as it is."""
-    before = git_status(tree)
-    done = subprocess.run(
-        tiny.command("run", str(tree / "pretrain_gpt.py"), *FLAGS, *changes, processes=processes),
-        env=tiny.environment() | {"MEGATRON_LM_PATH": str(tree)} | variables,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert git_status(tree) == before
-    return done
-
-
-def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
-    """Return the training losses that the script has logged, one for each iteration."""
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [float(loss) for loss in re.findall(r"iteration .* lm loss: (\S+)", done.stdout)]
-
-
-def norms(done: subprocess.CompletedProcess[str]) -> list[float]:
-    """Return the norms of the gradient that the script has logged."""
-    return [float(norm) for norm in re.findall(r"grad norm: (\S+)", done.stdout)]
-
-
-def final_loss(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the loss on the test set."""
-    return re.search(r"test set \| lm loss value: (\S+)", done.stdout)[1]
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +117,7 @@ def test_no_command_is_needed_where_the_package_is_installed(tree: Path, tmp_pat
     if not [point for point in entry_points(group="torch.backends") if point.name == "megatron_npu"]:
         pytest.skip("megatron_npu is on the path but not installed: torch finds no entry point")
     done = subprocess.run(
-        [sys.executable, tree / "pretrain_gpt.py", *FLAGS],
+        [sys.executable, tree / "pretrain_gpt.py", "--mock-data", *FLAGS],
         env=tiny.environment() | {"MEGATRON_LM_PATH": str(tree), "MEGATRON_NPU_AUTOLOAD": "1"},
         cwd=tmp_path,
         capture_output=True,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import checkout
-from tests.end_to_end import tiny
-from tests.hosts.megatron_core.test_stock_scripts import FLAGS, git_status, losses, pretrain
-from tests.sim.conftest import run_simulated, unavailable
+from tests.hosts.megatron_core.stock import losses, pretrain
+from tests.sim.conftest import unavailable
 
 LIMIT = 1e-4  # relative, fp32
 
@@ -37,14 +35,6 @@ def on_cpu(tree: Path, start: list[str], tmp_path_factory: pytest.TempPathFactor
     return losses(pretrain(tree, tmp_path_factory.mktemp("cpu"), *start))
 
 
-def on_npu(tree: Path, *changes: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    before = git_status(tree)
-    command = tiny.command("run", str(tree / "pretrain_gpt.py"), *FLAGS, *changes, processes=processes)
-    done = run_simulated(*command, MEGATRON_LM_PATH=str(tree))
-    assert git_status(tree) == before
-    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout, done.stdout)
-
-
 @pytest.mark.parametrize(
     ("processes", "changes"),
     [
@@ -52,7 +42,7 @@ def on_npu(tree: Path, *changes: str, processes: int = 1) -> subprocess.Complete
         (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer"]),
     ],
 )
-def test_the_curve_is_that_of_the_cpu(tree, start, on_cpu, processes, changes) -> None:
-    done = on_npu(tree, *start, *changes, processes=processes)
+def test_the_curve_is_that_of_the_cpu(tree, tmp_path, start, on_cpu, processes, changes) -> None:
+    done = pretrain(tree, tmp_path, *start, *changes, processes=processes, device="npu")
     assert losses(done) == pytest.approx(on_cpu, rel=LIMIT)
     assert "npu/hccl" in done.stdout
