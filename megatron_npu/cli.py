@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 
-from megatron_npu import settings
+from megatron_npu import __version__, settings
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.hooks import DriftError
 from megatron_npu.patching.pins import PinError
@@ -38,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"megatron_npu {__version__}")
+        return 0
     if argv[0] not in COMMANDS:
         print(f"megatron-npu: no command {argv[0]!r}\n{_usage()}", file=sys.stderr)
         return 2
@@ -47,6 +50,9 @@ def main(argv: list[str] | None = None) -> int:
         if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
             settings.check()
         return getattr(importlib.import_module(module), function)(argv[1:]) or 0
+    except BrokenPipeError:  # the reader (head, say) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 1
     except (UsageError, DriftError, PinError) as error:
         print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
         return 2

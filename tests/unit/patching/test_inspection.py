@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -125,6 +126,33 @@ def test_static_ledger_shows_every_record_as_pending(found: host.Host, capsys: p
     assert counts["pending"] == sum(counts.values()) >= 10
 
 
+def test_the_variable_names_the_megatron_where_no_flag_does(
+    tree: Path, pins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tree))
+    assert inspection.check(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["root"] == str(tree)
+    assert report["pinned"] == [report["version"]]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["pin", "--megatron", str(tree), "--output", str(tmp_path / "file")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "--output" in error
+
+
+def test_a_reader_that_has_seen_enough_is_no_traceback(found: host.Host) -> None:
+    command = f"{sys.executable} -m megatron_npu check | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("arguments", [["--megatron", "no/such/place"], ["--host", "no_such_host"]])
 @pytest.mark.parametrize("command", ["check", "pin", "ledger"])
 def test_bad_usage_is_one_line(
@@ -134,3 +162,11 @@ def test_bad_usage_is_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert arguments[1] in error
+
+
+def test_a_module_that_there_is_not_is_one_line(found: host.Host) -> None:
+    command = [sys.executable, "-m", "megatron_npu", "ledger", "--import", "megatron.core.nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert "no module megatron.core.nowhere" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
