@@ -14,8 +14,13 @@ from megatron_npu.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Timing is no matter of tests: a busy machine may take seconds for an example.
-hypothesis.settings.register_profile("untimed", deadline=None)
+# Timing is no matter of tests: a busy machine may take seconds for an example. And what fixtures hold here
+# serves all examples of a test.
+hypothesis.settings.register_profile(
+    "untimed",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
 hypothesis.settings.load_profile("untimed")
 
 

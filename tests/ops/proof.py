@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.tolerances import assert_near
 
-RELAXED = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+RELAXED = settings(max_examples=15)
 
 
 def rows_of(widths: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, int, int]]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.ops.attention import Packed, attention
 from tests.ops.attention_formula import LAYOUTS, formula, in_layout, packed_formula, visible
 from tests.ops.tolerances import assert_near
 
-RELAXED = settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+RELAXED = settings(max_examples=20)
 SCALE = 0.3
 
 sizes = st.integers(1, 19)

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,7 +32,7 @@ def tiny_tiles(monkeypatch):
 limits = st.none() | st.integers(0, 12)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     queries=st.integers(1, 23),
     keys=st.integers(1, 23),
@@ -63,7 +63,7 @@ def test_any_tiling(tiny_tiles, queries, keys, groups, causal, window, offset, m
         assert_near(left, right, torch.float32, f"gradient {index}")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     queries=st.integers(0, 12),
     keys=st.integers(0, 12),

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
@@ -86,7 +86,7 @@ def cuda_on_the_host(monkeypatch):
     cuda._block_mask.cache_clear()
 
 
-QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=25)
 limits = st.none() | st.integers(0, 12)
 
 

@@ -75,7 +75,7 @@ def test_table(case, mode, pre, after):
     assert (call.sparse_mode, call.pre_tockens, call.next_tockens) == (mode, pre, after)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     queries=st.integers(1, 12),
     keys=st.integers(1, 12),

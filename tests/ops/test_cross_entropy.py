@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.ops import cross_entropy
@@ -35,7 +35,7 @@ def check(logits, target, dtype, loss, smoothing, scale=1.0):
     assert_near(ours, right, dtype, "gradient")
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(
     tokens=st.tuples(st.integers(1, 7), st.integers(1, 3)),
     vocabulary=st.integers(2, 70),

@@ -115,7 +115,7 @@ def test_dense_layouts(layout, mode, dtype):
         )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from(DENSE),
     st.sampled_from(MODES),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.sim.against_fp64 import DTYPES, compare
 
 pytestmark = pytest.mark.simulated
-few = settings(max_examples=10, deadline=None)
+few = settings(max_examples=10)
 sizes = st.integers(1, 5)
 dtypes = st.sampled_from(DTYPES)
 

@@ -12,7 +12,7 @@ from tests.ops.tolerances import assert_near
 from tests.sim.against_fp64 import DTYPES, compare
 
 pytestmark = pytest.mark.simulated
-few = settings(max_examples=10, deadline=None)
+few = settings(max_examples=10)
 dtypes = st.sampled_from(DTYPES)
 
 

@@ -14,7 +14,7 @@ from tests.sim.against_fp64 import DTYPES, compare
 pytestmark = pytest.mark.simulated
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=3),
     st.sampled_from([1e-3, 0.1]),

@@ -32,7 +32,7 @@ def compiled():
     return module
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 1),
     epochs=st.integers(1, 3),
@@ -55,7 +55,7 @@ def test_samples_begin_where_upstream_begins_them(
         np.testing.assert_array_equal(mine, theirs)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5))
 def test_every_sample_is_taken_once_in_upstreams_order(compiled, sizes):
     results = []
@@ -67,7 +67,7 @@ def test_every_sample_is_taken_once_in_upstreams_order(compiled, sizes):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shares=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=5), size=st.integers(1, 200))
 def test_blends_follow_upstreams_order(compiled, shares, size):
     weights = np.array(shares) / sum(shares)

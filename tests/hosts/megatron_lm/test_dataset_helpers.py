@@ -43,7 +43,7 @@ def same(left, right):
     assert left.dtype == right.dtype
 
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 @few

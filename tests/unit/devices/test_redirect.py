@@ -118,6 +118,15 @@ def test_type_strings_say_cuda_to_megatron_alone(redirection):
     assert tensor.type(torch.float64).dtype is torch.float64
 
 
+def test_device_tensors_are_cuda_to_megatron_alone(redirection):
+    tensor = torch.empty(2)
+    asks = as_megatron("def asks(x): return x.is_cuda")["asks"]
+    assert asks(tensor)
+    assert asks(torch.nn.Parameter(tensor))
+    assert not tensor.is_cuda
+    assert not asks(tensor.to("meta"))
+
+
 def test_torch_itself_still_sees_no_cuda(redirection):
     from torch._inductor.utils import get_gpu_type
 

@@ -79,7 +79,7 @@ def wrapper() -> Callable[[Any], Any]:
     return lambda old: lambda *args: ("wrapped", old(*args))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(steps=STEPS)
 def test_undo_restores_everything(modules: tuple[ModuleType, ModuleType], steps: list) -> None:
     model, user = modules

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_npu import cli
@@ -50,7 +50,7 @@ def texts(prefix: Path, tokenizer: GPT2Tokenizer) -> list[str]:
     return [tokenizer.decode(tokens[a:b]) for a, b in pairwise(ends)]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     documents=st.lists(st.text(max_size=40), min_size=1, max_size=12).filter(any),
     workers=st.integers(2, 3),
