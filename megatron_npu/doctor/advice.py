@@ -14,12 +14,12 @@ LEAST_FREE = 0.5
 
 def advice(report: Report) -> list[str]:
     """Return what to do, most basic things first; nothing where a run can be expected to work."""
-    torch = [report["torch"]["error"]] if "torch" in report else []
+    versions, devices = report.get("versions", {}), report.get("devices", {})
     return [
-        *torch,
-        *_of_megatron(report["megatron"]),
-        *_of_versions(report["versions"], report.get("devices", {})),
-        *_of_devices(report["versions"], report.get("devices", {})),
+        *(report[part]["error"] for part in ("settings", "torch") if part in report),
+        *_of_megatron(report.get("megatron", {})),
+        *_of_versions(versions, devices),
+        *_of_devices(versions, devices),
         *_of_ledger(report.get("ledger", {})),
         *_of_operations(report.get("operations", {})),
         *_of_communication(report.get("communication", {})),

@@ -6,8 +6,10 @@ import argparse
 import json
 from typing import Any
 
+from megatron_npu import settings
 from megatron_npu.doctor import examine, software
 from megatron_npu.doctor.advice import Report, advice
+from megatron_npu.errors import UsageError
 
 
 def main(argv: list[str]) -> int:
@@ -44,6 +46,10 @@ def examined(megatron: str | None = None, *, quick: bool) -> Report:
     Raises:
         UsageError: there is no Megatron in the folder ``megatron``.
     """
+    try:
+        settings.check()
+    except UsageError as error:  # nothing runs with such an environment
+        return {"environment": examine.environment(), "settings": {"error": str(error)}}
     examine.use(megatron)
     trouble = software.torch_trouble()
     report: Report = {

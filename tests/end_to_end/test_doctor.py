@@ -102,6 +102,12 @@ def test_an_absent_device_is_told(examined, monkeypatch):
     assert any("MEGATRON_NPU_DEVICE=npu" in line for line in examined()["advice"])
 
 
+def test_a_misspelt_variable_is_told(examined, monkeypatch):
+    monkeypatch.setenv("MEGATRON_NPU_STRIKT", "1")
+    (line,) = examined()["advice"]
+    assert "expected MEGATRON_NPU_STRICT" in line
+
+
 def test_a_megatron_that_is_too_old_is_told(examined, megatron):
     (line,) = examined("--megatron", str(megatron))["advice"]
     assert "megatron-core 0.11.0" in line
