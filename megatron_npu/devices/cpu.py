@@ -199,7 +199,8 @@ def _device_names(device: CpuDevice) -> dict[str, Any]:
         "device": _DeviceContext,
         "device_count": device.count,
         "get_device_properties": lambda *_: properties,
-        "get_device_capability": lambda *_: (0, 0),
+        # Asked for only by --moe-grouped-gemm, whether bf16 is native; as on the npu.
+        "get_device_capability": lambda *_: (8, 0),
         "get_device_name": lambda *_: "cpu",
         "synchronize": no_operation,
         "_lazy_init": no_operation,

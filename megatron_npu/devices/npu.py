@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ _SAME_NAME = (
     "synchronize _lazy_init _lazy_call get_rng_state set_rng_state manual_seed manual_seed_all "
     "initial_seed Stream Event ExternalStream current_stream default_stream stream set_stream "
     "memory_stats memory_allocated memory_reserved max_memory_allocated max_memory_reserved "
-    "reset_peak_memory_stats empty_cache mem_get_info default_generators is_current_stream_capturing "
+    "reset_peak_memory_stats empty_cache mem_get_info is_current_stream_capturing "
     "utilization OutOfMemoryError"
 ).split()
 _RANDOM = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "initial_seed")
@@ -88,10 +88,22 @@ class NpuDevice(Device):
         npu = torch.npu
         names = {name: _naming_npu(getattr(npu, name)) for name in _SAME_NAME if hasattr(npu, name)}
         names |= {f"random.{name}": names[name] for name in _RANDOM if name in names}
+        names["default_generators"] = _DefaultGenerators()
         names["get_device_capability"] = lambda *_: _CAPABILITY
         names["get_device_properties"] = _with_capability(names["get_device_properties"])
         names |= {f"nvtx.{name}": no_operation for name in ("range_push", "range_pop", "mark")}
         return names | tensor_types("npu")
+
+
+class _DefaultGenerators(Sequence):
+    """``torch.npu.default_generators``, which torch_npu replaces by another tuple when the device starts."""
+
+    def __getitem__(self, index: Any) -> Any:
+        torch.npu._lazy_init()
+        return torch.npu.default_generators[index]
+
+    def __len__(self) -> int:
+        return len(torch.npu.default_generators)
 
 
 def _saturates() -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from megatron_npu.devices import hccl
+from megatron_npu.devices import gloo, hccl
 from megatron_npu.devices.base import Device
 from megatron_npu.devices.cpu import CpuDevice
 
@@ -163,9 +163,19 @@ class Redirection:
         self._set(torch.Tensor, "cuda", cuda(tensor_to))
         self._set(torch.nn.Module, "cuda", cuda(module_to))
         self._set(torch.Tensor, "type", type_)
+        self._set(torch.Tensor, "is_cuda", property(self._is_device_tensor))
         if name == "cpu":
             self._set(torch.Tensor, "pin_memory", lambda self, device=None: self)
             self._set(torch.Tensor, "record_stream", lambda self, stream: None)
+
+    def _is_device_tensor(self, tensor: torch.Tensor) -> bool:
+        """Return ``tensor.is_cuda`` as Megatron means it: it decides what is brought to the host.
+
+        Without it, expert-parallel all-to-all takes its split sizes from a tensor on the device
+        (``maybe_move_tensor_to_cpu`` of moe_utils).
+        """
+        kind = tensor.device.type
+        return kind == "cuda" or (kind == self.device.name and _is_host(_caller()))
 
     def _redirect_autocast(self) -> None:
         original, name = torch.autocast.__init__, self.device.name
@@ -226,6 +236,10 @@ class Redirection:
             self._set(dist, "all_reduce", all_reduce)
             self._set(dist.distributed_c10d, "all_reduce", all_reduce)
         if cpu:
+            for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+                collective = gloo.regardless_of_shape(getattr(dist, name))
+                self._set(dist, name, collective)
+                self._set(dist.distributed_c10d, name, collective)
             self._keep_sent_memory()
             barrier = dist.barrier
             self._set(
