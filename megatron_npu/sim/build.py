@@ -37,7 +37,7 @@ _RUNTIME_SOURCES = (
     "hccl_p2p.cpp"
 ).split()
 _RUNTIME_HEADERS = (
-    "runtime.h codes.h failure.h hccl_abi.h hccl_call.h hccl_reduce.h hccl_segment.h hccl_exchange.h "
+    "runtime.h codes.h failure.h half.h hccl_abi.h hccl_call.h hccl_reduce.h hccl_segment.h hccl_exchange.h "
     "hccl_communicator.h hccl_collectives.h"
 ).split()
 _COMPUTE_SOURCES = ("compute.cpp",)

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "codes.h"
+#include "half.h"
 #include "runtime.h"
 
 // Opaque to torch_npu, which only passes pointers on.
@@ -77,24 +78,19 @@ void write_as(char* memory, double value) {
   std::memcpy(memory, &converted, sizeof converted);
 }
 
+void write_bits(char* memory, uint16_t bits) { std::memcpy(memory, &bits, sizeof bits); }
+
 void write(char* memory, int type, double value) {
   std::memset(memory, 0, element_size(type));
   switch (type) {
     case kFloat: case kComplex64: return write_as<float>(memory, value);
     case kDouble: case kComplex128: return write_as<double>(memory, value);
-    case kHalf: return write_as<_Float16>(memory, value);
+    case kHalf: return write_bits(memory, Half::store(static_cast<float>(value)));
+    case kBFloat16: return write_bits(memory, BFloat16::store(static_cast<float>(value)));
     case kInt16: return write_as<int16_t>(memory, value);
     case kInt32: return write_as<int32_t>(memory, value);
     case kInt64: return write_as<int64_t>(memory, value);
-    case kBFloat16: {
-      // Rounds to nearest, ties to even, as torch does. NaN would need care but is no padding.
-      uint32_t bits;
-      write_as<float>(reinterpret_cast<char*>(&bits), value);
-      uint16_t high = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-      std::memcpy(memory, &high, sizeof high);
-      return;
-    }
-    default: memory[0] = static_cast<char>(value);
+    default: memory[0] = static_cast<char>(static_cast<int64_t>(value));  // char has no sign on every machine
   }
 }
 
