@@ -36,17 +36,18 @@ def build_sample_idx_int32(*args: Any, **kwargs: Any) -> NDArray[np.int32]:
 
 
 def build_exhaustive_blending_indices(
-    dataset_index: NDArray[np.int16], dataset_sample_index: Int64, sizes: Int64, num_datasets: int
+    dataset_index: NDArray[np.int16], dataset_sample_index: Int64, sizes: Int64 | list[int], num_datasets: int
 ) -> None:
     """Take every sample of every dataset once, each from the dataset that lags most behind its share.
 
     Args:
         dataset_index: ``[sum of sizes]``, is filled: the dataset of each sample.
         dataset_sample_index: ``[sum of sizes]``, is filled: its number in that dataset.
-        sizes: ``[num_datasets]``, the samples to take from each.
+        sizes: ``[num_datasets]``, the samples to take from each; a list will do, as for the extension.
     """
-    total = int(sizes[:num_datasets].sum())
-    shares = [int(size) / total for size in sizes[:num_datasets]]
+    counts = [int(size) for size in sizes[:num_datasets]]
+    total = sum(counts)
+    shares = [count / total for count in counts]
     taken = [0] * num_datasets
     unspent = list(range(num_datasets))
     sample = 0
@@ -56,6 +57,6 @@ def build_exhaustive_blending_indices(
         dataset_index[sample] = chosen
         dataset_sample_index[sample] = taken[chosen]
         taken[chosen] += 1
-        if taken[chosen] == sizes[chosen]:
+        if taken[chosen] == counts[chosen]:
             unspent.remove(chosen)
         sample += 1
