@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from megatron_npu import devices
-from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, replace
+from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, replace, transformer_engine_present, wrap
 
 
 @replace(
@@ -17,3 +21,20 @@ from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, replace
 def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
     """Put ``new_state`` into the generator of this process's device, now."""
     devices.current().set_rng_state(new_state)
+
+
+@wrap(
+    "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+    versions=">=0.13",
+    condition=transformer_engine_present,
+    why="upstream takes its own default, fp8=False, for fp8: the recomputation of moe_act and mla_up_proj "
+    "ends in a NameError without TransformerEngine",
+)
+def without_fp8(original: Callable[..., None]) -> Callable[..., None]:
+    """Say None for no fp8."""
+
+    @functools.wraps(original)
+    def initialise(self: Any, fp8: Any = None) -> None:
+        original(self, fp8 or None)
+
+    return initialise

@@ -1,0 +1,147 @@
+"""Matrix products of groups of rows, each with a weight of its own: the experts of a mixture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_npu.ops.dispatch import Operation
+
+
+def grouped_matmul(input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Return the products of the first ``counts[0]`` rows with ``weight[0]``, the next with ``weight[1]``, …
+
+    Args:
+        input: ``[t, k]``, fp32, bf16 or fp16, the rows of each expert together.
+        weight: ``[e, k, n]``, of the dtype of ``input``.
+        counts: ``[e]``, integers on any device, how many rows each expert has; their sum is t. 0 is allowed.
+
+    Returns:
+        ``[t, n]``. An expert without rows gets a weight gradient of zeros.
+
+    Raises:
+        ValueError: the shapes do not fit.
+
+    Source: ``grouped_gemm.ops.gmm`` of the package grouped_gemm 1.1.4, which Megatron asks for.
+    """
+    if input.dim() != 2 or weight.dim() != 3 or input.size(1) != weight.size(1):
+        raise ValueError(f"[t, k] and [e, k, n] do not fit: {tuple(input.shape)}, {tuple(weight.shape)}")
+    if counts.shape != weight.shape[:1]:
+        raise ValueError(f"{weight.size(0)} experts need as many counts, given {tuple(counts.shape)}")
+    return _GroupedMatmul.apply(input, weight, counts)
+
+
+def _by_row_reference(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    parts = rows.split(counts.tolist())
+    return torch.cat([part @ each for part, each in zip(parts, weight, strict=True)])
+
+
+def _by_expert_reference(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+    sizes = counts.tolist()
+    pairs = zip(rows.split(sizes), grad.split(sizes), strict=True)
+    return torch.stack([part.t() @ of_part for part, of_part in pairs])
+
+
+# [t, k], [e, k, n] and [e] to [t, n]; and the gradient of the weights: [t, k], [t, n] and [e] to [e, k, n]
+_by_row = Operation("grouped_matmul", _by_row_reference)
+_by_expert = Operation("grouped_matmul_weight_gradient", _by_expert_reference, group="grouped_matmul")
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """Three grouped products: the result, and the gradient of either factor."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(input, weight, counts)
+        return _by_row(input.contiguous(), weight, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        input, weight, counts = ctx.saved_tensors
+        grad = grad.contiguous()
+        d_input = _by_row(grad, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
+        d_weight = _by_expert(input.contiguous(), grad, counts) if ctx.needs_input_grad[1] else None
+        return d_input, d_weight, None
+
+
+@_by_row.on("cpu")
+def _by_row_cpu(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    output = rows.new_empty(rows.size(0), weight.size(2))
+    sizes = counts.tolist()
+    for part, each, result in zip(rows.split(sizes), weight, output.split(sizes), strict=True):
+        torch.mm(part, each, out=result)
+    return output
+
+
+@_by_expert.on("cpu")
+def _by_expert_cpu(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+    output = rows.new_empty(len(counts), rows.size(1), grad.size(1))
+    sizes = counts.tolist()
+    for part, of_part, result in zip(rows.split(sizes), grad.split(sizes), output, strict=True):
+        torch.mm(part.t(), of_part, out=result)
+    return output
+
+
+def _beyond_cuda(rows: Tensor, other: Tensor, counts: Tensor) -> str | None:
+    """Return which limit of torch's ``grouped_mm`` (2.13) the call exceeds."""
+    if rows.dtype is not torch.bfloat16:
+        return f"torch's grouped_mm on cuda takes bf16, not {rows.dtype}"
+    if rows.size(1) % 8 or other.size(-1) % 8:
+        return f"torch's grouped_mm takes sizes in multiples of 8, not {rows.size(1)} and {other.size(-1)}"
+    return None
+
+
+def _ends(counts: Tensor, device: torch.device) -> Tensor:
+    return counts.to(device, non_blocking=True).cumsum(0, dtype=torch.int32)
+
+
+@_by_row.on("cuda", supports=_beyond_cuda)
+def _by_row_cuda(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return F.grouped_mm(rows, weight, offs=_ends(counts, rows.device))
+
+
+@_by_expert.on("cuda", supports=_beyond_cuda)
+def _by_expert_cuda(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+    counts = counts.to(rows.device, non_blocking=True)
+    output = F.grouped_mm(rows.t(), grad, offs=_ends(counts, rows.device))
+    return output.masked_fill_((counts == 0)[:, None, None], 0.0)  # nothing promises that those are written
+
+
+# torch_npu 2.13, npu_grouped_matmul: sizes of the last dimensions, and number of experts
+_NPU_SIZE, _NPU_EXPERTS = 65536, 1024
+
+
+def _beyond_npu(rows: Tensor, other: Tensor, counts: Tensor) -> str | None:
+    """Return which documented limit of ``npu_grouped_matmul`` (torch_npu 2.13) the call exceeds."""
+    if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"npu_grouped_matmul takes no {rows.dtype}"
+    if max(rows.size(1), other.size(-1)) >= _NPU_SIZE:
+        return f"npu_grouped_matmul takes sizes below {_NPU_SIZE}"
+    if len(counts) > _NPU_EXPERTS:
+        return f"npu_grouped_matmul takes {_NPU_EXPERTS} experts, not {len(counts)}"
+    if not rows.size(0):
+        return "npu_grouped_matmul is given no row"
+    return None
+
+
+def _npu(left: Tensor, right: Tensor, counts: Tensor, group_type: int) -> Tensor:
+    import torch_npu
+
+    counts = counts.to(left.device, torch.int64, non_blocking=True)
+    options = {"split_item": 3, "group_type": group_type, "group_list_type": 1}
+    return torch_npu.npu_grouped_matmul([left], [right], group_list=counts, **options)[0]
+
+
+@_by_row.on("npu", supports=_beyond_npu)
+def _by_row_npu(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return _npu(rows, weight, counts, group_type=0)
+
+
+@_by_expert.on("npu", supports=_beyond_npu)
+def _by_expert_npu(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+    return _npu(rows.t(), grad, counts, group_type=2).view(len(counts), rows.size(1), grad.size(1))
