@@ -159,7 +159,7 @@ def simulator_values() -> dict[str, str]:
         UsageError: a number is none, or not positive where it must be.
     """
     return {
-        "devices": str(_count(SIM_DEVICES, 1)),
+        "devices": str(_count(SIM_DEVICES, 1, 64)),
         "soc": SIM_SOC.get(),
         "memory": str(_bytes(SIM_MEMORY)),
         "memcheck": SIM_MEMCHECK.get(),
@@ -169,11 +169,12 @@ def simulator_values() -> dict[str, str]:
     }
 
 
-def _count(variable: Variable, least: int) -> int:
+def _count(variable: Variable, least: int, most: int | None = None) -> int:
     value = variable.get()
-    if not value.isdecimal() or int(value) < least:
+    if not value.isdecimal() or int(value) < least or (most is not None and int(value) > most):
+        admitted = f"from {least} on" if most is None else f"from {least} to {most}"
         raise UsageError(
-            f"{variable.name}={value}", f"a whole number from {least} on", f"Default: {variable.default}."
+            f"{variable.name}={value}", f"a whole number {admitted}", f"Default: {variable.default}."
         )
     return int(value)
 

@@ -8,8 +8,10 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from megatron_npu import settings
+from megatron_npu.errors import UsageError
 
 
 def root() -> Path:
@@ -26,17 +28,31 @@ def say(text: str) -> None:
     print(f"megatron-npu sim: {text}", file=sys.stderr, flush=True)
 
 
+def _lock_file(name: str) -> TextIO:
+    try:
+        root().mkdir(parents=True, exist_ok=True)
+        return (root() / f"{name}.lock").open("w")
+    except OSError as error:
+        raise UsageError(
+            f"the simulator's cache {root()} ({error.strerror})",
+            "a directory that can be made and written to",
+            f"Name another one with {settings.SIM_CACHE.name}.",
+        ) from error
+
+
 def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
     """Return the cached directory ``name``, made by ``prepare(directory)`` if it is not there yet.
 
     It is filled under a temporary name and renamed, so what has its final name is complete. A file lock
     lets the first of several processes (torchrun's ranks, xdist's workers) prepare and the others wait.
+
+    Raises:
+        UsageError: the cache cannot be written to.
     """
     final = root() / name
     if final.is_dir():
         return final
-    root().mkdir(parents=True, exist_ok=True)
-    with (root() / f"{name}.lock").open("w") as lock:
+    with _lock_file(name) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if final.is_dir():
             return final

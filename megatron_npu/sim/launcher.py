@@ -10,17 +10,17 @@ from pathlib import Path
 
 from megatron_npu import settings
 from megatron_npu.errors import UsageError
-from megatron_npu.sim import build, site
+from megatron_npu.sim import build, cache, site
 
 BOOT = Path(__file__).resolve().parent / "boot"
-_PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+_INTERRUPTED = 130  # what a shell reports of a command that Ctrl-C ended
 
 _DESCRIPTION = """Run COMMAND with the real torch_npu on simulated NPUs: device memory is host memory, kernels
 are CPU kernels, HCCL is shared memory. Its child processes see the NPUs too. See docs/simulator.md."""
 
 
 def main(argv: list[str]) -> int:
-    """Prepare what is missing, then become COMMAND; returns only for a usage error.
+    """Prepare what is missing, then become COMMAND; returns only if the preparation was interrupted.
 
     Raises:
         UsageError: no command, a command that is not there, or a machine that cannot be prepared.
@@ -40,7 +40,11 @@ def main(argv: list[str]) -> int:
     if options.soc:
         os.environ[settings.SIM_SOC.name] = options.soc
     program = _find(command[0])
-    environment = prepare()
+    try:
+        environment = prepare()
+    except KeyboardInterrupt:
+        cache.say("interrupted; the next use begins this preparation again")
+        return _INTERRUPTED
     sys.stdout.flush()
     # Python finds its virtual environment by argv[0]: the bare name would be looked up on PATH
     os.execve(program, [program, *command[1:]], environment)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_npu.sim import site
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = [sys.executable, "-m", "megatron_npu", "sim"]
 
@@ -44,7 +46,14 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         ("name", "value"),
-        [("DEVICES", "0"), ("DEVICES", "two"), ("MEMORY", "0"), ("MEMORY", "4T"), ("MEMCHECK", "yes")],
+        [
+            ("DEVICES", "0"),
+            ("DEVICES", "65"),
+            ("DEVICES", "two"),
+            ("MEMORY", "0"),
+            ("MEMORY", "4T"),
+            ("MEMCHECK", "yes"),
+        ],
     )
     def test_a_bad_setting(self, name, value):
         variable = f"MEGATRON_NPU_SIM_{name}"
@@ -60,6 +69,31 @@ class TestRefusals:
             MEGATRON_NPU_SIM_CACHE=str(_cache_with_site(tmp_path)),
         )
         assert_refused(result, "no C++ compiler", "apt install g++")
+
+    def test_a_cache_that_cannot_be_written(self, tmp_path, simulated):
+        (tmp_path / "file").write_text("")
+        result = launch(
+            *("--", "python", "-c", "pass"),
+            MEGATRON_NPU_SIM_SITE=str(site.prepare()),
+            MEGATRON_NPU_SIM_CACHE=str(tmp_path / "file"),
+        )
+        assert_refused(result, f"cache {tmp_path / 'file'}", "MEGATRON_NPU_SIM_CACHE")
+
+    def test_an_interrupted_preparation(self, tmp_path, simulated):
+        """A compiler that presses Ctrl-C."""
+        compiler = tmp_path / "bin" / "g++"
+        compiler.parent.mkdir()
+        compiler.write_text("#!/bin/sh\nkill -INT $PPID\nexec sleep 1\n")
+        compiler.chmod(0o755)
+        result = launch(
+            *("--", "python", "-c", "pass"),
+            PATH=os.pathsep.join([str(compiler.parent), os.environ["PATH"]]),
+            MEGATRON_NPU_SIM_SITE=str(site.prepare()),
+            MEGATRON_NPU_SIM_CACHE=str(tmp_path / "cache"),
+        )
+        assert result.returncode == 130, result.stderr
+        assert "interrupted; the next use begins" in result.stderr.splitlines()[-1]
+        assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
     def test_no_wheel_for_this_torch(self, tmp_path):
         result = launch(
@@ -93,8 +127,6 @@ class TestRefusals:
 
 def _cache_with_site(directory: Path) -> Path:
     """Return an empty cache; the wheel of this session's cache is found in it."""
-    from megatron_npu.sim import site
-
     found = site.prepare()
     cache = directory / "cache"
     cache.mkdir()
