@@ -1,30 +1,39 @@
 """Kernel launches and activation memory of one transformer layer on a simulated NPU.
 
-    megatron-npu sim -- python benchmarks/launches.py
+    megatron-npu sim -- python benchmarks/launches.py                    # megatron-core
+    megatron-npu sim -- python benchmarks/launches.py --megatron PATH    # a checkout of Megatron-LM 285068c8
 
-Forward, backward and optimizer step of a megatron-core GPT in bf16, GPT style (LayerNorm, GELU, learned
-positions, biases) and Llama style (RMSNorm, SwiGLU, rotary positions, grouped queries). Two variants: the
-redirection alone, which lets stock Megatron run on an NPU as torch_npu's transfer_to_npu does, and the whole
-project. A layer is the difference between a model of 2 layers and one of 1, so that embedding, loss and the
+Forward, backward and optimizer step of a GPT in bf16, GPT style (LayerNorm, GELU, learned positions, biases)
+and, not with the tree of 2023, Llama style (RMSNorm, SwiGLU, rotary positions, grouped queries). Two
+variants: the redirection alone, which lets stock Megatron run on an NPU as torch_npu's transfer_to_npu does,
+and the whole project. With the tree of 2023 both have stand-ins for apex, without which it does not start.
+
+A layer is the difference between a model of 2 layers and one of 1, so that embedding, loss and the
 optimizer's constant part do not count. Launches are calls at the lowest level of torch's dispatcher; only the
-ratios mean something (docs/simulator.md). Results go to benchmarks/results/launches.json.
+ratios mean something (docs/simulator.md). Results go to benchmarks/results/launches{,-megatron-lm}.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
+
+from megatron_lm import OPERATIONS, write_vocabulary  # the benchmark beside this one
 
 STYLES, VARIANTS = ("gpt", "llama"), ("redirection", "project")
 HIDDEN, HEADS, GROUPS, VOCABULARY = 256, 4, 2, 512
-RESULT = Path(__file__).parent / "results" / "launches.json"
+RESULTS = Path(__file__).parent / "results"
 
-# The patches that Megatron does not run on an NPU without; "redirection" keeps these only.
+# The patches that megatron-core does not run on an NPU without; "redirection" keeps these only.
 NEEDED = ("megatron.core.jit", "megatron.core.tensor_parallel.random")
 
 
@@ -49,20 +58,22 @@ class Cost:
 
 
 def main() -> None:
-    """Measure both styles in both variants, each in a process of its own, and write the result."""
+    """Measure each style in both variants, each in a process of its own, and write the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--megatron", type=Path, metavar="PATH", help="a checkout of Megatron-LM 285068c8")
     parser.add_argument("--one", nargs=3, metavar=("STYLE", "VARIANT", "LAYERS"), help="measure this one")
     arguments = parser.parse_args()
     if arguments.one:
         style, variant, layers = arguments.one
-        print(json.dumps(asdict(measure(style, variant, int(layers), arguments.sequence))))
+        print(json.dumps(asdict(measure(style, variant, int(layers), arguments))))
         return
-    result = {"sequence": arguments.sequence, "hidden": HIDDEN, "heads": HEADS, "dtype": "bf16", "styles": {}}
-    for style in STYLES:
-        costs = {variant: layer_cost(style, variant, arguments.sequence) for variant in VARIANTS}
+    sizes = {"sequence": arguments.sequence, "hidden": HIDDEN, "heads": HEADS, "dtype": "bf16"}
+    result = {"host": "megatron_lm" if arguments.megatron else "megatron_core", **sizes, "styles": {}}
+    for style in STYLES[:1] if arguments.megatron else STYLES:
+        costs = {variant: layer_cost(style, variant, arguments) for variant in VARIANTS}
         plain, ours = costs["redirection"], costs["project"]
         ratios = {
             "launches": ours.launches / plain.launches,
@@ -70,7 +81,8 @@ def main() -> None:
         }
         result["styles"][style] = {**{name: asdict(cost) for name, cost in costs.items()}, "ratios": ratios}
         show(style, costs, ratios)
-    RESULT.write_text(json.dumps({**result, "date": date.today().isoformat()}, indent=2) + "\n")
+    path = RESULTS / ("launches-megatron-lm.json" if arguments.megatron else "launches.json")
+    path.write_text(json.dumps({**result, "date": date.today().isoformat()}, indent=2) + "\n")
 
 
 def show(style: str, costs: dict[str, Cost], ratios: dict[str, float]) -> None:
@@ -84,54 +96,123 @@ def show(style: str, costs: dict[str, Cost], ratios: dict[str, float]) -> None:
     print(f"activation bytes {ratios['activation_bytes']:.2f}", flush=True)
 
 
-def layer_cost(style: str, variant: str, sequence: int) -> Cost:
+def layer_cost(style: str, variant: str, arguments: argparse.Namespace) -> Cost:
     """Return the cost of one layer."""
-    one, two = (asdict(run_child(style, variant, layers, sequence)) for layers in (1, 2))
+    one, two = (asdict(run_child(style, variant, layers, arguments)) for layers in (1, 2))
     return Cost(**{name: two[name] - one[name] for name in one})
 
 
-def run_child(style: str, variant: str, layers: int, sequence: int) -> Cost:
-    command = [sys.executable, __file__, "--sequence", str(sequence), "--one", style, variant, str(layers)]
-    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+def run_child(style: str, variant: str, layers: int, arguments: argparse.Namespace) -> Cost:
+    """Measure a whole model in a fresh process."""
+    options = ["--sequence", str(arguments.sequence)]
+    options += ["--megatron", str(arguments.megatron)] if arguments.megatron else []
+    command = [sys.executable, __file__, *options, "--one", style, variant, str(layers)]
+    # Bytecode would be written into the checkout.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return Cost(**json.loads(result.stdout.strip().splitlines()[-1]))
 
 
-def measure(style: str, variant: str, layers: int, sequence: int) -> Cost:
+@dataclass
+class Training:
+    """The parts of a training step, in order; ``forget`` drops the gradients of the one before."""
+
+    forget: tuple[Callable[[], Any], ...]
+    loss: Callable[[], Any]
+    reduce: Callable[[], Any]
+    update: Callable[[], Any]
+
+
+def measure(style: str, variant: str, layers: int, arguments: argparse.Namespace) -> Cost:
     """Return the cost of the second step of a whole model; the first one warms up."""
     if variant == "redirection":
         keep_only_what_is_needed()
-    import torch
-
+    if arguments.megatron:
+        sys.path.insert(0, str(arguments.megatron))
     import megatron_npu
     from megatron_npu.sim import counting
 
     megatron_npu.install()
-    model, optimizer = build(style, layers, sequence)
-    tokens = torch.randint(0, VOCABULARY, (1, sequence + 1), device="cuda")
-    positions = torch.arange(sequence, device="cuda")[None]
+    if arguments.megatron:
+        training = prepare_megatron_lm(layers, arguments.sequence)
+    else:
+        training = prepare_megatron_core(style, layers, arguments.sequence)
     for _ in range(2):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
+        for forget in training.forget:
+            forget()
         with counting() as passes:
-            loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).float().mean()
-            loss.backward()
-        model.finish_grad_sync()
-        del loss
+            training.loss().backward()
+        training.reduce()
         with counting() as update:
-            optimizer.step()
+            training.update()
     return Cost(passes.total_launches, update.total_launches, passes.peak)
 
 
 def keep_only_what_is_needed() -> None:
     """Leave out every patch that makes Megatron faster and not just run."""
-    from megatron_npu.patching.record import Patch
+    from megatron_npu.hosts import megatron_core, megatron_lm
+    from megatron_npu.patching.record import registry
 
-    reason = Patch.reason_to_skip
+    for host in (megatron_core, megatron_lm):
+        host.register()
+    registry.patches[:] = [
+        patch
+        for patch in registry.patches
+        if patch.module in NEEDED or (patch.host == "megatron_lm" and not patch.target.startswith(OPERATIONS))
+    ]
 
-    def skip(self: Patch, version: str, device: str) -> str | None:
-        return reason(self, version, device) if self.module in NEEDED else "left out"
 
-    Patch.reason_to_skip = skip
+def prepare_megatron_lm(layers: int, sequence: int) -> Training:
+    """Return the parts of a training step of the tree of 2023: its own model, DDP and optimizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_vocabulary(Path(folder), VOCABULARY)
+        # So small a limit always clips, as in build().
+        sys.argv = f"""launches --num-layers {layers} --hidden-size {HIDDEN} --num-attention-heads {HEADS}
+            --seq-length {sequence} --max-position-embeddings {sequence} --micro-batch-size 1
+            --global-batch-size 1 --train-iters 2 --lr 1e-4 --clip-grad 1e-6 --bf16
+            --vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt
+            --no-masked-softmax-fusion""".split()
+        from megatron.initialize import initialize_megatron
+
+        initialize_megatron(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    import torch
+    from megatron import get_args, get_timers
+    from megatron.model import GPTModel, ModelType
+    from megatron.training import setup_model_and_optimizer
+
+    def provide(pre_process: bool = True, post_process: bool = True) -> GPTModel:
+        return GPTModel(pre_process=pre_process, post_process=post_process)
+
+    (model,), optimizer, _ = setup_model_and_optimizer(provide, ModelType.encoder_or_decoder)
+    rest = get_args(), get_timers()
+    tokens = torch.randint(0, VOCABULARY - 1, (1, sequence + 1), device="cuda")
+    positions = torch.arange(sequence, device="cuda")[None]
+    mask = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device="cuda").triu_(1)
+
+    def loss() -> torch.Tensor:
+        return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).float().mean()
+
+    return Training(
+        (model.zero_grad_buffer, optimizer.zero_grad),
+        loss,
+        lambda: optimizer.reduce_model_grads(*rest),
+        lambda: optimizer.step(*rest),
+    )
+
+
+def prepare_megatron_core(style: str, layers: int, sequence: int) -> Training:
+    """Return the parts of a training step of megatron-core."""
+    import torch
+
+    model, optimizer = build(style, layers, sequence)
+    tokens = torch.randint(0, VOCABULARY, (1, sequence + 1), device="cuda")
+    positions = torch.arange(sequence, device="cuda")[None]
+
+    def loss() -> torch.Tensor:
+        return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).float().mean()
+
+    forget = (model.zero_grad_buffer, optimizer.zero_grad)
+    return Training(forget, loss, model.finish_grad_sync, optimizer.step)
 
 
 def build(style: str, layers: int, sequence: int) -> tuple:

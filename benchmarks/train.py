@@ -144,16 +144,12 @@ def measure_project(model: dict, arguments: argparse.Namespace) -> float:
 def measure_redirection(model: dict, arguments: argparse.Namespace) -> float:
     """The same driver on Megatron's own unfused code: only what makes it run is patched."""
     from megatron_npu import settings
-    from megatron_npu.patching.record import Patch
+    from megatron_npu.hosts import megatron_core
+    from megatron_npu.patching.record import registry
 
     os.environ[settings.KEEP_MEMORY.name] = "0"
-
-    reason = Patch.reason_to_skip
-
-    def skip(self: Patch, version: str, device: str) -> str | None:
-        return "left out" if self.target.startswith(FUSED) else reason(self, version, device)
-
-    Patch.reason_to_skip = skip
+    megatron_core.register()
+    registry.patches[:] = [patch for patch in registry.patches if not patch.target.startswith(FUSED)]
     return measure_project(model, arguments)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_npu.ops.activation import cpu, cuda, npu, reference  # noqa: F401  (each device registers itself)
 
-__all__ = ["bias_gelu", "bias_gelu_backward", "bias_gelu_exact", "geglu", "swiglu", "swiglu_backward"]
+__all__ = ["bias_gelu", "bias_gelu_exact", "geglu", "swiglu", "swiglu_backward"]
 
 
 def bias_gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -29,14 +29,6 @@ def bias_gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
 def bias_gelu_exact(input: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``gelu(input + bias)`` with erf: what upstream's ``erf_gelu`` and unfused ``F.gelu`` compute."""
     return reference.bias_gelu(input, bias, "none")
-
-
-def bias_gelu_backward(grad: Tensor, input: Tensor, bias: Tensor) -> Tensor:
-    """Return the gradient of ``bias_gelu`` for ``input``, ``[..., h]``; its sum over rows is the bias's.
-
-    For autograd functions of upstream that keep the two themselves; ``bias_gelu`` differentiates itself.
-    """
-    return torch.ops.aten.gelu_backward(grad, input + bias, approximate="tanh")
 
 
 def swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -20,6 +20,7 @@ OPERATIONS = (
     "megatron.core.tensor_parallel.layers",
     "megatron.model.fused_bias_gelu",
     "megatron.model.fused_softmax",
+    "megatron.model.gpt_model",
     "megatron.model.module",
     "megatron.model.transformer",
 )

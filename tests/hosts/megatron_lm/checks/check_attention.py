@@ -211,9 +211,10 @@ def check_mlp(modules, args, flag):
     for layer in (ours, stock):
         for parameter in layer.parameters():
             parameter.main_grad = torch.zeros_like(parameter)
+        torch.nn.init.normal_(layer.dense_h_to_4h.bias, generator=torch.Generator(here()).manual_seed(1))
         output, bias = layer(inputs)
-        (grad,) = torch.autograd.grad(output.square().sum(), [inputs])
-        results.append((output, bias, grad, layer.dense_h_to_4h.weight.main_grad))
+        grads = torch.autograd.grad(output.square().sum(), [inputs, layer.dense_h_to_4h.bias])
+        results.append((output, bias, *grads, layer.dense_h_to_4h.weight.main_grad))
     for left, right in zip(*results, strict=True):
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
 

@@ -26,6 +26,26 @@ def check_cross_entropy(smoothing, dtype):
     same_gradients(found, expected, [source], atol=limit, rtol=limit)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def check_loss_without_a_copy_of_the_logits(dtype):
+    """The same to the bit as with upstream's fp32 copy, when both have our cross-entropy."""
+    from megatron.model import gpt_model
+
+    stock = load_stock("megatron.model.gpt_model").post_language_model_processing
+    torch.manual_seed(1)
+    hidden, weight = leaf(6, 2, 8, dtype=dtype), leaf(40, 8, dtype=dtype)
+    labels = torch.randint(40, (2, 6), device=here())
+    results = []
+    for function in (gpt_model.post_language_model_processing, stock):
+        weight.main_grad = torch.zeros(40, 8, device=here())
+        loss = function(hidden, labels, weight, True, False)
+        (grad,) = torch.autograd.grad(loss.square().sum(), [hidden])
+        logits = function(hidden, None, weight, True, False)
+        results.append((loss, grad, weight.main_grad, logits))
+    assert results[0][0].dtype == torch.float32
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def check_embedding(parts):
     """One part is upstream's forward; of two parts this rank has the second half of the vocabulary."""

@@ -181,6 +181,19 @@ def check_half_precision_optimizer_keeps_fp32_weights(training):
         assert torch.equal(half.float(), main)
 
 
+@pytest.mark.parametrize("flagged", [False, True])
+def check_parameters_are_copied_in_one_call(flagged):
+    from megatron.optimizer.optimizer import _multi_tensor_copy_this_to_that
+
+    this = [leaf(5, 3).detach(), leaf(7).detach()]
+    that = [torch.zeros_like(tensor, dtype=torch.bfloat16) for tensor in this]
+    flag = torch.ones(1, dtype=torch.int32, device=here()) if flagged else None
+    _multi_tensor_copy_this_to_that(this, that, flag)
+    _multi_tensor_copy_this_to_that([], [], None)
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(this, that, strict=True))
+    assert flag is None or not flag.any()
+
+
 def fp16_optimizer(training):
     model, optimizer = training(fp16=True, params_dtype=torch.float16, initial_loss_scale=1024.0)
     fill(model, 2048.0)
