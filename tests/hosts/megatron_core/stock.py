@@ -17,6 +17,7 @@ FLAGS = [
     *"--tokenizer-type NullTokenizer --vocab-size 1023 --attention-dropout 0 --hidden-dropout 0".split(),
 ]
 
+TIMEOUT = 600  # seconds for one run
 Run = subprocess.CompletedProcess[str]
 
 
@@ -48,7 +49,7 @@ def pretrain(
     command = tiny.command("run", *script, *FLAGS, *changes, processes=processes)
     variables = {"MEGATRON_LM_PATH": str(tree), **variables}
     if device == "npu":
-        done = run_simulated(*command, cwd=folder, **variables)
+        done = run_simulated(*command, cwd=folder, timeout=TIMEOUT, **variables)
         done.stderr = done.stdout  # it has both
     else:
         done = subprocess.run(
@@ -57,7 +58,7 @@ def pretrain(
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=TIMEOUT,
             check=False,
         )
     assert git_status(tree) == before

@@ -56,19 +56,6 @@ def test_data_parallel_equals_one_process(tree: Path, tmp_path: Path, single, ch
     assert losses(done) == pytest.approx(losses(single), rel=tolerance)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
-        ["--pipeline-model-parallel-size", "2"],
-    ],
-)
-def test_model_parallel_trains(tree: Path, tmp_path: Path, changes) -> None:
-    """The curve differs from one process's by upstream's initialisation; tests/distributed compares."""
-    curve = losses(pretrain(tree, tmp_path, *changes, processes=2))
-    assert curve[-1] < curve[0] - 0.05
-
-
 def test_expert_parallel_equals_one_process(tree: Path, tmp_path: Path) -> None:
     experts = "--num-experts 4 --moe-router-topk 2 --swiglu --disable-bias-linear".split()
     alone = losses(pretrain(tree, tmp_path, *experts))
