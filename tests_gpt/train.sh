@@ -10,7 +10,7 @@ train() {
     choose_sizes "$length"
     : "${DATA_PATH:=$DATA_DIR/my-gpt_text_document}"
     require_file "$DATA_PATH.idx" DATA_PATH
-    find_checkout
+    provide_checkout
     run=(
         "${model[@]}" --global-batch-size "$GLOBAL_BATCH" --train-iters "$TRAIN_ITERS"
         --lr "${LR:-1.5e-4}" --min-lr "${MIN_LR:-1e-5}" --lr-decay-style cosine
@@ -19,11 +19,19 @@ train() {
         --save-interval "$SAVE_INTERVAL" --eval-interval "$EVAL_INTERVAL" --eval-iters "$EVAL_ITERS"
         --log-interval "$LOG_INTERVAL" --initial-loss-scale "$INITIAL_LOSS_SCALE" "$@"
     )
-    [ -f "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" ] && run+=(--load "$CHECKPOINT_PATH")
+    if [ -f "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" ]; then
+        echo "Going on from iteration $(cat "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt") in $CHECKPOINT_PATH"
+        run+=(--load "$CHECKPOINT_PATH")
+        if written_by_driver "$CHECKPOINT_PATH" && [ -n "$checkout" ]; then
+            fail "the checkpoint in $CHECKPOINT_PATH is one of megatron-core, not of $checkout; set CHECKPOINT_PATH"
+        elif ! written_by_driver "$CHECKPOINT_PATH" && [ -z "$checkout" ]; then
+            fail "the checkpoint in $CHECKPOINT_PATH needs a Megatron-LM checkout; set MEGATRON_LM_PATH or CHECKPOINT_PATH"
+        fi
+    fi
     if [ -n "$checkout" ]; then
         launch run "$checkout/pretrain_gpt.py" "${run[@]}" --data-impl mmap
     else
-        echo "No Megatron-LM checkout (scripts/get_megatron.sh fetches one): running on megatron-core"
+        echo "No Megatron-LM checkout: running the embedded driver on megatron-core"
         launch pretrain "${run[@]}"
     fi
 }

@@ -121,7 +121,7 @@ def _check_sampling(num_tokens: int, temperature: float, top_k: int, top_p: floa
 
 @contextlib.contextmanager
 def restored(
-    load: str, vocab_file: str | None = None, merge_file: str | None = None
+    load: str, vocab_file: str | None = None, merge_file: str | None = None, **changes: object
 ) -> Iterator[tuple[Namespace, torch.nn.Module, Tokenizer]]:
     """Hold a trained model in evaluation mode, with its flags and tokenizer, in this one process.
 
@@ -130,6 +130,7 @@ def restored(
     Args:
         load: directory that a run saved into.
         vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
+        changes: flags of the run to be changed, by their names in its arguments.
 
     Raises:
         UsageError: no such checkpoint, or its tokenizer's files are missing.
@@ -141,7 +142,7 @@ def restored(
             f"a directory with {checkpoint_files.TRACKER}",
             "Correct the path.",
         )
-    args = _alone(found.arguments)
+    args = _alone({**found.arguments, **changes})
     args.vocab_file, args.merge_file = vocab_file or args.vocab_file, merge_file or args.merge_file
     tokenizer = tokenizers.build(args)
     plugin.install()

