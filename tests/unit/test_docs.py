@@ -1,0 +1,168 @@
+"""The documentation is true: links lead somewhere, names exist, and the worked example runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_npu import cli, host, settings
+from megatron_npu.errors import UsageError
+from tests.end_to_end import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "patches" / "README.md"]
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+EVERYTHING = "\n".join(TEXTS.values())
+
+BLOCK = re.compile(
+    r"(?:<!-- from: (?P<source>\S+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```", re.M | re.S
+)
+PATHS = re.compile(r"`((?:megatron_npu|tests|docs|scripts|benchmarks|tests_gpt|patches|demo)/[\w./-]+)`")
+FLAGS = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[re.Match[str]]:
+    return [block for block in BLOCK.finditer(TEXTS[page]) if block["language"] == language]
+
+
+# -- links ------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", TEXTS[page])):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page_id(page)} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page_id(page)} links to {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_files_that_are_named_exist(page):
+    for path in PATHS.findall(TEXTS[page].replace("`tests/unit_tests`", "")):  # Megatron-LM's own
+        assert (ROOT / path).exists(), f"{page_id(page)} names {path}"
+
+
+def test_the_index_lists_every_page():
+    index = TEXTS[ROOT / "docs" / "README.md"]
+    for page in PAGES:
+        name = str(page.relative_to(ROOT / "docs")) if ROOT / "docs" in page.parents else "README.md"
+        assert name == "README.md" or f"]({name})" in index, f"docs/README.md does not list {name}"
+
+
+# -- commands, flags, variables ---------------------------------------------------------------------
+
+
+@functools.cache
+def help_text(command: str) -> str:
+    """Return what ``megatron-npu COMMAND --help`` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        cli.main([command, "--help"])
+    return out.getvalue()
+
+
+def test_commands_that_are_named_exist():
+    named = set(re.findall(r"(?:megatron-npu|-m megatron_npu) ([a-z]+)\b", EVERYTHING))
+    assert named <= set(cli.COMMANDS)
+
+
+def test_every_command_is_named():
+    for name in cli.COMMANDS:
+        assert f"megatron-npu {name}" in TEXTS[ROOT / "README.md"], f"README.md does not name {name}"
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_helps(command):
+    assert help_text(command).startswith("usage: ")
+
+
+def command_lines() -> list[tuple[str, str]]:
+    """Return every command line of ours in a code block or in backquotes: (its command, the whole line)."""
+    found = []
+    for text in TEXTS.values():
+        code = [block["text"].replace("\\\n", " ") for block in BLOCK.finditer(text)]
+        lines = [line for block in code for line in block.splitlines()]
+        lines += re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+        for line in lines:
+            # behind another command of ours (sim -- megatron-npu …) a new one begins
+            for part in re.split(r"(?=\bmegatron-npu |-m megatron_npu )", line)[1:]:
+                match = re.match(r"(?:megatron-npu|-m megatron_npu) ([a-z]+)\b(.*)", part)
+                if match:
+                    found.append((match[1], match[2].partition("#")[0]))
+    return found
+
+
+def test_flags_behind_our_commands_exist():
+    assert len(command_lines()) > 30
+    for command, arguments in command_lines():
+        if command in ("run", "sim"):  # what follows is another program's
+            continue
+        for flag in FLAGS.findall(arguments):
+            assert flag in FLAGS.findall(help_text(command)), f"megatron-npu {command} has no {flag}"
+
+
+def test_variables_that_are_named_exist():
+    known = {variable.name for variable in settings.VARIABLES}
+    named = set(re.findall(r"\b(?:MEGATRON_NPU_[A-Z_]+[A-Z]|MEGATRON_LM_PATH)\b", EVERYTHING))
+    assert named <= known
+
+
+@pytest.mark.parametrize("variable", settings.VARIABLES, ids=lambda variable: variable.name)
+def test_every_variable_is_documented(variable):
+    assert f"`{variable.name}`" in EVERYTHING
+
+
+def test_every_flag_of_ours_is_documented():
+    parser = argparse.ArgumentParser(add_help=False)
+    settings.add_attention_flags(parser)
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    assert {"--pre-tockens", "--next-tockens", "--shape-order"} <= set(flags)
+    assert set(flags) <= set(FLAGS.findall(TEXTS[ROOT / "docs" / "flags.md"]))
+
+
+# -- the worked example -----------------------------------------------------------------------------
+
+GUIDE = ROOT / "docs" / "writing-an-adaptor.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_quoted_code_is_what_the_file_says(page):
+    for block in BLOCK.finditer(TEXTS[page]):
+        if block["source"]:
+            assert block["text"] in (ROOT / block["source"]).read_text(encoding="utf-8"), block["source"]
+
+
+def test_the_worked_adaptor_runs(tmp_path):
+    try:
+        host.find()
+    except UsageError:
+        pytest.skip("no Megatron is installed")
+    steps = [block["text"] for block in blocks(GUIDE, "python") if not block["source"]]
+    assert len(steps) == 4
+    script = tmp_path / "guide.py"
+    script.write_text("\n".join(steps) + "\nprint('to the end')\n")
+    done = subprocess.run(
+        [sys.executable, str(script)], env=tiny.environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.endswith("to the end\n"), done.stderr
