@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +47,7 @@ def main(argv: list[str]) -> int:
         return 0
     if options.device == "npu" and not settings.SIM.enabled() and not Path("/dev/davinci0").exists():
         return simulated(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks, too
     checkout = options.checkout.resolve()
     tree = f"core_v{host.find(checkout).version}"
     chosen = files(checkout, options.folder)
@@ -124,8 +127,10 @@ def run(
     prepare.environment(options.device, checkout, scratch)
     fork = options.device != "cuda"  # a CUDA context does not survive a fork
     if fork:
-        prepare.preload(checkout)
-    setting = world.Setting(checkout, scratch, options.limit, prepare.pytest_arguments(checkout), fork)
+        prepare.preload(checkout, scratch)
+    barred = functools.partial(exclusions.barred, exclusions.load(), device=options.device)
+    arguments = prepare.pytest_arguments(checkout)
+    setting = world.Setting(checkout, scratch, options.limit, arguments, fork, barred)
     for file in chosen:
         ranks = worlds.size_for(checkout, file)
         result = world.run_file(setting, file, min(ranks, options.world_size or ranks))

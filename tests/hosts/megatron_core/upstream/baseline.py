@@ -7,11 +7,10 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from upstream import exclusions
-from upstream.results import FAILED, PASSED, SKIPPED, FileResult, Result
+from . import exclusions
+from .results import EXCLUDED, FAILED, PASSED, SKIPPED, FileResult, Result
 
 FOLDER = Path(__file__).parent
-EXCLUDED = "excluded"
 _REASONED = (FAILED, EXCLUDED, SKIPPED)
 
 

@@ -3,7 +3,8 @@
 A rule names a reason and the tests it is for: by the text of their failure (``text``), or by file and name
 (``test``, matched from its start), both regular expressions, both where both are given. It holds for a test
 that failed; one that passes has passed, whatever the rules say. A rule with ``environment`` is about what
-this machine lacks: such a failure is never a regression, because the baseline was taken elsewhere.
+this machine lacks: such a failure is never a regression, because the baseline was taken elsewhere. Tests of a
+rule with ``barred`` are not even started.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Rule:
     test: str = ""
     devices: tuple[str, ...] = ()
     environment: bool = False
+    barred: bool = False
 
     def matches(self, test: str, text: str, device: str) -> bool:
         """Return whether the failure ``text`` of ``test`` (file and name) is one that this rule explains."""
@@ -54,3 +56,13 @@ def load(path: Path = _FILE) -> list[Rule]:
 def find(rules: list[Rule], test: str, text: str, device: str) -> Rule | None:
     """Return the first rule that explains a failure."""
     return next((rule for rule in rules if rule.matches(test, text, device)), None)
+
+
+def barred(rules: list[Rule], file: str, device: str) -> dict[str, str]:
+    """Return the expressions for names of tests that must not start in a file, each with its reason."""
+    found = {}
+    for rule in rules:
+        place, _, name = rule.test.partition("::")
+        if rule.barred and re.fullmatch(place, file) and (not rule.devices or device in rule.devices):
+            found[name] = rule.reason
+    return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from upstream.baseline import EXCLUDED, FOLDER, Baseline
-from upstream.results import FAILED, PASSED, SKIPPED
+from .baseline import FOLDER, Baseline
+from .results import EXCLUDED, FAILED, PASSED, SKIPPED
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "upstream-tests.md"
 _MOST = 15  # causes of failures that are listed

@@ -17,7 +17,7 @@ from megatron_npu import plugin, settings
 PRELOADED = """torch torch.distributed.checkpoint torch._dynamo transformers megatron.core megatron.training
     megatron.core.models.gpt megatron.core.models.gpt.gpt_layer_specs megatron.core.optimizer
     megatron.core.dist_checkpointing megatron.core.pipeline_parallel.schedules megatron.core.inference.engines
-    megatron.training.training upstream.rank""".split()
+    megatron.training.training""".split()
 PLUGINS = ("pytest_mock", "pytest_asyncio")  # those that upstream's tests use
 
 
@@ -37,7 +37,7 @@ def environment(device: str, checkout: Path, scratch: Path) -> None:
         settings.MEGATRON_PATH.name: str(checkout),
         settings.AUTOLOAD.name: "1",
         settings.SIM_HCCL_TIMEOUT.name: "60",
-        "PYTHONPYCACHEPREFIX": str(scratch / "bytecode"),
+        "PYTHONDONTWRITEBYTECODE": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "TMPDIR": str(scratch / "tmp"),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -45,12 +45,12 @@ def environment(device: str, checkout: Path, scratch: Path) -> None:
         "HF_HUB_OFFLINE": "1",
         "TORCH_GLOO_LAZY_INIT": "1",  # connect where a group is used: upstream makes two dozen per test
     }
-    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]
+    sys.dont_write_bytecode = True
     tempfile.tempdir = None  # asks for TMPDIR again
 
 
-def preload(checkout: Path) -> None:
-    """Import the checkout's Megatron, patched, and what it needs."""
+def preload(checkout: Path, scratch: Path) -> None:
+    """Import the checkout's Megatron, patched, and what it needs; ranks keep bytecode in ``scratch``."""
     sys.path.insert(0, str(checkout))
     plugin.install()
     with warnings.catch_warnings():
@@ -62,6 +62,9 @@ def preload(checkout: Path) -> None:
                 if name == "torch":
                     raise
                 print(f"not preloaded: {name}: {error}", file=sys.stderr)
+    importlib.import_module(".rank", __package__)  # only now: it takes Megatron as it is then
+    # Not before: with a prefix Python would not find the bytecode of torch either.
+    sys.pycache_prefix, sys.dont_write_bytecode = str(scratch / "bytecode"), False
     gc.freeze()  # what is here stays: ranks need not look through it, nor copy its pages
 
 

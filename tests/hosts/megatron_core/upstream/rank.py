@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from upstream.results import FAILED, PASSED, SKIPPED
+
+from .results import FAILED, PASSED, SKIPPED
 
 TEXT_LIMIT = 200
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
@@ -33,20 +34,31 @@ class Reporter:
     goes on or is replaced.
     """
 
-    def __init__(self, connection: Connection, selected: Iterable[str] | None) -> None:
+    def __init__(
+        self, connection: Connection, selected: Iterable[str] | None, barred: Mapping[str, str]
+    ) -> None:
         self.connection = connection
         self.selected = None if selected is None else set(selected)
+        self.barred = barred
         self.phases: list[pytest.TestReport] = []
 
     def send(self, **message: object) -> None:
         self.connection.send_bytes(json.dumps(message).encode())
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item], config: pytest.Config) -> None:
-        if self.selected is not None:
-            dropped = [item for item in items if name_of(item.nodeid) not in self.selected]
-            items[:] = [item for item in items if name_of(item.nodeid) in self.selected]
-            config.hook.pytest_deselected(items=dropped)
-        self.send(event="collected", names=[name_of(item.nodeid) for item in items])
+        names = {item: name_of(item.nodeid) for item in items}
+        reasons = {name: self._reason_not_to_run(name) for name in names.values()}
+        dropped = [item for item, name in names.items() if reasons[name] is not None]
+        items[:] = [item for item in items if reasons[names[item]] is None]
+        config.hook.pytest_deselected(items=dropped)
+        barred = {name: reason for name, reason in reasons.items() if reason}
+        self.send(event="collected", names=[names[item] for item in items], barred=barred)
+
+    def _reason_not_to_run(self, name: str) -> str | None:
+        """Return why a test must not start, nothing ("") where it was not asked for, None where it runs."""
+        if self.selected is not None and name not in self.selected:
+            return ""
+        return next((why for pattern, why in self.barred.items() if re.match(pattern, name)), None)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -148,7 +160,13 @@ def show_device_to_tests() -> None:
     torch.cuda.is_available = is_available
 
 
-def main(connection: Connection, arguments: list[str], selected: list[str] | None, log: Path) -> None:
+def main(
+    connection: Connection,
+    arguments: list[str],
+    selected: list[str] | None,
+    barred: Mapping[str, str],
+    log: Path,
+) -> None:
     """Run pytest with ``arguments`` in this process, which ends with it; its output goes to ``log``."""
     os.setsid()  # whatever a test starts ends with this rank
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
@@ -157,7 +175,7 @@ def main(connection: Connection, arguments: list[str], selected: list[str] | Non
     forbid_downloads()
     show_device_to_tests()
     note_groups()
-    reporter = Reporter(connection, selected)
+    reporter = Reporter(connection, selected, barred)
     try:
         reporter.send(event="end", status=int(pytest.main(arguments, plugins=[reporter])))
     except BaseException:

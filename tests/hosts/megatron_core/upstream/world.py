@@ -9,13 +9,15 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from upstream.results import FAILED, FileResult, Result, merge
+from .results import EXCLUDED, FAILED, FileResult, Result, merge
 
 GRACE = 8.0  # seconds that the other ranks have to end a test which failed in one
+COLLECTION = 120.0  # seconds until every rank knows its tests
 ENDING = 20.0  # seconds for the end of a session: upstream's last fixture is a barrier
 MAX_STALLS = 3  # a file in which so many tests hang is given up
 # After such a failure the ranks no longer agree on what comes next.
@@ -31,6 +33,7 @@ class Setting:
     limit: float  # seconds for one test
     arguments: tuple[str, ...] = ()  # for pytest
     fork: bool = True
+    barred: Callable[[str], Mapping[str, str]] = lambda file: {}  # tests of a file not to start: why
 
 
 @dataclass
@@ -38,6 +41,7 @@ class _Rank:
     process: multiprocessing.process.BaseProcess
     connection: Connection
     names: list[str] | None = None
+    barred: dict[str, str] = field(default_factory=dict)
     results: dict[str, Result] = field(default_factory=dict)
     waiting: bool = False
     ended: bool = False
@@ -63,7 +67,7 @@ class World:
         process = context.Process(
             target=_enter,
             args=(there, _variables(index, self.size, port), str(self.setting.scratch / "cwd"), arguments),
-            kwargs={"selected": selected, "log": log},
+            kwargs={"selected": selected, "barred": self.setting.barred(self.file), "log": log},
         )
         process.start()
         there.close()
@@ -97,10 +101,16 @@ class World:
                 return False
             if self._settle():
                 return False
-            ending = any(rank.ended for rank in self.ranks)
-            if now - last > (ENDING if ending else self.setting.limit):
+            if now - last > self._patience():
                 return True
         return False
+
+    def _patience(self) -> float:
+        """Return the seconds that may pass without a message."""
+        if any(rank.ended for rank in self.ranks):
+            return ENDING
+        collected = all(rank.names is not None for rank in self.ranks)
+        return self.setting.limit if collected else max(COLLECTION, self.setting.limit)
 
     def _take(self, rank: _Rank) -> None:
         try:
@@ -111,7 +121,7 @@ class World:
             return
         event = message["event"]
         if event == "collected":
-            rank.names = message["names"]
+            rank.names, rank.barred = message["names"], message["barred"]
         elif event == "unreadable":
             rank.unreadable = Result(message["outcome"], message["text"])
         elif event == "end":
@@ -158,7 +168,7 @@ class World:
         names = next((rank.names for rank in self.ranks if rank.names is not None), None)
         if names is None:
             return {"(collection)": Result(FAILED, self.broken or "no end of the collection")}, []
-        results: dict[str, Result] = {}
+        results = {name: Result(EXCLUDED, why) for name, why in self.ranks[0].barred.items()}
         for position, name in enumerate(names):
             came = self.order.get(name, [])
             failed = any(result.outcome == FAILED for result in came)
@@ -177,7 +187,7 @@ class World:
     def _silence(self, stalled: bool) -> str:
         if stalled:
             return f"no end after {self.setting.limit:.0f} s"
-        return f"process died: {self.broken}" if self.broken else "process died"
+        return f"did not end in every rank: {self.broken}"
 
 
 def run_file(setting: Setting, file: str, size: int, selected: list[str] | None = None) -> FileResult:
@@ -196,12 +206,12 @@ def run_file(setting: Setting, file: str, size: int, selected: list[str] | None 
     return answer
 
 
-def _enter(connection, variables, directory, arguments, selected, log) -> None:
+def _enter(connection, variables, directory, arguments, selected, barred, log) -> None:
     os.environ.update(variables)
     os.chdir(directory)
-    from upstream import rank  # imports torch and Megatron: only once the plug-in is armed
+    from . import rank  # imports torch and Megatron: only once the plug-in is armed
 
-    rank.main(connection, arguments, selected, log)
+    rank.main(connection, arguments, selected, barred, log)
 
 
 def _variables(index: int, size: int, port: int) -> dict[str, str]:
