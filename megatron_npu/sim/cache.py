@@ -40,6 +40,14 @@ def _lock_file(name: str) -> TextIO:
         ) from error
 
 
+def _wait_for(lock: TextIO, name: str) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say(f"waiting for another process that prepares {name}")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
 def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
     """Return the cached directory ``name``, made by ``prepare(directory)`` if it is not there yet.
 
@@ -53,7 +61,7 @@ def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
     if final.is_dir():
         return final
     with _lock_file(name) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _wait_for(lock, name)
         if final.is_dir():
             return final
         # The lock is ours: a directory under the temporary name is the rest of an interrupted attempt.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import multiprocessing
 import shutil
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -36,6 +38,22 @@ def test_one_of_many_processes_prepares_and_all_see_it_complete(own_cache):
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         seen = pool.map(_files_at_once, range(8))
     assert seen == [["first", "second"]] * 8
+    assert (own_cache / "attempts").read_text() == "x"
+
+
+def test_who_waits_for_another_process_says_so(own_cache, capsys):
+    own_cache.mkdir()
+    with (own_cache / "thing.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=cache.prepared, args=("thing", _prepare_slowly))
+        waiting.start()
+        said, end = "", time.monotonic() + 60
+        while "waiting for another process that prepares thing" not in said and time.monotonic() < end:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+            assert waiting.is_alive()
+    waiting.join()
+    assert "waiting for another process" in said
     assert (own_cache / "attempts").read_text() == "x"
 
 
