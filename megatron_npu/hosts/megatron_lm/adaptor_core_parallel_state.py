@@ -1,4 +1,4 @@
-"""``megatron.core.parallel_state``: models that ``tools/checkpoint_util.py`` builds without process groups."""
+"""``megatron.core.parallel_state``: models that ``tools/checkpoint_util.py`` builds without groups."""
 
 from __future__ import annotations
 
