@@ -113,10 +113,18 @@ def succeeded(result: subprocess.CompletedProcess[str]) -> str:
     return result.stdout
 
 
+# upstream's default, and what checkpoint_util.py takes whatever the training had
+TOOL_MULTIPLE = "--make-vocab-size-divisible-by 128"
+
+
 def change_layout(checkout: Path, source: Path, target: Path, tensor: int, pipeline: int) -> None:
-    """Cut the checkpoint of a GPT for other parallel sizes with the stock ``tools/checkpoint_util.py``."""
+    """Cut the checkpoint of a GPT for other parallel sizes with the stock ``tools/checkpoint_util.py``.
+
+    The vocabulary lies beside the source, as ``vocab.json``; its padding is fitted to the new size.
+    """
     sizes = f"--target-tensor-parallel-size {tensor} --target-pipeline-parallel-size {pipeline}"
-    command = f"--model-type GPT --load-dir {source} --save-dir {target} {sizes}".split()
+    vocabulary = f"--vocab-file {source.parent}/vocab.json"
+    command = f"--model-type GPT --load-dir {source} --save-dir {target} {sizes} {vocabulary}".split()
     output = succeeded(run(checkout / "tools" / "checkpoint_util.py", command))
     assert output.count("successfully saved checkpoint") == tensor * pipeline, output[-3000:]
 

@@ -1,14 +1,11 @@
-"""Other stock scripts: BERT, T5, LAMBADA; and what a termination signal does."""
+"""Other stock scripts: BERT and T5; and what a termination signal does."""
 
 from __future__ import annotations
 
-import json
-import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,41 +56,6 @@ def test_bert_and_t5(checkout, data, sentences, script, own):
     for processes, layout in ((1, ""), (2, TP2)):
         result = runs.run(checkout / script, [*flags, *layout.split()], processes=processes)
         assert deviation(runs.losses(runs.succeeded(result)), expected) < 1e-4
-
-
-@pytest.fixture(scope="module")
-def spelled(checkout, tmp_path_factory) -> tuple[Path, list[str]]:
-    """A model that has learned one sentence by heart, at TP 1; its folder and flags."""
-    folder = tmp_path_factory.mktemp("spelled")
-    runs.write_vocabulary(folder)
-    text = b"abc def ghi jkl "
-    names = json.loads((folder / "vocab.json").read_text())
-    ids = np.array([names["\u0120" if letter == 32 else chr(letter)] for letter in text], np.uint16)
-    with indexed.Writer(str(folder / "text"), np.dtype(np.uint16)) as writer:
-        for start in range(60):
-            tokens = np.roll(np.tile(ids, 5), -start)
-            writer.add(tokens.tobytes(), np.array([len(tokens)], np.int32), np.array([1], np.int64))
-        writer.finish()
-        indexed.publish([writer])
-    flags = [*runs.flags(folder), *"--train-iters 120 --lr 3e-3 --lr-decay-iters 120 --eval-iters 0".split()]
-    runs.succeeded(
-        runs.run(checkout / "pretrain_gpt.py", [*flags, "--save", folder / "saved", "--save-interval", "120"])
-    )
-    lines = ["abc def ghi jkl abc def ghi jkl", "jkl abc def ghi jkl abc", "abc def ghi abc"]
-    (folder / "lambada.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    return folder, flags
-
-
-@pytest.mark.parametrize("flash", ["", "--use-flash-attn --shape-order BSH"], ids=["plain", "flash"])
-def test_lambada(checkout, spelled, flash):
-    """The model finishes the two sentences that it knows, and not the third."""
-    folder, flags = spelled
-    task = "--task LAMBADA --strict-lambada --tokenizer-type GPT2BPETokenizer --no-load-optim --no-load-rng"
-    files = f"--valid-data {folder}/lambada.jsonl --load {folder}/saved"
-    options = [*flags, *f"{task} {files} {flash}".split()]
-    output = runs.succeeded(runs.run(checkout / "tasks" / "main.py", options))
-    correct, total = re.search(r"number correct: (\S+) \| total examples: (\S+)", output).groups()
-    assert (float(correct), float(total)) == (2, 3)
 
 
 def test_a_termination_signal_saves(checkout, data, tmp_path):
