@@ -11,7 +11,7 @@ import pytest
 SUITES = {
     "operations": (["tests/ops"], ["-k", "npu"], 400),
     "adaptors of megatron-core": (
-        [f"tests/hosts/megatron_core/test_{name}.py" for name in ("adaptors", "attention_adaptor")],
+        [f"tests/hosts/megatron_core/test_{name}.py" for name in ("adaptors", "attention_adaptor", "experts")],
         [],
         80,
     ),
