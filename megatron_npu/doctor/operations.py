@@ -20,6 +20,7 @@ from megatron_npu.doctor import formulas
 from megatron_npu.ops import activation, dispatch, embedding, norm, rotary, softmax, verify
 from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.ops.attention import attention
+from megatron_npu.ops.grouped_matmul import grouped_matmul
 from megatron_npu.ops.sgd import FusedSGD
 
 Make = Callable[..., Tensor]
@@ -50,6 +51,11 @@ def _rotary(make: Make) -> Tensor:
     return rotary.rotary(input, torch.cat([turns, turns], dim=-1)[:, None, None, :])
 
 
+def _grouped_matmul(make: Make) -> Tensor:
+    counts = torch.tensor([10, 0, 50, 36])  # an expert without rows is the case that goes wrong
+    return grouped_matmul(make(96, 32), make(4, 32, 48), counts)
+
+
 def _optimizer(kind: type[torch.optim.Optimizer]) -> Call:
     def step(make: Make) -> None:
         parameter = torch.nn.Parameter(make(33, 65).detach())
@@ -70,6 +76,7 @@ CALLS: dict[str, Call] = {
     "geglu": lambda make: activation.geglu(make(64, 2, 128)),
     "vocab_parallel_embedding": _embedding,
     "rotary": _rotary,
+    "grouped_matmul": _grouped_matmul,
     "adam": _optimizer(FusedAdam),
     "sgd": _optimizer(FusedSGD),
 }
