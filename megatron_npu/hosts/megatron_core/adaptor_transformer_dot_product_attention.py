@@ -14,7 +14,13 @@ from torch import Tensor
 from megatron_npu import settings
 from megatron_npu.errors import UsageError
 from megatron_npu.hosts.megatron_core.records import wrap
-from megatron_npu.hosts.megatron_core.visibility import documents, visible, window_of
+from megatron_npu.hosts.megatron_core.visibility import (
+    documents,
+    rows_are_causal,
+    visible,
+    window_is_all,
+    window_of,
+)
 from megatron_npu.ops.attention import attention
 from megatron_npu.ops.dispatch import report_refusal
 
@@ -137,8 +143,8 @@ def _dense(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     call = _arguments(self)
     with _dropout_generator(self, call["dropout_p"]):
         if self.config.context_parallel_size > 1:
-            call["causal"] = causal
-            return _context_parallel(self, query, key, value, mask, functools.partial(_attend, **call))
+            attend = functools.partial(_attend, **call)
+            return _context_parallel(self, query, key, value, mask, causal, attend)
         return _attend(query, key, value, **call, **visible(self, mask, causal, query.size(1)))
 
 
@@ -185,28 +191,40 @@ def _dropout_generator(self: Any, dropout_p: float) -> contextlib.AbstractContex
 
 
 def _context_parallel(
-    self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Callable[..., Tensor]
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    call: Callable[..., Tensor],
 ) -> Tensor:
     """Attention of this rank's two chunks of the sequence over everyone's keys.
 
     megatron-core cuts a sequence into 2·cp chunks and gives rank r the chunks r and 2·cp - 1 - r, so that
-    causal work is balanced. Keys and values are gathered; each chunk of queries attends to the keys up to
-    its own end, so no mask is built and nothing after the diagonal is computed.
+    causal work is balanced. Keys and values are gathered, whatever ``cp_comm_type`` says. Where a chunk is
+    causal it attends to the keys up to its own end: no mask is built, nothing after the diagonal computed.
+
+    Args:
+        mask: ``[b, 1, s / cp, s]``: of this rank's queries, as megatron-core cuts it, and of all keys.
     """
     from megatron.core import parallel_state
 
-    if mask is not None or not call.keywords["causal"]:
-        raise NotImplementedError(
-            "context parallelism of the local attention is causal and takes no mask: "
-            "--no-create-attention-mask-in-dataloader"
-        )
     group = parallel_state.get_context_parallel_group()
     size, rank, chunk = group.size(), group.rank(), query.size(0) // 2
+    starts = (rank * chunk, (2 * size - 1 - rank) * chunk)
     key, value = (_in_order(_Gather.apply(t, group), size) for t in (key, value))
+    if window_is_all(self):
+        causal, mask = False, None
+    elif mask is not None and rows_are_causal(mask, starts):
+        causal, mask = True, None
+    else:
+        causal = causal and mask is None
+    rows = (None, None) if mask is None else mask.chunk(2, dim=2)
     outputs = []
-    for part, index in zip(query.chunk(2), (rank, 2 * size - 1 - rank), strict=True):
-        end = (index + 1) * chunk
-        outputs.append(call(part, key[:end], value[:end], mask=None, offset=end - chunk))
+    for part, row, start in zip(query.chunk(2), rows, starts, strict=True):
+        end = start + chunk if causal else key.size(0)
+        outputs.append(call(part, key[:end], value[:end], causal=causal, mask=row, offset=start))
     return torch.cat(outputs)
 
 

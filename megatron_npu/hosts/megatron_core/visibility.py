@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_npu import settings
@@ -34,8 +36,7 @@ def visible(module: Any, mask: Tensor | None, causal: bool, batch: int) -> dict[
     Upstream takes ``config.window_size`` alone, else the mask alone, else the causal triangle. The last query
     stands at the last key, which matters only where there are more keys (a cache).
     """
-    flags = settings.ATTENTION
-    if _configured_window(module) is not None and flags.pre_tokens is None and flags.next_tokens is None:
+    if window_is_all(module):
         return {"offset": "end"}
     if mask is None:
         return {"causal": causal, "offset": "end"}
@@ -46,6 +47,29 @@ def visible(module: Any, mask: Tensor | None, causal: bool, batch: int) -> dict[
     if len(lengths) == batch:
         return {"causal": True}
     return {"causal": True, "packed": Packed(lengths, lengths)}
+
+
+def window_is_all(module: Any) -> bool:
+    """Return whether ``config.window_size`` alone says what a query sees, as upstream has it."""
+    flags = settings.ATTENTION
+    return _configured_window(module) is not None and flags.pre_tokens is None and flags.next_tokens is None
+
+
+def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
+    """Return whether a mask ``[b, 1, q, s]`` says no more than that no query sees a later key.
+
+    Args:
+        mask: boolean, True where masked; its values are read once, the answer is kept with the tensor.
+        starts: where in the sequence the parts of the rows begin, which are equally long.
+    """
+    known = getattr(mask, "_megatron_npu_causal", None)
+    if known is None or known[0] != mask._version:
+        keys = torch.arange(mask.size(-1), device=mask.device)
+        length = mask.size(-2) // len(starts)
+        rows = torch.cat([keys[start : start + length] for start in starts])
+        known = (mask._version, torch.equal(mask, (keys > rows[:, None]).expand_as(mask)))
+        mask._megatron_npu_causal = known
+    return known[1]
 
 
 def documents(packed_seq_params: Any, queries: int, keys: int) -> Packed:
