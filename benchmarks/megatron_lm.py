@@ -30,7 +30,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = {"layers": 6, "hidden": 384, "heads": 6, "seq": 1024, "batch": 4}
+MODEL = {"layers": 6, "hidden": 384, "heads": 6, "seq": 1024, "batch": 2}
 VOCABULARY = 50257  # GPT-2's; padded to 50,304 by Megatron
 VARIANTS = ("project", "redirection")
 WARM_UP = 2  # steps that are not counted

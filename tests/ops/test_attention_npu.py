@@ -172,3 +172,24 @@ def test_one_compressed_mask_per_device():
             assert mask.shape == (2048, 2048)
     assert len(masks) == 1
     assert torch.equal(mask, torch.ones(2048, 2048).triu(1).bool())
+
+
+def test_thirds_of_a_joint_projection_are_brought_apart_in_one_copy():
+    joint = torch.randn(5, 2, 3, 12, requires_grad=True)
+    thirds = joint.split(4, -1)
+    apart = npu._apart(*thirds)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in apart}) == 1
+    for whole, third in zip(apart, thirds, strict=True):
+        assert whole.is_contiguous()
+        assert torch.equal(whole, third)
+    grads = [torch.randn(5, 2, 3, 4) for _ in range(3)]
+    (found,) = torch.autograd.grad(apart, joint, grads)
+    assert torch.equal(found, torch.cat(grads, -1))
+
+
+@pytest.mark.parametrize("others", [(0, 0), (0, 2), (2, 1), (1, None)], ids=str)
+def test_tensors_that_lie_otherwise_are_left_alone(others):
+    query, *rest = torch.randn(5, 2, 3, 12).split(4, -1)
+    thirds = [query, *rest]
+    key, value = (torch.randn(5, 2, 3, 4) if number is None else thirds[number] for number in others)
+    assert all(a is b for a, b in zip(npu._apart(query, key, value), (query, key, value), strict=True))

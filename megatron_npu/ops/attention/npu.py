@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,7 +155,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     call = npu_call(query, key, value, case)
     assert isinstance(call, NpuCall)  # `refusal` has been asked before
     if case.layout == "SBND":
-        query, key, value = (t.flatten(2) for t in (query, key, value))
+        query, key, value = (t.flatten(2) for t in _apart(query, key, value))
     ends = (None, None) if call.lengths is None else tuple(list(each) for each in call.lengths)
     output = torch_npu.npu_fusion_attention(
         query,
@@ -174,6 +175,36 @@ def attend(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     )[0]
     output = output.contiguous()
     return output.unflatten(2, (case.heads, -1)) if case.layout == "SBND" else output
+
+
+def _apart(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three contiguous where they interleave in one tensor, as a joint projection leaves them.
+
+    That takes one copy; one by one they take three.
+    """
+    first, second, third = (t.storage_offset() for t in (query, key, value))
+    step = second - first
+    same = all(
+        t.untyped_storage().data_ptr() == query.untyped_storage().data_ptr()
+        and (t.shape, t.stride(), t.dtype) == (query.shape, query.stride(), query.dtype)
+        for t in (key, value)
+    )
+    if not same or step <= 0 or third - second != step or query.is_contiguous():
+        return query, key, value
+    return _Apart.apply(query, key, value, step)
+
+
+class _Apart(torch.autograd.Function):
+    """Copies of three tensors that lie ``step`` values from each other in one memory."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, step: int) -> tuple[Tensor, ...]:
+        together = query.as_strided((3, *query.shape), (step, *query.stride()))
+        return together.contiguous().unbind(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (*grads, None)
 
 
 def _mask(call: NpuCall, query: Tensor, case: Case) -> Tensor | None:

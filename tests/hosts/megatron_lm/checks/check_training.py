@@ -275,11 +275,13 @@ def check_step_of_the_stock_schedule(training, args, capsys):
     model[0].zero_grad_buffer()
     losses = run(step, None, model, optimizer, None, forward_only=False)
     assert len(losses) == runs.BATCH // 2
-    weight = model[0].module.language_model.encoder.layers[0].mlp.dense_h_to_4h.weight
-    whole = weight.main_grad.clone()
+    whole = [parameter.main_grad.clone() for parameter in model[0].parameters()]
     model[0].zero_grad_buffer()
     (step(None, model[0])[1](step(None, model[0])[0])[0]).backward()
-    torch.testing.assert_close(whole, weight.main_grad, atol=1e-6, rtol=1e-4)
+    for parameter, expected in zip(model[0].parameters(), whole, strict=True):
+        assert parameter.grad is None
+        torch.testing.assert_close(expected, parameter.main_grad, atol=1e-6, rtol=1e-4)
+        assert expected.any(), "a gradient that is still waiting"
 
 
 def check_deallocated_output_still_has_its_graph():
