@@ -38,6 +38,7 @@ WARM_UP = 2  # steps that are not counted
 OPERATIONS = (
     "megatron.core.tensor_parallel.cross_entropy",
     "megatron.core.tensor_parallel.layers",
+    "megatron.model.distributed",
     "megatron.model.fused_bias_gelu",
     "megatron.model.fused_softmax",
     "megatron.model.gpt_model",
