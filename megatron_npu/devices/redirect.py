@@ -34,6 +34,8 @@ _PROBES = {
     "get_device_capability",
     "get_device_name",
 }
+# These take what is_cuda answers for a copy on the host: where the host is the device, there is none.
+_OFFLOADING = "megatron.core.optimizer."
 _MISSING = object()
 
 
@@ -174,8 +176,10 @@ class Redirection:
         Without it, expert-parallel all-to-all takes its split sizes from a tensor on the device
         (``maybe_move_tensor_to_cpu`` of moe_utils).
         """
-        kind = tensor.device.type
-        return kind == "cuda" or (kind == self.device.name and _is_host(_caller()))
+        kind, caller = tensor.device.type, _caller()
+        if kind != self.device.name or not _is_host(caller):
+            return kind == "cuda"
+        return kind != "cpu" or not caller.startswith(_OFFLOADING)
 
     def _redirect_autocast(self) -> None:
         original, name = torch.autocast.__init__, self.device.name

@@ -23,9 +23,9 @@ def redirection():
     redirection.off()
 
 
-def as_megatron(source: str) -> dict:
+def as_megatron(source: str, name: str = "megatron.core.example") -> dict:
     """Run ``source`` in a module that belongs to Megatron and return its names."""
-    module = types.ModuleType("megatron.core.example")
+    module = types.ModuleType(name)
     module.torch = torch
     exec(source, vars(module))  # a test's own literal
     return vars(module)
@@ -125,6 +125,11 @@ def test_device_tensors_are_cuda_to_megatron_alone(redirection):
     assert asks(torch.nn.Parameter(tensor))
     assert not tensor.is_cuda
     assert not asks(tensor.to("meta"))
+
+
+def test_an_optimizer_that_offloads_finds_everything_on_the_host(redirection):
+    module = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
+    assert not as_megatron("def asks(x): return x.is_cuda", module)["asks"](torch.empty(2))
 
 
 def test_torch_itself_still_sees_no_cuda(redirection):
