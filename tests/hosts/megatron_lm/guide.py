@@ -54,9 +54,20 @@ SIZES = {
     "INITIAL_LOSS_SCALE": "4096",
 }
 # longer than the window of 2,048 tokens, which else is no window
-LONG = {**SIZES, "SEQ_LENGTH": "2304", "TRAIN_ITERS": "16"}
+LONG = {**SIZES, "SEQ_LENGTH": "2304", "TRAIN_ITERS": "24"}
 WORD = 257  # " a", nine in ten words of the texts: what a model learns first
-RIGHT, LINES = 2, ["b a a c a", "c a d a", "a b a q"]
+KNOWN = [
+    "b a a c a",
+    "c a d a",
+    "a a a",
+    "x y a z a",
+    "a b c d e a",
+    "m a a a n a",
+    "t a u a v a",
+    "f g h i j k a",
+]
+LINES = [*KNOWN, "a b a q", "a a a r", "c a z", "a k a s t"]
+
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -130,7 +141,14 @@ def check(commands: Guide, pretrain: str, test: str) -> None:
     losses, figures = commands.pair(pretrain, test)
     assert sorted(losses) == list(range(1, 1 + int(commands.sizes["TRAIN_ITERS"]))), "no step is skipped"
     assert losses[max(losses)] < 0.5 * losses[1]
-    assert figures == (RIGHT, len(LINES))
+    check_figures(figures)
+
+
+def check_figures(figures: tuple[int, int]) -> None:
+    """Check (right, examples) of a model that begins to know the commonest word; untrained it knows none."""
+    right, examples = figures
+    assert examples == len(LINES)
+    assert 0 < right <= len(KNOWN)
 
 
 def losses_of(commands: Guide, precision: str, window: str) -> tuple[dict[int, float], dict[int, float]]:
