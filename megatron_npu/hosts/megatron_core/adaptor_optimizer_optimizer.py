@@ -25,4 +25,10 @@ def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None
     if overflow_buf is not None:
         overflow_buf.fill_(0)
     if this:
-        torch._foreach_copy_(that, this)
+        torch._foreach_copy_(_local(that), _local(this))
+
+
+def _local(tensors: list[Tensor]) -> list[Tensor]:
+    """Return this rank's parts of distributed tensors (FSDP), for which torch has no copy of many at once."""
+    with torch.no_grad():  # then to_local is the memory itself
+        return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]

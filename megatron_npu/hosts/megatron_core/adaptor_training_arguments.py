@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 from megatron_npu import settings
-from megatron_npu.hosts.megatron_core.records import transformer_engine_present, wrap
+from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, transformer_engine_present, wrap
 from megatron_npu.ops import dispatch
+
+# The flags of FSDP: torch's, and Megatron's by its name before 0.14 and since.
+_SHARDED = ("use_torch_fsdp2", "use_custom_fsdp", "use_megatron_fsdp")
 
 
 @wrap(
@@ -41,6 +45,24 @@ def take_flags(original: Callable[..., Any]) -> Callable[..., Any]:
         settings.ATTENTION.take(args)
         if transformer_engine_present() is None:
             _do_without_transformer_engine(args)
+        return original(args, *rest, **kwargs)
+
+    return validate_args
+
+
+@wrap(
+    "megatron.training.arguments:validate_args",
+    devices=WITHOUT_CUDA,
+    why="it asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism, and for anything else "
+    "with FSDP; without CUDA it means nothing",
+)
+def with_connections(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Set the variable where it is asked for and not set."""
+
+    @functools.wraps(original)
+    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
+        if not any(getattr(args, option, False) for option in _SHARDED):
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         return original(args, *rest, **kwargs)
 
     return validate_args

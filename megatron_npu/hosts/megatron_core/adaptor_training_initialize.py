@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +22,6 @@ def allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
         rendezvous.provide_address()
-        # validate_args asks for it with tensor or context parallelism; it means nothing without CUDA
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         return original(*args, **{**kwargs, "allow_no_cuda": True})
 
     return initialize_megatron

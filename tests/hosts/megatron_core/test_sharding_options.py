@@ -1,0 +1,41 @@
+"""FSDP and the offloaded optimizer on a device without CUDA: adapted, or refused before anything is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_npu.errors import UsageError
+from tests.hosts.megatron_core.conftest import here
+
+pytestmark = pytest.mark.usefixtures("single_process")
+on_a_cpu = pytest.mark.skipif("here().type != 'cpu'", reason="refused on a cpu only")
+
+
+@on_a_cpu
+def test_nothing_is_offloaded_from_a_cpu():
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+    with pytest.raises(UsageError, match="--optimizer-cpu-offload on the cpu"):
+        HybridDeviceOptimizer([torch.nn.Parameter(torch.ones(2))])
+
+
+@on_a_cpu
+def test_megatrons_own_fsdp_is_refused():
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    with pytest.raises(UsageError, match="--use-torch-fsdp2"):
+        FullyShardedDataParallel(config=None, ddp_config=None, module=torch.nn.Linear(2, 2))
+
+
+def test_the_mesh_of_torchs_fsdp_is_of_this_device():
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
+
+    assert fsdp.DeviceMesh.from_group(dist.group.WORLD, "cuda").device_type == here().type
+
+
+def test_streams_of_high_priority_are_nccls():
+    from megatron.core import parallel_state
+
+    assert parallel_state.get_nccl_options("dp_cp", {"dp_cp": {"is_high_priority_stream": True}}) is None
