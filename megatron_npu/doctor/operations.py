@@ -56,7 +56,7 @@ def _grouped_matmul(make: Make) -> Tensor:
     return grouped_matmul(make(96, 32), make(4, 32, 48), counts)
 
 
-def _optimizer(kind: type[torch.optim.Optimizer]) -> Call:
+def _optimizer(kind: type[FusedAdam] | type[FusedSGD]) -> Call:
     def step(make: Make) -> None:
         parameter = torch.nn.Parameter(make(33, 65).detach())
         parameter.grad = make(33, 65).detach()

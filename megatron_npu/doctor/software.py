@@ -34,7 +34,7 @@ def torch_trouble() -> str | None:
     try:
         importlib.import_module("torch")
     except Exception as error:  # a broken driver or package raises whatever it likes
-        cause = error
+        cause: BaseException = error
         while cause.__cause__ is not None:  # torch wraps what a device package raised
             cause = cause.__cause__
         reason = f"import torch fails with {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
