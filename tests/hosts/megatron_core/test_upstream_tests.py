@@ -147,7 +147,7 @@ RULES = [
 )
 def test_comparison(before, now, kind):
     entry = {PASSED: ["a"]} if before == PASSED else {before: {"why": ["a"]}} if before else {}
-    recorded = baseline.Baseline("tree", "cpu", {}, {"file": entry})
+    recorded = baseline.Baseline("tree", "cpu", files={"file": entry})
     result = FileResult("file", 1, 0.0, {} if now is None else {"a": now})
     found = vars(baseline.compare(recorded, [result], RULES))
     assert [name for name, tests in found.items() if "file::a" in tests] == ([kind] if kind else [])

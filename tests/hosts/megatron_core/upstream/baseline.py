@@ -20,10 +20,14 @@ def path_for(tree: str, device: str) -> Path:
 
 @dataclass
 class Baseline:
-    """``files`` maps a file to its ranks, seconds, names of passed tests, and the others by reason."""
+    """``files`` maps a file to its ranks, seconds, names of passed tests, and the others by reason.
+
+    ``there`` is the number of test files in the tree, of which perhaps not all are recorded.
+    """
 
     tree: str
     device: str
+    there: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict] = field(default_factory=dict)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
 import os
 import re
+import signal
 import sys
 import traceback
 import types
@@ -172,6 +174,7 @@ def main(
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR1, file=output)  # the runner asks where a test hangs
     forbid_downloads()
     show_device_to_tests()
     note_groups()

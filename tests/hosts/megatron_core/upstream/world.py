@@ -102,8 +102,16 @@ class World:
             if self._settle():
                 return False
             if now - last > self._patience():
+                self._show_stacks()
                 return True
         return False
+
+    def _show_stacks(self) -> None:
+        """Let every rank write to its log where it is."""
+        for rank in self.ranks:
+            if rank.process.is_alive():
+                os.kill(rank.process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
 
     def _patience(self) -> float:
         """Return the seconds that may pass without a message."""
