@@ -69,11 +69,11 @@ def write() -> None:
 def text() -> str:
     """Return the page for all baselines that are there."""
     found = [Baseline.load(*path.stem.rsplit("-", 1)) for path in sorted(FOLDER.glob("core_v*.json"))]
-    rows = [f"| {one.tree} | {one.device} | {_cells(one.totals())} |" for one in found]
-    head = [
-        "| tree | device | passed | failed | excluded | skipped | quota |",
-        "|---|---|---|---|---|---|---|",
+    rows = [
+        f"| {one.tree} | {one.device} | {len(one.files)} of {one.there} | {_cells(one.totals())} |"
+        for one in found
     ]
+    head = ["| tree | device | files | passed | failed | excluded | skipped | quota |", "|---" * 8 + "|"]
     parts = [_INTRODUCTION, "## Totals\n", "\n".join(head + rows) + "\n", *map(_section, found)]
     return "\n".join(parts)
 
@@ -99,7 +99,7 @@ def _section(one: Baseline) -> str:
     minutes = sum(entry["seconds"] for entry in one.files.values()) / 60
     lines = [
         f"## {one.tree} on {one.device}\n",
-        f"{versions}; {len(one.files)} files in {minutes:.0f} minutes.\n",
+        f"{versions}; {len(one.files)} of {one.there} files, in {minutes:.0f} minutes.\n",
     ]
     lines += ["| folder | passed | failed | excluded | skipped | quota |", "|---|---|---|---|---|---|"]
     lines += [f"| {folder} | {_cells(one.totals(files))} |" for folder, files in _folders(one).items()]
