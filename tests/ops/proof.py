@@ -47,4 +47,6 @@ def check(
     right = torch.autograd.grad(expected, doubles, grad.double())
     for i, (a, b) in enumerate(zip(ours, right, strict=True)):
         assert a.dtype is dtype
-        assert_near(a, b, dtype, f"gradient of tensor {i}", loose)
+        # what is summed over rows was rounded row by row, and the sum may be smaller than its terms
+        summed = 2.0 if b.numel() < expected.numel() else 1.0
+        assert_near(a, b, dtype, f"gradient of tensor {i}", summed * loose)
