@@ -16,7 +16,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.hosts.megatron_lm import adaptor_optimizer_optimizer, adaptor_schedules
 from megatron_npu.ops.adam import FusedAdam
 from tests.hosts.megatron_lm import runs
-from tests.hosts.megatron_lm.checks.conftest import here, leaf, load_stock
+from tests.hosts.megatron_lm.checks.conftest import here, leaf
 
 DATA = Path(os.environ["CHECK_DATA"])
 
@@ -376,8 +376,6 @@ def check_text_generation_takes_tensors_of_this_device():
         communication._is_cuda_contiguous(torch.ones(2, 3, device=here()).t())
     with pytest.raises(AssertionError):
         communication._is_cuda(None)
-    with pytest.raises(AssertionError):
-        load_stock("megatron.text_generation.communication")._is_cuda(torch.ones(2, device=here()))
 
 
 def check_generation_with_and_without_cache(training, args):
