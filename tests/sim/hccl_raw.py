@@ -53,16 +53,22 @@ def counts(*values: int) -> ctypes.Array:
     return (ctypes.c_uint64 * len(values))(*values)
 
 
+def invite(file: Path) -> None:
+    """Write the root info of a new communicator into ``file``, which appears complete."""
+    info = ctypes.create_string_buffer(ROOT_INFO_BYTES)
+    assert library.HcclGetRootInfo(info) == 0
+    file.with_suffix(".part").write_bytes(info.raw)
+    file.with_suffix(".part").rename(file)
+
+
 def create() -> int:
     """Join the communicator of all ranks; return the code."""
-    file, info = Path(os.environ["RENDEZVOUS"]), ctypes.create_string_buffer(ROOT_INFO_BYTES)
+    file = Path(os.environ["RENDEZVOUS"])
     if RANK == 0:
-        assert library.HcclGetRootInfo(info) == 0
-        file.with_suffix(".part").write_bytes(info.raw)
-        file.with_suffix(".part").rename(file)
+        invite(file)
     while not file.exists():
         time.sleep(0.001)
-    info.raw = file.read_bytes()
+    info = ctypes.create_string_buffer(file.read_bytes(), ROOT_INFO_BYTES)
     return library.HcclCommInitRootInfo(WORLD, info, RANK, ctypes.byref(comm))
 
 
@@ -245,9 +251,7 @@ def data_of_the_dead() -> object:
 
 def host_dies() -> object:
     if RANK == 0:
-        info = ctypes.create_string_buffer(ROOT_INFO_BYTES)
-        assert library.HcclGetRootInfo(info) == 0
-        Path(os.environ["RENDEZVOUS"]).write_bytes(info.raw)
+        invite(Path(os.environ["RENDEZVOUS"]))
         os.kill(os.getpid(), signal.SIGKILL)
     return create_refused()
 
