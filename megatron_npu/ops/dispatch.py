@@ -85,6 +85,10 @@ class Operation:
             function = verify.beside(self.name, function, self.reference, self.draws)
         self._bound = function if supports is None else functools.partial(self._guarded, function, supports)
 
+    def unbind(self) -> None:
+        """Choose the implementation anew at the next call."""
+        self._bound = self._bind_and_call
+
     def _guarded(self, function: Implementation, supports: Supports, *args: Any, **kwargs: Any) -> Any:
         reason = supports(*args, **kwargs)
         if reason is None:

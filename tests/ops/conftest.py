@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -21,6 +23,14 @@ def device(request) -> str:
     for operation in dispatch.OPERATIONS:
         operation.bind(request.param)
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def bindings_end_with_the_test() -> Iterator[None]:
+    """Whatever a test binds operations to, other tests of this process find them unbound."""
+    yield
+    for operation in dispatch.OPERATIONS:
+        operation.unbind()
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_npu.preprocessing import indexed
@@ -85,13 +84,15 @@ def server(checkout: Path, flags: list[str], device: str, processes: int, log: P
             env=runs.environment(MEGATRON_NPU_DEVICE=device, PYTHONUNBUFFERED="1"),
             stdout=stream,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
         try:
             wait_for_port(process, log)
             yield
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()  # torchrun gives each rank a session of its own
+            process.kill()
             process.wait(30)
 
 
