@@ -25,6 +25,7 @@ from .results import FAILED, PASSED, SKIPPED
 
 TEXT_LIMIT = 200
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+_INSTALLED = re.compile(r"/[^\s\"']*/site-packages/")  # a path of this machine
 # Upstream's conftest fetches data from the network into /opt/data when this module lets it.
 _DOWNLOAD = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 
@@ -101,7 +102,7 @@ def summary(report: pytest.TestReport | pytest.CollectReport) -> str:
     if crash is None:
         lines = str(representation).strip().splitlines()
         return next((line[4:] for line in reversed(lines) if line.startswith("E  ")), lines[-1])[:TEXT_LIMIT]
-    message = _ADDRESS.sub("0x…", " ".join(crash.message.split()))[:TEXT_LIMIT]
+    message = _INSTALLED.sub("", _ADDRESS.sub("0x…", " ".join(crash.message.split())))[:TEXT_LIMIT]
     return f"{message} ({Path(crash.path).name}:{crash.lineno})"
 
 
