@@ -1,11 +1,10 @@
-"""A real megatron-core in this process, patched; and its modules as they were written."""
+"""A real megatron-core in this process, patched, and its small configurations."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,21 +13,6 @@ import torch.distributed as dist
 pytest.importorskip("torch")
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
-
-
-def load_stock(name: str) -> ModuleType:
-    """Return a second copy of the module ``name``, which no patch has touched."""
-    spec = importlib.util.find_spec(name)
-    parent, _, last = name.rpartition(".")
-    copy = importlib.util.spec_from_file_location(f"{parent}._stock_{last}", spec.origin)
-    module = importlib.util.module_from_spec(copy)
-    copy.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def stock() -> Callable[[str], ModuleType]:
-    return load_stock
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +32,6 @@ def single_process(tmp_path_factory) -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-def here() -> torch.device:
-    """Return the device of this run: the NPU under ``megatron-npu sim``."""
-    from megatron_npu import devices
-
-    return devices.current().torch_device()
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return normal numbers on the device of this run, for which gradients are wanted."""
-    return torch.randn(shape, dtype=dtype, device=here(), requires_grad=True)
 
 
 def make_config(kind=None, **changes):

@@ -11,20 +11,11 @@ import pytest
 import torch
 
 import megatron_npu
-from tests.hosts.megatron_core.conftest import here, leaf, load_stock, make_config
+from tests.hosts.comparison import here, leaf, load_stock, same_gradients
+from tests.hosts.megatron_core.conftest import make_config
 
 pytestmark = pytest.mark.usefixtures("single_process")
 core = "megatron.core"
-
-
-def same_gradients(ours, stock, leaves, atol=1e-5, rtol=1e-5):
-    """Compare two results and their gradients for ``leaves``."""
-    torch.testing.assert_close(ours, stock, atol=atol, rtol=rtol)
-    grad = torch.randn_like(stock)
-    a = torch.autograd.grad(ours, leaves, grad.clone())
-    b = torch.autograd.grad(stock, leaves, grad.clone())
-    for left, right in zip(a, b, strict=True):
-        torch.testing.assert_close(left, right, atol=atol, rtol=rtol)
 
 
 # -- norm, activations, softmax ---------------------------------------------------------------------

@@ -12,8 +12,8 @@ from megatron_npu import settings
 from megatron_npu.errors import UsageError
 from megatron_npu.hosts.megatron_core import visibility
 from megatron_npu.ops.attention import documents
-from tests.hosts.megatron_core.conftest import here, load_stock, make_config
-from tests.hosts.megatron_core.test_adaptors import same_gradients
+from tests.hosts.comparison import here, load_stock, same_gradients
+from tests.hosts.megatron_core.conftest import make_config
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

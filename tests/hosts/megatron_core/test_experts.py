@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_npu.ops import dispatch
-from tests.hosts.megatron_core.conftest import here, load_stock, make_config
-from tests.hosts.megatron_core.test_adaptors import same_gradients
+from tests.hosts.comparison import here, load_stock, same_gradients
+from tests.hosts.megatron_core.conftest import make_config
 
 pytestmark = pytest.mark.usefixtures("single_process")
 MIXTURE = {

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_npu.errors import UsageError
-from tests.hosts.megatron_core.conftest import here
+from tests.hosts.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
 on_a_cpu = pytest.mark.skipif("here().type != 'cpu'", reason="refused on a cpu only")

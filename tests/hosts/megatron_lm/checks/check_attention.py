@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_npu import settings
-from tests.hosts.megatron_lm.checks.conftest import here, leaf, load_stock, same_gradients
+from tests.hosts.comparison import here, leaf, load_stock, same_gradients
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.hosts.megatron_lm.checks.conftest import here, leaf, load_stock, same_gradients
+from tests.hosts.comparison import here, leaf, load_stock, same_gradients
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -15,8 +15,8 @@ from megatron_npu import devices, settings
 from megatron_npu.errors import UsageError
 from megatron_npu.hosts.megatron_lm import adaptor_optimizer_optimizer, adaptor_schedules
 from megatron_npu.ops.adam import FusedAdam
+from tests.hosts.comparison import here, leaf
 from tests.hosts.megatron_lm import runs
-from tests.hosts.megatron_lm.checks.conftest import here, leaf
 
 DATA = Path(os.environ["CHECK_DATA"])
 
