@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_npu import settings
 from megatron_npu.ops.attention import Packed, Window
 from megatron_npu.ops.attention.documents import documents_of
+from megatron_npu.ops.attention.kept import kept_with
 
 
 def window_of(module: Any) -> Window:
@@ -62,14 +63,14 @@ def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
         mask: boolean, True where masked; its values are read once, the answer is kept with the tensor.
         starts: where in the sequence the parts of the rows begin, which are equally long.
     """
-    known = getattr(mask, "_megatron_npu_causal", None)
-    if known is None or known[0] != mask._version:
+
+    def read() -> bool:
         keys = torch.arange(mask.size(-1), device=mask.device)
         length = mask.size(-2) // len(starts)
         rows = torch.cat([keys[start : start + length] for start in starts])
-        known = (mask._version, torch.equal(mask, (keys > rows[:, None]).expand_as(mask)))
-        mask._megatron_npu_causal = known
-    return known[1]
+        return torch.equal(mask, (keys > rows[:, None]).expand_as(mask))
+
+    return kept_with(mask, "causal", read, tuple(starts))
 
 
 def documents(packed_seq_params: Any, queries: int, keys: int) -> Packed:

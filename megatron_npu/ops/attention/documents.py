@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_KEPT_AS = "_megatron_npu_documents"  # the attribute of a mask
+from megatron_npu.ops.attention.kept import kept_with
 
 
 def documents_of(mask: Tensor) -> tuple[int, ...] | None:
@@ -22,11 +22,7 @@ def documents_of(mask: Tensor) -> tuple[int, ...] | None:
     Returns:
         The lengths, those of the first row of the batch first; None if the mask says anything else.
     """
-    known = getattr(mask, _KEPT_AS, None)
-    if known is None or known[0] != mask._version:
-        known = (mask._version, _read(mask))
-        setattr(mask, _KEPT_AS, known)  # every layer of a step is handed the same tensor
-    return known[1]
+    return kept_with(mask, "documents", lambda: _read(mask))
 
 
 def _read(mask: Tensor) -> tuple[int, ...] | None:

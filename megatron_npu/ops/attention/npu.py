@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.ops.attention.case import Case, Segment, forbidden_pairs, window_from_the_end
+from megatron_npu.ops.attention.kept import kept_with
 from megatron_npu.ops.attention.layouts import bnsd_shape
 from megatron_npu.ops.attention.reference import operation
 
@@ -21,8 +22,6 @@ _K, _M = 1 << 10, 1 << 20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 UNLIMITED = 2147483647  # the operation's default for pre_tockens and next_tockens
 COMPRESSED = 2048  # rows and columns of the mask that sparse modes 2, 3 and 4 share
-
-_KEPT_AS = "_megatron_npu_full"  # the attribute of a mask under which its expansion is kept
 
 # sparse_mode
 NONE, FULL, TOP_LEFT, BOTTOM_RIGHT, BAND = 0, 1, 2, 3, 4
@@ -213,15 +212,10 @@ def _mask(call: NpuCall, query: Tensor, case: Case) -> Tensor | None:
         return None
     if call.sparse_mode != FULL:
         return _compressed_mask(query.device)
-    batch = bnsd_shape(query, call.input_layout, case.heads)[0]
-    recipe = (case.mask._version, case.segments, batch, case.heads)
-    known = getattr(case.mask, _KEPT_AS, None)
-    if known is not None and known[0] == recipe:
-        return known[1]
-    full = _full_mask(case.mask, case.segments[0], batch, case.heads)
-    if full.data_ptr() != case.mask.data_ptr():  # a view of the mask, kept with the mask, would never die
-        setattr(case.mask, _KEPT_AS, (recipe, full))  # every layer of a step is handed the same tensor
-    return full
+    mask, segment, heads = case.mask, case.segments[0], case.heads
+    batch = bnsd_shape(query, call.input_layout, heads)[0]
+    recipe = (case.segments, batch, heads)
+    return kept_with(mask, "full", lambda: _full_mask(mask, segment, batch, heads), recipe)
 
 
 def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor:
