@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
-from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, constant, replace
+from megatron_npu.hosts.megatron_core.records import (
+    WITHOUT_CUDA,
+    constant,
+    replace,
+    transformer_engine_present,
+)
 from megatron_npu.ops.rotary import rotary
 
 _MODULE = "megatron.core.models.common.embeddings.rope_utils"
-
-
-def _transformer_engine_present() -> str | None:
-    if importlib.util.find_spec("transformer_engine") is not None:
-        return "transformer_engine is installed and brings a fused rotary embedding"
-    return None
 
 
 @replace(
@@ -61,5 +58,5 @@ for _function in (fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd):
         f"{_MODULE}:{_function.__name__}",
         _function,
         why="--apply-rope-fusion is refused where TransformerEngine is absent",
-        condition=_transformer_engine_present,
+        condition=transformer_engine_present,
     )

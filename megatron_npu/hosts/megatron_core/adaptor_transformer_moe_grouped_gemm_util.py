@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from types import SimpleNamespace
 
 from torch import Tensor
 
-from megatron_npu.hosts.megatron_core.records import constant
+from megatron_npu.hosts.megatron_core.records import constant, installed
 from megatron_npu.ops.grouped_matmul import grouped_matmul
 
 _MODULE = "megatron.core.transformer.moe.grouped_gemm_util"
-
-
-def _grouped_gemm_present() -> str | None:
-    if importlib.util.find_spec("grouped_gemm") is not None:
-        return "grouped_gemm is installed"
-    return None
 
 
 def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
@@ -33,7 +26,7 @@ def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_
 
 _stand_in = partial(
     constant,
-    condition=_grouped_gemm_present,
+    condition=partial(installed, "grouped_gemm"),
     why="the experts of --moe-grouped-gemm need TransformerEngine or the package grouped_gemm, which is CUDA",
 )
 _stand_in(f"{_MODULE}:ops", SimpleNamespace(gmm=gmm))

@@ -15,15 +15,11 @@ wrap = partial(registry.wrap, host=HOST)
 constant = partial(registry.constant, host=HOST)
 
 
-def transformer_engine_present() -> str | None:
-    """Return why a patch for its absence is not needed: TransformerEngine is installed."""
-    present = importlib.util.find_spec("transformer_engine") is not None
-    return "transformer_engine is installed" if present else None
+def installed(*packages: str) -> str | None:
+    """Return why a patch for the absence of all of them is not needed: the first that is installed."""
+    found = (f"{package} is installed" for package in packages if importlib.util.find_spec(package))
+    return next(found, None)
 
 
-def fused_optimizer_present() -> str | None:
-    """Return why the optimizer patches are not needed: TransformerEngine or apex brings its own."""
-    for package in ("transformer_engine", "apex"):
-        if importlib.util.find_spec(package) is not None:
-            return f"{package} is installed and brings FusedAdam"
-    return None
+transformer_engine_present = partial(installed, "transformer_engine")
+fused_optimizer_present = partial(installed, "transformer_engine", "apex")
