@@ -88,6 +88,24 @@ def multi_tensor_scale(
         unscale(bunch, overflow, scale)
 
 
+def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
+    """Copy each tensor of ``this`` to its partner in ``that``, casting as ``copy_`` does.
+
+    The signature is that of Megatron's ``_multi_tensor_copy_this_to_that``, whose flag says that nothing
+    overflowed: a copy does not look.
+    """
+    if overflow_buf is not None:
+        overflow_buf.fill_(0)
+    if this:
+        torch._foreach_copy_(_local(that), _local(this))
+
+
+def _local(tensors: list[Tensor]) -> list[Tensor]:
+    """Return this rank's parts of distributed tensors (FSDP), for which torch has no copy of many at once."""
+    with torch.no_grad():  # then to_local is the memory itself
+        return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+
+
 def multi_tensor_axpby(
     chunk_size: int,
     overflow: Tensor | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatron_npu.hosts.megatron_core.records import constant, fused_optimizer_present, replace
@@ -21,14 +20,5 @@ constant(
     why="upstream copies tensor by tensor, bf16 always: a launch for each parameter of the model",
 )
 def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
-    """Copy each tensor of ``this`` to its partner in ``that``, casting as ``copy_`` does."""
-    if overflow_buf is not None:
-        overflow_buf.fill_(0)
-    if this:
-        torch._foreach_copy_(_local(that), _local(this))
-
-
-def _local(tensors: list[Tensor]) -> list[Tensor]:
-    """Return this rank's parts of distributed tensors (FSDP), for which torch has no copy of many at once."""
-    with torch.no_grad():  # then to_local is the memory itself
-        return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    """Copy each tensor of ``this`` to its partner in ``that``."""
+    multi_tensor.copy_all(this, that, overflow_buf)

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_npu import devices
 from megatron_npu.hosts.megatron_lm.records import replace, unnecessary, wrap
+from megatron_npu.ops import multi_tensor
 
 unnecessary(
     "megatron.optimizer:Adam",
@@ -45,8 +45,5 @@ def heed_overflow_flag(original: Callable[..., Any]) -> Callable[..., Any]:
     why="upstream copies bf16 tensor by tensor: a launch for each parameter of the model",
 )
 def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
-    """Copy each tensor of ``this`` to its partner in ``that``, casting as ``copy_`` does."""
-    if overflow_buf is not None:
-        overflow_buf.fill_(0)
-    if this:
-        torch._foreach_copy_(that, this)
+    """Copy each tensor of ``this`` to its partner in ``that``."""
+    multi_tensor.copy_all(this, that, overflow_buf)
