@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_npu import settings
+from megatron_npu import children, settings
 from megatron_npu.patching.hooks import Context, Engine
 from megatron_npu.patching.pins import Pins
 from megatron_npu.patching.record import registry
@@ -37,6 +37,7 @@ def install() -> None:
     if not engine().armed:
         engine().arm()
         engine().apply_loaded()
+        children.arm()
 
 
 def installed() -> bool:
@@ -51,6 +52,7 @@ def uninstall() -> None:
 
     engine().undo()
     engine().disarm()
+    children.disarm()
     standins.remove()
     if _redirection is not None:
         _redirection.off()

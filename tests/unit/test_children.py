@@ -1,0 +1,51 @@
+"""A process that multiprocessing spawns is patched as its parent is, wherever the package lies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_SCRIPT = """\
+import multiprocessing
+import sys
+
+
+def armed() -> None:
+    print("armed" if "megatron_npu" in sys.modules and sys.modules["megatron_npu"].installed() else "bare")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    import megatron_npu
+
+    if sys.argv[2] == "uninstalled":
+        megatron_npu.uninstall()
+    child = multiprocessing.get_context("spawn").Process(target=armed)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize(("state", "expected"), [("installed", "armed"), ("uninstalled", "bare")])
+def test_a_spawned_child_is_armed_as_its_parent_is(tmp_path: Path, state: str, expected: str) -> None:
+    """Only the parent puts the package on its path; no entry point has a say."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(ROOT), state],
+        env=variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
