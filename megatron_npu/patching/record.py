@@ -249,6 +249,11 @@ class Registry:
         """Return the names of the modules that have patches, in order of registration."""
         return list(dict.fromkeys(patch.module for patch in self.patches))
 
+    def keep(self, wanted: Callable[[Patch], bool]) -> None:
+        """Forget the patches that are not wanted, so that upstream's own code can be compared with ours."""
+        # in place: scoped registries share the list
+        self.patches[:] = [patch for patch in self.patches if wanted(patch)]
+
 
 def _validate(patch: Patch) -> None:
     names = (patch.module, patch.qualname)

@@ -28,7 +28,7 @@ OPERATIONS = (
 
 def main() -> None:
     megatron_lm.register()
-    registry.patches[:] = [patch for patch in registry.patches if patch.module not in OPERATIONS]
+    registry.keep(lambda patch: patch.module not in OPERATIONS)
     sys.exit(runner.main(sys.argv[1:]))
 
 

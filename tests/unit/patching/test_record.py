@@ -153,6 +153,15 @@ def test_scoped_registry_records_into_its_parent() -> None:
     assert registry.modules() == ["a.b"]
 
 
+def test_patches_that_are_not_kept_are_forgotten_by_scoped_registries_too() -> None:
+    registry = Registry()
+    scoped = registry.scoped("x")
+    scoped.replace("a.b:f", why="w")(first)
+    scoped.replace("a.c:f", why="w")(first)
+    registry.keep(lambda patch: patch.module == "a.c")
+    assert [patch.target for patch in scoped.patches] == ["a.c:f"]
+
+
 def test_records_know_where_they_come_from() -> None:
     registry = Registry()
     registry.constant("a.b:X", 1, why="w")
