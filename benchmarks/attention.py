@@ -15,12 +15,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import ModuleType
 
+import report
 import upstream
 
-RESULT = Path(__file__).parent / "results" / "attention.json"
+RESULT = report.RESULTS / "attention.json"
 HEAD_SIZE = 64
 
 
@@ -60,6 +60,8 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
+    from megatron_npu import devices, host
+
     upstream.start_megatron()
     torch.set_num_threads(1)  # processor time is time only then
     rows = [
@@ -75,7 +77,8 @@ def main() -> None:
         grow(window, dtype, arguments.rounds) for window in GROWTH_WINDOWS for dtype in ("fp32", "bf16")
     ]
     results = {"rows": rows, "growth": growth, "rounds": arguments.rounds, "head_size": HEAD_SIZE}
-    upstream.write(RESULT, results)
+    results["device"] = devices.current().name
+    report.write(RESULT, results, megatron_core=host.find().version)
 
 
 # -- variants: each a function of (query, key, value) ------------------------------------------------

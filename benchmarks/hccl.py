@@ -12,20 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
+
+import report
 
 SIZES = {"latency_4KiB_us": 4 << 10, "bandwidth_16MiB_GB_per_s": 16 << 20}
 REPEATS = {4 << 10: 200, 16 << 20: 5}
 ROUNDS = 15
-RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main() -> None:
@@ -94,8 +93,6 @@ def measure(rank: int, ranks: int, store: str) -> None:
 
 def write(ranks: int, seconds: dict[str, dict[str, list[float]]]) -> None:
     """Print median and spread of each quantity and write them, with the machine, as JSON."""
-    import torch
-
     rows: dict[str, dict[str, dict[str, float]]] = {}
     for backend, quantities in seconds.items():
         for quantity, times in quantities.items():
@@ -106,22 +103,8 @@ def write(ranks: int, seconds: dict[str, dict[str, list[float]]]) -> None:
             print(
                 f"{quantity:<26} {backend:<9} {row['median']:9.3f} ({row['least']:.3f} to {row['most']:.3f})"
             )
-    result = {
-        "ranks": ranks,
-        "rounds": ROUNDS,
-        "all_reduce_fp32": rows,
-        "date": date.today().isoformat(),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "load_average": round(os.getloadavg()[0], 1),
-        },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
-    path = RESULTS / f"hccl-{ranks}-ranks.json"
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(path)
+    results = {"ranks": ranks, "threads": 1, "rounds": ROUNDS, "all_reduce_fp32": rows}
+    report.write(report.RESULTS / f"hccl-{ranks}-ranks.json", results)
 
 
 if __name__ == "__main__":

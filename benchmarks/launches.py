@@ -23,15 +23,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+import report
 from megatron_lm import OPERATIONS, write_vocabulary  # the benchmark beside this one
 
 STYLES, VARIANTS = ("gpt", "llama"), ("redirection", "project")
 HIDDEN, HEADS, GROUPS, VOCABULARY = 256, 4, 2, 512
-RESULTS = Path(__file__).parent / "results"
 
 # The patches that megatron-core does not run on an NPU without; "redirection" keeps these only.
 NEEDED = ("megatron.core.jit", "megatron.core.tensor_parallel.random")
@@ -81,8 +80,10 @@ def main() -> None:
         }
         result["styles"][style] = {**{name: asdict(cost) for name, cost in costs.items()}, "ratios": ratios}
         show(style, costs, ratios)
-    path = RESULTS / ("launches-megatron-lm.json" if arguments.megatron else "launches.json")
-    path.write_text(json.dumps({**result, "date": date.today().isoformat()}, indent=2) + "\n")
+    from megatron_npu import host
+
+    name = "launches-megatron-lm.json" if arguments.megatron else "launches.json"
+    report.write(report.RESULTS / name, result, megatron=host.find(arguments.megatron).version)
 
 
 def show(style: str, costs: dict[str, Cost], ratios: dict[str, float]) -> None:
@@ -155,11 +156,12 @@ def keep_only_what_is_needed() -> None:
 
     for host in (megatron_core, megatron_lm):
         host.register()
-    registry.patches[:] = [
-        patch
-        for patch in registry.patches
-        if patch.module in NEEDED or (patch.host == "megatron_lm" and not patch.target.startswith(OPERATIONS))
-    ]
+    registry.keep(
+        lambda patch: (
+            patch.module in NEEDED
+            or (patch.host == "megatron_lm" and not patch.target.startswith(OPERATIONS))
+        )
+    )
 
 
 def prepare_megatron_lm(layers: int, sequence: int) -> Training:

@@ -17,17 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from datetime import date
 from pathlib import Path
 
 import psutil
+import report
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = {"layers": 6, "hidden": 384, "heads": 6, "seq": 1024, "batch": 2}
@@ -82,7 +81,7 @@ def run_script(variant: str, *command: str) -> None:
     if variant == "redirection":
         os.environ[settings.KEEP_MEMORY.name] = "0"
         megatron_lm.register()
-        registry.patches[:] = [patch for patch in registry.patches if not patch.target.startswith(OPERATIONS)]
+        registry.keep(lambda patch: not patch.target.startswith(OPERATIONS))
     sys.exit(runner.main(list(command)))
 
 
@@ -186,8 +185,6 @@ def tokens_per_second(seconds: float) -> float:
 
 def write(arguments: argparse.Namespace, rounds: dict[str, list[dict]]) -> None:
     """Print the ratio and write everything, with the machine, as JSON."""
-    import torch
-
     seconds = collect(rounds, "seconds")
     speeds = {name: tokens_per_second(statistics.median(times)) for name, times in seconds.items()}
     ratios = {
@@ -195,7 +192,7 @@ def write(arguments: argparse.Namespace, rounds: dict[str, list[dict]]) -> None:
         "fastest": ratio(seconds, min),
         "median_processor_time": ratio(collect(rounds, "cpu_seconds"), statistics.median),
     }
-    result = {
+    results = {
         "script": "pretrain_gpt.py of Megatron-LM 285068c8",
         "model": MODEL,
         "dtype": arguments.dtype,
@@ -203,16 +200,9 @@ def write(arguments: argparse.Namespace, rounds: dict[str, list[dict]]) -> None:
         "rounds": rounds,
         "tokens_per_second": speeds,
         "project_over_redirection": ratios,
-        "date": date.today().isoformat(),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-        },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     name = f"megatron-lm-30m-{arguments.dtype}-dropout-{arguments.dropout:g}-cpu.json"
-    (Path(__file__).parent / "results" / name).write_text(json.dumps(result, indent=2) + "\n")
+    report.write(report.RESULTS / name, results)
     for name, value in ratios.items():
         print(f"project / redirection {name:<22} {value:.2f}")
 

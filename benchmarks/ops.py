@@ -17,12 +17,12 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import report
 import upstream
 
-RESULT = Path(__file__).parent / "results" / "ops.json"
+RESULT = report.RESULTS / "ops.json"
 TOKENS, HIDDEN, VOCABULARY, PARAMETERS = 1024, 1024, 50304, 20_000_000
 
 
@@ -53,6 +53,8 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
+    from megatron_npu import devices, host
+
     upstream.start_megatron()
     torch.set_num_threads(1)  # processor time is time only then
     gc.disable()  # nothing here is in cycles, and a collection would empty the caches
@@ -70,7 +72,8 @@ def main() -> None:
     if arguments.only:
         return
     results = {"rows": rows, "cross_entropy_memory": memory, "rounds": arguments.rounds}
-    upstream.write(RESULT, results)
+    results["device"] = devices.current().name
+    report.write(RESULT, results, megatron_core=host.find().version)
     if arguments.plot:
         draw(rows)
 

@@ -15,14 +15,14 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
 from pathlib import Path
+
+import report
 
 HERE = Path(__file__).resolve().parent
 
@@ -32,18 +32,14 @@ def main() -> None:
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as name:
         runs = [_measure(arguments, workers, Path(name)) for workers in arguments.workers]
-    result = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"system": platform.platform(), "cpu": _processor(), "cores": os.cpu_count()},
-        "load_average_at_end": os.getloadavg(),
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in ("numpy", "regex", "tokenizers", "torch")},
+    results = {
         "stock": "tools/preprocess_data.py --legacy-tokenizer",
         "corpus_bytes": arguments.corpus.stat().st_size,
         "rounds": arguments.rounds,
         "runs": runs,
     }
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    versions = {name: importlib.metadata.version(name) for name in ("numpy", "regex", "tokenizers")}
+    report.write(arguments.output, results, **versions)
     print(json.dumps(runs, indent=2))
 
 
@@ -55,7 +51,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--merge-file", required=True)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "preprocess.json")
+    parser.add_argument("--output", type=Path, default=report.RESULTS / "preprocess.json")
     return parser.parse_args()
 
 
@@ -114,13 +110,6 @@ def _summary(samples: dict[str, list[float]], workers: int, megabytes: float) ->
         "times_faster_without_start": round(net["stock"] / net["ours"], 2),
         "outputs_equal": True,
     }
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next(
-        (line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.processor()
-    )
 
 
 if __name__ == "__main__":

@@ -11,14 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
+
+import report
 
 MODELS = {
     "demo": {"layers": 8, "hidden": 320, "heads": 5, "seq": 256, "batch": 4},
@@ -74,21 +74,20 @@ def run_child(variant: str, arguments: argparse.Namespace) -> float:
 
 def write(arguments: argparse.Namespace, speeds: dict[str, list[float]]) -> None:
     """Print the medians and ratios and write them, with the machine, as JSON."""
-    import torch
+    import transformers
+
+    from megatron_npu import host
 
     medians = {variant: statistics.median(values) for variant, values in speeds.items()}
     ratios = {other: medians["project"] / medians[other] for other in VARIANTS[1:]}
-    result = {
+    results = {
         "model": {"name": arguments.model, **MODELS[arguments.model]},
         "dtype": arguments.dtype,
         "tokens_per_second": speeds,
         "project_over": ratios,
-        "date": date.today().isoformat(),
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-    path = Path(__file__).parent / "results" / f"train-{arguments.model}-{arguments.dtype}-cpu.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    versions = {"megatron_core": host.find().version, "transformers": transformers.__version__}
+    report.write(report.RESULTS / f"train-{arguments.model}-{arguments.dtype}-cpu.json", results, **versions)
     for other, ratio in ratios.items():
         print(f"project / {other:<12} {ratio:.2f}")
 
@@ -149,7 +148,7 @@ def measure_redirection(model: dict, arguments: argparse.Namespace) -> float:
 
     os.environ[settings.KEEP_MEMORY.name] = "0"
     megatron_core.register()
-    registry.patches[:] = [patch for patch in registry.patches if not patch.target.startswith(FUSED)]
+    registry.keep(lambda patch: not patch.target.startswith(FUSED))
     return measure_project(model, arguments)
 
 

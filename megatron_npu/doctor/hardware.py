@@ -57,10 +57,13 @@ def _row(device: str, model: str, free: int, total: int) -> dict[str, Any]:
 
 def _cpu_model() -> str:
     """Return the name, the number of logical cores and the vector units that torch uses."""
-    name = platform.processor() or platform.machine()
+    return f"{processor()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def processor() -> str:
+    """Return the name of the processor's model, or of its architecture where no more is known."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):  # other systems and other processors
-        pass
-    return f"{name}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+        return platform.processor() or platform.machine()

@@ -1,0 +1,42 @@
+"""The file of a benchmark's results: what was measured, and on which machine, with which software, when."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def write(path: Path, results: dict[str, Any], **versions: str) -> None:
+    """Write results and what they depend on as JSON, under a temporary name first.
+
+    Args:
+        path: the file; a benchmark's own lies in ``RESULTS``.
+        results: what was measured. Where it names ``threads``, those count, not torch's in this process.
+        versions: of what was measured beside Python and torch.
+    """
+    import torch
+
+    from megatron_npu.doctor.hardware import processor
+
+    content = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": {
+            "processor": processor(),
+            "vector_units": torch.backends.cpu.get_cpu_capability(),
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+            "load": [round(load, 2) for load in os.getloadavg()],
+        },
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions},
+        **results,
+    }
+    partial = path.with_name(f"{path.name}.part")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
