@@ -137,7 +137,8 @@ def _build_runtime(directory: Path) -> None:
     linked, missing = _unresolved()
     defaults = directory / "defaults.cpp"
     own = directory / RUNTIME_LIBRARY
-    flags = ["-std=c++17", "-O2", f"-Wl,-soname,{own.name}", "-o", own, *_runtime_objects(directory)]
+    flags: list[str | Path] = ["-std=c++17", "-O2", f"-Wl,-soname,{own.name}", "-o", own]
+    flags += _runtime_objects(directory)
     _compile(*flags, "-lpthread")
     defaults.write_text(_default_functions(missing - elf.read(own).defined))
     _compile(*flags, defaults, "-lpthread")
@@ -165,8 +166,8 @@ def _unresolved() -> tuple[set[str], set[str]]:
     """Return the absent libraries that torch_npu is linked to, and the symbols that nobody defines."""
     npu, torch = _torch_npu(), site.torch_directory()
     # libop_plugin_atb.so belongs to another Ascend package (ATB) and is opened only if that is there.
-    ours = [path for path in (npu / "lib").glob("*.so") if "atb" not in path.name]
-    ours = [elf.read(path) for path in [*ours, *npu.glob("_C*.so")]]
+    opened = [path for path in (npu / "lib").glob("*.so") if "atb" not in path.name]
+    ours = [elf.read(path) for path in [*opened, *npu.glob("_C*.so")]]
     theirs = list((torch / "lib").glob("*.so*"))
     own = {path.name for path in [*(npu / "lib").glob("*.so"), *theirs]}
     defined = set().union(

@@ -57,8 +57,10 @@ def npu_fusion_attention(
         softmax_layout=softmax_layout,
         sink=sink,
     )
-    output, maximum, total, *drawn = forward(call, query, key, value, dropout_mask, seed, offset)
-    return output, maximum, total, query.new_empty(0), *drawn
+    output, maximum, total, seed, offset, numels = forward(
+        call, query, key, value, dropout_mask, seed, offset
+    )
+    return output, maximum, total, query.new_empty(0), seed, offset, numels
 
 
 @kernel("npu_fusion_attention_grad")
@@ -167,8 +169,10 @@ def npu_fusion_attention_v2(
         sink=sink,
         pse_type=pse_type,
     )
-    output, maximum, total, *drawn = forward(call, query, key, value, dropout_mask, seed, offset)
-    return output, maximum, total, query.new_empty(0), *drawn
+    output, maximum, total, seed, offset, numels = forward(
+        call, query, key, value, dropout_mask, seed, offset
+    )
+    return output, maximum, total, query.new_empty(0), seed, offset, numels
 
 
 @kernel("npu_fusion_attention_grad_v2")
@@ -229,9 +233,8 @@ def npu_fusion_attention_grad_v2(
     )
     saved = _saved(softmax_max, softmax_sum, attention_in, seed, offset)
     grads = backward(call, query, key, value, dy, saved)
-    none = [query.new_empty(0) for _ in range(2)]
-    pse_and_sink = _or_empty(grads.pse, query), _or_empty(grads.sink, query)
-    return grads.query, grads.key, grads.value, pse_and_sink[0], *none, pse_and_sink[1]
+    pse, sink = _or_empty(grads.pse, query), _or_empty(grads.sink, query)
+    return grads.query, grads.key, grads.value, pse, query.new_empty(0), query.new_empty(0), sink
 
 
 @kernel("npu_fusion_attention_v3")
@@ -259,7 +262,7 @@ def npu_fusion_attention_v3(
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what ``npu_fusion_attention`` returns, seed and offset as tensors and no mask length."""
-    *tensors, seed, offset, _ = npu_fusion_attention(
+    output, maximum, total, empty, seed, offset, _ = npu_fusion_attention(
         query,
         key,
         value,
@@ -278,7 +281,7 @@ def npu_fusion_attention_v3(
         softmax_layout=softmax_layout,
         sink=sink,
     )
-    return *tensors, torch.tensor([seed]), torch.tensor([offset])
+    return output, maximum, total, empty, torch.tensor([seed]), torch.tensor([offset])
 
 
 @kernel("npu_fusion_attention_grad_v3")

@@ -99,6 +99,18 @@ def _head_sizes(a: SimpleNamespace) -> bool:
     return a.query.size(-1) == a.key.size(-1)
 
 
+def _has_the_layouts_dimensions(argument: str, a: SimpleNamespace) -> bool:
+    return getattr(a, argument).dim() == layouts.DIMENSIONS[_layout(a)]
+
+
+def _has_sequences(argument: str, a: SimpleNamespace) -> bool:
+    return _layout(a) != "TND" or bool(_ends(getattr(a, argument)))
+
+
+def _has_not_too_many_sequences(argument: str, a: SimpleNamespace) -> bool:
+    return _layout(a) != "TND" or len(_ends(getattr(a, argument))) <= SEQUENCES
+
+
 def _cumulative(argument: str, tokens: str) -> Condition:
     """Ends do not fall and reach the number of tokens, unless trailing zeros leave sequences out."""
 
@@ -243,7 +255,7 @@ def _shared(before: str, after: str) -> tuple[Limit, ...]:
             Limit(
                 name,
                 "3 dimensions in layouts BSH, SBH and TND, 4 in BSND and BNSD",
-                lambda a, name=name: getattr(a, name).dim() == layouts.DIMENSIONS[_layout(a)],
+                partial(_has_the_layouts_dimensions, name),
             )
             for name in tensors
         ),
@@ -301,7 +313,7 @@ def _lengths() -> tuple[Limit, ...]:
             Limit(
                 name,
                 "cumulative lengths in layout TND",
-                lambda a, name=name: _layout(a) != "TND" or bool(_ends(getattr(a, name))),
+                partial(_has_sequences, name),
                 even_none=True,
             )
             for name in names
@@ -310,7 +322,7 @@ def _lengths() -> tuple[Limit, ...]:
             Limit(
                 name,
                 f"1 to {SEQUENCES} entries",
-                lambda a, name=name: _layout(a) != "TND" or len(_ends(getattr(a, name))) <= SEQUENCES,
+                partial(_has_not_too_many_sequences, name),
             )
             for name in names
         ),

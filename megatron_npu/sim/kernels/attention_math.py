@@ -203,8 +203,8 @@ def backward(call: Call, query: Tensor, key: Tensor, value: Tensor, dy: Tensor, 
     blocks = list(pieces(call, query, key, value))
     kept = _dropout(call, blocks, saved.seed, saved.offset)
     for piece, factor, maximum, total in zip(blocks, kept, *_statistics(call, blocks, saved), strict=True):
-        part = [_as_piece(call, x, piece) for x in (dy, saved.output)]
-        dq, dk, dv, dscores, dsink = _backward_piece(call, piece, maximum, total, *part, factor)
+        part, output = (_as_piece(call, x, piece) for x in (dy, saved.output))
+        dq, dk, dv, dscores, dsink = _backward_piece(call, piece, maximum, total, part, output, factor)
         _store(call, gradients, piece, dq, dk, dv)
         if call.pse is not None:
             gradients.pse = dscores.sum_to_size(call.pse.shape).to(call.pse.dtype)
