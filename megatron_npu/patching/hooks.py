@@ -490,7 +490,7 @@ class _WatchedSpec(ModuleSpec):
         super().__setattr__(name, value)
         if name == "_initializing" and not value:
             callbacks = self.__dict__.pop("_callbacks")
-            self.__class__ = ModuleSpec
+            super().__setattr__("__class__", ModuleSpec)  # it is an ordinary one again
             for callback in callbacks:
                 callback()
 

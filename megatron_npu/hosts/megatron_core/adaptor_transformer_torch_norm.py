@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -50,6 +52,7 @@ class Norm(torch.nn.Module):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+        parameter: Any  # Megatron marks parameters with attributes
         for parameter in self.parameters():
             # finalize_model_grads all-reduces these over the tensor-parallel group
             parameter.sequence_parallel = config.sequence_parallel

@@ -23,7 +23,7 @@ def add_vectors_together(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let the gradients of vectors, which cost no memory, wait for the end of the backward pass."""
 
     @functools.wraps(original)
-    def _make_param_hook(self: Any, param: Tensor) -> Callable[..., None]:
+    def _make_param_hook(self: Any, param: Any) -> Callable[..., None]:
         if param.dim() != 1:
             return original(self, param)
 

@@ -43,7 +43,7 @@ def initialise_with_views(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _untyped_storage_by_its_old_name() -> Iterator[None]:
-    storage = torch.storage.TypedStorage
+    storage: Any = torch.storage.TypedStorage
     if hasattr(storage, "_untyped"):
         yield
         return
