@@ -13,7 +13,15 @@ import pytest
 
 from tests.conftest import ROOT, checkout
 from tests.hosts.megatron_core.upstream import baseline, exclusions, page, worlds
-from tests.hosts.megatron_core.upstream.results import FAILED, PASSED, SKIPPED, FileResult, Result, merge
+from tests.hosts.megatron_core.upstream.results import (
+    COLLECTION,
+    FAILED,
+    PASSED,
+    SKIPPED,
+    FileResult,
+    Result,
+    merge,
+)
 
 HERE = Path(__file__).parent
 RUNNER = HERE / "run_upstream_tests.py"
@@ -153,6 +161,15 @@ def test_comparison(before, now, kind):
     result = FileResult("file", 1, 0.0, {} if now is None else {"a": now})
     found = vars(baseline.compare(recorded, [result], RULES))
     assert [name for name, tests in found.items() if "file::a" in tests] == ([kind] if kind else [])
+
+
+@pytest.mark.parametrize(("text", "kind"), [("no y here", "incomparable"), ("no X", "regressions")])
+def test_a_file_that_cannot_be_read_for_want_of_a_package_is_not_judged(text, kind):
+    recorded = baseline.Baseline("tree", "cpu", files={"file": {PASSED: ["a", "b"]}})
+    result = FileResult("file", 1, 0.0, {COLLECTION: Result(SKIPPED, text)})
+    found = baseline.compare(recorded, [result], RULES)
+    names = {"incomparable": {f"file::{COLLECTION}"}, "regressions": {"file::a", "file::b"}}
+    assert set(found.incomparable) | set(found.regressions) == names[kind]
 
 
 def test_rules_explain_failures_alone():

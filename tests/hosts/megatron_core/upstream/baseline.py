@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import exclusions
-from .results import EXCLUDED, FAILED, PASSED, SKIPPED, FileResult, Result
+from .results import COLLECTION, EXCLUDED, FAILED, PASSED, SKIPPED, FileResult, Result
 
 FOLDER = Path(__file__).parent
 _REASONED = (FAILED, EXCLUDED, SKIPPED)
@@ -107,10 +107,10 @@ def compare(baseline: Baseline, results: list[FileResult], rules: list[exclusion
         before = baseline.outcomes(result.file)
         for name, test in result.tests.items():
             _compare_one(answer, f"{result.file}::{name}", before.get(name), test, rules, baseline.device)
-        if before:
-            for name in before.keys() - result.tests.keys():
-                if before[name] == PASSED:
-                    answer.regressions[f"{result.file}::{name}"] = "did not run"
+        unread = answer.incomparable.get(f"{result.file}::{COLLECTION}")
+        for name in before.keys() - result.tests.keys():
+            if before[name] == PASSED and not unread:
+                answer.regressions[f"{result.file}::{name}"] = "did not run"
     return answer
 
 

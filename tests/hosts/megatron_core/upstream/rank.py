@@ -72,6 +72,8 @@ class Reporter:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.phases.append(report)
         if report.when != "teardown":
+            if report.failed:  # a teardown with a barrier may never end after this
+                self.send(event="failing", name=name_of(report.nodeid), text=summary(report))
             return
         phases, self.phases = self.phases, []
         told = next((r for r in phases if r.failed), None) or next((r for r in phases if r.skipped), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 PASSED, FAILED, SKIPPED, EXCLUDED = "passed", "failed", "skipped", "excluded"
+COLLECTION = "(collection)"  # stands for the tests of a file that cannot be imported
 
 
 @dataclass

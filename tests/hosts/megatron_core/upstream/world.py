@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
+import random
 import re
 import signal
 import socket
@@ -14,10 +16,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from .results import EXCLUDED, FAILED, FileResult, Result, merge
+from .results import COLLECTION, EXCLUDED, FAILED, FileResult, Result, merge
 
 GRACE = 8.0  # seconds that the other ranks have to end a test which failed in one
-COLLECTION = 120.0  # seconds until every rank knows its tests
+COLLECTING = 120.0  # seconds until every rank knows its tests
 ENDING = 20.0  # seconds for the end of a session: upstream's last fixture is a barrier
 MAX_STALLS = 3  # a file in which so many tests hang is given up
 # After such a failure the ranks no longer agree on what comes next.
@@ -43,6 +45,7 @@ class _Rank:
     names: list[str] | None = None
     barred: dict[str, str] = field(default_factory=dict)
     results: dict[str, Result] = field(default_factory=dict)
+    failing: bool = False  # in the teardown of a test that failed
     waiting: bool = False
     ended: bool = False
     unreadable: Result | None = None
@@ -54,6 +57,7 @@ class World:
     def __init__(self, setting: Setting, file: str, size: int, selected: list[str] | None) -> None:
         self.setting, self.file, self.size = setting, file, size
         self.order: dict[str, list[Result]] = {}  # as they came, over all ranks
+        self.early: dict[str, Result] = {}  # the first failure of a test, told before its teardown
         self.broken = ""  # why the ranks cannot go on
         port = _free_port()
         context = multiprocessing.get_context("fork" if setting.fork else "spawn")
@@ -97,7 +101,7 @@ class World:
                 self._take(open_[connection])
             if ready:
                 last = now
-            if self.broken and now - last > GRACE:
+            if (self.broken or any(rank.failing for rank in self.ranks)) and now - last > GRACE:
                 return False
             if self._settle():
                 return False
@@ -118,7 +122,7 @@ class World:
         if any(rank.ended for rank in self.ranks):
             return ENDING
         collected = all(rank.names is not None for rank in self.ranks)
-        return self.setting.limit if collected else max(COLLECTION, self.setting.limit)
+        return self.setting.limit if collected else max(COLLECTING, self.setting.limit)
 
     def _take(self, rank: _Rank) -> None:
         try:
@@ -134,7 +138,11 @@ class World:
             rank.unreadable = Result(message["outcome"], message["text"])
         elif event == "end":
             rank.ended = True
+        elif event == "failing":
+            rank.failing = True
+            self.early.setdefault(message["name"], Result(FAILED, message["text"]))
         elif event == "test":
+            rank.failing = False
             result = Result(message["outcome"], message["text"], message["seconds"])
             rank.results[message["name"]] = result
             self.order.setdefault(message["name"], []).append(result)
@@ -172,10 +180,10 @@ class World:
     def _conclude(self, stalled: bool) -> tuple[dict[str, Result], list[str]]:
         unreadable = next((rank.unreadable for rank in self.ranks if rank.unreadable), None)
         if unreadable is not None:
-            return {"(collection)": unreadable}, []
+            return {COLLECTION: unreadable}, []
         names = next((rank.names for rank in self.ranks if rank.names is not None), None)
         if names is None:
-            return {"(collection)": Result(FAILED, self.broken or "no end of the collection")}, []
+            return {COLLECTION: Result(FAILED, self.broken or "no end of the collection")}, []
         results = {name: Result(EXCLUDED, why) for name, why in self.ranks[0].barred.items()}
         for position, name in enumerate(names):
             came = self.order.get(name, [])
@@ -188,7 +196,8 @@ class World:
                 if not self.broken:
                     continue
             # The first test that went wrong: what came after it in other ranks does not count.
-            results[name] = merge(came) if failed else Result(FAILED, self._silence(stalled))
+            silent = self.early.get(name) or Result(FAILED, self._silence(stalled))
+            results[name] = merge(came) if failed else silent
             return results, names[position + 1 :]
         return results, []
 
@@ -238,6 +247,9 @@ def _variables(index: int, size: int, port: int) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port below those that the system gives to connections: one of gloo's might take it."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
