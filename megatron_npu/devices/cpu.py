@@ -17,6 +17,7 @@ import torch
 from megatron_npu.devices import heap
 from megatron_npu.devices.base import Device, MemoryStatistics
 from megatron_npu.devices.cuda_names import no_operation, tensor_types
+from megatron_npu.devices.host_index import HostIndex
 
 _CPU = torch.device("cpu")
 _STATUS = Path("/proc/self/status")
@@ -31,12 +32,17 @@ class CpuDevice(Device):
     the host's: for Megatron's ``torch.get_rng_state``, for weights initialised on the host, and for
     DataLoader's base seed. With a single one, a DataLoader that only the first tensor-parallel rank
     builds would shift that rank's dropout masks against the others'.
+
+    Attributes:
+        index: what ``torch.cuda.current_device()`` answers; it tells the processes of a machine apart.
+        host_generator: the host's generator.
     """
 
     name = "cpu"
     backend = "gloo"
 
     def __init__(self) -> None:
+        self.index = 0
         self.host_generator = torch.Generator()
         self.host_generator.set_state(torch.default_generator.get_state())
 
@@ -50,7 +56,8 @@ class CpuDevice(Device):
         return _CPU
 
     def set_current(self, index: int) -> None:
-        """Do nothing: every process has the one CPU."""
+        """Remember the index for who asks; every process has the one CPU."""
+        self.index = index
 
     def synchronize(self) -> None:
         """Do nothing: CPU operations have run when they return."""
@@ -193,9 +200,8 @@ def _device_names(device: CpuDevice) -> dict[str, Any]:
     return {
         # Megatron's branches on this are right for a CPU when the answer is no.
         "is_available": lambda: False,
-        "set_device": no_operation,
-        # Megatron passes this as device= in some two hundred places, and never does arithmetic with it.
-        "current_device": lambda: _CPU,
+        "set_device": lambda which: device.set_current(_index_of(which)),
+        "current_device": lambda: HostIndex(device.index),
         "device": _DeviceContext,
         "device_count": device.count,
         "get_device_properties": lambda *_: properties,
@@ -207,6 +213,11 @@ def _device_names(device: CpuDevice) -> dict[str, Any]:
         "_lazy_call": _call_now,
         "check_error": no_operation,
     }
+
+
+def _index_of(which: Any) -> int:
+    """Return the index in what ``torch.cuda.set_device`` takes: an index, a name or a device."""
+    return which if isinstance(which, int) else torch.device(which).index or 0
 
 
 def _call_now(function: Callable[[], Any], **_: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from megatron_npu.devices import gloo, hccl
@@ -23,9 +24,10 @@ from megatron_npu.devices.cpu import CpuDevice
 
 _FACTORIES = (
     "empty zeros ones full tensor as_tensor arange linspace logspace eye rand randn randint randperm normal "
-    "empty_strided tril_indices triu_indices "
+    "empty_strided tril_indices triu_indices asarray scalar_tensor "
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
 ).split()
+_NEW = ("new_tensor", "new_empty", "new_empty_strided", "new_full", "new_zeros", "new_ones")
 # Questions that torch's own modules ask to find out what hardware there is.
 _PROBES = {
     "is_available",
@@ -50,8 +52,11 @@ def _is_host(module: str) -> bool:
 
 
 def _means_cuda(device: Any) -> bool:
+    """Return whether a device argument names a CUDA device; an index alone does."""
     if isinstance(device, str):
         return device == "cuda" or device.startswith("cuda:")
+    if isinstance(device, int):
+        return not isinstance(device, bool)
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
@@ -70,6 +75,7 @@ class Redirection:
         self._redirect_factories()
         self._redirect_tensors_and_modules()
         self._redirect_autocast()
+        self._redirect_meshes()
         self._redirect_distributed()
         if isinstance(self.device, CpuDevice):
             self._separate_generators(self.device)
@@ -91,7 +97,7 @@ class Redirection:
         """Return the device that a CUDA device stands for, keeping its index where there is one."""
         if not _means_cuda(device):
             return device
-        index = torch.device(device).index
+        index = device if isinstance(device, int) else torch.device(device).index
         if self.device.name == "cpu" or index is None:
             return torch.device(self.device.name)
         return torch.device(self.device.name, index)
@@ -114,6 +120,8 @@ class Redirection:
             replacement = self._with_device_keyword(original)
             self._set(torch, name, replacement)
             _keep_scriptable(original, replacement)
+        for name in _NEW:
+            self._set(torch.Tensor, name, self._with_device_keyword(getattr(torch.Tensor, name)))
 
     def _with_device_keyword(self, original: Callable[..., Any]) -> Callable[..., Any]:
         target, unpinned = self._target, self.device.name == "cpu"
@@ -146,8 +154,6 @@ class Redirection:
 
         def cuda(original_to: Callable[..., Any]) -> Callable[..., Any]:
             def move(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-                if isinstance(device, int):
-                    device = f"cuda:{device}"
                 return original_to(self, target("cuda" if device is None else device))
 
             return move
@@ -189,6 +195,15 @@ class Redirection:
             original(self, name if _means_cuda(device_type) else device_type, *args, **kwargs)
 
         self._set(torch.autocast, "__init__", initialise)
+
+    def _redirect_meshes(self) -> None:
+        original, name = DeviceMesh.__init__, self.device.name
+
+        @functools.wraps(original)
+        def initialise(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+            original(self, name if _means_cuda(device_type) else device_type, *args, **kwargs)
+
+        self._set(DeviceMesh, "__init__", initialise)
 
     # -- torch.distributed -----------------------------------------------------------------------
 

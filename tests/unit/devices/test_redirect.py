@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import types
@@ -9,6 +10,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from megatron_npu import devices
@@ -38,6 +40,7 @@ OWNERS = [
     torch.cuda.memory,
     torch.cuda.nvtx,
     torch.random,
+    DeviceMesh,
     torch.Tensor,
     torch.nn.Module,
     torch.autocast,
@@ -83,6 +86,16 @@ def test_cuda_device_is_left_alone():
         lambda: torch.empty(2).to("cuda"),
         lambda: torch.empty(2).to(device="cuda", dtype=torch.float16),
         lambda: torch.empty(2).to(torch.cuda.current_device()),
+        lambda: torch.empty(2, device=torch.cuda.current_device()),
+        lambda: torch.empty(2, device=torch.device(f"cuda:{torch.cuda.current_device()}")),
+        lambda: torch.empty(2, device=torch.device("cuda", torch.cuda.current_device())),
+        lambda: torch.empty(2, device=3),
+        lambda: torch.empty(2).to(0),
+        lambda: torch.empty(2).new_zeros(3, device="cuda"),
+        lambda: torch.empty(2).new_zeros(3, device=torch.cuda.current_device()),
+        lambda: torch.Generator(device=torch.cuda.current_device()),
+        lambda: torch.nn.Linear(2, 2).to(torch.cuda.current_device()).weight,
+        lambda: torch.nn.Linear(2, 2, device=torch.cuda.current_device()).weight,
         lambda: torch.nn.Linear(2, 2).cuda().weight,
         lambda: torch.nn.Linear(2, 2).to("cuda").weight,
         lambda: torch.empty(2, pin_memory=True),
@@ -99,6 +112,53 @@ def test_other_devices_keep_their_meaning(redirection):
     assert torch.empty(2, device="meta").is_meta
     assert torch.empty(2).to("meta").is_meta
     assert torch.empty(2).to(torch.float16).dtype is torch.float16
+
+
+def test_the_current_device_is_an_index(redirection):
+    assert torch.cuda.current_device() == 0
+    torch.cuda.set_device(3)
+    third = torch.cuda.current_device()
+    assert third == 3
+    assert {3: "found"}[third] == "found"
+    assert [0, 1, 2, "third"][third] == "third"
+    assert int(third) == 3
+    assert f"cuda:{third}" == "cuda:" + str(third) == "cuda:3"
+    torch.cuda.set_device("cuda:1")
+    assert torch.cuda.current_device() == torch.cuda.current_device()
+    assert torch.cuda.current_device() != third
+    torch.cuda.set_device(torch.device("cuda"))
+    assert not torch.cuda.current_device()
+
+
+def test_the_current_device_is_kept_as_a_device(redirection, tmp_path):
+    torch.cuda.set_device(2)
+    now = torch.cuda.current_device()
+    assert torch.empty(1, device=copy.deepcopy(now)).device.type == "cpu"
+    torch.save({"device": now}, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True) == {"device": torch.device("cpu")}
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu"])
+def test_a_device_of_the_current_index_is_the_cpu(redirection, name):
+    index = torch.cuda.current_device()
+    for device in (torch.device(index), torch.device(name, index), torch.device(type=name, index=index)):
+        assert device == torch.device("cpu")
+    with torch.device(index):
+        assert torch.empty(2).device.type == "cpu"
+
+
+def test_a_mesh_of_cuda_devices_is_one_of_cpus(redirection, tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        assert mesh.device_type == "cpu"
+        linear = fully_shard(torch.nn.Linear(2, 2).to(torch.cuda.current_device()), mesh=mesh)
+        assert linear(torch.ones(1, 2)).shape == (1, 2)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_tensor_types_are_types(redirection):
