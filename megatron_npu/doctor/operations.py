@@ -20,6 +20,7 @@ from megatron_npu.doctor import formulas
 from megatron_npu.ops import activation, dispatch, embedding, norm, rotary, softmax, verify
 from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.ops.attention import attention
+from megatron_npu.ops.attention.partial import partial, partial_backward
 from megatron_npu.ops.grouped_matmul import grouped_matmul
 from megatron_npu.ops.sgd import FusedSGD
 
@@ -35,6 +36,12 @@ def _attention(make: Make) -> Tensor:
 def _window(make: Make) -> Tensor:
     query, key, value = (make(64, 2, 4, 64) for _ in range(3))
     return attention(query, key, value, layout="SBND", scale=0.125, causal=True, window=(16, 0))
+
+
+def _parts(make: Make) -> None:
+    query, key, value = (make(64, 2, heads, 64).detach() for heads in (4, 2, 2))
+    output, total = partial(query, key, value, 0.125, True)
+    partial_backward(torch.ones_like(output), query, key, value, output, total, 0.125, True)
 
 
 def _embedding(make: Make) -> Tensor:
@@ -68,6 +75,7 @@ def _optimizer(kind: type[FusedAdam] | type[FusedSGD]) -> Call:
 CALLS: dict[str, Call] = {
     "attention, causal": _attention,
     "attention, window": _window,
+    "attention, in parts": _parts,
     "layer_norm": lambda make: norm.layer_norm(make(64, 2, 128), make(128), make(128), 1e-5),
     "rms_norm": lambda make: norm.rms_norm(make(64, 2, 128), make(128), 1e-5),
     "scale_mask_softmax": lambda make: softmax.scale_mask_softmax(make(2, 4, 64, 64), None, 0.5, True),

@@ -141,7 +141,7 @@ def test_masks_have_a_documented_shape(shape, expected):
     segments = dense_segments(8, 9, True, (None, None), 1)
     case = Case("BNSD", 4, 4, 1.0, segments, mask=mask)
     tensors = [torch.empty(2, 4, n, 16) for n in (8, 9, 9)]
-    full = npu._mask(npu_call(*tensors, case), tensors[0], case)
+    full = npu.mask_of(npu_call(*tensors, case), tensors[0], case)
     assert full.shape == expected
     assert torch.equal(
         full.expand(2, 4, 8, 9), ~visible(8, 9, True, (None, None), 1) | mask.expand(2, 4, 8, 9)
@@ -152,10 +152,10 @@ def test_a_mask_is_expanded_once_per_batch():
     mask = torch.zeros(2, 1, 1, 9, dtype=torch.bool)
     tensors = [torch.empty(2, 4, n, 16) for n in (8, 9, 9)]
     case = Case("BNSD", 4, 4, 1.0, dense_segments(8, 9, False, (None, None), 0), mask=mask)
-    first, second = (npu._mask(npu_call(*tensors, case), tensors[0], case) for _ in range(2))
+    first, second = (npu.mask_of(npu_call(*tensors, case), tensors[0], case) for _ in range(2))
     assert first is second
     mask[0, ..., 3] = True  # the buffer is used again, for another batch
-    third = npu._mask(npu_call(*tensors, case), tensors[0], case)
+    third = npu.mask_of(npu_call(*tensors, case), tensors[0], case)
     assert third[0, 0, :, 3].all()
     assert not first.any()
 
@@ -167,7 +167,7 @@ def test_one_compressed_mask_per_device():
         tensors = [torch.empty(1, 1, length, 8)] * 3
         for window in ((None, None), (50, 0)):
             case = Case("BNSD", 1, 1, 1.0, dense_segments(length, length, True, window, 0))
-            mask = npu._mask(npu_call(*tensors, case), tensors[0], case)
+            mask = npu.mask_of(npu_call(*tensors, case), tensors[0], case)
             masks.add(mask.data_ptr())
             assert mask.shape == (2048, 2048)
     assert len(masks) == 1

@@ -146,13 +146,19 @@ def refusal(query: Tensor, key: Tensor, value: Tensor, case: Case) -> str | None
     return call if isinstance(call, str) else None
 
 
+def fitting_call(query: Tensor, key: Tensor, value: Tensor, case: Case) -> NpuCall:
+    """Return the call for ``case``, of which ``refusal`` has said that there is one."""
+    call = npu_call(query, key, value, case)
+    assert isinstance(call, NpuCall), call
+    return call
+
+
 @operation.on("npu", supports=refusal)
 def attend(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     """Hand the tensors over in their own layout; nothing is permuted, no ``[b, 1, s, s]`` is built."""
     import torch_npu
 
-    call = npu_call(query, key, value, case)
-    assert isinstance(call, NpuCall)  # `refusal` has been asked before
+    call = fitting_call(query, key, value, case)
     if case.layout == "SBND":
         query, key, value = (t.flatten(2) for t in _apart(query, key, value))
     ends = (None, None) if call.lengths is None else tuple(list(each) for each in call.lengths)
@@ -162,7 +168,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
         value,
         call.head_num,
         call.input_layout,
-        atten_mask=_mask(call, query, case),
+        atten_mask=mask_of(call, query, case),
         scale=call.scale,
         keep_prob=call.keep_prob,
         pre_tockens=call.pre_tockens,
@@ -206,7 +212,7 @@ class _Apart(torch.autograd.Function):
         return (*grads, None)
 
 
-def _mask(call: NpuCall, query: Tensor, case: Case) -> Tensor | None:
+def mask_of(call: NpuCall, query: Tensor, case: Case) -> Tensor | None:
     """Return the atten_mask of the call: none, the shared triangle, or all of it, True where masked."""
     if call.sparse_mode == NONE:
         return None
