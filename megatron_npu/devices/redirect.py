@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _device as device_contexts
 from torch.utils.data import DataLoader
 
 from megatron_npu.devices import gloo, hccl
@@ -115,6 +116,7 @@ class Redirection:
     # -- "cuda" as a device argument -------------------------------------------------------------
 
     def _redirect_factories(self) -> None:
+        self._redirect_contexts()
         for name in _FACTORIES:
             original = getattr(torch, name)
             replacement = self._with_device_keyword(original)
@@ -122,6 +124,17 @@ class Redirection:
             _keep_scriptable(original, replacement)
         for name in _NEW:
             self._set(torch.Tensor, name, self._with_device_keyword(getattr(torch.Tensor, name)))
+
+    def _redirect_contexts(self) -> None:
+        """Let ``with torch.device(...)`` know the factories, by torch's originals, and what cuda means."""
+        device_contexts._device_constructors()  # is called once, and must not find our replacements then
+        original, target = device_contexts.DeviceContext.__init__, self._target
+
+        @functools.wraps(original)
+        def initialise(self: Any, device: Any) -> None:
+            original(self, target(device))
+
+        self._set(device_contexts.DeviceContext, "__init__", initialise)
 
     def _with_device_keyword(self, original: Callable[..., Any]) -> Callable[..., Any]:
         target, unpinned = self._target, self.device.name == "cpu"

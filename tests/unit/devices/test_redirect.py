@@ -114,6 +114,13 @@ def test_other_devices_keep_their_meaning(redirection):
     assert torch.empty(2).to(torch.float16).dtype is torch.float16
 
 
+@pytest.mark.parametrize(("named", "meant"), [("meta", "meta"), ("cuda", "cpu"), ("cuda:1", "cpu")])
+def test_a_device_can_be_a_context(redirection, named, meant):
+    with torch.device(named):
+        made = [torch.empty(2), torch.randn(2), torch.nn.Linear(2, 2).weight]
+    assert {tensor.device.type for tensor in made} == {meant}
+
+
 def test_the_current_device_is_an_index(redirection):
     assert torch.cuda.current_device() == 0
     torch.cuda.set_device(3)
