@@ -1,0 +1,23 @@
+"""Ring attention in three processes, where the next rank is not the previous one, is the attention of one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.end_to_end import tiny
+
+RANKS = tiny.ROOT / "tests" / "sim" / "ranks.py"
+WORKER = tiny.ROOT / "tests" / "distributed" / "ring_worker.py"
+
+
+def test_three_ranks_are_the_whole_sequence() -> None:
+    done = subprocess.run(
+        [sys.executable, str(RANKS), "--torch", "3", str(WORKER)],
+        env=tiny.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
