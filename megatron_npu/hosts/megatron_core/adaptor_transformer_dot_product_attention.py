@@ -7,20 +7,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_npu import settings
 from megatron_npu.errors import UsageError
+from megatron_npu.hosts.megatron_core import context_parallel
 from megatron_npu.hosts.megatron_core.records import wrap
-from megatron_npu.hosts.megatron_core.visibility import (
-    documents,
-    rows_are_causal,
-    visible,
-    window_is_all,
-    window_of,
-)
+from megatron_npu.hosts.megatron_core.visibility import documents, visible, window_of
 from megatron_npu.ops.attention import attention
 from megatron_npu.ops.dispatch import report_refusal
 
@@ -47,11 +40,13 @@ def accept_what_forward_has(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> None:
         _refuse_logit_maximum(config)
+        communication = kwargs.get("cp_comm_type")
         hidden = {"context_parallel_size": 1}
         if _window_is_ours(config):
             hidden["window_size"] = None
         with _instead(config, hidden):
             original(self, config, *args, **kwargs)
+        self.exchanges_heads = context_parallel.exchanges_heads(config, communication)
         if v_channels is not None:  # the size of upstream's own result, and the default scale
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         if k_channels is not None and kwargs.get("softmax_scale") is None:
@@ -142,24 +137,29 @@ def _dense(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     """``[sq, b, n, d]`` and ``[sk, b, g, d]`` to ``[sq, b, n * d]``."""
     call = _arguments(self)
     with _dropout_generator(self, call["dropout_p"]):
-        if self.config.context_parallel_size > 1:
-            attend = functools.partial(_attend, **call)
-            return _context_parallel(self, query, key, value, mask, causal, attend)
-        return _attend(query, key, value, **call, **visible(self, mask, causal, query.size(1)))
+        if self.config.context_parallel_size == 1:
+            return _attend(query, key, value, **call, **visible(self, mask, causal, query.size(1)))
+        spread = (
+            context_parallel.attend_with_own_heads
+            if self.exchanges_heads
+            else context_parallel.attend_to_gathered
+        )
+        return spread(self, query, key, value, mask, causal, functools.partial(_attend, **call))
 
 
 def _packed(
     self: Any, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Any, causal: bool
 ) -> Tensor:
     """``[tq, n, d]`` and ``[tk, g, d]`` to ``[tq, n * d]``: documents one behind the other (thd)."""
-    if self.config.context_parallel_size > 1:
-        raise NotImplementedError("context parallelism with packed sequences: not in the local attention")
     call = _arguments(self)
-    packed = documents(packed_seq_params, query.size(0), key.size(0))
+    attend = functools.partial(_attend_packed, causal=causal, **call)
     with _dropout_generator(self, call["dropout_p"]):
-        return attention(
-            query, key, value, layout="TND", packed=packed, causal=causal, offset="end", **call
-        ).flatten(1)
+        if self.config.context_parallel_size == 1:
+            packed = documents(packed_seq_params, query.size(0), key.size(0))
+            return attend(query, key, value, packed=packed)
+        limited = call["window"] != (None, None)
+        options = (packed_seq_params, causal, limited, self.exchanges_heads)
+        return context_parallel.attend_packed(query, key, value, *options, attend)
 
 
 def _arguments(self: Any) -> dict[str, Any]:
@@ -181,6 +181,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
     return attention(query, key, value, layout="BSND", **kwargs).transpose(0, 1).flatten(2)
 
 
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+    """``[tq, n, d]`` to ``[tq, n * d]``; the last query of a document stands at its last key."""
+    return attention(query, key, value, layout="TND", offset="end", **kwargs).flatten(1)
+
+
 def _dropout_generator(self: Any, dropout_p: float) -> contextlib.AbstractContextManager[Any]:
     """Return the context in which upstream drops out: heads are split, so each rank has its own masks."""
     if dropout_p == 0.0 or self.config.sequence_parallel:
@@ -188,64 +193,3 @@ def _dropout_generator(self: Any, dropout_p: float) -> contextlib.AbstractContex
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     return get_cuda_rng_tracker().fork()
-
-
-def _context_parallel(
-    self: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    call: Callable[..., Tensor],
-) -> Tensor:
-    """Attention of this rank's two chunks of the sequence over everyone's keys.
-
-    megatron-core cuts a sequence into 2·cp chunks and gives rank r the chunks r and 2·cp - 1 - r, so that
-    causal work is balanced. Keys and values are gathered, whatever ``cp_comm_type`` says. Where a chunk is
-    causal it attends to the keys up to its own end: no mask is built, nothing after the diagonal computed.
-
-    Args:
-        mask: ``[b, 1, s / cp, s]``: of this rank's queries, as megatron-core cuts it, and of all keys.
-    """
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_context_parallel_group()
-    size, rank, chunk = group.size(), group.rank(), query.size(0) // 2
-    starts = (rank * chunk, (2 * size - 1 - rank) * chunk)
-    key, value = (_in_order(_Gather.apply(t, group), size) for t in (key, value))
-    if window_is_all(self):
-        causal, mask = False, None
-    elif mask is not None and rows_are_causal(mask, starts):
-        causal, mask = True, None
-    else:
-        causal = causal and mask is None
-    rows = (None, None) if mask is None else mask.chunk(2, dim=2)
-    outputs = []
-    for part, row, start in zip(query.chunk(2), rows, starts, strict=True):
-        end = start + chunk if causal else key.size(0)
-        outputs.append(call(part, key[:end], value[:end], causal=causal, mask=row, offset=start))
-    return torch.cat(outputs)
-
-
-def _in_order(gathered: Tensor, size: int) -> Tensor:
-    """Bring ``[cp, s / cp, ...]`` chunks r, 2·cp - 1 - r into the order of the sequence, ``[s, ...]``."""
-    first, second = gathered.unflatten(1, (2, -1)).unbind(1)
-    return torch.cat([first, second.flip(0)]).flatten(0, 1)
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather along a new first dimension; backward sums each rank's gradients where they belong."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        output = input.new_empty((group.size(), *input.shape))
-        dist.all_gather_into_tensor(output.flatten(0, 1), input.contiguous(), group=group)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        output = grad.new_empty(grad.shape[1:])
-        dist.reduce_scatter_tensor(output, grad.flatten(0, 1).contiguous(), group=ctx.group)
-        return output, None

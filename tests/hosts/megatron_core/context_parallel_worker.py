@@ -5,6 +5,8 @@ Usage: torchrun --nproc-per-node 2 context_parallel_worker.py
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -12,13 +14,16 @@ import megatron_npu
 
 megatron_npu.install()
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel, utils  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_npu import settings  # noqa: E402
+from megatron_npu import devices, settings  # noqa: E402
 
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+torch.set_default_device(devices.current().torch_device())
 LENGTH, BATCH, HEADS, GROUPS, SIZE = 16, 2, 4, 2, 8
 column = torch.arange(LENGTH)
 row = column[:, None]
@@ -30,6 +35,8 @@ def documents() -> torch.Tensor:
     other = torch.stack([(column >= end) != (row >= end) for end in (5, 11)])
     return FUTURE | other[:, None]
 
+
+COMMUNICATION = ("all_gather", "a2a")
 
 # name: (type of mask, mask of the data loader, configuration, our flags, which pairs are hidden)
 CASES = {
@@ -68,7 +75,7 @@ def attention(query, key, value, hidden):
     return torch.einsum("bnij,jbnd->ibnd", weights, value).flatten(2)
 
 
-def compare(kind, mask, options, flags, hidden) -> None:
+def layer_of(kind: str, communication: str, options: dict) -> DotProductAttention:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HEADS * SIZE,
@@ -78,31 +85,84 @@ def compare(kind, mask, options, flags, hidden) -> None:
         context_parallel_size=2,
         **options,
     )
-    layer = DotProductAttention(config, 1, AttnMaskType[kind], "self")
-    torch.manual_seed(3)
-    whole = [torch.randn(LENGTH, BATCH, heads, SIZE, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)]
-    parts = [own(t.detach(), 0).requires_grad_() for t in whole]
-    expected = attention(*whole, hidden)
+    return DotProductAttention(config, 1, AttnMaskType[kind], "self", cp_comm_type=communication)
+
+
+def set_flags(flags: dict) -> None:
     settings.ATTENTION.pre_tokens, settings.ATTENTION.next_tokens = (
         flags.get(name) for name in ("pre_tokens", "next_tokens")
     )
-    output = layer(*parts, None if mask is None else own(mask, 2))
-    torch.testing.assert_close(output, own(expected, 0))
+
+
+def tensors(batch: int) -> list[torch.Tensor]:
+    """Return queries, keys and values of the whole sequence, ``[s, b, n or g, d]``."""
+    torch.manual_seed(3)
+    return [torch.randn(LENGTH, batch, heads, SIZE, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)]
+
+
+def check(output, parts, expected, whole, part_of) -> None:
+    """Compare this rank's part, values and gradients; ``part_of`` cuts it out of the whole."""
+    torch.testing.assert_close(output, part_of(expected))
     grad = torch.randn_like(expected)
-    ours = torch.autograd.grad(output, parts, own(grad, 0))
+    ours = torch.autograd.grad(output, parts, part_of(grad))
     right = torch.autograd.grad(expected, whole, grad)
     for a, b in zip(ours, right, strict=True):
-        torch.testing.assert_close(a, own(b, 0))
+        torch.testing.assert_close(a, part_of(b))
+
+
+def compare(communication, kind, mask, options, flags, hidden) -> None:
+    layer = layer_of(kind, communication, options)
+    whole = tensors(BATCH)
+    parts = [own(t.detach(), 0).requires_grad_() for t in whole]
+    set_flags(flags)
+    output = layer(*parts, None if mask is None else own(mask, 2))
+    check(output, parts, attention(*whole, hidden), whole, lambda t: own(t, 0))
+
+
+# name: (type of mask, boundaries of the documents, the same without padding, our flags)
+PACKED = {
+    "documents": ("padding_causal", [0, 4, 4, 16], None, {}),
+    "documents, both directions": ("padding", [0, 12, 16], None, {}),
+    "padded documents": ("padding_causal", [0, 8, 16], [0, 6, 11], {}),
+    "padded documents, both directions": ("padding", [0, 8, 16], [0, 6, 11], {}),
+    "a window": ("padding_causal", [0, 4, 16], None, {"pre_tokens": 2, "next_tokens": 0}),
+}
+
+
+def compare_packed(communication, kind, bounds, unpadded, flags) -> None:
+    starts, ends = torch.tensor(bounds), torch.tensor(unpadded or bounds)
+    params = PackedSeqParams("thd", ends, ends, starts if unpadded else None, starts if unpadded else None)
+    document = torch.bucketize(column, starts, right=True) - 1
+    real = column < starts[document] + (ends[1:] - ends[:-1])[document]  # no padding
+    hidden = (document[:, None] != document) | ~real
+    if kind == "padding_causal":
+        hidden = hidden | (column > row) | (column < row - flags.get("pre_tokens", LENGTH))
+    batch = {"tokens": column[None].clone()}
+    mine, _ = utils.get_thd_batch_on_this_cp_rank(batch, ends, starts, torch.tensor([LENGTH]))
+    index = mine["tokens"][0]
+    whole = tensors(1)
+    layer = layer_of(kind, communication, {})
+    set_flags(flags)
+    parts = [t.detach()[index].requires_grad_() for t in whole]
+    output = layer(*(t.squeeze(1) for t in parts), None, packed_seq_params=params).unsqueeze(1)
+    counted = real[:, None, None]  # what becomes of padding nobody reads
+    expected = attention(*whole, hidden) * counted
+    check(output * counted[index], parts, expected, whole, lambda t: t[index])
 
 
 def main() -> None:
     dist.init_process_group("nccl")
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    for name, case in CASES.items():
-        compare(*case)
-        if dist.get_rank() == 0:
-            print("equal:", name, flush=True)
+    for communication in COMMUNICATION:
+        for name, case in CASES.items():
+            compare(communication, *case)
+            if dist.get_rank() == 0:
+                print("equal:", communication, name, flush=True)
+        for name, case in PACKED.items():
+            compare_packed(communication, *case)
+            if dist.get_rank() == 0:
+                print("equal:", communication, "packed", name, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from megatron_npu.errors import UsageError
+from megatron_npu.hosts.megatron_core import context_parallel
+from megatron_npu.ops import dispatch
 from tests.end_to_end import tiny
+from tests.hosts.megatron_core.conftest import make_config
+from tests.sim.conftest import run_simulated, unavailable
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+CASES = 2 * (6 + 5)  # both ways to communicate; masks of a batch, and packed documents
 
 
 def test_every_mask_and_window_is_that_of_the_whole_sequence() -> None:
     pytest.importorskip("megatron.core")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launcher, str(WORKER)],
+        [sys.executable, *LAUNCHER, str(WORKER)],
         env=tiny.environment(),
         capture_output=True,
         text=True,
@@ -25,4 +31,42 @@ def test_every_mask_and_window_is_that_of_the_whole_sequence() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("equal: ") == 6
+    assert done.stdout.count("equal: ") == CASES
+
+
+def test_so_it_is_over_hccl() -> None:
+    pytest.importorskip("megatron.core")
+    if unavailable():
+        pytest.skip(unavailable())
+    done = run_simulated(sys.executable, *LAUNCHER, str(WORKER))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.stdout.count("equal: ") == CASES
+
+
+@pytest.fixture
+def config():
+    pytest.importorskip("megatron.core")
+    return make_config(context_parallel_size=2, num_query_groups=2)
+
+
+@pytest.mark.parametrize("ring", ["p2p", "a2a+p2p"])
+def test_a_ring_that_is_asked_for_is_said_to_be_none(config, monkeypatch, ring) -> None:
+    monkeypatch.setattr(dispatch, "refusals", {})
+    assert not context_parallel.exchanges_heads(config, ring)
+    ((name, reason),) = dispatch.refusals
+    assert name == "ring attention"
+    assert reason == f"--cp-comm-type {ring}: keys and values are gathered"
+
+
+def test_heads_that_cannot_be_dealt_out_are_refused(config) -> None:
+    assert context_parallel.exchanges_heads(config, "a2a")
+    config.tensor_model_parallel_size = 2
+    with pytest.raises(UsageError, match="2 heads of keys on 4 ranks"):
+        context_parallel.exchanges_heads(config, "a2a")
+
+
+@pytest.mark.parametrize(("starts", "rank", "tokens"), [([0, 4, 12], 0, [0, 3, 4, 5, 10, 11])])
+def test_each_document_is_cut_into_chunks(starts, rank, tokens) -> None:
+    assert context_parallel.tokens_of_rank(starts, 2, rank).tolist() == tokens
+    with pytest.raises(UsageError, match="multiples of 4"):
+        context_parallel.tokens_of_rank([0, 4, 11], 2, rank)

@@ -1,0 +1,289 @@
+"""Attention of a sequence that is cut over the ranks of a context-parallel group.
+
+megatron-core cuts a sequence, or each document of packed ones, into 2·cp equal chunks and gives rank r the
+chunks r and 2·cp - 1 - r, so that causal work is balanced. Keys and values are gathered, or, with
+``--cp-comm-type a2a``, sequences are exchanged for heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_npu.errors import UsageError
+from megatron_npu.hosts.megatron_core.visibility import documents, rows_are_causal, visible, window_is_all
+from megatron_npu.ops.attention import Packed
+from megatron_npu.ops.attention.kept import kept_with
+from megatron_npu.ops.dispatch import report_refusal
+
+Attend = Callable[..., Tensor]
+
+
+def exchanges_heads(config: Any, communication: str | None) -> bool:
+    """Return whether ranks exchange sequences for heads; else keys and values are gathered.
+
+    Args:
+        config: the TransformerConfig.
+        communication: ``cp_comm_type`` of this layer; the rings ``p2p`` and ``a2a+p2p`` are not here, which
+            is reported.
+
+    Raises:
+        UsageError: ``a2a``, and there are heads, or groups of them, that cannot be dealt out evenly.
+    """
+    if config.context_parallel_size == 1:
+        return False
+    if communication in ("p2p", "a2a+p2p"):
+        report_refusal("ring attention", f"--cp-comm-type {communication}: keys and values are gathered")
+    if communication != "a2a":
+        return False
+    size = config.context_parallel_size * config.tensor_model_parallel_size
+    groups = config.num_query_groups or config.num_attention_heads
+    if groups % size:
+        raise UsageError(
+            f"--cp-comm-type a2a with {groups} heads of keys on {size} ranks",
+            "a multiple of the tensor-parallel times the context-parallel size",
+            "Use --cp-comm-type all_gather.",
+        )
+    return True
+
+
+def attend_to_gathered(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, attend: Attend
+) -> Tensor:
+    """Attention of this rank's two chunks of the sequence over everyone's keys.
+
+    Where a chunk is causal it attends to the keys up to its own end: no mask is built, nothing after the
+    diagonal is computed.
+
+    Args:
+        query, key, value: ``[s / cp, b, n or g, d]``.
+        mask: ``[b, 1, s / cp, s]``: of this rank's queries, as megatron-core cuts it, and of all keys.
+        attend: ``ops.attention`` with what the module decides, ``[sq, b, n, d]`` to ``[sq, b, n * d]``.
+    """
+    group = _group()
+    size, rank, chunk = group.size(), group.rank(), query.size(0) // 2
+    starts = (rank * chunk, (2 * size - 1 - rank) * chunk)
+    key, value = (_in_order(_Gather.apply(t, group)) for t in (key, value))
+    if window_is_all(module):
+        causal, mask = False, None
+    elif mask is not None and rows_are_causal(mask, starts):
+        causal, mask = True, None
+    else:
+        causal = causal and mask is None
+    rows = (None, None) if mask is None else mask.chunk(2, dim=2)
+    outputs = []
+    for part, row, start in zip(query.chunk(2), rows, starts, strict=True):
+        end = start + chunk if causal else key.size(0)
+        outputs.append(attend(part, key[:end], value[:end], causal=causal, mask=row, offset=start))
+    return torch.cat(outputs)
+
+
+def attend_with_own_heads(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, attend: Attend
+) -> Tensor:
+    """As ``attend_to_gathered``; this rank computes a part of the heads, over the whole sequence."""
+    group = _group()
+    if mask is not None and not window_is_all(module):
+        mask = kept_with(mask, "whole", lambda: _whole_mask(mask, group))
+    query, key, value = (_in_order(_exchange_for_sequence(t, group)) for t in (query, key, value))
+    output = attend(query, key, value, **visible(module, mask, causal, query.size(1)))
+    heads = output.unflatten(2, (query.size(2), -1))
+    return _exchange_for_heads(_by_rank(heads, group.size()), group).flatten(2)
+
+
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed_seq_params: Any,
+    causal: bool,
+    limited: bool,
+    heads_are_exchanged: bool,
+    attend: Attend,
+) -> Tensor:
+    """Attention of packed documents, each of which is cut over the ranks.
+
+    Args:
+        query, key, value: ``[t / cp, n or g, d]``: of each document its chunks r and 2·cp - 1 - r.
+        packed_seq_params: with the boundaries of the whole documents, ``[documents + 1]``.
+        limited: whether there is a window.
+        attend: ``ops.attention`` for TND with what the module decides, to ``[tq, n * d]``.
+
+    Raises:
+        UsageError: a document is not a multiple of 2·cp long, or has a window and looks ahead.
+    """
+    group = _group()
+    plan = _plan_of(packed_seq_params, key.size(0), causal, group, key.device)
+    if heads_are_exchanged:
+        whole = documents(packed_seq_params, *[plan.order.numel()] * 2)
+        parts = (_exchange_for_sequence(t, group).flatten(0, 1) for t in (query, key, value))
+        query, key, value = (t.index_select(0, plan.order) for t in parts)
+        output = attend(query, key, value, packed=whole).unflatten(1, (query.size(1), -1))
+        by_rank = output.index_select(0, plan.rank_order).unflatten(0, (group.size(), -1))
+        return _exchange_for_heads(by_rank, group).flatten(1)
+    if limited and not causal:
+        raise UsageError(
+            "packed sequences, a window and no causal mask under --cp-comm-type all_gather",
+            "two of the three",
+            "Use --cp-comm-type a2a.",
+        )
+    key, value = (_Gather.apply(t, group).flatten(0, 1).index_select(0, plan.keys) for t in (key, value))
+    return attend(query, key, value, packed=plan.parts)
+
+
+class Plan(NamedTuple):
+    """How the tokens of packed documents lie on the ranks, and what this rank's see.
+
+    Attributes:
+        order: ``[t]``, where the tokens of the packed sequence lie when ranks' parts follow one another.
+        rank_order: ``[t]``, its inverse.
+        keys: the tokens among ranks' parts that each half document of this rank sees, one after another.
+        parts: lengths of the half documents, and of the keys that each sees.
+    """
+
+    order: Tensor
+    rank_order: Tensor
+    keys: Tensor
+    parts: Packed
+
+
+def _plan_of(
+    packed_seq_params: Any, tokens: int, causal: bool, group: dist.ProcessGroup, device: torch.device
+) -> Plan:
+    """Return the plan, made once per batch: every layer is handed the same parameters."""
+    recipe = (tokens, causal, group.size(), group.rank())
+    known = getattr(packed_seq_params, "_megatron_npu_plan", None)
+    if known is None or known[0] != recipe:
+        actual = packed_seq_params.cu_seqlens_kv.flatten().tolist()
+        padded = packed_seq_params.cu_seqlens_kv_padded
+        starts = actual if padded is None else padded.flatten().tolist()
+        known = recipe, _plan(starts, actual, *recipe, device)
+        packed_seq_params._megatron_npu_plan = known
+    return known[1]
+
+
+def _plan(
+    starts: list[int],
+    actual: list[int],
+    tokens: int,
+    causal: bool,
+    size: int,
+    rank: int,
+    device: torch.device,
+) -> Plan:
+    """Lay out documents that begin at ``starts`` (the last is the end), ``actual`` ends without padding."""
+    rank_order = torch.cat([tokens_of_rank(starts, size, other) for other in range(size)])
+    if rank_order.numel() != tokens * size:
+        raise UsageError(
+            f"packed documents that end at {starts[-1]}, and {tokens} tokens on each of {size} ranks",
+            "the same number of tokens in both",
+            "Let the last boundary of cu_seqlens_q_padded be the end of the tokens.",
+        )
+    order = torch.empty_like(rank_order)
+    order[rank_order] = torch.arange(rank_order.numel())
+    queries, keys, seen = [], [], []
+    for i in range(len(starts) - 1):
+        chunk = (starts[i + 1] - starts[i]) // (2 * size)
+        for part in (rank, 2 * size - 1 - rank):
+            length = (part + 1) * chunk if causal else actual[i + 1] - actual[i]
+            queries.append(chunk)
+            keys.append(length)
+            seen.append(order[starts[i] : starts[i] + length])
+    pairs = [pair for pair in zip(queries, keys, strict=True) if any(pair)]
+    parts = Packed(*(list(lengths) for lengths in zip(*pairs, strict=True)))
+    return Plan(order.to(device), rank_order.to(device), torch.cat(seen).to(device), parts)
+
+
+def tokens_of_rank(starts: list[int], size: int, rank: int) -> Tensor:
+    """Return which tokens of packed documents a rank holds, ``[t / cp]`` int64, on the host.
+
+    Args:
+        starts: where the documents begin; the last is the end.
+
+    Raises:
+        UsageError: a document is not a multiple of 2·cp long.
+    """
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    if any(length % (2 * size) for length in lengths):
+        raise UsageError(
+            f"packed documents of {lengths} tokens, context-parallel size {size}",
+            f"multiples of {2 * size}: each rank has two chunks of each",
+            "Pad the documents and set cu_seqlens_q_padded and cu_seqlens_kv_padded.",
+        )
+    chunks = []
+    for start, length in zip(starts, lengths, strict=False):
+        document = torch.arange(start, start + length).chunk(2 * size)
+        chunks += [document[rank], document[2 * size - 1 - rank]] if length else []
+    return torch.cat(chunks)
+
+
+def _group() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()
+
+
+def _in_order(by_rank: Tensor) -> Tensor:
+    """Bring ``[cp, s / cp, ...]`` chunks r, 2·cp - 1 - r into the order of the sequence, ``[s, ...]``."""
+    first, second = by_rank.unflatten(1, (2, -1)).unbind(1)
+    return torch.cat([first, second.flip(0)]).flatten(0, 1)
+
+
+def _by_rank(sequence: Tensor, size: int) -> Tensor:
+    """Bring ``[s, ...]`` into the chunks of each rank, ``[cp, s / cp, ...]``."""
+    first, second = sequence.unflatten(0, (2, size, -1)).unbind(0)
+    return torch.cat([first, second.flip(0)], dim=1)
+
+
+def _whole_mask(mask: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[b, 1, s / cp, s]`` of each rank's queries to ``[b, 1, s, s]``."""
+    rows = mask.movedim(2, 0).to(torch.uint8)  # gloo has no bool
+    return _in_order(_Gather.apply(rows, group)).movedim(0, 2).bool().contiguous()
+
+
+def _exchange_for_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[s / cp, ..., n, d]`` to ``[cp, s / cp, ..., n / cp, d]``: every rank's tokens, this rank's heads."""
+    heads = part.unflatten(-2, (group.size(), -1)).movedim(-3, 0)
+    return _Exchange.apply(heads, group)
+
+
+def _exchange_for_heads(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The inverse: ``[cp, s / cp, ..., n / cp, d]`` to ``[s / cp, ..., n, d]``."""
+    return _Exchange.apply(by_rank, group).movedim(0, -3).flatten(-3, -2)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather along a new first dimension; backward sums each rank's gradients where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        output = input.new_empty((group.size(), *input.shape))
+        dist.all_gather_into_tensor(output.flatten(0, 1), input.contiguous(), group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        output = grad.new_empty(grad.shape[1:])
+        dist.reduce_scatter_tensor(output, grad.flatten(0, 1).contiguous(), group=ctx.group)
+        return output, None
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all along the first dimension ``[cp, ...]``; its gradient is another."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        output = torch.empty_like(input, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(output, input.contiguous(), group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(grad, ctx.group), None
