@@ -16,14 +16,19 @@ from megatron_npu.ops.attention.kept import kept_with
 
 def window_of(module: Any) -> Window:
     """Return how far a query sees: ``--pre-tockens/--next-tockens`` if given, else ``config.window_size``."""
-    options = settings.ATTENTION
-    if options.pre_tokens is not None or options.next_tokens is not None:
-        return options.pre_tokens, options.next_tokens
+    if _flags_hold(module):
+        return settings.ATTENTION.pre_tokens, settings.ATTENTION.next_tokens
     size = _configured_window(module)
     if size is None:
         return None, None
     pre, after = (None if limit < 0 else limit for limit in size)  # -1 is TransformerEngine's "no limit"
     return pre, after
+
+
+def _flags_hold(module: Any) -> bool:
+    """Return whether the flags say what this layer's queries see: positions in two sequences are not near."""
+    limits = settings.ATTENTION.pre_tokens, settings.ATTENTION.next_tokens
+    return limits != (None, None) and module.attention_type != "cross"
 
 
 def _configured_window(module: Any) -> tuple[int, int] | None:
@@ -52,8 +57,7 @@ def visible(module: Any, mask: Tensor | None, causal: bool, batch: int) -> dict[
 
 def window_is_all(module: Any) -> bool:
     """Return whether ``config.window_size`` alone says what a query sees, as upstream has it."""
-    flags = settings.ATTENTION
-    return _configured_window(module) is not None and flags.pre_tokens is None and flags.next_tokens is None
+    return _configured_window(module) is not None and not _flags_hold(module)
 
 
 def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:

@@ -26,9 +26,10 @@ def attention_pair(layer=1, **changes):
     stock = load_stock("megatron.core.transformer.dot_product_attention")
     kind = getattr(AttnMaskType, changes.pop("mask_type", "causal"))
     arguments = {"softmax_scale": changes.pop("softmax_scale", None)}
+    of_what = changes.pop("attention_type", "self")
     config = make_config(attention_softmax_in_fp32=True, **changes)
     return tuple(
-        module.DotProductAttention(config, layer, kind, "self", **arguments).train()
+        module.DotProductAttention(config, layer, kind, of_what, **arguments).train()
         for module in (patched, stock)
     )
 
@@ -234,6 +235,13 @@ def test_window_flags_reach_the_attention(monkeypatch):
     monkeypatch.setattr(settings.ATTENTION, "pre_tokens", 65536)
     monkeypatch.setattr(settings.ATTENTION, "next_tokens", 65536)
     torch.testing.assert_close(free(*leaves, None), plain(*leaves, None))
+
+
+def test_window_flags_leave_cross_attention_alone(monkeypatch):
+    ours, stock = attention_pair(attention_type="cross", mask_type="no_mask")
+    leaves = qkv(queries=6)
+    monkeypatch.setattr(settings.ATTENTION, "pre_tokens", 1)
+    same_gradients(ours(*leaves, None), stock(*leaves, None), leaves)
 
 
 @pytest.mark.parametrize("window", [None, (4, 0)])
