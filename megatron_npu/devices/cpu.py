@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_npu.devices import heap
+from megatron_npu.devices import gauges, heap
 from megatron_npu.devices.base import Device, MemoryStatistics
 from megatron_npu.devices.cuda_names import no_operation, tensor_types
 from megatron_npu.devices.host_index import HostIndex
@@ -110,6 +110,7 @@ class CpuDevice(Device):
             **_rng_names(self),
             **_stream_names(),
             **_memory_names(self),
+            **gauges.of_the_host(),
             **tensor_types("cpu"),
             "nvtx.range_push": no_operation,
             "nvtx.range_pop": no_operation,

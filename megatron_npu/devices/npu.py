@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_npu.devices import gauges
 from megatron_npu.devices.base import Device, MemoryStatistics
 from megatron_npu.devices.cuda_names import no_operation, tensor_types
 
@@ -92,6 +93,9 @@ class NpuDevice(Device):
         names["get_device_capability"] = lambda *_: _CAPABILITY
         names["get_device_properties"] = _with_capability(names["get_device_properties"])
         names |= {f"nvtx.{name}": no_operation for name in ("range_push", "range_pop", "mark")}
+        names |= _memory_history()
+        names["device_memory_used"] = _memory_used
+        names |= dict.fromkeys(("temperature", "power_draw", "clock_rate"), gauges.unknown)
         return names | tensor_types("npu")
 
 
@@ -104,6 +108,38 @@ class _DefaultGenerators(Sequence):
 
     def __len__(self) -> int:
         return len(torch.npu.default_generators)
+
+
+def _memory_used(device: Any = None) -> int:
+    """Return the bytes that all processes use of the device."""
+    free, total = torch.npu.mem_get_info(_npu_for_cuda(device))
+    return total - free
+
+
+def _memory_history() -> dict[str, Callable[..., Any]]:
+    """Return what Megatron's ``--record-memory-history`` calls, answered by torch_npu's allocator.
+
+    Megatron up to 0.16 uses the first form of ``_record_memory_history``, which torch_npu never had.
+    """
+
+    def record(enabled: Any = "all", *args: Any, trace_alloc_max_entries: int = 0, **options: Any) -> None:
+        if isinstance(enabled, bool):
+            options.pop("trace_alloc_record_context", None)
+            enabled = "all" if enabled else None
+            options = {"max_entries": trace_alloc_max_entries or 1, **options}
+        torch.npu.memory._record_memory_history(enabled, *args, **options)
+
+    def observe(observer: Callable[..., None]) -> None:
+        import torch_npu
+
+        torch.npu._lazy_init()
+        torch_npu._C._npu_attach_out_of_memory_observer(observer)
+
+    return {
+        "memory._record_memory_history": record,
+        "memory._snapshot": torch.npu.memory._snapshot,
+        "memory._C._cuda_attach_out_of_memory_observer": observe,
+    }
 
 
 def _saturates() -> bool:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any
 
+import numpy
+
 from megatron_npu.host import Host
 
 
@@ -113,6 +115,13 @@ NAME_STAND_INS = (
         float,
         _LM,
         "megatron.data.indexed_dataset lists it among its dtypes; NumPy 1.24 removed it",
+    ),
+    NameStandIn(
+        "numpy",
+        "product",
+        numpy.prod,
+        ("megatron_core",),
+        "0.12 and 0.13 save a checkpoint of the distributed optimizer with it; NumPy 2.0 removed it",
     ),
 )
 _given: list[NameStandIn] = []

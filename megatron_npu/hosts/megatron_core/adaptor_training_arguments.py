@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu import settings
+from megatron_npu import devices, settings
+from megatron_npu.errors import UsageError
 from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, transformer_engine_present, wrap
 from megatron_npu.ops import dispatch
 
@@ -63,6 +64,52 @@ def with_connections(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
         if not any(getattr(args, option, False) for option in _SHARDED):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        return original(args, *rest, **kwargs)
+
+    return validate_args
+
+
+@wrap(
+    "megatron.training.arguments:validate_args",
+    devices=WITHOUT_CUDA,
+    why="--profile without --use-pytorch-profiler is for Nsight Systems, and --record-memory-history needs "
+    "an allocator that keeps one: both end in an AttributeError, the first in the middle of the run",
+)
+def refuse_tools_of_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Say before anything is built what cannot be had."""
+
+    @functools.wraps(original)
+    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
+        device = devices.current().name
+        if args.profile and not args.use_pytorch_profiler:
+            raise UsageError(
+                f"--profile alone on the {device} device",
+                "--profile --use-pytorch-profiler",
+                "Without the second flag Megatron profiles for Nsight Systems, which sees GPUs only.",
+            )
+        if args.record_memory_history and device == "cpu":
+            raise UsageError(
+                "--record-memory-history on the cpu device",
+                "a device whose allocator keeps a history",
+                "Leave the flag away: torch takes host memory from the C library, which keeps none.",
+            )
+        return original(args, *rest, **kwargs)
+
+    return validate_args
+
+
+@wrap(
+    "megatron.training.arguments:validate_args",
+    why="--rerun-mode report_stats is a ValueError when the run starts: the state machine calls that mode "
+    "report_determinism_stats, which the parser refuses (0.12 to 0.16)",
+)
+def name_the_rerun_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Call it as the state machine does."""
+
+    @functools.wraps(original)
+    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
+        if args.rerun_mode == "report_stats":
+            args.rerun_mode = "report_determinism_stats"
         return original(args, *rest, **kwargs)
 
     return validate_args
