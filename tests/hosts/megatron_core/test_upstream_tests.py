@@ -39,13 +39,13 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
 
 
 def test_quick_files_hold_their_baseline():
     tree = checkout("megatron_core", "0.16.1")
-    done = run(str(RUNNER), str(tree), "--device", "cpu", *(f"--folder={file}" for file in QUICK))
+    done = run(str(RUNNER), str(tree), "--device=cpu", "--limit=300", *(f"--folder={file}" for file in QUICK))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 regressions" in done.stdout
     recorded = baseline.Baseline.load("core_v0.16.1", "cpu")
@@ -57,7 +57,14 @@ FILE = """
 import os
 import time
 
+import pytest
+
 RANK = int(os.environ["RANK"])
+
+@pytest.fixture
+def barrier():
+    yield
+    time.sleep(600 * RANK)
 
 def test_passes():
     pass
@@ -65,11 +72,14 @@ def test_passes():
 def test_fails_in_one_rank():
     assert RANK != 1
 
+def test_fails_before_a_teardown_that_hangs(barrier):
+    assert RANK == 0
+
 def test_after_a_failure():
     pass
 
 def test_hangs_in_one_rank():
-    time.sleep(60 * RANK)
+    time.sleep(600 * RANK)
 
 def test_after_a_hang():
     pass
@@ -89,7 +99,8 @@ import dataclasses, json, sys
 from pathlib import Path
 from upstream import rank, world
 folder = Path(sys.argv[1])
-setting = world.Setting(folder, folder, limit=4, arguments=("-q", "-p", "no:cacheprovider"))
+arguments = ("-q", "-p", "no:cacheprovider")
+setting = world.Setting(folder, folder, limit=120, grace=10, arguments=arguments)  # a busy machine is slow
 print(json.dumps(dataclasses.asdict(world.run_file(setting, "test_example.py", 2))))
 """
 
@@ -105,6 +116,7 @@ def test_a_world_that_breaks_is_replaced(tmp_path):
     assert outcomes == {
         "test_passes": PASSED,
         "test_fails_in_one_rank": FAILED,
+        "test_fails_before_a_teardown_that_hangs": FAILED,
         "test_after_a_failure": PASSED,
         "test_hangs_in_one_rank": FAILED,
         "test_after_a_hang": PASSED,
@@ -113,6 +125,7 @@ def test_a_world_that_breaks_is_replaced(tmp_path):
         "test_last": PASSED,
     }
     assert "assert 1 != 1" in tests["test_fails_in_one_rank"][1]
+    assert "assert 1 == 0" in tests["test_fails_before_a_teardown_that_hangs"][1]
     assert tests["test_hangs_in_one_rank"][1] == "did not end in every rank: rank 0 ended"
     # Both ranks die; which is seen first is chance.
     assert re.fullmatch(r"did not end in every rank: rank [01] ended", tests["test_dies"][1])

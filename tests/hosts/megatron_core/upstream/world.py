@@ -18,7 +18,6 @@ from pathlib import Path
 
 from .results import COLLECTION, EXCLUDED, FAILED, FileResult, Result, merge
 
-GRACE = 8.0  # seconds that the other ranks have to end a test which failed in one
 COLLECTING = 120.0  # seconds until every rank knows its tests
 ENDING = 20.0  # seconds for the end of a session: upstream's last fixture is a barrier
 MAX_STALLS = 3  # a file in which so many tests hang is given up
@@ -36,6 +35,7 @@ class Setting:
     arguments: tuple[str, ...] = ()  # for pytest
     fork: bool = True
     barred: Callable[[str], Mapping[str, str]] = lambda file: {}  # tests of a file not to start: why
+    grace: float = 8.0  # seconds of silence after a failure in some ranks: the others do not end this test
 
 
 @dataclass
@@ -101,7 +101,7 @@ class World:
                 self._take(open_[connection])
             if ready:
                 last = now
-            if (self.broken or any(rank.failing for rank in self.ranks)) and now - last > GRACE:
+            if (self.broken or any(rank.failing for rank in self.ranks)) and now - last > self.setting.grace:
                 return False
             if self._settle():
                 return False
