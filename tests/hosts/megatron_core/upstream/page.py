@@ -30,8 +30,9 @@ python tests/hosts/megatron_core/run_upstream_tests.py CHECKOUT --device cpu --r
 python tests/hosts/megatron_core/run_upstream_tests.py CHECKOUT --device npu --folder tensor_parallel
 ```
 
-`npu` is the [simulated Ascend](simulator.md) on a machine without NPUs. pytest-mock and pytest-asyncio must
-be there for the tests that use them.
+`npu` is the [simulated Ascend](simulator.md) on a machine without NPUs. The baselines were taken with what
+upstream's tests import: pytest-mock, pytest-asyncio, mock, wrapt, msgpack, nltk, nvtx, requests, httpx,
+pyzmq, flask, fastapi and nvidia-resiliency-ext. A test that lacks one of them is not judged; the run says so.
 
 ## How they are run
 
@@ -42,7 +43,8 @@ be there for the tests that use them.
 - **A test passes** if it passes in all its ranks. When it fails in some only, or hangs, the world is
   replaced, and the next one goes on with the next test.
 - **What the tests are told.** That there is an accelerator (`torch.cuda.is_available()` is true in the test
-  files: many skip themselves otherwise). That there is no network: what they would download is absent.
+  files: many skip themselves otherwise), and of tensors what Megatron is told (`is_cuda`). That there is no
+  network: what they would download is absent.
 - **Groups** of a model-parallel layout that a test has destroyed are released; upstream leaves them to the
   end.
 

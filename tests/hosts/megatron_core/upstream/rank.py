@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import traceback
 import types
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+
+from megatron_npu.devices import redirect
 
 from .results import FAILED, PASSED, SKIPPED
 
@@ -104,7 +107,8 @@ def summary(report: pytest.TestReport | pytest.CollectReport) -> str:
     if crash is None:
         lines = str(representation).strip().splitlines()
         return next((line[4:] for line in reversed(lines) if line.startswith("E  ")), lines[-1])[:TEXT_LIMIT]
-    message = _INSTALLED.sub("", _ADDRESS.sub("0x…", " ".join(crash.message.split())))[:TEXT_LIMIT]
+    message = _INSTALLED.sub("", _ADDRESS.sub("0x…", " ".join(crash.message.split())))
+    message = message.replace(tempfile.gettempdir(), "$TMPDIR")[:TEXT_LIMIT]
     return f"{message} ({Path(crash.path).name}:{crash.lineno})"
 
 
@@ -154,15 +158,21 @@ def show_device_to_tests() -> None:
     """Answer upstream's test files that there is an accelerator: here it is the device under test.
 
     On a CPU the plug-in tells Megatron that CUDA is not available, because its branches on that are right;
-    the tests ask in order to skip themselves, and would hide half of what they can judge.
+    the tests ask in order to skip themselves, and would hide half of what they can judge. What a tensor is
+    (``is_cuda``, ``type()``) they are told as Megatron is.
     """
-    told = torch.cuda.is_available
+    told, is_host = torch.cuda.is_available, redirect._is_host
 
     @functools.wraps(told)
     def is_available() -> bool:
         return "/tests/unit_tests/" in sys._getframe(1).f_code.co_filename or told()
 
+    def is_host_or_test(module: str) -> bool:
+        file = getattr(sys.modules.get(module), "__file__", None)
+        return is_host(module) or "/tests/unit_tests/" in (file or "")
+
     torch.cuda.is_available = is_available
+    redirect._is_host = is_host_or_test
 
 
 def main(
