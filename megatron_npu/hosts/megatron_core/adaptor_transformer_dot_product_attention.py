@@ -35,18 +35,18 @@ def accept_what_forward_has(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any,
         config: Any,
         *args: Any,
+        cp_comm_type: str | None = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
         _refuse_logit_maximum(config)
-        communication = kwargs.get("cp_comm_type")
         hidden = {"context_parallel_size": 1}
         if _window_is_ours(config):
             hidden["window_size"] = None
         with _instead(config, hidden):
-            original(self, config, *args, **kwargs)
-        self.exchanges_heads = context_parallel.exchanges_heads(config, communication)
+            original(self, config, *args, cp_comm_type=cp_comm_type, **kwargs)
+        self.communication = context_parallel.communication_of(config, cp_comm_type)
         if v_channels is not None:  # the size of upstream's own result, and the default scale
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         if k_channels is not None and kwargs.get("softmax_scale") is None:
@@ -137,14 +137,15 @@ def _dense(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     """``[sq, b, n, d]`` and ``[sk, b, g, d]`` to ``[sq, b, n * d]``."""
     call = _arguments(self)
     with _dropout_generator(self, call["dropout_p"]):
-        if self.config.context_parallel_size == 1:
-            return _attend(query, key, value, **call, **visible(self, mask, causal, query.size(1)))
-        spread = (
-            context_parallel.attend_with_own_heads
-            if self.exchanges_heads
-            else context_parallel.attend_to_gathered
-        )
-        return spread(self, query, key, value, mask, causal, functools.partial(_attend, **call))
+        attend = functools.partial(_attend, **call)
+        spread = (self, query, key, value, mask, causal, attend)
+        if self.communication == "ring":
+            return context_parallel.attend_in_a_ring(*spread, **call)
+        if self.communication == "gather":
+            return context_parallel.attend_to_gathered(*spread)
+        if self.communication == "exchange":
+            return context_parallel.attend_with_own_heads(*spread)
+        return attend(query, key, value, **visible(self, mask, causal, query.size(1)))
 
 
 def _packed(
@@ -154,11 +155,11 @@ def _packed(
     call = _arguments(self)
     attend = functools.partial(_attend_packed, causal=causal, **call)
     with _dropout_generator(self, call["dropout_p"]):
-        if self.config.context_parallel_size == 1:
+        if self.communication is None:
             packed = documents(packed_seq_params, query.size(0), key.size(0))
             return attend(query, key, value, packed=packed)
         limited = call["window"] != (None, None)
-        options = (packed_seq_params, causal, limited, self.exchanges_heads)
+        options = (packed_seq_params, causal, limited, self.communication)
         return context_parallel.attend_packed(query, key, value, *options, attend)
 
 

@@ -1,15 +1,16 @@
 """Attention of a sequence that is cut over the ranks of a context-parallel group.
 
 megatron-core cuts a sequence, or each document of packed ones, into 2·cp equal chunks and gives rank r the
-chunks r and 2·cp - 1 - r, so that causal work is balanced. Keys and values are gathered, or, with
-``--cp-comm-type a2a``, sequences are exchanged for heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
+chunks r and 2·cp - 1 - r, so that causal work is balanced. Keys and values go round in a ring
+(``--cp-comm-type p2p``, the default), are gathered (``all_gather``), or sequences are exchanged for heads
+(``a2a``; DeepSpeed-Ulysses, Jacobs et al. 2023).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,30 +18,47 @@ from torch import Tensor
 
 from megatron_npu.errors import UsageError
 from megatron_npu.hosts.megatron_core.visibility import documents, rows_are_causal, visible, window_is_all
-from megatron_npu.ops.attention import Packed
+from megatron_npu.ops.attention import Packed, Window
 from megatron_npu.ops.attention.kept import kept_with
+from megatron_npu.ops.attention.ring import ring_attention
 from megatron_npu.ops.dispatch import report_refusal
 
 Attend = Callable[..., Tensor]
+Communication = Literal["ring", "gather", "exchange"]
+_GATHERED = "--cp-comm-type all_gather"
 
 
-def exchanges_heads(config: Any, communication: str | None) -> bool:
-    """Return whether ranks exchange sequences for heads; else keys and values are gathered.
+def communication_of(config: Any, cp_comm_type: str | None) -> Communication | None:
+    """Return how the ranks share a layer's keys and values; None where the sequence is not cut.
 
     Args:
         config: the TransformerConfig.
-        communication: ``cp_comm_type`` of this layer; the rings ``p2p`` and ``a2a+p2p`` are not here, which
-            is reported.
+        cp_comm_type: of this layer; None is the ring, as in TransformerEngine. ``a2a+p2p``, which exchanges
+            heads among near ranks and keys among far ones, runs as a ring over all, which is reported.
 
     Raises:
-        UsageError: ``a2a``, and there are heads, or groups of them, that cannot be dealt out evenly.
+        UsageError: another name; or ``a2a``, and there are heads, or groups of them, that cannot be dealt out
+            evenly.
     """
     if config.context_parallel_size == 1:
-        return False
-    if communication in ("p2p", "a2a+p2p"):
-        report_refusal("ring attention", f"--cp-comm-type {communication}: keys and values are gathered")
-    if communication != "a2a":
-        return False
+        return None
+    if cp_comm_type == "a2a+p2p":
+        report_refusal("hierarchical context parallelism", "--cp-comm-type a2a+p2p: one ring over all ranks")
+    if cp_comm_type in (None, "p2p", "a2a+p2p"):
+        return "ring"
+    if cp_comm_type in ("all_gather", "allgather"):  # the one in the configuration, the other in the help
+        return "gather"
+    if cp_comm_type == "a2a":
+        _check_heads(config)
+        return "exchange"
+    raise UsageError(
+        f"--cp-comm-type {cp_comm_type}",
+        "p2p, all_gather, a2a or a2a+p2p",
+        "Name one, or one for each layer.",
+    )
+
+
+def _check_heads(config: Any) -> None:
     size = config.context_parallel_size * config.tensor_model_parallel_size
     groups = config.num_query_groups or config.num_attention_heads
     if groups % size:
@@ -49,7 +67,42 @@ def exchanges_heads(config: Any, communication: str | None) -> bool:
             "a multiple of the tensor-parallel times the context-parallel size",
             "Use --cp-comm-type all_gather.",
         )
-    return True
+
+
+def attend_in_a_ring(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    attend: Attend,
+    *,
+    scale: float,
+    window: Window,
+    dropout_p: float,
+) -> Tensor:
+    """As ``attend_to_gathered``, which is what runs where a ring cannot; no rank holds everyone's keys.
+
+    Args:
+        scale, window, dropout_p: what ``attend`` is bound to.
+    """
+    group = _group()
+    sees, rest = _what_is_seen(module, mask, causal, group, query.size(0))
+    tokens = query.size(0) * group.size()
+    reason = None
+    if rest is not None:
+        reason = "the mask of the data loader"
+    elif any(limit is not None and limit < tokens - 1 for limit in window):
+        reason = "a window"
+    elif dropout_p:
+        reason = "attention dropout"
+    elif key.size(3) != value.size(3):
+        reason = "keys and values of different head sizes"
+    if reason is not None:
+        report_refusal("ring attention", f"{reason}: keys and values are gathered, as with {_GATHERED}")
+        return attend_to_gathered(module, query, key, value, mask, causal, attend)
+    return ring_attention(query, key, value, scale=scale, causal=sees, group=group).flatten(2)
 
 
 def attend_to_gathered(
@@ -66,21 +119,32 @@ def attend_to_gathered(
         attend: ``ops.attention`` with what the module decides, ``[sq, b, n, d]`` to ``[sq, b, n * d]``.
     """
     group = _group()
-    size, rank, chunk = group.size(), group.rank(), query.size(0) // 2
-    starts = (rank * chunk, (2 * size - 1 - rank) * chunk)
+    chunk, starts = query.size(0) // 2, _starts(group, query.size(0))
+    causal, mask = _what_is_seen(module, mask, causal, group, query.size(0))
     key, value = (_in_order(_Gather.apply(t, group)) for t in (key, value))
-    if window_is_all(module):
-        causal, mask = False, None
-    elif mask is not None and rows_are_causal(mask, starts):
-        causal, mask = True, None
-    else:
-        causal = causal and mask is None
     rows = (None, None) if mask is None else mask.chunk(2, dim=2)
     outputs = []
     for part, row, start in zip(query.chunk(2), rows, starts, strict=True):
         end = start + chunk if causal else key.size(0)
         outputs.append(attend(part, key[:end], value[:end], causal=causal, mask=row, offset=start))
     return torch.cat(outputs)
+
+
+def _starts(group: dist.ProcessGroup, tokens: int) -> tuple[int, int]:
+    """Return where in the sequence the two chunks of this rank's tokens begin."""
+    size, rank, chunk = group.size(), group.rank(), tokens // 2
+    return rank * chunk, (2 * size - 1 - rank) * chunk
+
+
+def _what_is_seen(
+    module: Any, mask: Tensor | None, causal: bool, group: dist.ProcessGroup, tokens: int
+) -> tuple[bool, Tensor | None]:
+    """Return whether queries see no later key, and the mask, if it says more than that."""
+    if window_is_all(module):
+        return False, None
+    if mask is not None and rows_are_causal(mask, _starts(group, tokens)):
+        return True, None
+    return causal and mask is None, mask
 
 
 def attend_with_own_heads(
@@ -103,7 +167,7 @@ def attend_packed(
     packed_seq_params: Any,
     causal: bool,
     limited: bool,
-    heads_are_exchanged: bool,
+    communication: Communication,
     attend: Attend,
 ) -> Tensor:
     """Attention of packed documents, each of which is cut over the ranks.
@@ -112,6 +176,7 @@ def attend_packed(
         query, key, value: ``[t / cp, n or g, d]``: of each document its chunks r and 2·cp - 1 - r.
         packed_seq_params: with the boundaries of the whole documents, ``[documents + 1]``.
         limited: whether there is a window.
+        communication: a ring of documents is not here; their keys and values are gathered, which is reported.
         attend: ``ops.attention`` for TND with what the module decides, to ``[tq, n * d]``.
 
     Raises:
@@ -119,13 +184,17 @@ def attend_packed(
     """
     group = _group()
     plan = _plan_of(packed_seq_params, key.size(0), causal, group, key.device)
-    if heads_are_exchanged:
+    if communication == "exchange":
         whole = documents(packed_seq_params, *[plan.order.numel()] * 2)
         parts = (_exchange_for_sequence(t, group).flatten(0, 1) for t in (query, key, value))
         query, key, value = (t.index_select(0, plan.order) for t in parts)
         output = attend(query, key, value, packed=whole).unflatten(1, (query.size(1), -1))
         by_rank = output.index_select(0, plan.rank_order).unflatten(0, (group.size(), -1))
         return _exchange_for_heads(by_rank, group).flatten(1)
+    if communication == "ring":
+        report_refusal(
+            "ring attention", f"packed sequences: keys and values are gathered, as with {_GATHERED}"
+        )
     if limited and not causal:
         raise UsageError(
             "packed sequences, a window and no causal mask under --cp-comm-type all_gather",

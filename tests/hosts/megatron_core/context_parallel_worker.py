@@ -21,6 +21,7 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_npu import devices, settings  # noqa: E402
+from megatron_npu.ops import dispatch  # noqa: E402
 
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 torch.set_default_device(devices.current().torch_device())
@@ -36,7 +37,13 @@ def documents() -> torch.Tensor:
     return FUTURE | other[:, None]
 
 
-COMMUNICATION = ("all_gather", "a2a")
+COMMUNICATION = ("p2p", "all_gather", "a2a")
+# What a ring does not compute, and says: these gather.
+NO_RING = {
+    "the loader's documents": "the mask of the data loader",
+    "a window ahead": "a window",
+    "flags": "the mask of the data loader",
+}
 
 # name: (type of mask, mask of the data loader, configuration, our flags, which pairs are hidden)
 CASES = {
@@ -156,7 +163,10 @@ def main() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     for communication in COMMUNICATION:
         for name, case in CASES.items():
+            dispatch.refusals.clear()
             compare(communication, *case)
+            gathered = [reason.partition(":")[0] for _, reason in dispatch.refusals]
+            assert gathered == [NO_RING[name]] * (communication == "p2p") if name in NO_RING else not gathered
             if dist.get_rank() == 0:
                 print("equal:", communication, name, flush=True)
         for name, case in PACKED.items():

@@ -17,7 +17,7 @@ from tests.sim.conftest import run_simulated, unavailable
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-CASES = 2 * (6 + 5)  # both ways to communicate; masks of a batch, and packed documents
+CASES = 3 * (6 + 5)  # three ways to communicate; masks of a batch, and packed documents
 
 
 def test_every_mask_and_window_is_that_of_the_whole_sequence() -> None:
@@ -49,20 +49,30 @@ def config():
     return make_config(context_parallel_size=2, num_query_groups=2)
 
 
-@pytest.mark.parametrize("ring", ["p2p", "a2a+p2p"])
-def test_a_ring_that_is_asked_for_is_said_to_be_none(config, monkeypatch, ring) -> None:
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [(None, "ring"), ("p2p", "ring"), ("all_gather", "gather"), ("allgather", "gather"), ("a2a", "exchange")],
+)
+def test_each_way_to_communicate_is_the_one_asked_for(config, monkeypatch, asked, given) -> None:
     monkeypatch.setattr(dispatch, "refusals", {})
-    assert not context_parallel.exchanges_heads(config, ring)
-    ((name, reason),) = dispatch.refusals
-    assert name == "ring attention"
-    assert reason == f"--cp-comm-type {ring}: keys and values are gathered"
+    assert context_parallel.communication_of(config, asked) == given
+    assert not dispatch.refusals
+
+
+def test_what_is_not_there_is_reported_or_refused(config, monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "refusals", {})
+    assert context_parallel.communication_of(config, "a2a+p2p") == "ring"
+    assert list(dispatch.refusals) == [
+        ("hierarchical context parallelism", "--cp-comm-type a2a+p2p: one ring over all ranks")
+    ]
+    with pytest.raises(UsageError, match="p2p, all_gather, a2a or a2a"):
+        context_parallel.communication_of(config, "ring")
 
 
 def test_heads_that_cannot_be_dealt_out_are_refused(config) -> None:
-    assert context_parallel.exchanges_heads(config, "a2a")
     config.tensor_model_parallel_size = 2
     with pytest.raises(UsageError, match="2 heads of keys on 4 ranks"):
-        context_parallel.exchanges_heads(config, "a2a")
+        context_parallel.communication_of(config, "a2a")
 
 
 @pytest.mark.parametrize(("starts", "rank", "tokens"), [([0, 4, 12], 0, [0, 3, 4, 5, 10, 11])])
