@@ -17,6 +17,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "pretrain": ("megatron_npu.training.pretrain:main", "pre-train a GPT on megatron-core alone"),
     "preprocess": ("megatron_npu.preprocessing.command:main", "turn jsonl text into .bin/.idx"),
     "generate": ("megatron_npu.evaluation.generate:main", "generate text from a checkpoint"),
+    "convert": (
+        "megatron_npu.conversion.command:main",
+        "convert checkpoints from and to Hugging Face, proven",
+    ),
     "lambada": ("megatron_npu.evaluation.lambada:main", "measure a checkpoint's LAMBADA accuracy"),
     "sim": ("megatron_npu.sim.launcher:main", "run a command on simulated Ascend NPUs"),
     "doctor": ("megatron_npu.doctor.command:main", "say what is installed, what works, and what to do"),

@@ -101,7 +101,8 @@ def generate(
             )
         generator = torch.Generator().manual_seed(seed)
         for logits in _steps(gpt, ids, num_tokens):
-            token = choose(logits, temperature, top_k, top_p, generator)
+            # what pads the vocabulary stands for no token
+            token = choose(logits[: args.tokenizer_vocab_size], temperature, top_k, top_p, generator)
             if token == tokenizer.eod:
                 break
             ids.append(token)
@@ -143,7 +144,9 @@ def restored(
             "Correct the path.",
         )
     args = _alone({**found.arguments, **changes})
-    args.vocab_file, args.merge_file = vocab_file or args.vocab_file, merge_file or args.merge_file
+    for name, given in (("vocab_file", vocab_file), ("merge_file", merge_file), ("tokenizer_model", None)):
+        # a checkpoint written before --tokenizer-model was added has no such argument
+        setattr(args, name, given or checkpoint_files.near(load, getattr(args, name, None)))
     tokenizer = tokenizers.build(args)
     plugin.install()
     with initialize.session(args):

@@ -18,7 +18,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.evaluation.generate import restored
 from megatron_npu.training import initialize
 from megatron_npu.training.arguments import Parser
-from megatron_npu.training.tokenizers import Tokenizer
+from megatron_npu.training.tokenizers import Tokenizer, continuation
 
 
 class Example(NamedTuple):
@@ -145,7 +145,8 @@ def _example(text: str, tokenizer: Tokenizer, strict: bool) -> Example:
         ids = tokenizer.encode(text)
         return Example(ids[:-1], ids[-1:])
     word = text.split()[-1]
-    return Example(tokenizer.encode(text[: text.rfind(word)].strip()), tokenizer.encode(" " + word))
+    context = text[: text.rfind(word)].strip()
+    return Example(tokenizer.encode(context), continuation(tokenizer, context, " " + word))
 
 
 @torch.no_grad()

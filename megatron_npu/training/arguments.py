@@ -81,6 +81,8 @@ def _model(add: Add) -> None:
     add("--rotary-percent", type=float, default=1.0, help="part of a head that is rotated")
     add("--rotary-base", type=int, default=10000, help="base of the rotary frequencies")
     add("--rotary-interleaved", action="store_true", help="rotate neighbours instead of halves")
+    add("--use-rope-scaling", action="store_true", help="lower the low rotary frequencies, as Llama 3.1 does")
+    add("--rope-scaling-factor", type=float, default=8.0, help="of --use-rope-scaling")
     add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
     add("--norm-epsilon", type=float, default=1e-5, dest="layernorm_epsilon")
     add("--apply-layernorm-1p", action="store_true", dest="layernorm_zero_centered_gamma")
@@ -189,10 +191,19 @@ def _data(add: Add) -> None:
     add("--data-path", nargs="*", help="a prefix, several, or weights and prefixes in turns")
     add("--mock-data", action="store_true", help="made-up tokens instead of --data-path")
     add("--split", default="969, 30, 1", help="parts for training, validation and test")
-    add("--tokenizer-type", choices=["GPT2BPETokenizer", "NullTokenizer"], default="GPT2BPETokenizer")
+    add(
+        "--tokenizer-type",
+        choices=["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"],
+        default="GPT2BPETokenizer",
+    )
     add("--vocab-file", help="GPT-2's vocab.json")
     add("--merge-file", help="GPT-2's merges.txt")
-    add("--vocab-size", type=_positive, help="of the NullTokenizer, without its end of document")
+    add("--tokenizer-model", metavar="DIR", help="with the tokenizer.json of a HuggingFaceTokenizer")
+    add(
+        "--vocab-size",
+        type=_positive,
+        help="of the NullTokenizer, without its end of document; of a model that has more than its tokenizer",
+    )
     add("--data-cache-path", help="where the dataset's indices are kept (default: beside the data)")
     add("--num-workers", type=_whole, help="processes that read data (default: 0 on the cpu device, else 2)")
     add("--eod-mask-loss", action="store_true")

@@ -17,6 +17,7 @@ from megatron_npu.errors import UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DESCRIPTION = "arguments.json"
+CARRIED = "hf"  # in a converted checkpoint: the tokenizer's files, and others that came with the weights
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,17 @@ def _read(path: Path, tracker: Path) -> Found:
             "the description that `megatron-npu pretrain` writes into each checkpoint",
             "Load a checkpoint of this driver.",
         ) from error
+
+
+def near(root: str | Path, path: str | None) -> str | None:
+    """Return ``path`` if it is there; else what has its name in the checkpoint's directory, if anything.
+
+    A converted checkpoint brings its tokenizer along, and may have been moved.
+    """
+    if path is None or Path(path).exists():
+        return path
+    places = (Path(root) / CARRIED / Path(path).name, Path(root) / Path(path).name)
+    return next((str(place) for place in places if place.exists()), path)
 
 
 def describe(path: Path, found: Found) -> None:

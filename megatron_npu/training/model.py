@@ -85,6 +85,9 @@ def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bo
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
+        # a checkpoint written before these flags were added has no such arguments
+        rope_scaling=getattr(args, "use_rope_scaling", False),
+        rope_scaling_factor=getattr(args, "rope_scaling_factor", 8.0),
         **_stage(stage),
     )
 

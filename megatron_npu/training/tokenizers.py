@@ -1,11 +1,13 @@
-"""The tokenizer of a run: GPT-2's, or none at all for data that is numbers already."""
+"""The tokenizer of a run: GPT-2's, one of Hugging Face, or none at all for data that is numbers already."""
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from megatron_npu.errors import UsageError
 
@@ -52,6 +54,86 @@ class NullTokenizer:
         return " ".join(map(str, ids))
 
 
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json``, which holds all of a tokenizer; transformers is not needed.
+
+    Args:
+        folder: with ``tokenizer.json``, and with ``tokenizer_config.json``, which names the end of a text.
+
+    Raises:
+        UsageError: a file is missing or broken, or no end of a text is named.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        from tokenizers import Tokenizer as Model
+
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise UsageError(
+                f"--tokenizer-model {folder}: no tokenizer.json", "one in it", "Correct the path."
+            )
+        try:
+            self._model = Model.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise UsageError(f"{path}: {error}", "a tokenizer of Hugging Face", "Get it anew.") from error
+        self.vocab_size: int = self._model.get_vocab_size(with_added_tokens=True)
+        end = _end_of_text(Path(folder))
+        eod = None if end is None else self._model.token_to_id(end)
+        if eod is None:
+            raise UsageError(
+                f"{folder}: tokenizer_config.json names {end!r} as eos_token",
+                "a token of tokenizer.json",
+                "Name the token that ends a text there.",
+            )
+        self.eod: int = eod
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, with those that the tokenizer puts before every text (``<s>``)."""
+        return self._model.encode(text).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids, without special tokens."""
+        return self._model.decode(list(ids))
+
+
+def _end_of_text(folder: Path) -> str | None:
+    """Return the ``eos_token`` of a folder's ``tokenizer_config.json``; None if it names none."""
+    try:
+        values: Any = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        token = values.get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
+    """Return the ids of ``more`` behind ``text``.
+
+    GPT-2's tokenizers cut ``more`` by itself, as Megatron's LAMBADA does. One of Hugging Face may put
+    something before every text, so that it has to see both.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.encode(text + more)[len(tokenizer.encode(text)) :]
+    return tokenizer.encode(more)
+
+
+def model_vocabulary(args: Namespace, tokenizer: Tokenizer) -> int:
+    """Return how many tokens the model knows: as many as its tokenizer, or more if ``--vocab-size`` says so.
+
+    Raises:
+        UsageError: ``--vocab-size`` has no room for the tokenizer.
+    """
+    if args.tokenizer_type == "NullTokenizer" or args.vocab_size is None:
+        return tokenizer.vocab_size
+    if args.vocab_size < tokenizer.vocab_size:
+        raise UsageError(
+            f"--vocab-size {args.vocab_size}",
+            f"at least the {tokenizer.vocab_size} tokens of the tokenizer",
+            "Leave it out.",
+        )
+    return args.vocab_size
+
+
 def build(args: Namespace) -> Tokenizer:
     """Return the tokenizer that ``--tokenizer-type`` and its files name.
 
@@ -62,6 +144,12 @@ def build(args: Namespace) -> Tokenizer:
         if args.vocab_size is None:
             raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size beside it", "Add it.")
         return NullTokenizer(args.vocab_size)
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        if args.tokenizer_model is None:
+            raise UsageError(
+                "--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model beside it", "Add it."
+            )
+        return HuggingFaceTokenizer(args.tokenizer_model)
     for flag, value in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
         if value is None:
             raise UsageError(

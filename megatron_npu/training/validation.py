@@ -265,9 +265,9 @@ def _logging(args: Namespace) -> None:
 
 def _data(args: Namespace) -> None:
     tokenizer = tokenizers.build(args)
-    args.tokenizer_vocab_size = tokenizer.vocab_size
+    args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, tokenizer)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    args.padded_vocab_size = -(-tokenizer.vocab_size // multiple) * multiple
+    args.padded_vocab_size = -(-args.tokenizer_vocab_size // multiple) * multiple
     shares = _split(args.split)
     if args.mock_data and args.data_path:
         _fail("--mock-data and --data-path", "one of them", "Drop one.")

@@ -1,0 +1,232 @@
+"""``megatron-npu convert``: checkpoints of Hugging Face to those of the embedded driver, and back."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_npu import plugin
+from megatron_npu.conversion import carried, engine, families, hf_files, proof
+from megatron_npu.conversion.config import NAME as CONFIG
+from megatron_npu.conversion.config import Config, read
+from megatron_npu.conversion.families import Family
+from megatron_npu.errors import UsageError
+from megatron_npu.evaluation.generate import restored
+from megatron_npu.training import arguments, checkpoint, checkpoint_files, initialize, model, validation
+from megatron_npu.training.arguments import Parser
+
+FLAGS = "flags.txt"
+_SIDES = ("hf", "megatron")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    result = Parser("megatron-npu convert", description=__doc__, allow_abbrev=False)
+    add = result.add_argument
+    add("--from", dest="origin", required=True, choices=_SIDES, help="what SOURCE is")
+    add("--to", dest="target", required=True, choices=_SIDES, help="what DESTINATION becomes")
+    add("source", metavar="SOURCE", help="hf: a folder with config.json; megatron: what --save was")
+    add("destination", metavar="DESTINATION", help="a folder that does not exist yet")
+    add("--dtype", choices=engine.DTYPES, help="type of the converted weights (default: as they are)")
+    add(
+        "--proof",
+        choices=["logits", "tensors"],
+        help="logits: run both models (default with transformers installed); tensors: compare weights alone",
+    )
+    add(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=128,
+        metavar="N",
+        help="pad the vocabulary to a multiple of N (to megatron; default: 128)",
+    )
+    add("--max-shard-gb", type=float, default=5.0, help="largest file of weights (to hf; default: 5)")
+    add("--vocab-file", help="where the tokenizer's file is now, if it has moved (from megatron)")
+    add("--merge-file", help="where the tokenizer's file is now, if it has moved (from megatron)")
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code.
+
+    Raises:
+        UsageError: a model that cannot be converted, or one that the proof refutes; nothing has been written.
+    """
+    args = parser().parse_args(argv)
+    _check(args)
+    initialize.quieten()
+    plugin.install()
+    convert = _to_megatron if args.target == "megatron" else _to_hf
+    with _appearing(Path(args.destination)) as part:
+        for line in convert(args, part):
+            print(line, flush=True)
+    print(f"wrote {args.destination}")
+    return 0
+
+
+def _check(args: Namespace) -> None:
+    """Check what needs no look into the files."""
+    if args.origin == args.target:
+        raise UsageError(f"--from {args.origin} --to {args.target}", "two different sides", "Change one.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            "several processes", "one: any layout can load the result", "Start it without torchrun."
+        )
+    if args.make_vocab_size_divisible_by < 1 or args.max_shard_gb <= 0:
+        raise UsageError("--make-vocab-size-divisible-by or --max-shard-gb", "a number above 0", "Change it.")
+    hf_files.require_safetensors()
+    if args.proof == "logits" and not proof.has_reference():
+        raise UsageError(
+            "--proof logits, but transformers is not installed", "it", 'pip install "megatron_npu[hf]"'
+        )
+    destination = Path(args.destination)
+    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+        raise UsageError(f"{destination} exists", "a new folder", "Give another name, or remove it.")
+
+
+@contextlib.contextmanager
+def _appearing(destination: Path) -> Iterator[Path]:
+    """Give a hidden folder that becomes ``destination`` if the block ends well, and else is removed."""
+    destination = destination.absolute()
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    part = destination.parent / f".{destination.name}.partial"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        yield part
+        os.replace(part, destination)  # also onto an empty folder
+        checkpoint_files.sync_directory(destination.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+# -- to Megatron --------------------------------------------------------------------------------------------
+
+
+def _to_megatron(given: Namespace, part: Path) -> Iterator[str]:
+    """Write the checkpoint into ``part``; yield what there is to say."""
+    source, final = Path(given.source), Path(given.destination).absolute()
+    configuration = Config(read(source), source / CONFIG)
+    family = families.of_config(configuration)
+    vocabulary = configuration.number("vocab_size")
+    model_flags = [
+        *family.flags(configuration),
+        *("--make-vocab-size-divisible-by", str(given.make_vocab_size_divisible_by)),
+    ]
+    kept = part / checkpoint_files.CARRIED
+    carried.copy(source, kept)
+    tokenizer = carried.tokenizer_flags(kept, vocabulary)
+    args = _arguments(part, [*model_flags, *tokenizer])
+    found = engine.weights(source, family)
+    engine.check_names(found, family, args)
+    dtype = given.dtype or engine.one_dtype(found, family.rules(args))
+    args.bf16, args.fp16 = dtype == "bf16", dtype == "fp16"
+    _save(args, family, found)
+    _name_final_paths(part, final)
+    precision = [f"--{dtype}"] if dtype != "fp32" else []
+    moved = [word.replace(str(part), str(final)) for word in tokenizer]
+    line = shlex.join([*model_flags, *moved, *precision])
+    checkpoint_files.write_atomically(part / FLAGS, line + "\n")
+    yield from _proven(given, part, source, family, dtype)
+    yield f"{tokenizer[1]}; vocabulary {vocabulary}, padded to {args.padded_vocab_size}"
+    yield f"the model's flags, also in {FLAGS}: {line}"
+
+
+def _arguments(place: Path, flags: list[str]) -> Namespace:
+    """Return the driver's arguments for a model that is saved and not trained."""
+    bare = ["--micro-batch-size", "1", "--train-iters", "0", "--save", str(place), "--no-plot"]
+    without_state = ["--no-save-optim", "--no-save-rng"]
+    return validation.check(arguments.parse([*bare, *without_state, *flags]))
+
+
+def _save(args: Namespace, family: Family, found: engine.Weights) -> None:
+    """Build the model on the host, fill it, and save it as the driver does, at iteration 0."""
+    config = model.transformer_config(Namespace(**{**vars(args), "use_cpu_initialization": True}))
+    config.perform_initialization = False  # every weight is filled
+    with initialize.session(args):
+        gpt = model.gpt(args, config, None, True, True)
+        engine.fill(dict(gpt.named_parameters()), found, family.rules(args))
+        # neither optimizer nor schedule is saved
+        checkpoint.save(args, checkpoint.State([gpt], None, None), checkpoint.Position())
+
+
+def _name_final_paths(part: Path, final: Path) -> None:
+    """Let the checkpoint's description name the places that its files are going to have."""
+    found = checkpoint_files.find(part)
+    moved = {
+        name: str(final / Path(path).relative_to(part))
+        for name in ("save", "vocab_file", "merge_file", "tokenizer_model")
+        if (path := found.arguments[name]) is not None
+    }
+    checkpoint_files.describe(found.path, replace(found, arguments=found.arguments | moved))
+
+
+# -- to Hugging Face ----------------------------------------------------------------------------------------
+
+
+def _to_hf(given: Namespace, part: Path) -> Iterator[str]:
+    """Write the folder into ``part``; yield what there is to say."""
+    root = Path(given.source)
+    with restored(str(root), given.vocab_file, given.merge_file) as (args, module, _):
+        family = families.of_arguments(args)
+        dtype = given.dtype or ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
+        values = family.config(args)
+        kept = carried.bring_back(root, args, part)
+        named = {**kept, **values, "torch_dtype": str(engine.DTYPES[dtype]).removeprefix("torch.")}
+        checkpoint_files.write_atomically(part / CONFIG, json.dumps(named, indent=2, sort_keys=True) + "\n")
+        _write(part, dict(model.unwrap(module).named_parameters()), family, args, dtype, given.max_shard_gb)
+    yield from _proven(given, root, part, family, dtype)
+    yield f"{values['architectures'][0]}; {args.tokenizer_type}"
+
+
+def _write(
+    part: Path,
+    parameters: dict[str, torch.Tensor],
+    family: Family,
+    args: Namespace,
+    dtype: str,
+    shard_gb: float,
+) -> None:
+    kind = engine.DTYPES[dtype]
+    shapes = {name: parameter.detach().to("meta") for name, parameter in parameters.items()}
+    sizes = {
+        name: tensor.numel() * kind.itemsize
+        for name, tensor in engine.taken_apart(shapes, family.rules(args))
+    }
+    tensors = (
+        (name, tensor.cpu().to(kind)) for name, tensor in engine.taken_apart(parameters, family.rules(args))
+    )
+    hf_files.write(part, tensors, sizes, int(shard_gb * 1e9))
+
+
+# -- both ---------------------------------------------------------------------------------------------------
+
+
+def _proven(given: Namespace, megatron: Path, hf: Path, family: Family, dtype: str) -> Iterator[str]:
+    """Prove the conversion and yield the line that says so.
+
+    Raises:
+        UsageError: the two sides differ.
+    """
+    logits = proof.has_reference() if given.proof is None else given.proof == "logits"
+    result = proof.prove(megatron, hf, family, engine.DTYPES[dtype], logits=logits)
+    yield f"{result.tensors} tensors of type {dtype}, each equal to the bit on both sides"
+    if logits:
+        yield (
+            f"logits of both models in fp32 on {result.tokens} tokens: largest difference "
+            f"{result.difference:.2e}, largest logit {result.largest:.2e}, allowed {proof.BOUND:g} of it"
+        )
+    elif given.proof is None:
+        yield 'transformers is not installed: the logits were NOT compared (pip install "megatron_npu[hf]")'
+    else:
+        yield "the logits were NOT compared (--proof tensors)"
