@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from megatron_npu import devices
 from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, replace, transformer_engine_present, wrap
@@ -38,3 +39,25 @@ def without_fp8(original: Callable[..., None]) -> Callable[..., None]:
         original(self, fp8 or None)
 
     return initialise
+
+
+@wrap(
+    "megatron.core.tensor_parallel.random:checkpoint",
+    why="an MLP returns its bias beside its output; returned by a checkpoint, that parameter is no leaf any "
+    "more, and its backward pass calls itself until memory ends: --recompute-modules mlp",
+)
+def without_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return aliases of parameters from the function that is recomputed."""
+
+    @functools.wraps(original)
+    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def returning_aliases(*inputs: Any) -> Any:
+            return tree_map_only(torch.nn.Parameter, _alias, function(*inputs))
+
+        return original(returning_aliases, *args, **kwargs)
+
+    return checkpoint
+
+
+def _alias(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter.view_as(parameter)

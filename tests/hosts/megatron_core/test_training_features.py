@@ -1,4 +1,4 @@
-"""What surrounds a training step: checkpoint writers, instruments, figures of memory, tools that need CUDA."""
+"""What surrounds a training step: checkpoint writers, instruments, figures of memory, tools of CUDA."""
 
 from __future__ import annotations
 
@@ -127,3 +127,22 @@ def test_statistics_of_reruns_name_the_call() -> None:
     caller = Caller("loss is nan", 0)
     assert caller.filename == "'loss is nan'"
     assert pickle.loads(pickle.dumps(caller)) == caller
+
+
+def test_a_parameter_that_a_recomputed_function_returns_stays_a_leaf() -> None:
+    """An MLP returns its bias unadded. Stock makes it an output of the checkpoint, which calls itself."""
+    from megatron.core import tensor_parallel
+
+    weight, bias = (torch.nn.Parameter(torch.randn(shape, device=here())) for shape in ((4, 4), (4,)))
+    x = torch.randn(3, 4, device=here(), requires_grad=True)
+
+    def mlp(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x @ weight, bias
+
+    gradients = []
+    for output, unadded in (mlp(x), tensor_parallel.checkpoint(mlp, False, x)):
+        assert bias.is_leaf  # or the backward pass below never ends
+        (output + unadded).square().sum().backward()
+        gradients.append([tensor.grad.clone() for tensor in (x, weight, bias)])
+        x.grad = weight.grad = bias.grad = None
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
