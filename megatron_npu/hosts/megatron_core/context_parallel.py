@@ -25,7 +25,6 @@ from megatron_npu.ops.dispatch import report_refusal
 
 Attend = Callable[..., Tensor]
 Communication = Literal["ring", "gather", "exchange"]
-_GATHERED = "--cp-comm-type all_gather"
 
 
 def communication_of(config: Any, cp_comm_type: str | None) -> Communication | None:
@@ -100,7 +99,7 @@ def attend_in_a_ring(
     elif key.size(3) != value.size(3):
         reason = "keys and values of different head sizes"
     if reason is not None:
-        report_refusal("ring attention", f"{reason}: keys and values are gathered, as with {_GATHERED}")
+        _report_no_ring(reason)
         return attend_to_gathered(module, query, key, value, mask, causal, attend)
     return ring_attention(query, key, value, scale=scale, causal=sees, group=group).flatten(2)
 
@@ -128,6 +127,11 @@ def attend_to_gathered(
         end = start + chunk if causal else key.size(0)
         outputs.append(attend(part, key[:end], value[:end], causal=causal, mask=row, offset=start))
     return torch.cat(outputs)
+
+
+def _report_no_ring(reason: str) -> None:
+    remedy = "keys and values are gathered, as with --cp-comm-type all_gather"
+    report_refusal("ring attention", f"{reason}: {remedy}")
 
 
 def _starts(group: dist.ProcessGroup, tokens: int) -> tuple[int, int]:
@@ -192,9 +196,7 @@ def attend_packed(
         by_rank = output.index_select(0, plan.rank_order).unflatten(0, (group.size(), -1))
         return _exchange_for_heads(by_rank, group).flatten(1)
     if communication == "ring":
-        report_refusal(
-            "ring attention", f"packed sequences: keys and values are gathered, as with {_GATHERED}"
-        )
+        _report_no_ring("packed sequences")
     if limited and not causal:
         raise UsageError(
             "packed sequences, a window and no causal mask under --cp-comm-type all_gather",
