@@ -2,20 +2,73 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
+
+from megatron_npu.ops.dispatch import report_refusal
+
+_HALVES = (torch.bfloat16, torch.float16)
+_NPU_SIZE = 65536  # npu_grouped_matmul_add of torch_npu 2.13 takes sizes below
 
 
 def accumulate_weight_gradient(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Add ``grad_outputᵀ · input`` to ``main_grad``.
+    """Add ``grad_outputᵀ · input`` to ``main_grad``, in one pass where the device has a product that does.
+
+    That is: where all have one dtype, and on an NPU for 16-bit factors and an fp32 buffer. Elsewhere (a
+    16-bit model with an fp32 buffer on a cpu or, without apex, on cuda) the product is rounded to 16 bits and
+    then added, which is what Megatron does without ``--gradient-accumulation-fusion``.
 
     Args:
         input: ``[..., h_in]``, what the layer was given.
-        grad_output: ``[..., h_out]``.
+        grad_output: ``[..., h_out]``, of the same dtype.
         main_grad: ``[h_out, h_in]``, fp32, or the dtype of the others; changed in place.
     """
     input = input.reshape(-1, input.size(-1))
     grad_output = grad_output.reshape(-1, grad_output.size(-1))
     if main_grad.dtype == input.dtype:
         main_grad.addmm_(grad_output.t(), input)
+    elif input.device.type == "npu" and _fits_npu(input, grad_output, main_grad):
+        _accumulate_npu(input, grad_output, main_grad)
     else:
         main_grad.add_(grad_output.t() @ input)
+
+
+def _fits_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> bool:
+    """Return whether ``npu_grouped_matmul_add_`` takes the call; report why if not."""
+    reason = _beyond_npu(input, grad_output, main_grad)
+    if reason is not None:
+        report_refusal("weight_gradient", reason)
+    return reason is None
+
+
+def _beyond_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> str | None:
+    """Return which documented limit of ``npu_grouped_matmul_add_`` (torch_npu 2.13) the call exceeds."""
+    import torch_npu
+
+    if not hasattr(torch_npu, "npu_grouped_matmul_add_"):
+        return "this torch_npu has no npu_grouped_matmul_add_"
+    if not torch_npu.npu.utils.is_support_inf_nan():
+        return "npu_grouped_matmul_add_ is for Ascend 910B and later"
+    if input.dtype not in _HALVES or main_grad.dtype is not torch.float32:
+        return f"npu_grouped_matmul_add_ adds no {input.dtype} to {main_grad.dtype}"
+    if max(main_grad.shape) >= _NPU_SIZE:
+        return f"npu_grouped_matmul_add_ takes sizes below {_NPU_SIZE}"
+    if not input.size(0):
+        return "npu_grouped_matmul_add_ is given no row"
+    return None
+
+
+def _accumulate_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    """One group of the product for experts: the rows are all of one weight."""
+    import torch_npu
+
+    rows = _rows(input.size(0), input.device)
+    torch_npu.npu_grouped_matmul_add_(main_grad.unsqueeze(0), grad_output, input, rows)
+
+
+@functools.lru_cache(maxsize=16)
+def _rows(count: int, device: torch.device) -> Tensor:
+    """Return ``[count]`` on the device; the layers of a model share it."""
+    return torch.full((1,), count, dtype=torch.int64, device=device)
