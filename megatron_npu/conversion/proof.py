@@ -7,6 +7,7 @@ left is the order of sums.
 from __future__ import annotations
 
 import importlib.util
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _compare_tensors(
-    parameters: dict[str, Tensor], found: engine.Weights, family: Family, args: object, dtype: torch.dtype
+    parameters: dict[str, Tensor], found: engine.Weights, family: Family, args: Namespace, dtype: torch.dtype
 ) -> int:
     """Return how many tensors are equal, which is all of them."""
     number = 0

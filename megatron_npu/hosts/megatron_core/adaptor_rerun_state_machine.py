@@ -10,9 +10,10 @@ from megatron_npu.hosts.megatron_core.records import wrap
 @wrap(
     "megatron.core.rerun_state_machine:Caller",
     versions=">=0.14",
-    why="its report of statistics asks for the file and line that 0.14 took out of this class, and ends there",
+    why="its report of statistics asks for the file and line that 0.14 took out of this class, "
+    "and ends there",
 )
-def with_a_place(original: type[tuple]) -> type[tuple]:
+def with_a_place(original: Any) -> type[tuple]:
     """Let the message stand for the place: it tells the calls of ``validate_result`` apart since 0.14."""
 
     class Caller(original):

@@ -137,7 +137,7 @@ def _dense(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     """``[sq, b, n, d]`` and ``[sk, b, g, d]`` to ``[sq, b, n * d]``."""
     call = _arguments(self)
     with _dropout_generator(self, call["dropout_p"]):
-        attend = functools.partial(_attend, **call)
+        attend: Callable[..., Tensor] = functools.partial(_attend, **call)
         spread = (self, query, key, value, mask, causal, attend)
         if self.communication == "ring":
             return context_parallel.attend_in_a_ring(*spread, **call)
@@ -153,7 +153,7 @@ def _packed(
 ) -> Tensor:
     """``[tq, n, d]`` and ``[tk, g, d]`` to ``[tq, n * d]``: documents one behind the other (thd)."""
     call = _arguments(self)
-    attend = functools.partial(_attend_packed, causal=causal, **call)
+    attend: Callable[..., Tensor] = functools.partial(_attend_packed, causal=causal, **call)
     with _dropout_generator(self, call["dropout_p"]):
         if self.communication is None:
             packed = documents(packed_seq_params, query.size(0), key.size(0))

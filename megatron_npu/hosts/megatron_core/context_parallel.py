@@ -266,7 +266,7 @@ def _plan(
             keys.append(length)
             seen.append(order[starts[i] : starts[i] + length])
     pairs = [pair for pair in zip(queries, keys, strict=True) if any(pair)]
-    parts = Packed(*(list(lengths) for lengths in zip(*pairs, strict=True)))
+    parts = Packed(*zip(*pairs, strict=True))
     return Plan(order.to(device), rank_order.to(device), torch.cat(seen).to(device), parts)
 
 
