@@ -22,3 +22,14 @@ def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
     from torch.distributed.checkpoint.filesystem import SerializationFormat
 
     return functools.partial(original, serialization_format=SerializationFormat.TORCH_SAVE)
+
+
+@wrap(
+    "megatron.core.dist_checkpointing.strategies.torch:FileSystemWriter",
+    why="remove_sharded_tensors moves the file at a path of torch's writer that newer torch does not have",
+)
+def writer_with_metadata_path(original: type) -> type:
+    """Give torch's writer, which the module makes there alone, the path of its metadata again."""
+    if hasattr(original, "metadata_path"):
+        return original
+    return type(original.__name__, (original,), {"metadata_path": property(original._get_metadata_path)})
