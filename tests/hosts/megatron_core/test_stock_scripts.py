@@ -72,12 +72,14 @@ def test_the_flags_of_the_fused_attention(tree: Path, tmp_path: Path, single) ->
 
 
 def test_it_goes_on_from_its_checkpoint(tree: Path, tmp_path: Path, single) -> None:
-    """The last iterations from a checkpoint of the first are those of one run.
+    """The last iterations from a checkpoint of the first are those of one run, with asynchronous writers.
 
-    0.16.1 logs the second iteration of a process as the mean of its first two, so gradients are compared.
+    Those are spawned, and find the plug-in though it may only be on the path. 0.16.1 logs the second
+    iteration of a process as the mean of its first two, so gradients are compared.
     """
-    save = ["--save", str(tmp_path / "checkpoint"), "--save-interval", "4"]
-    first = pretrain(tree, tmp_path, *save, "--exit-interval", "4")
+    save = ["--save", str(tmp_path / "checkpoint"), "--save-interval", "4", "--async-save"]
+    persistent = ["--use-persistent-ckpt-worker", "--ckpt-assume-constant-structure"]
+    first = pretrain(tree, tmp_path, *save, *persistent, "--exit-interval", "4")
     rest = pretrain(tree, tmp_path, *save, "--load", str(tmp_path / "checkpoint"))
     assert norms(first) + norms(rest) == norms(single)
     assert losses(rest)[0] == losses(single)[4]
@@ -87,9 +89,10 @@ def test_it_goes_on_from_its_checkpoint(tree: Path, tmp_path: Path, single) -> N
 def test_the_oldest_tag_trains_and_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs it")
     oldest = checkout("megatron_core", "0.12.1")
-    large = ["--vocab-size", "8191"]  # its mock data counts up to the end of document
+    # its mock data counts up to the end of document
+    large = ["--vocab-size", "8191", "--use-distributed-optimizer"]
     whole = pretrain(oldest, tmp_path, *large)
-    save = [*large, "--save", str(tmp_path / "checkpoint"), "--save-interval", "4"]
+    save = [*large, "--save", str(tmp_path / "checkpoint"), "--save-interval", "4", "--async-save"]
     first = pretrain(oldest, tmp_path, *save, "--exit-interval", "4")
     rest = pretrain(oldest, tmp_path, *save, "--load", str(tmp_path / "checkpoint"))
     assert len(losses(whole)) == 6
