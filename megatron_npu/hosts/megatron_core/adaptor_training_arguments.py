@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_npu import devices, settings
 from megatron_npu.errors import UsageError
+from megatron_npu.hosts.megatron_core import unavailable
 from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, transformer_engine_present, wrap
 from megatron_npu.ops import dispatch
 
@@ -55,15 +56,34 @@ def take_flags(original: Callable[..., Any]) -> Callable[..., Any]:
     "megatron.training.arguments:validate_args",
     devices=WITHOUT_CUDA,
     why="it asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism, and for anything else "
-    "with FSDP; without CUDA it means nothing",
+    "with FSDP, and with --deterministic-mode for an NCCL_ALGO; without CUDA they mean nothing",
 )
-def with_connections(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Set the variable where it is asked for and not set."""
+def with_variables_of_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Set the variables where they are asked for and not set."""
 
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
         if not any(getattr(args, option, False) for option in _SHARDED):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if args.deterministic_mode:
+            os.environ.setdefault("NCCL_ALGO", "Ring")
+        return original(args, *rest, **kwargs)
+
+    return validate_args
+
+
+@wrap(
+    "megatron.training.arguments:validate_args",
+    devices=WITHOUT_CUDA,
+    why="it checks the options of CUDA graphs against others, which mean nothing without the graphs",
+)
+def without_cuda_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Switch them off, and say so, before it does."""
+
+    @functools.wraps(original)
+    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
+        reason = f"there are no CUDA graphs on the {devices.current().name} device"
+        unavailable.switch_off(args, unavailable.CUDA_GRAPHS, reason)
         return original(args, *rest, **kwargs)
 
     return validate_args
@@ -116,7 +136,10 @@ def name_the_rerun_mode(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _do_without_transformer_engine(args: argparse.Namespace) -> None:
-    if args.transformer_impl == "transformer_engine":
+    unavailable.refuse(args, unavailable.NEED_TRANSFORMER_ENGINE)
+    reason = "TransformerEngine is not installed"
+    unavailable.switch_off(args, unavailable.DO_WITHOUT_TRANSFORMER_ENGINE, reason)
+    if args.transformer_impl != "local":  # transformer_engine, the default, or since 0.16 inference_optimized
         dispatch.report_refusal("transformer_engine", "not installed: --transformer-impl local runs")
         args.transformer_impl = "local"
     # On by default, and refused then without TransformerEngine; the path without it is as fused here.

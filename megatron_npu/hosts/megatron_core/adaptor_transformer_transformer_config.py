@@ -1,4 +1,4 @@
-"""``megatron.core.transformer.transformer_config``: fusions that TransformerEngine brings."""
+"""``megatron.core.transformer.transformer_config``: options that need TransformerEngine or CUDA."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu.hosts.megatron_core.records import transformer_engine_present, wrap
+from megatron_npu import devices
+from megatron_npu.hosts.megatron_core import unavailable
+from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, transformer_engine_present, wrap
 from megatron_npu.ops import dispatch
 
 # moe_router_fusion is there since 0.14.
@@ -27,6 +29,42 @@ def without_fusions_of_experts(original: Callable[[Any], None]) -> Callable[[Any
             if getattr(self, option, False):
                 dispatch.report_refusal(option, "TransformerEngine is not installed")
                 setattr(self, option, False)
+        original(self)
+
+    return check
+
+
+@wrap(
+    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    condition=transformer_engine_present,
+    why="without TransformerEngine fp8 is silently another precision, and overlapped communication and its "
+    "cross-entropy end in an assertion or a NameError in the middle of the first step",
+)
+def without_transformer_engine(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Refuse what changes the run; leave out, and say so, what changes only how layers are launched."""
+
+    @functools.wraps(original)
+    def check(self: Any) -> None:
+        unavailable.refuse(self, unavailable.NEED_TRANSFORMER_ENGINE)
+        reason = "TransformerEngine is not installed"
+        unavailable.switch_off(self, unavailable.DO_WITHOUT_TRANSFORMER_ENGINE, reason)
+        original(self)
+
+    return check
+
+
+@wrap(
+    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    devices=WITHOUT_CUDA,
+    why="CUDA graphs are captured from CUDA streams: the first step ends in an assertion",
+)
+def without_cuda_graphs(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Launch every kernel by itself, and say so."""
+
+    @functools.wraps(original)
+    def check(self: Any) -> None:
+        reason = f"there are no CUDA graphs on the {devices.current().name} device"
+        unavailable.switch_off(self, unavailable.CUDA_GRAPHS, reason)
         original(self)
 
     return check

@@ -1,0 +1,87 @@
+"""Options of megatron-core that need TransformerEngine or CUDA, where they are not there.
+
+They are fields of ``TransformerConfig`` and, mostly under the same names, of the scripts' arguments. What
+would change the numbers, or is asked for to hide communication, is refused in one line. What changes the
+speed of launches alone is switched off, and that is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron_npu.errors import UsageError
+from megatron_npu.ops import dispatch
+
+
+class Option(NamedTuple):
+    """An option: its flag, the names of its field, and whether what stands there asks for it.
+
+    ``remedy`` is for an option that is refused, ``off`` is what one that is not is set to.
+    """
+
+    flag: str
+    fields: tuple[str, ...]
+    asks: Callable[[Any], bool] = bool
+    remedy: str = ""
+    off: Any = False
+
+
+NEED_TRANSFORMER_ENGINE = (
+    Option("--fp8-format", ("fp8",), remedy="Leave it out and train in bf16, or install TransformerEngine."),
+    Option("--fp4-format", ("fp4",), remedy="Leave it out and train in bf16, or install TransformerEngine."),
+    Option(
+        "--te-precision-config-file",
+        ("te_precision_config_file",),
+        remedy="Leave it out: the local layers have the one precision of their parameters.",
+    ),
+    Option(
+        "--tp-comm-overlap",
+        ("tp_comm_overlap",),
+        remedy="Leave it out: its buffers are TransformerEngine's; --sequence-parallel works without.",
+    ),
+    Option(
+        "--cross-entropy-fusion-impl",
+        ("cross_entropy_fusion_impl",),
+        asks=lambda value: value == "te",
+        remedy="Use --cross-entropy-fusion-impl native, which is fused here.",
+    ),
+)
+DO_WITHOUT_TRANSFORMER_ENGINE = (
+    Option("--te-rng-tracker", ("te_rng_tracker", "use_te_rng_tracker")),
+    Option("--use-transformer-engine-op-fuser", ("use_transformer_engine_op_fuser",)),
+    Option("--use-te-activation-func", ("use_te_activation_func",)),
+)
+CUDA_GRAPHS = (
+    Option("--enable-cuda-graph", ("enable_cuda_graph",)),
+    Option("--external-cuda-graph", ("external_cuda_graph",)),
+    Option(
+        "--cuda-graph-impl", ("cuda_graph_impl",), asks=lambda value: value not in (None, "none"), off="none"
+    ),
+)
+
+
+def refuse(options: Any, wanting: tuple[Option, ...]) -> None:
+    """Raise UsageError if ``options`` ask for something that needs TransformerEngine."""
+    for option in wanting:
+        for field in option.fields:
+            value = getattr(options, field, None)
+            if option.asks(value):
+                raise UsageError(
+                    f"{option.flag} {value} without TransformerEngine",
+                    "options that the local layers have",
+                    option.remedy,
+                )
+
+
+def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
+    """Switch off what ``options`` ask for in vain, and report it.
+
+    Raises:
+        FusedPathRefusedError: in strict mode.
+    """
+    for option in harmless:
+        for field in option.fields:
+            if option.asks(getattr(options, field, None)):
+                dispatch.report_refusal(option.flag.removeprefix("--"), reason)
+                setattr(options, field, option.off)

@@ -1,0 +1,89 @@
+"""Options that need TransformerEngine or CUDA graphs: off and said, or refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_npu.errors import UsageError
+from megatron_npu.ops import dispatch
+from megatron_npu.ops.dispatch import FusedPathRefusedError
+from tests.conftest import checkout
+from tests.hosts.megatron_core.conftest import make_config
+from tests.hosts.megatron_core.stock import losses, pretrain
+
+GRAPHS = [
+    {"enable_cuda_graph": True},
+    {"external_cuda_graph": True},
+    {"cuda_graph_impl": "local"},
+    {"cuda_graph_impl": "transformer_engine"},
+]
+
+
+@pytest.fixture(autouse=True)
+def armed() -> None:
+    import megatron_npu
+
+    megatron_npu.install()
+
+
+@pytest.mark.parametrize("asked", GRAPHS, ids=lambda asked: "-".join(map(str, *asked.items())))
+def test_no_graph_is_captured_without_cuda(asked, monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "refusals", {})
+    config = make_config(**asked, use_te_rng_tracker=True)
+    assert not config.enable_cuda_graph
+    assert not config.external_cuda_graph
+    assert config.cuda_graph_impl == "none"
+    assert not config.use_te_rng_tracker
+    (name,) = asked
+    assert {what for what, _ in dispatch.refusals} == {name.replace("_", "-"), "te-rng-tracker"}
+    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
+    with pytest.raises(FusedPathRefusedError, match="no CUDA graphs on the"):
+        make_config(**asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        ({"fp8": "hybrid"}, "--fp8-format hybrid"),
+        ({"fp4": "e2m1"}, "--fp4-format e2m1"),
+        ({"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl te"),
+        ({"tp_comm_overlap": True, "tensor_model_parallel_size": 2}, "--tp-comm-overlap True"),
+    ],
+)
+def test_what_needs_transformer_engine_is_refused(asked, line) -> None:
+    with pytest.raises(UsageError, match=f"^{line} without TransformerEngine; expected .*[.] "):
+        make_config(**asked)
+
+
+def test_a_config_that_asks_for_nothing_is_left_alone(monkeypatch) -> None:
+    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
+    assert make_config(cross_entropy_fusion_impl="native").cuda_graph_impl == "none"
+
+
+def test_the_stock_script_trains_without_graphs(tmp_path: Path) -> None:
+    tree = checkout("megatron_core", "0.16.1")
+    graphs = "--enable-cuda-graph --te-rng-tracker --transformer-impl inference_optimized".split()
+    done = pretrain(
+        tree, tmp_path, *graphs, "--deterministic-mode", "--train-iters", "2", "--eval-iters", "0"
+    )
+    assert len(losses(done)) == 2
+    for option in ("enable-cuda-graph", "te-rng-tracker", "transformer_engine"):
+        assert f"{option} runs unfused" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("version", "flags"),
+    [
+        ("0.16.1", ["--fp8-format", "hybrid"]),
+        ("0.12.1", ["--tp-comm-overlap"]),
+    ],
+)
+def test_the_stock_script_refuses_in_one_line(version: str, flags: list[str], tmp_path: Path) -> None:
+    done = pretrain(checkout("megatron_core", version), tmp_path, *flags)
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("megatron-npu")
+    assert f"{flags[0]} " in last
+    assert "without TransformerEngine" in last
