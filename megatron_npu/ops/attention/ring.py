@@ -108,9 +108,9 @@ class _Ring(torch.autograd.Function):
         rank, size, chunk = group.rank(), group.size(), query.size(0) // 2
         both = torch.stack((key, value))
         query_grad = torch.zeros_like(query, dtype=total.dtype)
-        # The gradients of keys and values follow them, one hop behind, and are home after the last.
-        # They travel in fp32: rounded to 16 bits at every hop, they would be the worse the more ranks.
-        both_grad = torch.zeros_like(both, dtype=total.dtype)
+        # The gradients of keys and values follow them, one hop behind, and are home after the last. They
+        # travel in the dtype of the keys: a rounding for each rank, as when gradients are reduce-scattered.
+        both_grad = torch.zeros_like(both)
         following: _Passing | None = None
         for step in range(size):
             passing = _Passing(both, group) if step + 1 < size else None
@@ -133,7 +133,7 @@ class _Ring(torch.autograd.Function):
             if passing is not None:
                 both = passing.wait()
             following = _Passing(both_grad, group)
-        both_grad = following.wait().to(key.dtype)
+        both_grad = following.wait()
         return query_grad.to(query.dtype), both_grad[0], both_grad[1], None, None, None
 
 
