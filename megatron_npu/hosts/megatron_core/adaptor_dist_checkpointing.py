@@ -28,7 +28,7 @@ def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
     "megatron.core.dist_checkpointing.strategies.torch:FileSystemWriter",
     why="remove_sharded_tensors moves the file at a path of torch's writer that newer torch does not have",
 )
-def writer_with_metadata_path(original: type) -> type:
+def writer_with_metadata_path(original: Any) -> type:
     """Give torch's writer, which the module makes there alone, the path of its metadata again."""
     if hasattr(original, "metadata_path"):
         return original
