@@ -18,7 +18,8 @@ test: $(VENV)/test.stamp
 	$(MAKE) --no-print-directory megatron || echo "some Megatrons are missing: their tests are skipped"
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	@# by folders, the quick unit tests last: xdist's own order ends with files of few but long tests
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 megatron: $(VENV)/test.stamp
 	PYTHON=$(VENV)/bin/python timeout 300 bash scripts/get_megatron.sh
