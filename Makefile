@@ -20,6 +20,8 @@ test: $(VENV)/test.stamp
 	$(VENV)/bin/ruff format --check .
 	@# by folders, the quick unit tests last: xdist's own order ends with files of few but long tests
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@# last: what it finds may hang on the version of torch
+	$(VENV)/bin/mypy
 
 megatron: $(VENV)/test.stamp
 	PYTHON=$(VENV)/bin/python timeout 300 bash scripts/get_megatron.sh
@@ -27,6 +29,7 @@ megatron: $(VENV)/test.stamp
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/mypy
 
 $(VENV)/%.stamp: setup.py scripts/make_venv.sh
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" bash scripts/make_venv.sh "$(VENV)" "$*"

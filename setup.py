@@ -54,6 +54,7 @@ setup(
             "flask",  # Megatron-LM's text-generation server needs it
             "flask-restful",
             "hypothesis",
+            "mypy",
             "nltk",  # Megatron-LM's preprocess_data.py needs it
             "pydantic",  # Megatron-LM's pretrain_gpt.py of 0.16 needs it
             "pytest",
