@@ -12,6 +12,7 @@ from megatron_npu.ops.attention.partial import partial, partial_backward
 from tests.ops.proof import RELAXED
 from tests.ops.tolerances import assert_near
 
+SCALE = 0.3
 SHAPES = st.fixed_dictionaries(
     {
         "queries": st.integers(1, 40),
@@ -24,67 +25,57 @@ SHAPES = st.fixed_dictionaries(
 )
 
 
-def whole(query, key, value, scale, causal):
+def whole(query, key, value, hidden):
     """Attention in fp64, and the logarithm of its divisor."""
     key, value = (t.repeat_interleave(query.size(2) // t.size(2), dim=2) for t in (key, value))
-    scores = torch.einsum("ibnd,jbnd->bnij", query, key) * scale
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    scores = torch.einsum("ibnd,jbnd->bnij", query, key) * SCALE
+    scores = scores.masked_fill(hidden, -torch.inf)
     return torch.einsum("bnij,jbnd->ibnd", scores.softmax(-1), value), scores.logsumexp(-1)
 
 
-def draw(shape, keys):
+def draw(shape, keys, dtype):
+    """Return queries, keys and values, and a gradient of the result."""
     generator = torch.Generator().manual_seed(len(keys))
-    make = lambda length, heads: torch.randn(  # noqa: E731
-        length, shape["batch"], heads, shape["size"], generator=generator, dtype=torch.float64
-    )
-    return make(shape["queries"], shape["heads"]), *(make(sum(keys), shape["groups"]) for _ in range(2))
+    lengths = shape["queries"], sum(keys), sum(keys), shape["queries"]
+    heads = shape["heads"], shape["groups"], shape["groups"], shape["heads"]
+    return [
+        torch.randn(length, shape["batch"], n, shape["size"], generator=generator).to(dtype)
+        for length, n in zip(lengths, heads, strict=True)
+    ]
 
 
 @RELAXED
 @given(shape=SHAPES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_parts_make_the_whole(device, dtype, causal, shape):
-    """Causal: the first part is the diagonal, and later parts lie before it, as on a ring's later ranks."""
+    """Causal: the first part is the diagonal, and all of the others is visible, as on a ring's last rank."""
     keys = [shape["queries"], *shape["keys"][1:]] if causal else shape["keys"]
-    tensors = [t.to(dtype) for t in draw(shape, keys)]
+    *tensors, grad = draw(shape, keys, dtype)
     doubles = [t.double().requires_grad_() for t in tensors]
-    query, key, value = (t.to(device) for t in tensors)
-    scale = 0.3
-    if causal and len(keys) > 1:  # everything behind the first part is visible to all
-        ends = keys[0]
-        first, rest = (doubles[1][:ends], doubles[2][:ends]), (doubles[1][ends:], doubles[2][ends:])
-        a, a_total = whole(doubles[0], *first, scale, True)
-        b, b_total = whole(doubles[0], *rest, scale, False)
-        total = torch.logaddexp(a_total, b_total)
-        share = lambda x: (x - total).exp().permute(2, 0, 1).unsqueeze(-1)  # noqa: E731
-        expected = a * share(a_total) + b * share(b_total)
-    else:
-        expected, total = whole(*doubles, scale, causal)
-    pieces = [
-        (key_part, value_part)
-        for key_part, value_part in zip(key.split(keys), value.split(keys), strict=True)
-    ]
-    output, divisor = partial(query, *pieces[0], scale, causal)
+    hidden = torch.zeros(shape["queries"], sum(keys), dtype=torch.bool)
+    if causal:
+        hidden[:, : keys[0]] = torch.ones(keys[0], keys[0]).triu_(1)
+    expected, total = whole(*doubles, hidden)
+    right = torch.autograd.grad(expected, doubles, grad.double())
+
+    query, key, value, grad = (t.to(device) for t in (*tensors, grad))
+    parts = list(zip(key.split(keys), value.split(keys), [causal] + [False] * len(keys), strict=False))
+    output, divisor = partial(query, *parts[0][:2], SCALE, causal)
     assert (output.dtype, divisor.dtype) == (dtype, torch.float32)
     assert output.is_contiguous()
     output = output.float()
-    for piece in pieces[1:]:
-        ring._merge(output, divisor, *partial(query, *piece, scale, False))
+    for part in parts[1:]:
+        ring._merge(output, divisor, *partial(query, *part[:2], SCALE, False))
     assert_near(output, expected, dtype, "output")
     assert_near(divisor, total, dtype, "logarithm of the divisor")
 
-    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7)).to(dtype)
-    right = torch.autograd.grad(expected, doubles, grad.double())
-    ours = [
-        partial_backward(grad.to(device), query, *piece, output.to(dtype), divisor, scale, causal and i == 0)
-        for i, piece in enumerate(pieces)
-    ]
-    assert all(g.dtype is dtype for part in ours for g in part)
-    query_grad = sum(part[0].float() for part in ours)
-    assert_near(query_grad, right[0], dtype, "gradient of query", 2.0)
-    for i, name in ((1, "key"), (2, "value")):
-        assert_near(torch.cat([part[i] for part in ours]), right[i], dtype, f"gradient of {name}", 2.0)
+    output = output.to(dtype)
+    ours = [partial_backward(grad, query, k, v, output, divisor, SCALE, diagonal) for k, v, diagonal in parts]
+    assert all(gradient.dtype is dtype for part in ours for gradient in part)
+    of_query, of_key, of_value = zip(*ours, strict=True)
+    assert_near(sum(g.float() for g in of_query), right[0], dtype, "gradient of query", 2.0)
+    assert_near(torch.cat(of_key), right[1], dtype, "gradient of key", 2.0)
+    assert_near(torch.cat(of_value), right[2], dtype, "gradient of value", 2.0)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
