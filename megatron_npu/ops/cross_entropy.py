@@ -80,13 +80,15 @@ class CrossEntropy(torch.autograd.Function):
         total = flat.sum(-1, dtype=torch.float32) if label_smoothing else predicted.new_zeros(())
         normalizer, predicted, total = _reduce(_log_sum_exp(flat), predicted, total, group)
 
-        loss = normalizer - predicted
+        # The loss must not be a view: schedules divide it in place, which autograd forbids then.
+        shaped = normalizer.view(target.shape)
+        loss = shaped - predicted.view(target.shape)
         smoothing = label_smoothing * vocab_size / (vocab_size - 1)
         if label_smoothing:
-            loss = (1 - smoothing) * loss + smoothing * (normalizer - total / vocab_size)
+            loss = (1 - smoothing) * loss + smoothing * (shaped - total.view(target.shape) / vocab_size)
         ctx.save_for_backward(logits, normalizer, local, elsewhere)
         ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
-        return loss.view(target.shape)
+        return loss
 
     @staticmethod
     @once_differentiable

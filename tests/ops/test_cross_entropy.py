@@ -80,6 +80,24 @@ def test_backward_twice_is_refused(device):
         loss.backward()
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_can_be_divided_in_place(device, smoothing):
+    """megatron-core's schedules do, after ``transpose().contiguous()``: a view where there is one sample."""
+    logits = torch.randn(4, 1, 9, device=device, requires_grad=True)
+    target = torch.zeros(4, 1, dtype=torch.long, device=device)
+
+    def loss():
+        return vocab_parallel_cross_entropy(
+            logits * 1, target, vocab_start=0, vocab_size=9, label_smoothing=smoothing
+        )
+
+    (whole,) = torch.autograd.grad(loss().sum(), logits)
+    divided = loss().transpose(0, 1).contiguous()
+    divided /= 2
+    (half,) = torch.autograd.grad(divided.sum(), logits)
+    torch.testing.assert_close(half, whole / 2)
+
+
 def _rank(rank: int, world_size: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     torch.manual_seed(3)
