@@ -124,6 +124,40 @@ def test_a_block_of_t5_has_a_final_norm(part: str) -> None:
     assert block.layer_norm is block.layer_specs[0].submodules.input_layernorm
 
 
+def test_t5_and_bert_compute() -> None:
+    from megatron.core.models.bert.bert_model import BertModel
+    from megatron.core.models.T5.t5_model import T5Model
+
+    config, sizes = make_config(), {"vocab_size": 64, "max_sequence_length": 8}
+    tokens = torch.randint(64, (2, 8), device=here())
+    mask = torch.zeros(2, 1, 8, 8, dtype=torch.bool, device=here())
+    blocks = [
+        worker.specified(worker.T5, f"get_t5_{part}_with_transformer_engine_block_spec", {"num_layers": 2})
+        for part in ("encoder", "decoder")
+    ]
+    translator = T5Model(config, config, *blocks, **sizes).to(here())
+    later = mask | torch.ones(8, 8, dtype=torch.bool, device=here()).triu(1)
+    assert translator.encoder.final_layernorm is not None
+    assert translator.decoder.final_layernorm is not None
+    changed = tokens.clone()
+    changed[:, -1] += 1
+    ends = [translator(tokens, end % 64, mask, later, mask) for end in (tokens, changed)]
+    torch.testing.assert_close(ends[0][:, :-1], ends[1][:, :-1])  # the decoder is causal
+    named, _ = worker.bert_layers()
+    bert = BertModel(config, 0, named, **sizes).to(here())
+    logits, _ = bert(tokens, torch.ones(2, 8, device=here()))
+    assert logits.shape[-1] == 64
+
+
+def test_the_norm_alone() -> None:
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    asked = worker.heard()
+    assert type(TENorm(make_config(), 32, 1e-6)) is WrappedTorchNorm
+    assert asked() == 1
+
+
 def test_strict_mode_refuses(monkeypatch) -> None:
     monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
     for module, asked, arguments, local, local_arguments in worker.SAME:

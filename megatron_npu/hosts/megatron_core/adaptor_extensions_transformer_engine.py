@@ -1,0 +1,23 @@
+"""``megatron.core.extensions.transformer_engine``: its norm, which some models take by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_npu.hosts.megatron_core import local_layers
+from megatron_npu.hosts.megatron_core.adaptor_transformer_torch_norm import Norm
+from megatron_npu.hosts.megatron_core.records import replace, transformer_engine_present
+
+
+@replace(
+    "megatron.core.extensions.transformer_engine:TENorm",
+    versions=">=0.13",
+    condition=transformer_engine_present,
+    why="without TransformerEngine it is an ImportError, or a mock: models for images name it as it is",
+)
+class TENorm:
+    """Makes the norm of the local layers, and says so."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Norm:
+        local_layers.report("TENorm()")
+        return Norm(config, hidden_size, eps)
