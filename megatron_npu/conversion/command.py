@@ -150,14 +150,15 @@ def _arguments(place: Path, flags: list[str]) -> Namespace:
 
 
 def _save(args: Namespace, family: Family, found: engine.Weights) -> None:
-    """Build the model on the host, fill it, and save it as the driver does, at iteration 0."""
+    """Build the model on the host, fill it, and save it as the driver does."""
     config = model.transformer_config(Namespace(**{**vars(args), "use_cpu_initialization": True}))
     config.perform_initialization = False  # every weight is filled
     with initialize.session(args):
         gpt = model.gpt(args, config, None, True, True)
         engine.fill(dict(gpt.named_parameters()), found, family.rules(args))
         # neither optimizer nor schedule is saved
-        checkpoint.save(args, checkpoint.State([gpt], None, None), checkpoint.Position())
+        path = checkpoint.save(args, checkpoint.State([gpt], None, None), checkpoint.Position())
+    checkpoint_files.release(args.save, path)
 
 
 def _name_final_paths(part: Path, final: Path) -> None:

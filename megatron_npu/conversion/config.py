@@ -60,6 +60,17 @@ class Config:
             raise self.refusal(key, value, "a whole number above 0")
         return int(value)
 
+    def table(self, key: str) -> dict[str, Any]:
+        """Return the keys inside a key; none if it is absent.
+
+        Raises:
+            UsageError: it is no object.
+        """
+        value = self.take(key, {})
+        if not isinstance(value, dict):
+            raise self.refusal(key, value, "an object")
+        return dict(value)
+
     def require(self, key: str, *allowed: Any, absent: Any = None) -> Any:
         """Return the value of a key that can have some values only; absent is the first of them.
 

@@ -63,8 +63,7 @@ def flags(config: Config) -> list[str]:
 
 def _rope_flags(config: Config) -> dict[str, object]:
     """Return the flags of the rotary embedding, from the keys of transformers 5 or of those before."""
-    rope = dict(config.take("rope_parameters", {}))
-    scaling = dict(config.take("rope_scaling", {}))
+    rope, scaling = config.table("rope_parameters"), config.table("rope_scaling")
     base = rope.pop("rope_theta", None) or config.take("rope_theta", 10000.0)
     config.take("rope_theta", base)
     if base != int(base):

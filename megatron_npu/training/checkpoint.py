@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_npu import devices
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files, sharding
+from megatron_npu.training import checkpoint_files, padding, sharding
 from megatron_npu.training.model import unwrap
 
 if TYPE_CHECKING:
@@ -105,6 +105,9 @@ def load(args: Namespace, state: State) -> Position:
         state.optimizer.load_state_dict(content["optimizer"])
         _load_schedule(state.schedule, content["opt_param_scheduler"])
     else:
+        saved = found.arguments["padded_vocab_size"]
+        if saved < args.padded_vocab_size:
+            padding.fill(state.model, saved, args.tokenizer_vocab_size)
         state.optimizer.reload_model_params()
     if rng:
         _set_rng_state(content["rng_state"][0])

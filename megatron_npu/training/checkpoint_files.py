@@ -16,6 +16,7 @@ from typing import Any
 from megatron_npu.errors import UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # Megatron's name, in tracker and directory, for weights that no run has trained here
 DESCRIPTION = "arguments.json"
 CARRIED = "hf"  # in a converted checkpoint: the tokenizer's files, and others that came with the weights
 
@@ -58,6 +59,8 @@ def find(root: str | Path) -> Found | None:
     if not tracker.is_file():
         return None
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text == RELEASE:
+        return _read(Path(root) / RELEASE, tracker)
     if not text.isdecimal():
         raise UsageError(f"{tracker}: {text[:40]!r}", "a number of iterations", "Write it into the file.")
     path = directory(root, int(text))
@@ -105,6 +108,14 @@ def plain_arguments(args: Namespace) -> dict[str, Any]:
     """Return the flags that JSON can hold, without those of this machine and process."""
     local = {"rank", "local_rank", "load_from", "load_optim", "load_rng"}
     return {name: value for name, value in sorted(vars(args).items()) if name not in local}
+
+
+def release(root: str | Path, path: Path) -> Path:
+    """Make a checkpoint the one that no run has trained here; return its new place."""
+    place = Path(root) / RELEASE
+    path.rename(place)
+    write_atomically(Path(root) / TRACKER, f"{RELEASE}\n")
+    return place
 
 
 def set_latest(root: str | Path, iteration: int) -> None:

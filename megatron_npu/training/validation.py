@@ -338,7 +338,7 @@ def _number(text: str) -> float | None:
         return None
 
 
-# What decides the shapes of the weights and what they mean: (attribute, its flag).
+# What decides the shapes of the weights and what is computed with them: (attribute, its flag).
 SHAPES = (
     ("num_layers", "--num-layers"),
     ("hidden_size", "--hidden-size"),
@@ -350,6 +350,12 @@ SHAPES = (
     ("position_embedding_type", "--position-embedding-type"),
     ("normalization", "--normalization"),
     ("layernorm_zero_centered_gamma", "--apply-layernorm-1p"),
+    ("layernorm_epsilon", "--norm-epsilon"),
+    ("rotary_percent", "--rotary-percent"),
+    ("rotary_base", "--rotary-base"),
+    ("rotary_interleaved", "--rotary-interleaved"),
+    ("use_rope_scaling", "--use-rope-scaling"),
+    ("rope_scaling_factor", "--rope-scaling-factor"),
     ("swiglu", "--swiglu"),
     ("add_bias_linear", "--disable-bias-linear"),
     ("add_qkv_bias", "--add-qkv-bias"),
@@ -390,6 +396,8 @@ def _same_shape(args: Namespace, found: checkpoint_files.Found) -> None:
     names = list(SHAPES)
     if args.position_embedding_type == "learned_absolute":
         names.append(("max_position_embeddings", "--max-position-embeddings"))
+    if args.add_bias_linear and not args.swiglu:
+        names.append(("bias_gelu_fusion", "--no-bias-gelu-fusion"))  # which computes another form of GELU
     differing = [
         f"{flag} {_shown(getattr(args, name))} (the checkpoint: {_shown(found.arguments[name])})"
         for name, flag in names

@@ -1,0 +1,84 @@
+"""Files of weights: shards of a limited size, and nothing that leads out of the folder or runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+
+from megatron_npu.conversion import hf_files
+from megatron_npu.errors import UsageError
+
+TENSORS = {"b": torch.arange(6.0), "a": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.zeros(3)}
+SIZES = {name: tensor.numel() * tensor.itemsize for name, tensor in TENSORS.items()}
+
+
+@pytest.mark.parametrize(("limit", "files"), [(1000, 1), (36, 2), (1, 3)])
+def test_shards_are_read_as_they_were_written(tmp_path, limit, files):
+    hf_files.write(tmp_path, TENSORS.items(), SIZES, limit)
+    assert len(list(tmp_path.glob("*.safetensors"))) == files
+    source = hf_files.Source(tmp_path)
+    assert source.names() == ["a", "b", "c"]
+    for name, tensor in TENSORS.items():
+        assert torch.equal(source.read(name), tensor)
+        assert f"torch.{source.dtype(name)}" == str(tensor.dtype)
+
+
+def test_a_view_is_written_as_its_own_tensor(tmp_path):
+    whole = torch.arange(6.0).reshape(2, 3)
+    hf_files.write(tmp_path, {"t": whole.t(), "row": whole[1]}.items(), {"t": 24, "row": 12}, 1000)
+    assert torch.equal(hf_files.Source(tmp_path).read("t"), whole.t())
+    assert torch.equal(hf_files.Source(tmp_path).read("row"), whole[1])
+
+
+def test_older_files_of_torch(tmp_path):
+    torch.save(TENSORS, tmp_path / "pytorch_model.bin")
+    source = hf_files.Source(tmp_path)
+    assert torch.equal(source.read("b"), TENSORS["b"])
+    assert source.dtype("a") == "bfloat16"
+
+
+class Runs:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_what_would_run_is_refused(tmp_path):
+    torch.save({"a": Runs(str(tmp_path / "ran"))}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=r"pytorch_model\.bin"):
+        hf_files.Source(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Runs(str(tmp_path / "ran"))))
+    with pytest.raises(UsageError, match=r"pytorch_model\.bin"):
+        hf_files.Source(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/passwd", "missing.safetensors"])
+def test_an_index_stays_in_its_folder(tmp_path, shard):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    hf_files.write(folder, TENSORS.items(), SIZES, 1000)
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    (folder / hf_files.INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(UsageError, match=r"index\.json names"):
+        hf_files.Source(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [(hf_files.SINGLE, b"no header"), (hf_files.INDEX, b"{}"), (hf_files.INDEX, b"{"), ("other", b"")],
+)
+def test_broken_files(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError):
+        hf_files.Source(tmp_path)
