@@ -37,9 +37,9 @@ def refuse_batched_p2p(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def schedule(*args: Any, **kwargs: Any) -> Any:
-        model = kwargs["model"]
-        config = (model[0] if isinstance(model, list) else model).config
-        if config.pipeline_model_parallel_size == 2 and config.batch_p2p_comm:
+        chunks = kwargs["model"]
+        config = chunks[0].config
+        if len(chunks) > 1 and config.pipeline_model_parallel_size == 2 and config.batch_p2p_comm:
             raise UsageError(
                 "interleaved pipeline of 2 stages with batch_p2p_comm=True",
                 "overlap_p2p_comm=True and batch_p2p_comm=False, which are correct",
