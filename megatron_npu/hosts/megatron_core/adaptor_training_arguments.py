@@ -75,13 +75,15 @@ def with_variables_of_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 @wrap(
     "megatron.training.arguments:validate_args",
     devices=WITHOUT_CUDA,
-    why="it checks the options of CUDA graphs against others, which mean nothing without the graphs",
+    why="it checks the options of CUDA graphs against others, which mean nothing without the graphs; "
+    "buffers registered with NCCL, and SHARP, end in errors of torch in the middle of the start",
 )
-def without_cuda_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Switch them off, and say so, before it does."""
+def without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Switch the graphs off, and say so, before it does; refuse the others."""
 
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
+        unavailable.refuse(args, unavailable.NEED_CUDA, "CUDA")
         reason = f"there are no CUDA graphs on the {devices.current().name} device"
         unavailable.switch_off(args, unavailable.CUDA_GRAPHS, reason)
         return original(args, *rest, **kwargs)

@@ -49,8 +49,11 @@ NEED_TRANSFORMER_ENGINE = (
 )
 DO_WITHOUT_TRANSFORMER_ENGINE = (
     Option("--te-rng-tracker", ("te_rng_tracker", "use_te_rng_tracker")),
-    Option("--use-transformer-engine-op-fuser", ("use_transformer_engine_op_fuser",)),
     Option("--use-te-activation-func", ("use_te_activation_func",)),
+)
+NEED_CUDA = (
+    Option("--use-nccl-ub", ("nccl_ub",), remedy="Leave it out: it registers buffers with NCCL."),
+    Option("--use-sharp", ("use_sharp",), remedy="Leave it out: it lets InfiniBand's switches add for NCCL."),
 )
 CUDA_GRAPHS = (
     Option("--enable-cuda-graph", ("enable_cuda_graph",)),
@@ -61,17 +64,14 @@ CUDA_GRAPHS = (
 )
 
 
-def refuse(options: Any, wanting: tuple[Option, ...]) -> None:
-    """Raise UsageError if ``options`` ask for something that needs TransformerEngine."""
+def refuse(options: Any, wanting: tuple[Option, ...], absent: str = "TransformerEngine") -> None:
+    """Raise UsageError if ``options`` ask for something that needs what is ``absent``."""
     for option in wanting:
         for field in option.fields:
             value = getattr(options, field, None)
             if option.asks(value):
-                raise UsageError(
-                    f"{option.flag} {value} without TransformerEngine",
-                    "options that the local layers have",
-                    option.remedy,
-                )
+                given = option.flag if value is True else f"{option.flag} {value}"
+                raise UsageError(f"{given} without {absent}", "options that work without it", option.remedy)
 
 
 def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:

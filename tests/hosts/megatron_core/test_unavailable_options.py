@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from megatron_npu.errors import UsageError
+from megatron_npu.hosts.megatron_core import unavailable
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.dispatch import FusedPathRefusedError
 from tests.conftest import checkout
@@ -49,12 +51,18 @@ def test_no_graph_is_captured_without_cuda(asked, monkeypatch) -> None:
         ({"fp8": "hybrid"}, "--fp8-format hybrid"),
         ({"fp4": "e2m1"}, "--fp4-format e2m1"),
         ({"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl te"),
-        ({"tp_comm_overlap": True, "tensor_model_parallel_size": 2}, "--tp-comm-overlap True"),
+        ({"tp_comm_overlap": True, "tensor_model_parallel_size": 2}, "--tp-comm-overlap"),
     ],
 )
 def test_what_needs_transformer_engine_is_refused(asked, line) -> None:
     with pytest.raises(UsageError, match=f"^{line} without TransformerEngine; expected .*[.] "):
         make_config(**asked)
+
+
+def test_what_needs_nccl_is_refused() -> None:
+    for field, flag in (("nccl_ub", "--use-nccl-ub"), ("use_sharp", "--use-sharp")):
+        with pytest.raises(UsageError, match=f"^{flag} without CUDA; "):
+            unavailable.refuse(argparse.Namespace(**{field: True}), unavailable.NEED_CUDA, "CUDA")
 
 
 def test_a_config_that_asks_for_nothing_is_left_alone(monkeypatch) -> None:
