@@ -21,14 +21,6 @@ def test_nothing_is_offloaded_from_a_cpu():
         HybridDeviceOptimizer([torch.nn.Parameter(torch.ones(2))])
 
 
-@on_a_cpu
-def test_megatrons_own_fsdp_is_refused():
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-
-    with pytest.raises(UsageError, match="--use-torch-fsdp2"):
-        FullyShardedDataParallel(config=None, ddp_config=None, module=torch.nn.Linear(2, 2))
-
-
 def test_the_mesh_of_torchs_fsdp_is_of_this_device():
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
 
