@@ -41,9 +41,9 @@ class Reporter:
     """
 
     def __init__(
-        self, connection: Connection, selected: Iterable[str] | None, barred: Mapping[str, str]
+        self, connection: Connection, selected: Iterable[str] | None, barred: Mapping[str, str], log: int
     ) -> None:
-        self.connection = connection
+        self.connection, self.log = connection, log
         self.selected = None if selected is None else set(selected)
         self.barred = barred
         self.phases: list[pytest.TestReport] = []
@@ -74,6 +74,8 @@ class Reporter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.phases.append(report)
+        if report.failed:  # pytest itself would show it at the end, to which a broken world does not come
+            os.write(self.log, f"\n{report.nodeid}\n{report.longreprtext}\n".encode())
         if report.when != "teardown":
             if report.failed:  # a teardown with a barrier may never end after this
                 self.send(event="failing", name=name_of(report.nodeid), text=summary(report))
@@ -191,7 +193,7 @@ def main(
     forbid_downloads()
     show_device_to_tests()
     note_groups()
-    reporter = Reporter(connection, selected, barred)
+    reporter = Reporter(connection, selected, barred, output)
     try:
         reporter.send(event="end", status=int(pytest.main(arguments, plugins=[reporter])))
     except BaseException:

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import re
-import resource
 import signal
 import socket
 import time
@@ -21,7 +20,7 @@ from .results import COLLECTION, EXCLUDED, FAILED, FileResult, Result, merge
 
 COLLECTING = 120.0  # seconds until every rank knows its tests
 ENDING = 20.0  # seconds for the end of a session: upstream's last fixture is a barrier
-_STACKS = 1 << 30  # bytes that a rank may reserve for the stacks of gloo's threads, which it hardly touches
+_SPARE = 0.1  # part of the machine's memory that the ranks of a test must leave
 MAX_STALLS = 3  # a file in which so many tests hang is given up
 # After such a failure the ranks no longer agree on what comes next.
 _BROKEN = re.compile(r"gloo|HCCL|hccl|NCCL|Connection|[Tt]ime(d )?out|Broken pipe|Socket|store", re.ASCII)
@@ -106,6 +105,9 @@ class World:
             if (self.broken or any(rank.failing for rank in self.ranks)) and now - last > self.setting.grace:
                 return False
             if self._settle():
+                return False
+            if _memory_is_short():
+                self.broken = "does not fit in the memory of the machine"
                 return False
             if now - last > self._patience():
                 self._show_stacks()
@@ -226,7 +228,6 @@ def run_file(setting: Setting, file: str, size: int, selected: list[str] | None 
 
 
 def _enter(connection, variables, directory, arguments, selected, barred, log) -> None:
-    _limit_memory(int(variables["WORLD_SIZE"]))
     os.environ.update(variables)
     os.chdir(directory)
     from . import rank  # imports torch and Megatron: only once the plug-in is armed
@@ -234,18 +235,13 @@ def _enter(connection, variables, directory, arguments, selected, barred, log) -
     rank.main(connection, arguments, selected, barred, log)
 
 
-def _limit_memory(ranks: int) -> None:
-    """Let this rank fail to allocate more than its share of what the machine has left.
-
-    Otherwise the kernel ends a process of its choice, after minutes in which nothing on the machine moves.
-    """
-    left = _kilobytes("/proc/meminfo", "MemAvailable") // ranks + _kilobytes("/proc/self/status", "VmData")
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (left * 1024 + _STACKS, hard))
-
-
-def _kilobytes(file: str, name: str) -> int:
-    return int(re.search(rf"^{name}:\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)[1])
+def _memory_is_short() -> bool:
+    """Return whether the machine is about to have no memory: the kernel ends a process of its choice then."""
+    total, available = (
+        int(re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)[1])
+        for name in ("MemTotal", "MemAvailable")
+    )
+    return available < _SPARE * total
 
 
 def _variables(index: int, size: int, port: int) -> dict[str, str]:
