@@ -12,9 +12,12 @@ CORE = "tests/hosts/megatron_core"
 SUITES = {
     "operations": (["tests/ops"], ["-k", "npu"], 400),
     "adaptors of megatron-core": (
-        [f"{CORE}/test_adaptors.py", f"{CORE}/test_attention_adaptor.py", f"{CORE}/test_experts.py"],
+        [
+            f"{CORE}/{name}.py"
+            for name in ("test_adaptors", "test_attention_adaptor", "test_experts", "test_training_features")
+        ],
         [],
-        90,
+        96,
     ),
 }
 
