@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 
 def regardless_of_shape(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``all_gather_into_tensor`` or ``reduce_scatter_tensor`` that counts numbers only, as NCCL does.
@@ -21,3 +23,29 @@ def regardless_of_shape(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return collective
+
+
+def owning_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``isend`` whose pending sends own the memory that they read.
+
+    Megatron's schedules give an output's memory back as soon as its send is issued (``out.data = ...``),
+    which is safe in the order of a CUDA stream. gloo reads it later, from another thread: the receiver
+    would get whatever has been written there since. A detached alias keeps the storage until the send
+    is done.
+    """
+
+    @functools.wraps(original)
+    def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(tensor.detach(), *args, **kwargs)
+
+    return isend
+
+
+def without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``barrier`` that takes ``device_ids``, which is NCCL's, and leaves it away."""
+
+    @functools.wraps(original)
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return original(group, async_op)
+
+    return barrier

@@ -221,81 +221,57 @@ class Redirection:
     # -- torch.distributed -----------------------------------------------------------------------
 
     def _redirect_distributed(self) -> None:
-        backend = self.device.backend
-        cpu = self.device.name == "cpu"
-
-        def meant(asked: str | None) -> str | None:
-            if asked is None:
-                return None
-            if cpu and ("nccl" in asked or ":" in asked):
-                return backend  # "cpu:gloo,cuda:nccl" names two devices; here there is one
-            return asked.replace("nccl", backend).replace("cuda:", f"{self.device.name}:")
-
-        def prepare(kwargs: dict[str, Any]) -> None:
-            if kwargs.get("backend") is not None:
-                kwargs["backend"] = meant(kwargs["backend"])
-            kwargs.pop("pg_options", None)  # options of ProcessGroupNCCL fit no other backend
-            if "device_id" in kwargs:
-                kwargs["device_id"] = None if cpu else self._target(kwargs["device_id"])
-
-        def init(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def init_process_group(asked: str | None = None, *args: Any, **kwargs: Any) -> Any:
-                prepare(kwargs)
-                # torch without a name would take every backend it was built with
-                first = kwargs.pop("backend", None) or meant(asked) or backend
-                return original(first, *args, **kwargs)
-
-            return init_process_group
-
-        def group(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def new_group(
-                ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kw: Any
-            ) -> Any:
-                kw["backend"] = backend
-                prepare(kw)
-                return original(ranks, timeout, *args[1:], **kw)
-
-            return new_group
-
-        self._set(dist, "init_process_group", init(dist.init_process_group))
-        replacement = group(dist.new_group)
-        self._set(dist, "new_group", replacement)
-        self._set(dist.distributed_c10d, "new_group", replacement)
+        self._set(dist, "init_process_group", self._initialising(dist.init_process_group))
+        self._set_collective("new_group", self._grouping(dist.new_group))
         if self.device.name == "npu":
-            all_reduce = hccl.reducing_doubles(dist.all_reduce)
-            self._set(dist, "all_reduce", all_reduce)
-            self._set(dist.distributed_c10d, "all_reduce", all_reduce)
-        if cpu:
+            self._set_collective("all_reduce", hccl.reducing_doubles(dist.all_reduce))
+        if self.device.name == "cpu":
             for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-                collective = gloo.regardless_of_shape(getattr(dist, name))
-                self._set(dist, name, collective)
-                self._set(dist.distributed_c10d, name, collective)
-            self._keep_sent_memory()
-            barrier = dist.barrier
-            self._set(
-                dist,
-                "barrier",
-                lambda group=None, async_op=False, device_ids=None: barrier(group, async_op),
-            )
+                self._set_collective(name, gloo.regardless_of_shape(getattr(dist, name)))
+            self._set_collective("isend", gloo.owning_what_is_sent(dist.isend))
+            self._set(dist, "barrier", gloo.without_device_ids(dist.barrier))
 
-    def _keep_sent_memory(self) -> None:
-        """Let a pending send own the memory it reads.
+    def _set_collective(self, name: str, value: Callable[..., Any]) -> None:
+        """Replace a function under both names: torch's own modules use the one of ``distributed_c10d``."""
+        self._set(dist, name, value)
+        self._set(dist.distributed_c10d, name, value)
 
-        Megatron's schedules give an output's memory back as soon as its send is issued (``out.data = ...``),
-        which is safe in the order of a CUDA stream. gloo reads it later, from another thread: the receiver
-        would get whatever has been written there since. A detached alias keeps the storage until the send
-        is done.
-        """
-        isend = dist.isend
+    def _meant(self, backend: str | None) -> str | None:
+        """Return the backend, or backends by device, that Megatron's name for one means here."""
+        if backend is None:
+            return None
+        if self.device.name == "cpu" and ("nccl" in backend or ":" in backend):
+            return self.device.backend  # "cpu:gloo,cuda:nccl" names two devices; here there is one
+        return backend.replace("nccl", self.device.backend).replace("cuda:", f"{self.device.name}:")
 
-        @functools.wraps(isend)
-        def send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return isend(tensor.detach(), *args, **kwargs)
+    def _translate(self, options: dict[str, Any]) -> None:
+        """Give the options of a process group the meaning of this device, in place."""
+        if options.get("backend") is not None:
+            options["backend"] = self._meant(options["backend"])
+        options.pop("pg_options", None)  # options of ProcessGroupNCCL fit no other backend
+        if "device_id" in options:
+            options["device_id"] = None if self.device.name == "cpu" else self._target(options["device_id"])
 
-        self._set(dist, "isend", send)
-        self._set(dist.distributed_c10d, "isend", send)
+    def _initialising(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init_process_group(asked: str | None = None, *args: Any, **kwargs: Any) -> Any:
+            self._translate(kwargs)
+            # torch without a name would take every backend it was built with
+            first = kwargs.pop("backend", None) or self._meant(asked) or self.device.backend
+            return original(first, *args, **kwargs)
+
+        return init_process_group
+
+    def _grouping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def new_group(
+            ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            kwargs["backend"] = backend
+            self._translate(kwargs)
+            return original(ranks, timeout, *args[1:], **kwargs)
+
+        return new_group
 
     # -- generators of the CPU ------------------------------------------------------------------
 
