@@ -16,7 +16,7 @@ from megatron_npu.hosts.megatron_core.records import replace, transformer_engine
     why="without TransformerEngine it is an ImportError, or a mock: models for images name it as it is",
 )
 class TENorm:
-    """Makes the norm of the local layers, and says so: as upstream's, a class whose instances are another's."""
+    """Makes the norm of the local layers, and says so. As upstream's, its instances are another's."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
         local_layers.report("TENorm()")
