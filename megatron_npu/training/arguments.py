@@ -116,6 +116,12 @@ def _parallel(add: Add) -> None:
     add("--num-layers-per-virtual-pipeline-stage", type=_positive)
     add("--num-virtual-stages-per-pipeline-rank", type=_positive)
     add("--context-parallel-size", type=_positive, default=1)
+    add(
+        "--cp-comm-type",
+        choices=["p2p", "all_gather", "a2a"],
+        default="p2p",
+        help="how context-parallel ranks share keys: in a ring, gathered, or exchanged for heads",
+    )
     add("--sequence-parallel", action="store_true")
     add("--use-distributed-optimizer", action="store_true", help="shard the optimizer over data parallelism")
     add("--overlap-grad-reduce", action="store_true")

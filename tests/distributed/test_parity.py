@@ -25,6 +25,7 @@ TWO = {
     "dp2": "",
     "dp2-distributed-optimizer": "--use-distributed-optimizer",
     "cp2": "--context-parallel-size 2",
+    "cp2-a2a": "--context-parallel-size 2 --cp-comm-type a2a",
 }
 FOUR = {
     "tp2-pp2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
