@@ -45,6 +45,8 @@ pyzmq, flask, fastapi and nvidia-resiliency-ext. A test that lacks one of them i
 - **What the tests are told.** That there is an accelerator (`torch.cuda.is_available()` is true in the test
   files: many skip themselves otherwise), and of tensors what Megatron is told (`is_cuda`). That there is no
   network: what they would download is absent.
+- **Memory.** A world that would leave the machine less than a tenth of its memory is stopped, and the test
+  that it was in does not count.
 - **Groups** of a model-parallel layout that a test has destroyed are released; upstream leaves them to the
   end.
 

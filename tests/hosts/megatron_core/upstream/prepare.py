@@ -18,7 +18,7 @@ PRELOADED = """torch torch.distributed.checkpoint torch._dynamo transformers meg
     megatron.core.models.gpt megatron.core.models.gpt.gpt_layer_specs megatron.core.optimizer
     megatron.core.dist_checkpointing megatron.core.pipeline_parallel.schedules megatron.core.inference.engines
     megatron.training.training""".split()
-PLUGINS = ("pytest_mock", "pytest_asyncio")  # those that upstream's tests use
+PLUGINS = ("pytest_mock", "pytest_asyncio.plugin")  # those that upstream's tests use
 
 
 def environment(device: str, checkout: Path, scratch: Path) -> None:
@@ -70,7 +70,7 @@ def preload(checkout: Path, scratch: Path) -> None:
 
 def pytest_arguments(checkout: Path) -> tuple[str, ...]:
     """Return pytest's options: upstream's plugins where installed, no others; nothing stored in the tree."""
-    installed = [name for name in PLUGINS if importlib.util.find_spec(name)]
+    installed = [name for name in PLUGINS if importlib.util.find_spec(name.partition(".")[0])]
     left_out = ["no:cacheprovider", "no:unraisableexception"]  # the latter collects garbage after every test
     chosen = [part for name in [*installed, *left_out] for part in ("-p", name)]
     return (f"--rootdir={checkout}", "-o", "addopts=", "-rN", "-q", *chosen)
