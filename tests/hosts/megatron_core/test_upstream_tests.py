@@ -230,5 +230,13 @@ def test_ranks_of_a_file(tmp_path, text, ranks):
     assert worlds.size_for(tmp_path, "test_a.py", {"test_a.py": {"ranks": 2, "reason": "few"}}) == 2
 
 
+def test_every_exception_has_a_reason():
+    named = json.loads(worlds._NAMED.read_text())
+    assert all(entry["reason"] and entry.keys() & {"ranks", "environment"} for entry in named.values())
+    (alone,) = [file for file, entry in named.items() if "environment" in entry]
+    assert worlds.environment_for(alone) == named[alone]["environment"]
+    assert worlds.environment_for("tests/unit_tests/test_basic.py") == {}
+
+
 def test_the_page_shows_the_baselines():
     assert page.PAGE.read_text() == page.text()

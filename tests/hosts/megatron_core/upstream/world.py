@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from . import worlds
 from .results import COLLECTION, EXCLUDED, FAILED, FileResult, Result, merge
 
 COLLECTING = 120.0  # seconds until every rank knows its tests
@@ -69,9 +70,10 @@ class World:
         folder = self.setting.scratch / "tmp" / f"rank{index}"
         log = self.setting.scratch / "logs" / f"{self.file.replace('/', '.')}.rank{index}.log"
         arguments = [self.file, f"--basetemp={folder}", *self.setting.arguments]
+        variables = _variables(index, self.size, port) | worlds.environment_for(self.file)
         process = context.Process(
             target=_enter,
-            args=(there, _variables(index, self.size, port), str(self.setting.scratch / "cwd"), arguments),
+            args=(there, variables, str(self.setting.scratch / "cwd"), arguments),
             kwargs={"selected": selected, "barred": self.setting.barred(self.file), "log": log},
         )
         process.start()

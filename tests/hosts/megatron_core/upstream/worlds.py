@@ -1,4 +1,4 @@
-"""How many ranks a file of upstream's tests gets."""
+"""How many ranks a file of upstream's tests gets, and in what environment."""
 
 from __future__ import annotations
 
@@ -26,9 +26,14 @@ def size_for(checkout: Path, file: str, named: dict[str, dict] | None = None) ->
     ``worlds.json`` gives the file, with a reason.
     """
     rules = json.loads(_NAMED.read_text()) if named is None else named
-    if file in rules:
+    if "ranks" in rules.get(file, {}):
         return rules[file]["ranks"]
     text = (checkout / file).read_text()
     layouts = _LAYOUT.findall(text)
     alone = layouts and all(map(_ONES.fullmatch, layouts)) and not _WORLD.search(text)
     return UPSTREAM if _PARALLEL.search(text) and not alone else 1
+
+
+def environment_for(file: str) -> dict[str, str]:
+    """Return the variables that a file gets besides those of every file: ``worlds.json``, with a reason."""
+    return json.loads(_NAMED.read_text()).get(file, {}).get("environment", {})
