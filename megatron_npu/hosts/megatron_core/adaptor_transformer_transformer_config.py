@@ -9,36 +9,13 @@ from typing import Any
 from megatron_npu import devices
 from megatron_npu.hosts.megatron_core import unavailable
 from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, transformer_engine_present, wrap
-from megatron_npu.ops import dispatch
-
-# moe_router_fusion is there since 0.14.
-_FUSIONS = ("moe_permute_fusion", "moe_router_fusion")
 
 
 @wrap(
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     condition=transformer_engine_present,
-    why="--moe-permute-fusion and --moe-router-fusion end in an ImportError without TransformerEngine",
-)
-def without_fusions_of_experts(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Switch them off, which is said; upstream's own unfused functions compute the same."""
-
-    @functools.wraps(original)
-    def check(self: Any) -> None:
-        for option in _FUSIONS:
-            if getattr(self, option, False):
-                dispatch.report_refusal(option, "TransformerEngine is not installed")
-                setattr(self, option, False)
-        original(self)
-
-    return check
-
-
-@wrap(
-    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-    condition=transformer_engine_present,
-    why="without TransformerEngine fp8 is silently another precision, and overlapped communication and its "
-    "cross-entropy end in an assertion or a NameError in the middle of the first step",
+    why="without TransformerEngine fp8 is silently another precision; overlapped communication, its "
+    "cross-entropy and the fusions of experts end in an assertion, a NameError or an ImportError",
 )
 def without_transformer_engine(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Refuse what changes the run; leave out, and say so, what changes only how layers are launched."""
