@@ -26,6 +26,8 @@ def table(host: str) -> str:
 def _row(patch: Patch) -> str:
     adaptor, _, function = patch.origin.rpartition(".adaptor_")[2].partition(".")
     kind = "upstream's own" if function == "unnecessary" else patch.kind
+    if patch.versions:
+        kind += f", {patch.versions}"
     devices = "all" if set(patch.devices) == set(ALL_DEVICES) else ", ".join(patch.devices)
     cells = (f"`{patch.target}`", kind, devices, f"`adaptor_{adaptor}.py`", patch.why)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

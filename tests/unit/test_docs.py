@@ -70,6 +70,21 @@ def test_the_index_lists_every_page():
         assert name == "README.md" or f"]({name})" in index, f"docs/README.md does not list {name}"
 
 
+@pytest.mark.parametrize(
+    ("name", "page"), [("megatron_lm", "megatron-lm.md"), ("megatron_core", "megatron-core.md")]
+)
+def test_the_page_lists_every_patch(name, page):
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "patch_table.py"),
+        name,
+        str(ROOT / "docs" / page),
+        "--check",
+    ]
+    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"run it without --check: {done.stderr}"
+
+
 # -- commands, flags, variables ---------------------------------------------------------------------
 
 
