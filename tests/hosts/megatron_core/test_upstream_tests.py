@@ -100,7 +100,7 @@ from pathlib import Path
 from upstream import rank, world
 folder = Path(sys.argv[1])
 arguments = ("-q", "-p", "no:cacheprovider")
-setting = world.Setting(folder, folder, limit=120, grace=10, arguments=arguments)  # a busy machine is slow
+setting = world.Setting(folder, folder, limit=120, grace=7, arguments=arguments)  # a busy machine is slow
 print(json.dumps(dataclasses.asdict(world.run_file(setting, "test_example.py", 2))))
 """
 
