@@ -148,7 +148,7 @@ class _CpuNorm(torch.autograd.Function):
             output, mean, rstd = torch.native_layer_norm(x, factor.shape, factor, _precise(bias), eps)
         ctx.save_for_backward(input, weight, mean, rstd)
         ctx.zero_centered, ctx.bias_dtype = zero_centered, None if bias is None else bias.dtype
-        return output.resize_(input.shape)  # the same memory, but no view, which could not be changed in place
+        return output.resize_(input.shape)  # not a view: those cannot be changed in place
 
     @staticmethod
     @once_differentiable
