@@ -87,7 +87,7 @@ def _scalars(folder: Path) -> dict[str, list[float]]:
 
 
 def _log(done: Run) -> str:
-    """Return what was logged: on stdout by Megatron's handler, on stderr where another was there before it."""
+    """Return what was logged: on stdout by Megatron's handler, on stderr where another came first."""
     return done.stdout if done.stderr is done.stdout else done.stdout + done.stderr
 
 
