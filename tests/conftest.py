@@ -30,14 +30,18 @@ hypothesis.settings.load_profile("untimed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(autouse=True)
-def environment_ends_with_the_test() -> Iterator[None]:
+def _environment_restored() -> Iterator[None]:
     """What Megatron puts into the environment of this process must not reach what later tests start."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+# of a module too: its fixtures run before those of its tests, and may start Megatron as well
+environment_ends_with_the_module = pytest.fixture(autouse=True, scope="module")(_environment_restored)
+environment_ends_with_the_test = pytest.fixture(autouse=True)(_environment_restored)
 
 
 class Vocabulary(NamedTuple):

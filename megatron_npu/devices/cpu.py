@@ -282,6 +282,6 @@ def _memory_names(device: CpuDevice) -> dict[str, Any]:
         "max_memory_reserved": lambda *_: device.memory().peak,
         "reset_peak_memory_stats": reset,
         "reset_max_memory_allocated": reset,
-        "empty_cache": no_operation,
+        "empty_cache": heap.give_back,
     }
     return names | {f"memory.{name}": function for name, function in names.items()}

@@ -30,7 +30,14 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Put glibc's defaults back and give what is free to the system."""
     if settings.KEEP_MEMORY.enabled() and _set(_DEFAULTS):
-        ctypes.CDLL(None).malloc_trim(0)
+        give_back()
+
+
+def give_back() -> None:
+    """Give what is free now to the system, as ``torch.cuda.empty_cache`` does (glibc only)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _set(values: dict[int, int]) -> bool:

@@ -59,11 +59,14 @@ def take_flags(original: Callable[..., Any]) -> Callable[..., Any]:
     "with FSDP, and with --deterministic-mode for an NCCL_ALGO; without CUDA they mean nothing",
 )
 def with_variables_of_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Set the variables where they are asked for and not set."""
+    """Set the variables where they are asked for and not set; launch scripts often set the first to 1."""
 
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
-        if not any(getattr(args, option, False) for option in _SHARDED):
+        if any(getattr(args, option, False) for option in _SHARDED):
+            if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+                del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+        else:
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if args.deterministic_mode:
             os.environ.setdefault("NCCL_ALGO", "Ring")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -24,7 +23,6 @@ def single_process(tmp_path_factory) -> Iterator[None]:
     from megatron.core import parallel_state, tensor_parallel
 
     store = tmp_path_factory.mktemp("store") / "file"
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     torch.manual_seed(1)
