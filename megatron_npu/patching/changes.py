@@ -123,7 +123,8 @@ def is_shared_by_identity(value: Any, module: str) -> bool:
 
 def holders(values: Set[int], prefixes: tuple[str, ...]) -> Iterator[tuple[ModuleType, str, Any]]:
     """Yield every (module, name, value) of the host and the main module whose value has one of the ids."""
-    for module_name, module in list(sys.modules.items()):
+    # copy() is atomic, list(….items()) is not: other threads import meanwhile
+    for module_name, module in sys.modules.copy().items():
         if not isinstance(module, ModuleType):
             continue
         if not (module_name in MAIN_MODULES or is_under(module_name, prefixes)):

@@ -103,7 +103,7 @@ def _around_megatron_npu() -> Iterator[None]:
     """Give the package the attributes that import would have set, had it been executed before its parts."""
     yield
     package = sys.modules["megatron_npu"]
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         parent, _, attribute = name.rpartition(".")
         if parent == "megatron_npu" and not hasattr(package, attribute):
             setattr(package, attribute, module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import importlib.resources
 import importlib.util
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from megatron_npu.patching import changes
 from tests.unit.patching.conftest import HostTree, forget
 
 GELU = "hostpkg.model:gelu"
@@ -232,6 +234,23 @@ def test_threads_race_to_the_first_import(patched: HostTree) -> None:
         thread.join(10)
     assert seen == [WRAPPED] * len(names)
     assert patched.first_calls == 1
+
+
+def test_modules_appear_while_holders_are_sought(monkeypatch) -> None:
+    """The garbage collector may run Python code, and so let another thread import, at any allocation."""
+    monkeypatch.setattr(sys, "modules", sys.modules | {f"filler{number}": sys for number in range(5000)})
+
+    def import_one(phase: str, info: dict[str, int]) -> None:
+        sys.modules[f"late{len(sys.modules)}"] = sys
+
+    gc.callbacks.append(import_one)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        assert not list(changes.holders({id(import_one)}, ("hostpkg",)))
+    finally:
+        gc.callbacks.remove(import_one)
+        gc.set_threshold(*thresholds)
 
 
 def test_the_loader_stays_what_it_was(patched: HostTree) -> None:
