@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ GRAPHS = [
     {"cuda_graph_impl": "local"},
     {"cuda_graph_impl": "transformer_engine"},
 ]
+# Exported for TransformerEngine, against upstream's default of --attention-backend.
+SWITCHES = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1"}
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +73,30 @@ def test_a_config_that_asks_for_nothing_is_left_alone(monkeypatch) -> None:
     assert make_config(cross_entropy_fusion_impl="native").cuda_graph_impl == "none"
 
 
+def test_switches_of_transformer_engine_are_left_alone(monkeypatch, caplog) -> None:
+    """Launch scripts export them; and upstream's own exports would keep a second model from being built."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.transformer.enums import AttnBackend
+
+    for name, value in SWITCHES.items():
+        monkeypatch.setenv(name, value)
+    for backend in AttnBackend:
+        model = argparse.Namespace(config=make_config(attention_backend=backend))
+        LanguageModule._set_attention_backend(model)
+    assert {name: os.environ[name] for name in SWITCHES} == SWITCHES
+    assert "NVTE_UNFUSED_ATTN" not in os.environ
+    assert len(caplog.messages) <= 1  # said once in the life of a process
+    assert all("--attention-backend" in line for line in caplog.messages)
+
+
 def test_the_stock_script_trains_without_graphs(tmp_path: Path) -> None:
     tree = checkout("megatron_core", "0.16.1")
     graphs = "--enable-cuda-graph --te-rng-tracker --transformer-impl inference_optimized".split()
-    done = pretrain(
-        tree, tmp_path, *graphs, "--deterministic-mode", "--train-iters", "2", "--eval-iters", "0"
-    )
+    few = "--deterministic-mode --train-iters 2 --eval-iters 0".split()
+    done = pretrain(tree, tmp_path, *graphs, *few, **SWITCHES)
     assert len(losses(done)) == 2
+    said = done.stdout + done.stderr
+    assert "NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=1: without TransformerEngine" in said
     for option in ("enable-cuda-graph", "te-rng-tracker", "transformer_engine"):
         assert f"{option} runs unfused" in done.stdout
 
