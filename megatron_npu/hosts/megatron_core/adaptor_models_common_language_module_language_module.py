@@ -18,8 +18,8 @@ _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 @wrap(
     "megatron.core.models.common.language_module.language_module:LanguageModule._set_attention_backend",
     condition=transformer_engine_present,
-    why="it demands that NVTE_FLASH_ATTN and the like, which launch scripts export for TransformerEngine, are "
-    "those of --attention-backend, and exports them: a second model with another backend is refused, too",
+    why="it demands that NVTE_FLASH_ATTN and the like, which launch scripts export for TransformerEngine, "
+    "are those of --attention-backend, and exports them: a second model with another backend is refused, too",
 )
 def leave_switches_alone(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Neither read nor export them: nobody asks without TransformerEngine. Say so where they are set."""

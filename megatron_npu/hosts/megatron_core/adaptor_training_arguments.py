@@ -125,6 +125,27 @@ def refuse_tools_of_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @wrap(
     "megatron.training.arguments:validate_args",
+    why="--optimizer-cpu-offload with fp32 parameters is a ValueError of torch when the optimizer is built: "
+    "the offloading one is handed views of them, which are no leaves (0.12 to 0.16, every device)",
+)
+def refuse_offload_in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Say before anything is built that only copies in fp32 of 16-bit parameters can be offloaded."""
+
+    @functools.wraps(original)
+    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
+        if args.optimizer_cpu_offload and not (args.bf16 or args.fp16):
+            raise UsageError(
+                "--optimizer-cpu-offload with fp32 parameters",
+                "--bf16 or --fp16 beside it",
+                "Add one, or leave --optimizer-cpu-offload away: Megatron cannot offload fp32 parameters.",
+            )
+        return original(args, *rest, **kwargs)
+
+    return validate_args
+
+
+@wrap(
+    "megatron.training.arguments:validate_args",
     why="--rerun-mode report_stats is a ValueError when the run starts: the state machine calls that mode "
     "report_determinism_stats, which the parser refuses (0.12 to 0.16)",
 )

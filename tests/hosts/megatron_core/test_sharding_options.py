@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_npu.errors import UsageError
+from megatron_npu.hosts.megatron_core import adaptor_training_arguments
 from tests.hosts.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -19,6 +22,25 @@ def test_nothing_is_offloaded_from_a_cpu():
 
     with pytest.raises(UsageError, match="--optimizer-cpu-offload on the cpu"):
         HybridDeviceOptimizer([torch.nn.Parameter(torch.ones(2))])
+
+
+@pytest.mark.parametrize(("flags", "refused"), [({}, True), ({"bf16": True}, False), ({"fp16": True}, False)])
+def test_fp32_parameters_are_not_offloaded(flags, refused):
+    """Upstream's optimizer of views would end in a ValueError, after the model has been built."""
+
+    def validated(args):
+        return args
+
+    given = {"optimizer_cpu_offload": True, "bf16": False, "fp16": False, **flags}
+    args = argparse.Namespace(**given)
+    validate = adaptor_training_arguments.refuse_offload_in_fp32(validated)
+    if refused:
+        with pytest.raises(UsageError, match="--optimizer-cpu-offload with fp32 parameters; expected --bf16"):
+            validate(args)
+    else:
+        assert validate(args) is args
+    args.optimizer_cpu_offload = False
+    assert validate(args) is args
 
 
 def test_the_mesh_of_torchs_fsdp_is_of_this_device():
