@@ -85,6 +85,14 @@ STAND_INS = (
         "megatron.training.initialize 0.16 imports it always, and it imports triton",
     ),
     StandIn(
+        "megatron.core.extensions.transformer_engine",
+        "megatron_npu.standins.layers_of_transformer_engine",
+        "transformer_engine",
+        ("megatron_core",),
+        "the specs of ViT and LLaVA of 0.12 import its layers always, the local specs beside them included",
+        unless="megatron/core/models/backends.py",  # since 0.13, whose module can be imported without
+    ),
+    StandIn(
         "megatron.model.vision.knn_monitor",
         "megatron_npu.standins.knn_monitor",
         "torchvision",

@@ -94,6 +94,23 @@ def bert_layers() -> tuple[Any, Any]:
     return named, module.bert_layer_local_spec
 
 
+def image_layers() -> list[tuple[Any, Any]]:
+    """Return the same for the layers of ViT, but for the mask, and of LLaVA's language model."""
+    vit = importlib.import_module("megatron.core.models.vision.vit_layer_specs")
+    mine, local = vit.get_vit_layer_with_transformer_engine_spec(), vit.get_vit_layer_with_local_spec()
+    attention, masked = mine.submodules.self_attention, local.submodules.self_attention
+    assert attention.params["attn_mask_type"].name == "no_mask", "patches see all patches"
+    masked.params = attention.params
+    llava = importlib.import_module("megatron.core.models.multimodal.llava_spec")
+    return [
+        (mine, local),
+        (
+            llava.decoder_model_with_transformer_engine_default_spec(),
+            llava.decoder_model_with_local_default_spec(),
+        ),
+    ]
+
+
 def heard() -> Callable[[], int]:
     """Return what tells how often TransformerEngine has been asked for since."""
     from megatron_npu.ops import dispatch
@@ -103,6 +120,12 @@ def heard() -> Callable[[], int]:
 
     before = count()
     return lambda: count() - before
+
+
+def _nobody_else_is_misled() -> None:
+    """Who asks for TransformerEngine is still told that it is not there (0.12's module is a stand-in)."""
+    for name in (GPT, T5, "megatron.core.transformer.heterogeneous.linear_replacements"):
+        assert not importlib.import_module(name).HAVE_TE, name
 
 
 def main() -> None:
@@ -120,8 +143,11 @@ def main() -> None:
         mine, local = asked_and_local(case)
         assert mine == local, case
         assert asked(), case
-    mine, local = bert_layers()
-    assert mine == local
+    asked = heard()
+    for mine, local in [bert_layers(), *image_layers()]:
+        assert mine == local
+    assert asked() == 3
+    _nobody_else_is_misled()
     bad = [row for row in megatron_npu.ledger().rows if row.state in ("failed", "drifted")]
     assert not bad, bad
 
