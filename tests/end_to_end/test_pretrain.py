@@ -153,7 +153,7 @@ def test_sigterm_saves_and_ends(flags, tmp_path):
     try:
         _wait_for(tmp_path / "metrics.jsonl", '"iteration": 3')
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 0, out

@@ -41,8 +41,11 @@ class Item(ctypes.Structure):
 
 library = ctypes.CDLL(sys.argv[1])
 library.aclGetRecentErrMsg.restype = ctypes.c_char_p
-for name, value in (("hccl_timeout", os.environ.get("TIMEOUT", "60")),):
-    library.sim_set(name.encode(), value.encode())
+ENDED = Path(os.environ["RENDEZVOUS"]).with_suffix(".ended")  # is there when rank 0 has its result
+
+
+def set_timeout(seconds: str) -> None:
+    library.sim_set(b"hccl_timeout", seconds.encode())
 
 
 def floats(*values: float) -> ctypes.Array:
@@ -83,6 +86,11 @@ def finish() -> tuple[int, str]:
     """Synchronise the stream; return the code and, if that is an error, the text for it."""
     code = library.aclrtSynchronizeStream(stream)
     return code, library.aclGetRecentErrMsg().decode() if code else ""
+
+
+def wait_for_rank_0() -> None:
+    while not ENDED.exists():
+        time.sleep(0.01)
 
 
 def all_reduce(count: int = 4, dtype: int = FP32, reduction: int = SUM) -> int:
@@ -193,8 +201,8 @@ def alone_in_a_collective() -> object:
     all_reduce(4)
     if RANK == 0:
         all_reduce(1024, BF16)
-        return finish()
-    time.sleep(2)
+    else:
+        wait_for_rank_0()
     return finish()
 
 
@@ -204,7 +212,7 @@ def unmatched_send() -> object:
     if RANK == 0:
         call("Send", floats(1), 1, FP32, 1)
     else:
-        time.sleep(2)
+        wait_for_rank_0()
     return finish()
 
 
@@ -403,10 +411,16 @@ def main() -> None:
     if name == "host_dies":
         result = host_dies()
     elif name == "one_is_missing":
+        set_timeout(os.environ["TIMEOUT"])
         result = create_refused()
     else:
+        # processes may start at very different times
+        set_timeout("100")
         assert create() == 0, library.aclGetRecentErrMsg()
+        set_timeout(os.environ["TIMEOUT"])
         result = SCENARIOS[name]()
+    if RANK == 0:
+        ENDED.touch()
     sys.stdout.write(json.dumps([RANK, result]) + "\n")  # in one piece: the ranks share the pipe
     sys.stdout.flush()
     os._exit(0)  # without waiting for calls that wait in vain

@@ -231,7 +231,7 @@ def test_threads_race_to_the_first_import(patched: HostTree) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join()
     assert seen == [WRAPPED] * len(names)
     assert patched.first_calls == 1
 

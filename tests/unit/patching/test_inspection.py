@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -96,11 +95,9 @@ def test_a_removed_module_is_drift(tree: Path, pins: Path, capsys: pytest.Captur
     assert check(tree, capsys)[0] == 1
 
 
-def test_it_is_static_and_fast(tree: Path, pins: Path, capsys: pytest.CaptureFixture) -> None:
+def test_it_is_static(tree: Path, pins: Path, capsys: pytest.CaptureFixture) -> None:
     loaded = {name for name in sys.modules if name.partition(".")[0] == "megatron"}
-    start = time.perf_counter()
     check(tree, capsys)
-    assert time.perf_counter() - start < 1.0
     assert {name for name in sys.modules if name.partition(".")[0] == "megatron"} == loaded
 
 

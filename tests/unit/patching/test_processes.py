@@ -39,8 +39,8 @@ if __name__ == "__main__":
     queue = context.Queue()
     child = context.Process(target=work, args=(queue,))
     child.start()
-    print(queue.get(timeout=20))
-    child.join(20)
+    print(queue.get(timeout=200))
+    child.join(200)
 """
 
 
@@ -56,7 +56,7 @@ def test_children_are_patched(tmp_path: Path, method: str) -> None:
         env={"PYTHONPATH": str(REPOSITORY), "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     expected = (("wrapped", 2), ("wrapped", 2), "1 applied, 0 drifted, 0 skipped")
     assert done.stdout.strip() == repr(expected), done.stderr
@@ -72,6 +72,6 @@ def test_importing_the_engine_imports_neither_torch_nor_the_host() -> None:
         env={"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout.strip() == "[]", done.stderr
