@@ -83,6 +83,13 @@ def bring_back(root: Path, args: Namespace, destination: Path) -> dict[str, Any]
     return {"bos_token_id": end, "eos_token_id": end}
 
 
+def model_type(root: Path, args: Namespace) -> str | None:
+    """Return the ``model_type`` that a checkpoint was converted from; None if it was not."""
+    folder = _carried(root, args)
+    kind = None if folder is None else config.read(folder).get("model_type")
+    return kind if isinstance(kind, str) else None
+
+
 def _carried(root: Path, args: Namespace) -> Path | None:
     """Return the folder that the tokenizer came with, if it was one of Hugging Face."""
     named = {"GPT2BPETokenizer": args.vocab_file, "HuggingFaceTokenizer": args.tokenizer_model}

@@ -22,7 +22,15 @@ from megatron_npu.conversion.config import Config, read
 from megatron_npu.conversion.families import Family
 from megatron_npu.errors import UsageError
 from megatron_npu.evaluation.generate import restored
-from megatron_npu.training import arguments, checkpoint, checkpoint_files, initialize, model, validation
+from megatron_npu.training import (
+    arguments,
+    checkpoint,
+    checkpoint_files,
+    initialize,
+    model,
+    stock_arguments,
+    validation,
+)
 from megatron_npu.training.arguments import Parser
 
 FLAGS = "flags.txt"
@@ -156,8 +164,13 @@ def _save(args: Namespace, family: Family, found: engine.Weights) -> None:
     with initialize.session(args):
         gpt = model.gpt(args, config, None, True, True)
         engine.fill(dict(gpt.named_parameters()), found, family.rules(args))
-        # neither optimizer nor schedule is saved
-        path = checkpoint.save(args, checkpoint.State([gpt], None, None), checkpoint.Position())
+        # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
+        path = checkpoint.save(
+            args,
+            checkpoint.State([gpt], None, None),
+            checkpoint.Position(),
+            {"args": stock_arguments.to_stock(args)},
+        )
     checkpoint_files.release(args.save, path)
 
 
@@ -179,7 +192,7 @@ def _to_hf(given: Namespace, part: Path) -> Iterator[str]:
     """Write the folder into ``part``; yield what there is to say."""
     root = Path(given.source)
     with restored(str(root), given.vocab_file, given.merge_file) as (args, module, _):
-        family = families.of_arguments(args)
+        family = families.of_arguments(args, carried.model_type(root, args))
         dtype = given.dtype or ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
         values = family.config(args)
         kept = carried.bring_back(root, args, part)

@@ -34,6 +34,7 @@ class Config:
     def __init__(self, values: dict[str, Any], path: Path) -> None:
         self.path = path
         # null says that a key is not used
+        self._null = {key for key, value in values.items() if value is None}
         self._values = {key: value for key, value in values.items() if value is not None}
         self._seen: set[str] = set()
 
@@ -85,6 +86,14 @@ class Config:
     def has(self, key: str) -> bool:
         """Return whether there is such a key, with a value."""
         return key in self._values
+
+    def is_null(self, key: str) -> bool:
+        """Return whether a key is there and null, which some families tell from its absence."""
+        return key in self._null
+
+    def ignore(self, *keys: str) -> None:
+        """Take keys that mean nothing beside the others."""
+        self._seen.update(keys)
 
     def refusal(self, key: str, value: Any, expected: str) -> UsageError:
         """Return the error for a value that Megatron has no way to say."""

@@ -8,15 +8,18 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron_npu.conversion import hf_gpt2, hf_llama, refusals
+from megatron_npu.conversion import hf_gpt2, refusals
 from megatron_npu.conversion.config import Config
+from megatron_npu.conversion.hf_llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megatron_npu.conversion.rules import Rule
+from megatron_npu.errors import UsageError
 
 
 class Family(Protocol):
-    """What a module of a family has; each says more."""
+    """What a family has, be it a module or an object; each says more."""
 
-    MODEL_TYPE: str
+    @property
+    def MODEL_TYPE(self) -> str: ...  # noqa: N802
 
     def flags(self, config: Config) -> list[str]: ...
 
@@ -31,7 +34,9 @@ class Family(Protocol):
     def is_constant(self, name: str, tensor: Tensor) -> bool: ...
 
 
-FAMILIES: dict[str, Family] = {family.MODEL_TYPE: family for family in (hf_gpt2, hf_llama)}
+FAMILIES: dict[str, Family] = {
+    family.MODEL_TYPE: family for family in (hf_gpt2, LLAMA, MISTRAL, QWEN2, QWEN3)
+}
 
 
 def of_config(config: Config) -> Family:
@@ -49,11 +54,28 @@ def of_config(config: Config) -> Family:
     return family
 
 
-def of_arguments(args: Namespace) -> Family:
+def of_arguments(args: Namespace, before: str | None = None) -> Family:
     """Return the family that can hold a checkpoint of the driver; ``Family.config`` says whether it does.
+
+    Args:
+        args: the checkpoint's flags.
+        before: the ``model_type`` that the checkpoint was converted from. It decides where two families can
+            hold the same model: a Mistral without a window is a Llama, too.
 
     Raises:
         UsageError: a flag that no family has.
     """
     refusals.common(args)
-    return hf_llama if args.position_embedding_type == "rope" else hf_gpt2
+    if before in FAMILIES and _holds(FAMILIES[before], args):
+        return FAMILIES[before]
+    if args.position_embedding_type != "rope":
+        return hf_gpt2
+    return next((kind for kind in (QWEN3, QWEN2, MISTRAL) if kind.claims(args)), LLAMA)
+
+
+def _holds(family: Family, args: Namespace) -> bool:
+    try:
+        family.config(args)
+    except UsageError:
+        return False
+    return True

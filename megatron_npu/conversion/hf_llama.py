@@ -1,175 +1,247 @@
-"""Llama 1 to 3 of Hugging Face: grouped queries, halves that are rotated, a gated MLP, RMSNorm."""
+"""Llama and its kin of Hugging Face: grouped queries, halves that are rotated, a gated MLP, RMSNorm.
+
+A member of the kin is a row of data, a ``Kind``: where its biases are, whether it has a window, or a norm of
+queries and keys. What they share is written once.
+"""
 
 from __future__ import annotations
 
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from megatron_npu.conversion import refusals, rotary
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.refusals import must_be
-from megatron_npu.conversion.rules import Heads, Rule, padded, qkv, same, stacked
+from megatron_npu.conversion.rules import Heads, Rule, head_norm, padded, qkv, same, stacked
 from megatron_npu.errors import UsageError
 
-MODEL_TYPE = "llama"
-
-# What megatron-core's --use-rope-scaling has built in (0.12 to 0.16); its factor alone is a flag.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _FREQUENCIES = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 
 
-def flags(config: Config) -> list[str]:
-    """Return the driver's flags that mean the same model as ``config.json``.
+@dataclass(frozen=True)
+class Kind:
+    """One family, in what it differs from the others.
 
-    Raises:
-        UsageError: a key that Megatron has no flag for.
+    Attributes:
+        MODEL_TYPE: in ``config.json``.
+        architecture: the class of transformers.
+        bias_keys: ``attention_bias`` and ``mlp_bias`` may put a bias on every linear layer.
+        qkv_bias: queries, keys and values always have a bias, nothing else has.
+        window: ``sliding_window`` where ``config.json`` has no such key; None for families without a window.
+        window_switch: has ``use_sliding_window`` and other keys of windows, which must be off.
+        qk_norm: RMSNorm of every query's and key's head.
+        head_dim_is_usual: transformers writes ``head_dim``; else it does where the model has another.
+        head_size: where ``config.json`` has no ``head_dim``; None: hidden size / heads.
+        groups_optional: may lack ``num_key_value_heads``: each query head has its own key then.
+        whole_heads: transformers asks for a hidden size that is a multiple of the heads.
     """
-    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
-    positions, groups = config.number("max_position_embeddings"), config.number("num_key_value_heads", heads)
-    config.require("hidden_act", "silu")
-    config.require("is_encoder_decoder", False)
-    config.require("partial_rotary_factor", 1.0)
-    biased = config.require("mlp_bias", False, True)
-    config.require("attention_bias", biased, absent=False)  # Megatron has one flag for both
-    result = {
-        "--num-layers": config.number("num_hidden_layers"),
-        "--hidden-size": hidden,
-        "--num-attention-heads": heads,
-        "--num-query-groups": groups,
-        "--kv-channels": config.number("head_dim", hidden // heads),
-        "--ffn-hidden-size": config.number("intermediate_size"),
-        "--seq-length": positions,
-        "--max-position-embeddings": positions,
-        "--position-embedding-type": "rope",
-        "--normalization": "RMSNorm",
-        "--norm-epsilon": config.take("rms_norm_eps", 1e-6),
-        "--attention-dropout": config.take("attention_dropout", 0.0),
-        "--hidden-dropout": 0.0,
-        "--init-method-std": config.take("initializer_range", 0.02),
-        **_rope_flags(config),
-    }
-    switches = ["--swiglu", "--group-query-attention"]
-    if not biased:
-        switches.append("--disable-bias-linear")
-    if not config.require("tie_word_embeddings", False, True):
-        switches.append("--untie-embeddings-and-output-weights")
-    config.finish()
-    words = [word for flag, value in result.items() for word in (flag, str(value))] + switches
-    return [*words, "--use-rope-scaling"] if "--rope-scaling-factor" in result else words
 
+    MODEL_TYPE: str
+    architecture: str
+    bias_keys: bool = False
+    qkv_bias: bool = False
+    window: int | None = None
+    window_switch: bool = False
+    qk_norm: bool = False
+    head_dim_is_usual: bool = True
+    head_size: int | None = None
+    groups_optional: bool = False
+    whole_heads: bool = False
 
-def _rope_flags(config: Config) -> dict[str, object]:
-    """Return the flags of the rotary embedding, from the keys of transformers 5 or of those before."""
-    rope, scaling = config.table("rope_parameters"), config.table("rope_scaling")
-    base = rope.pop("rope_theta", None) or config.take("rope_theta", 10000.0)
-    config.take("rope_theta", base)
-    if base != int(base):
-        raise config.refusal("rope_theta", base, "a whole number, as --rotary-base is")
-    result: dict[str, object] = {"--rotary-base": int(base)}
-    scaling |= rope
-    kind = scaling.pop("rope_type", None) or scaling.get("type", "default")
-    scaling.pop("type", None)
-    if kind == "llama3":
-        result["--rope-scaling-factor"] = scaling.pop("factor", 8.0)
-        expected = _LLAMA3
-    elif kind == "default":
-        expected = {}
-    else:
-        raise config.refusal("rope_type", kind, '"default" or "llama3"')
-    for key, value in scaling.items():
-        if value is not None and value != expected.get(key):
-            raise config.refusal(f"rope_scaling {key}", value, f"{expected.get(key, 'no such key')}")
-    return result
+    # -- from config.json -----------------------------------------------------------------------------------
 
+    def flags(self, config: Config) -> list[str]:
+        """Return the driver's flags that mean the same model as ``config.json``.
 
-def config(args: Namespace) -> dict[str, Any]:
-    """Return the ``config.json`` of the model that the driver's flags mean, readable by transformers 4 and 5.
+        Raises:
+            UsageError: a key that Megatron has no flag for.
+        """
+        hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+        positions = config.number("max_position_embeddings")
+        config.require("hidden_act", "silu")
+        config.require("is_encoder_decoder", False)
+        result = {
+            "--num-layers": config.number("num_hidden_layers"),
+            "--hidden-size": hidden,
+            "--num-attention-heads": heads,
+            "--num-query-groups": config.number(
+                "num_key_value_heads", heads if self.groups_optional else None
+            ),
+            "--kv-channels": config.number("head_dim", self.head_size or hidden // heads),
+            "--ffn-hidden-size": config.number("intermediate_size"),
+            "--seq-length": positions,
+            "--max-position-embeddings": positions,
+            "--position-embedding-type": "rope",
+            "--normalization": "RMSNorm",
+            "--norm-epsilon": config.take("rms_norm_eps", 1e-6),
+            "--attention-dropout": config.take("attention_dropout", 0.0),
+            "--hidden-dropout": 0.0,
+            "--init-method-std": config.take("initializer_range", 0.02),
+            **self._window_flags(config),
+            **rotary.flags(config),
+        }
+        switches = ["--swiglu", "--group-query-attention", *self._bias_switches(config)]
+        if not config.require("tie_word_embeddings", False, True):
+            switches.append("--untie-embeddings-and-output-weights")
+        if self.qk_norm:
+            switches.append("--qk-layernorm")
+        if "--rope-scaling-factor" in result:
+            switches.append("--use-rope-scaling")
+        config.finish()
+        return [word for flag, value in result.items() for word in (flag, str(value))] + switches
 
-    Raises:
-        UsageError: a flag that Llama has no key for.
-    """
-    must_be(args, "--normalization", "RMSNorm")
-    must_be(args, "--position-embedding-type", "rope")
-    must_be(args, "--swiglu", True)
-    must_be(args, "--rotary-percent", 1.0)
-    if args.add_qkv_bias and not args.add_bias_linear:
-        must_be(args, "--add-qkv-bias", False)
-    if args.hidden_size % args.num_attention_heads:
-        raise UsageError(
-            f"--hidden-size {args.hidden_size} with {args.num_attention_heads} heads",
-            "a multiple of the number of heads, which transformers asks of a Llama",
-            "Nothing was written.",
+    def _window_flags(self, config: Config) -> dict[str, object]:
+        """Return how far a query sees back; ``sliding_window`` counts the query's own token too."""
+        if self.window_switch:
+            config.require("use_sliding_window", False)
+            config.ignore("sliding_window", "max_window_layers")  # of the windows that are off
+            for kind in config.take("layer_types", []):
+                if kind != "full_attention":
+                    raise config.refusal("layer_types", kind, '"full_attention" in every layer')
+        if self.window is None or config.is_null("sliding_window"):
+            return {}
+        return {"--pre-tockens": config.number("sliding_window", self.window) - 1}
+
+    def _bias_switches(self, config: Config) -> list[str]:
+        if self.qkv_bias:
+            return ["--disable-bias-linear", "--add-qkv-bias"]
+        everywhere = config.require("mlp_bias", False, *([True] if self.bias_keys else []))
+        config.require("attention_bias", everywhere, absent=False)  # Megatron has one flag for both
+        return [] if everywhere else ["--disable-bias-linear"]
+
+    # -- to config.json -------------------------------------------------------------------------------------
+
+    def claims(self, args: Namespace) -> bool:
+        """Return whether a checkpoint has what this family alone has."""
+        return (
+            (self.qk_norm and args.qk_layernorm)
+            or (self.qkv_bias and args.add_qkv_bias and not args.add_bias_linear)
+            or (self.window is not None and refusals.limiting_window(args) is not None)
         )
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": MODEL_TYPE,
-        "vocab_size": args.tokenizer_vocab_size,
-        "hidden_size": args.hidden_size,
-        "intermediate_size": args.ffn_hidden_size,
-        "num_hidden_layers": args.num_layers,
-        "num_attention_heads": args.num_attention_heads,
-        "num_key_value_heads": args.num_query_groups,
-        "head_dim": args.kv_channels,
-        "hidden_act": "silu",
-        "max_position_embeddings": args.max_position_embeddings,
-        "initializer_range": args.init_method_std,
-        "rms_norm_eps": args.layernorm_epsilon,
-        "rope_theta": float(args.rotary_base),
-        "rope_scaling": _scaling(args),
-        "attention_bias": args.add_bias_linear,
-        "attention_dropout": args.attention_dropout,
-        "mlp_bias": args.add_bias_linear,
-        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
-    }
 
+    def config(self, args: Namespace) -> dict[str, Any]:
+        """Return the ``config.json`` of the model that the driver's flags mean, for transformers 4 and 5.
 
-def _scaling(args: Namespace) -> dict[str, object] | None:
-    if not getattr(args, "use_rope_scaling", False):  # absent in checkpoints older than the flag
-        return None
-    return {"rope_type": "llama3", "factor": args.rope_scaling_factor, **_LLAMA3}
+        Raises:
+            UsageError: a flag that this family has no key for.
+        """
+        self._check(args)
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.MODEL_TYPE,
+            "vocab_size": args.tokenizer_vocab_size,
+            "hidden_size": args.hidden_size,
+            "intermediate_size": args.ffn_hidden_size,
+            "num_hidden_layers": args.num_layers,
+            "num_attention_heads": args.num_attention_heads,
+            "num_key_value_heads": args.num_query_groups,
+            "hidden_act": "silu",
+            "max_position_embeddings": args.max_position_embeddings,
+            "initializer_range": args.init_method_std,
+            "rms_norm_eps": args.layernorm_epsilon,
+            **rotary.keys(args),
+            **self._own_keys(args),
+            "attention_dropout": args.attention_dropout,
+            "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
+        }
 
+    def _check(self, args: Namespace) -> None:
+        must_be(args, "--normalization", "RMSNorm")
+        must_be(args, "--position-embedding-type", "rope")
+        must_be(args, "--swiglu", True)
+        must_be(args, "--rotary-percent", 1.0)
+        must_be(args, "--qk-layernorm", self.qk_norm)
+        if self.window is None:
+            refusals.no_window(args)
+        if not self.bias_keys:
+            must_be(args, "--disable-bias-linear", False, name="add_bias_linear", shown="the flag")
+        if not args.add_bias_linear:  # which has the bias of queries, keys and values, too
+            must_be(args, "--add-qkv-bias", self.qkv_bias)
+        if self.whole_heads and args.hidden_size % args.num_attention_heads:
+            raise UsageError(
+                f"--hidden-size {args.hidden_size} with {args.num_attention_heads} heads",
+                f"a multiple of the number of heads, which transformers asks of a {self.MODEL_TYPE}",
+                "Nothing was written.",
+            )
 
-def rules(args: Namespace) -> Iterator[Rule]:
-    """Yield the rules of all tensors."""
-    rows = args.tokenizer_vocab_size, args.padded_vocab_size
-    yield padded("embedding.word_embeddings.weight", "model.embed_tokens.weight", *rows)
-    for number in range(args.num_layers):
-        yield from _layer(args, f"decoder.layers.{number}", f"model.layers.{number}")
-    yield same("decoder.final_layernorm.weight", "model.norm.weight")
-    if args.untie_embeddings_and_output_weights:
-        yield padded("output_layer.weight", "lm_head.weight", *rows)
+    def _own_keys(self, args: Namespace) -> dict[str, Any]:
+        """Return the keys that not every family has."""
+        keys: dict[str, Any] = {}
+        if self.head_dim_is_usual or args.kv_channels * args.num_attention_heads != args.hidden_size:
+            keys["head_dim"] = args.kv_channels
+        if self.bias_keys:
+            keys |= dict.fromkeys(("attention_bias", "mlp_bias"), args.add_bias_linear)
+        elif self.qk_norm:
+            keys["attention_bias"] = False
+        if self.window is not None:
+            before = refusals.window(args)
+            keys["sliding_window"] = None if before is None else before + 1
+        if self.window_switch:
+            keys |= {"use_sliding_window": False, "sliding_window": None}
+        return keys
+
+    # -- tensors --------------------------------------------------------------------------------------------
+
+    def rules(self, args: Namespace) -> Iterator[Rule]:
+        """Yield the rules of all tensors."""
+        rows = args.tokenizer_vocab_size, args.padded_vocab_size
+        yield padded("embedding.word_embeddings.weight", "model.embed_tokens.weight", *rows)
+        for number in range(args.num_layers):
+            yield from _layer(args, f"decoder.layers.{number}", f"model.layers.{number}")
+        yield same("decoder.final_layernorm.weight", "model.norm.weight")
+        if args.untie_embeddings_and_output_weights:
+            yield padded("output_layer.weight", "lm_head.weight", *rows)
+
+    @staticmethod
+    def names(stored: Iterable[str]) -> dict[str, str]:
+        """Return stored name -> the name that the rules use: the same."""
+        return {name: name for name in stored}
+
+    @staticmethod
+    def copies(args: Namespace) -> dict[str, str]:
+        """Return tensors that files may hold although they are another one: name -> the other's name."""
+        if args.untie_embeddings_and_output_weights:
+            return {}
+        return {"lm_head.weight": "model.embed_tokens.weight"}
+
+    @staticmethod
+    def is_constant(name: str, tensor: Tensor) -> bool:
+        """Return whether a tensor is no weight but the rotary frequencies, which follow from config.json."""
+        return _FREQUENCIES.fullmatch(name) is not None and tensor.dim() == 1
 
 
 def _layer(args: Namespace, ours: str, theirs: str) -> Iterator[Rule]:
-    heads = Heads(
-        args.num_attention_heads, args.num_query_groups, args.kv_channels, bool(args.rotary_interleaved)
-    )
-    attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
     yield same(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
     yield same(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight")
-    for kind in ("weight", "bias") if args.add_bias_linear else ("weight",):
-        projections = [f"{attention}.{part}_proj.{kind}" for part in "qkv"]
-        yield qkv(f"{ours}.self_attention.linear_qkv.{kind}", projections, heads)
-        yield same(f"{ours}.self_attention.linear_proj.{kind}", f"{attention}.o_proj.{kind}")
+    yield from _attention(args, f"{ours}.self_attention", f"{theirs}.self_attn")
+    mlp = f"{theirs}.mlp"
+    for kind in _kinds(args.add_bias_linear):
         yield stacked(f"{ours}.mlp.linear_fc1.{kind}", [f"{mlp}.gate_proj.{kind}", f"{mlp}.up_proj.{kind}"])
         yield same(f"{ours}.mlp.linear_fc2.{kind}", f"{mlp}.down_proj.{kind}")
 
 
-def names(stored: Iterable[str]) -> dict[str, str]:
-    """Return stored name -> the name that the rules use: the same."""
-    return {name: name for name in stored}
+def _attention(args: Namespace, ours: str, theirs: str) -> Iterator[Rule]:
+    heads = Heads(
+        args.num_attention_heads, args.num_query_groups, args.kv_channels, bool(args.rotary_interleaved)
+    )
+    for kind in _kinds(args.add_bias_linear or args.add_qkv_bias):
+        yield qkv(f"{ours}.linear_qkv.{kind}", [f"{theirs}.{part}_proj.{kind}" for part in "qkv"], heads)
+    for kind in _kinds(args.add_bias_linear):
+        yield same(f"{ours}.linear_proj.{kind}", f"{theirs}.o_proj.{kind}")
+    for part in "qk" if args.qk_layernorm else "":
+        yield head_norm(f"{ours}.{part}_layernorm.weight", f"{theirs}.{part}_norm.weight", heads)
 
 
-def copies(args: Namespace) -> dict[str, str]:
-    """Return tensors that files may hold although they are another one: name -> the other's name."""
-    if args.untie_embeddings_and_output_weights:
-        return {}
-    return {"lm_head.weight": "model.embed_tokens.weight"}
+def _kinds(biased: bool) -> tuple[str, ...]:
+    return ("weight", "bias") if biased else ("weight",)
 
 
-def is_constant(name: str, tensor: Tensor) -> bool:
-    """Return whether a tensor is no weight but the rotary frequencies, which follow from config.json."""
-    return _FREQUENCIES.fullmatch(name) is not None and tensor.dim() == 1
+LLAMA = Kind("llama", "LlamaForCausalLM", bias_keys=True, groups_optional=True, whole_heads=True)
+MISTRAL = Kind("mistral", "MistralForCausalLM", window=4096)
+QWEN2 = Kind("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window_switch=True, head_dim_is_usual=False)
+QWEN3 = Kind("qwen3", "Qwen3ForCausalLM", qk_norm=True, window_switch=True, head_size=128)

@@ -36,8 +36,37 @@ def common(args: Namespace) -> None:
     Raises:
         UsageError: a flag has a value that cannot be converted.
     """
-    must_be(args, "--qk-layernorm", False)
     must_be(args, "--apply-layernorm-1p", False, name="layernorm_zero_centered_gamma")
-    # a limit that no token reaches is none; --next-tockens only allows what the causal mask forbids
-    if args.pre_tokens is not None and args.pre_tokens < args.max_position_embeddings - 1:
-        must_be(args, "--pre-tockens", None, name="pre_tokens", shown="no window")
+
+
+def window(args: Namespace) -> int | None:
+    """Return how many tokens before its own a query sees; None: all.
+
+    ``--pre-tockens`` wins over megatron-core's ``--window-size``. ``--next-tockens`` only allows what the
+    causal mask forbids.
+    """
+    if args.pre_tokens is not None:
+        return args.pre_tokens
+    before = (getattr(args, "window_size", None) or (-1, 0))[0]
+    return None if before < 0 else before
+
+
+def limiting_window(args: Namespace) -> int | None:
+    """Return the window, if there are tokens beyond it."""
+    before = window(args)
+    return None if before is None or before >= args.max_position_embeddings - 1 else before
+
+
+def no_window(args: Namespace) -> None:
+    """Check that no window limits what a query sees.
+
+    Raises:
+        UsageError: one does.
+    """
+    before = limiting_window(args)
+    if before is not None:
+        raise UsageError(
+            f"the checkpoint was trained with --pre-tockens {before}, which cannot be converted",
+            "no window",
+            "Nothing was written.",
+        )

@@ -99,6 +99,14 @@ class Heads:
         query, key, value = (part.flatten(0, 1) for part in parts)
         return self._turn(query, self._to_halves), self._turn(key, self._to_halves), value
 
+    def join_norm(self, weight: Tensor) -> Tensor:
+        """Return the weight [hn] of a norm of every head, whose order is that of the head's rows."""
+        return self._turn(weight, self._to_neighbours)
+
+    def split_norm(self, weight: Tensor) -> Tensor:
+        """Return the inverse of ``join_norm``."""
+        return self._turn(weight, self._to_halves)
+
     def _turn(self, rows: Tensor, order: Callable[[Tensor], Tensor]) -> Tensor:
         """Reorder the rows [heads·hn, …] within each head, if the two sides disagree."""
         if not self.interleaved:
@@ -117,6 +125,16 @@ class Heads:
 def qkv(megatron: str, hf: Sequence[str], heads: Heads) -> Rule:
     """Return the rule of ``linear_qkv`` and three projections; for weights and for biases."""
     return Rule(megatron, tuple(hf), lambda tensors: heads.join(*tensors), heads.split)
+
+
+def head_norm(megatron: str, hf: str, heads: Heads) -> Rule:
+    """Return the rule of the weight [hn] of a norm of every query's or key's head."""
+    return Rule(
+        megatron,
+        (hf,),
+        lambda tensors: heads.join_norm(tensors[0]),
+        lambda tensor: [heads.split_norm(tensor)],
+    )
 
 
 def fused_qkv(megatron: str, hf: str, heads: Heads) -> Rule:

@@ -12,7 +12,14 @@ import torch
 
 from megatron_npu import devices, plugin
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint, checkpoint_files, initialize, model, tokenizers
+from megatron_npu.training import (
+    checkpoint,
+    checkpoint_files,
+    initialize,
+    model,
+    stock_checkpoints,
+    tokenizers,
+)
 from megatron_npu.training.arguments import Parser
 from megatron_npu.training.tokenizers import Tokenizer
 
@@ -129,14 +136,15 @@ def restored(
     Whatever the layout that it was trained in, it is put together here.
 
     Args:
-        load: directory that a run saved into.
+        load: directory that a run saved into, the driver's or a stock script's.
         vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
         changes: flags of the run to be changed, by their names in its arguments.
 
     Raises:
         UsageError: no such checkpoint, or its tokenizer's files are missing.
     """
-    found = checkpoint_files.find(load)
+    plugin.install()
+    found = stock_checkpoints.find(load)
     if found is None:
         raise UsageError(
             f"--load {load}: no checkpoint there",
@@ -148,7 +156,7 @@ def restored(
         # a checkpoint written before --tokenizer-model was added has no such argument
         setattr(args, name, given or checkpoint_files.near(load, getattr(args, name, None)))
     tokenizer = tokenizers.build(args)
-    plugin.install()
+    _pad(args, tokenizer)
     with initialize.session(args):
         config = model.transformer_config(args)
         gpt = model.on_device(args, config, model.gpt(args, config, None, True, True))
@@ -171,10 +179,15 @@ def _alone(arguments: dict[str, object]) -> Namespace:
         "recompute_method": None,
         "recompute_num_layers": None,
     }
-    args = Namespace(**{**arguments, **alone})
+    return Namespace(**{**arguments, **alone})
+
+
+def _pad(args: Namespace, tokenizer: Tokenizer) -> None:
+    """Set the sizes of the vocabulary for one process."""
+    if "tokenizer_vocab_size" not in args:  # a stock script does not write it down
+        args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, tokenizer)
     multiple = args.make_vocab_size_divisible_by
     args.padded_vocab_size = -(-args.tokenizer_vocab_size // multiple) * multiple
-    return args
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import shutil
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +47,12 @@ class State:
     schedule: OptimizerParamScheduler
 
 
-def save(args: Namespace, state: State, position: Position) -> Path:
-    """Write the checkpoint of ``position``; return its directory. All ranks must call this."""
+def save(args: Namespace, state: State, position: Position, common: Mapping[str, Any] | None = None) -> Path:
+    """Write the checkpoint of ``position``; return its directory. All ranks must call this.
+
+    Args:
+        common: plain values to be kept beside the state, the same on all ranks.
+    """
     from megatron.core import dist_checkpointing
 
     root = Path(args.save)
@@ -61,6 +65,7 @@ def save(args: Namespace, state: State, position: Position) -> Path:
     metadata = sharding.metadata(args)
     content = _state_dict(state, metadata, optimizer=not args.no_save_optim, rng=not args.no_save_rng)
     content["iteration"] = position.iteration
+    content |= common or {}
     dist_checkpointing.save(content, str(part), **sharding.save_keywords(metadata))
     dist.barrier()
     if dist.get_rank() == 0:

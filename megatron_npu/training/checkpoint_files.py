@@ -55,26 +55,34 @@ def find(root: str | Path) -> Found | None:
     Raises:
         UsageError: the tracker names one that is not there, or one without a readable description.
     """
+    place = newest(root)
+    return None if place is None else _read(place)
+
+
+def newest(root: str | Path) -> Path | None:
+    """Return the directory of the newest checkpoint under ``root``, None if there is none.
+
+    Raises:
+        UsageError: the tracker names one that is not there.
+    """
     tracker = Path(root) / TRACKER
     if not tracker.is_file():
         return None
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if text == RELEASE:
-        return _read(Path(root) / RELEASE, tracker)
-    if not text.isdecimal():
+    if text != RELEASE and not text.isdecimal():
         raise UsageError(f"{tracker}: {text[:40]!r}", "a number of iterations", "Write it into the file.")
-    path = directory(root, int(text))
-    return _read(path, tracker)
-
-
-def _read(path: Path, tracker: Path) -> Found:
-    description = path / DESCRIPTION
+    path = Path(root) / RELEASE if text == RELEASE else directory(root, int(text))
     if not path.is_dir():
         raise UsageError(
             f"{tracker} names {path.name}, which is not there",
             "the name of a checkpoint beside it",
             "Write the iteration of one that is complete into the file.",
         )
+    return path
+
+
+def _read(path: Path) -> Found:
+    description = path / DESCRIPTION
     try:
         values = json.loads(description.read_text(encoding="utf-8"))
         return Found(path=path, **values)

@@ -74,6 +74,45 @@ def llama(draw) -> transformers.PretrainedConfig:
     )
 
 
+def kin(draw, kind: type[transformers.PretrainedConfig], **more: object) -> transformers.PretrainedConfig:
+    """Draw a small model that is nearly a Llama."""
+    groups, shared = draw(st.sampled_from([(1, 4), (2, 2), (2, 3)]))
+    return kind(
+        vocab_size=draw(st.integers(100, 300)),
+        hidden_size=groups * shared * 8,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=groups * shared,
+        num_key_value_heads=groups,
+        max_position_embeddings=64,
+        rms_norm_eps=draw(st.sampled_from([1e-6, 1e-3])),
+        rope_parameters={"rope_type": "default", "rope_theta": draw(st.sampled_from([1e4, 1e6]))},
+        tie_word_embeddings=draw(st.booleans()),
+        initializer_range=0.3,
+        **more,
+    )
+
+
+@st.composite
+def mistral(draw) -> transformers.PretrainedConfig:
+    """Draw small Mistrals; 30 tokens are read, so that some windows limit and others do not."""
+    window = draw(st.sampled_from([5, 64, None]))
+    head = draw(st.sampled_from([8, 12]))
+    return kin(draw, transformers.MistralConfig, sliding_window=window, head_dim=head)
+
+
+@st.composite
+def qwen2(draw) -> transformers.PretrainedConfig:
+    """Draw small Qwen2s."""
+    return kin(draw, transformers.Qwen2Config)
+
+
+@st.composite
+def qwen3(draw) -> transformers.PretrainedConfig:
+    """Draw small Qwen3s; heads of 12 are no part of the hidden size."""
+    return kin(draw, transformers.Qwen3Config, head_dim=draw(st.sampled_from([8, 12])))
+
+
 def model(folder: Path, config: transformers.PretrainedConfig, dtype: torch.dtype = torch.float32) -> Path:
     """Write a model with random weights, biases and norms included; return its folder."""
     made = transformers.AutoModelForCausalLM.from_config(config)
@@ -126,7 +165,7 @@ def meaning(folder: Path) -> dict:
     }
 
 
-@pytest.mark.parametrize("family", [gpt2, llama])
+@pytest.mark.parametrize("family", [gpt2, llama, mistral, qwen2, qwen3])
 @settings(max_examples=3)
 @given(data=st.data())
 def test_logits_are_equal_and_the_way_back_gives_the_same_bits(family, data, tmp_path_factory, convert):

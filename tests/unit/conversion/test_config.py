@@ -20,6 +20,9 @@ LLAMA = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+MISTRAL = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 2}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 6}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -69,9 +72,40 @@ def test_the_rotary_embedding_of_llama_3(rope):
     assert "--use-rope-scaling" in said
 
 
+def test_a_window_counts_the_own_token_and_null_is_none():
+    assert "--pre-tockens 6 " in flags(MISTRAL, sliding_window=7)
+    assert "tockens" not in flags(MISTRAL, sliding_window=None)
+    assert "--pre-tockens 4095 " in flags(MISTRAL)  # the default of transformers
+
+
+def test_what_sets_the_kin_apart():
+    assert "--add-qkv-bias" not in flags(LLAMA)
+    assert "--disable-bias-linear --add-qkv-bias" in flags(QWEN2)
+    said = flags(QWEN3)
+    assert "--kv-channels 6" in said
+    assert "--qk-layernorm" in said
+    assert "--kv-channels 128" in flags({key: QWEN3[key] for key in QWEN3 if key != "head_dim"})
+
+
+@pytest.mark.parametrize("values", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+def test_windows_that_are_off_mean_nothing(values):
+    off = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1}
+    assert flags(values, **off, layer_types=["full_attention"] * 2) == flags(values)
+
+
 @pytest.mark.parametrize(
     ("values", "changes", "named"),
     [
+        (MISTRAL, {"attention_bias": True}, "attention_bias"),
+        (MISTRAL, {"sliding_window": 0}, "sliding_window"),
+        (MISTRAL, {"num_key_value_heads": None}, "num_key_value_heads"),
+        (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        (QWEN2, {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (QWEN2, {"attention_bias": False}, "attention_bias"),
+        (QWEN3, {"attention_bias": True}, "attention_bias"),
+        (QWEN3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        (LLAMA, {"sliding_window": 4}, "sliding_window"),
         (GPT2, {"activation_function": "relu"}, "activation_function"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights"),

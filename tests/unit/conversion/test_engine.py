@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("safetensors")
 
-from megatron_npu.conversion import engine, hf_files, hf_gpt2, hf_llama
+from megatron_npu.conversion import engine, hf_files, hf_gpt2
+from megatron_npu.conversion.hf_llama import LLAMA
 from megatron_npu.errors import UsageError
 
 ARGS = Namespace(
@@ -123,8 +124,8 @@ def test_another_shape_is_named(found):
 
 
 def test_old_frequencies_of_llama_are_no_weights():
-    assert hf_llama.is_constant("model.layers.3.self_attn.rotary_emb.inv_freq", torch.ones(4))
-    assert not hf_llama.is_constant("model.layers.3.self_attn.q_norm.weight", torch.ones(4))
+    assert LLAMA.is_constant("model.layers.3.self_attn.rotary_emb.inv_freq", torch.ones(4))
+    assert not LLAMA.is_constant("model.layers.3.self_attn.q_norm.weight", torch.ones(4))
 
 
 def test_one_type_for_all(found):
