@@ -78,7 +78,11 @@ class Engine:
         self._ledger = Ledger()
         self._context: Context | None = None
         self._activating = False
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # held while on_first runs
+        # Held while a change is made and noted, or undone and forgotten: the list keeps their order. It comes
+        # after every import lock: a thread patches with the lock of its module held, but what is done under
+        # this one imports nothing, so who has it waits for no other thread.
+        self._changing = threading.RLock()
         self._running: set[int] = set()  # ids of the modules whose bodies run under our hook
         self._patched: dict[str, ModuleType] = {}
         self._changes: list[Change] = []
@@ -88,8 +92,8 @@ class Engine:
             os.register_at_fork(after_in_child=self._forget_lock)
 
     def _forget_lock(self) -> None:
-        # A thread that held the lock does not exist in the child.
-        self._lock, self._activating = threading.RLock(), False
+        # A thread that held a lock does not exist in the child.
+        self._lock, self._changing, self._activating = threading.RLock(), threading.RLock(), False
 
     # --- switching on and off ---
 
@@ -146,7 +150,7 @@ class Engine:
         rows = [self._ledger.row(patch) for patch in self._patches_for(name)]
         if self._patched.get(name) is module and all(row.state != "pending" for row in rows):
             return
-        self._restore([change for change in self._changes if change.module is module])
+        self._restore([change for change in self._changes.copy() if change.module is module])
         self._patch(module, late=True)
 
     def undo(self) -> None:
@@ -208,7 +212,7 @@ class Engine:
 
     def _forget(self, module: ModuleType) -> None:
         """Make ready for a body that runs again: on a reload it must find its own names, not ours."""
-        self._restore([change for change in self._changes if change.owner is module])
+        self._restore([change for change in self._changes.copy() if change.owner is module])
         self._patched.pop(module.__name__, None)
         for patch in self.registry.for_module(module.__name__):
             self._ledger.row(patch).settle("pending")
@@ -265,14 +269,14 @@ class Engine:
             self._patched[module.__name__] = module
             return
         verdicts = self._check(wanted, module, context)
-        first = len(self._changes)
+        made: list[Change] = []  # by this call; other threads patch other modules meanwhile
         try:
             for qualname in _deepest_first(wanted):
                 group = [patch for patch in wanted if patch.qualname == qualname]
-                self._apply(module, qualname, group, verdicts, late)
-            self._repair(module, self._changes[first:])
+                self._apply(module, qualname, group, verdicts, late, made)
+            self._repair(module, made)
         except BaseException:
-            self._restore(self._changes[first:])
+            self._restore(made)
             for row in map(self._ledger.row, wanted):
                 if row.state in ("applied", "drifted"):
                     row.settle("pending", "taken back: another patch of the module failed")
@@ -323,9 +327,15 @@ class Engine:
     # --- applying and repairing ---
 
     def _apply(
-        self, module: ModuleType, qualname: str, group: list[Patch], verdicts: dict[str, Verdict], late: bool
+        self,
+        module: ModuleType,
+        qualname: str,
+        group: list[Patch],
+        verdicts: dict[str, Verdict],
+        late: bool,
+        made: list[Change],
     ) -> None:
-        """Apply all patches of one target: the replacement, then the wraps, set at once."""
+        """Apply all patches of one target: the replacement, then the wraps, set at once; add to ``made``."""
         slot = find_slot(module, qualname)
         verdict = verdicts.get(group[0].target + group[0].kind)
         if slot is None and verdict is not None and verdict.status != "gone":
@@ -340,13 +350,17 @@ class Engine:
         try:
             for patch in sorted(group, key=lambda patch: patch.kind == "wrap"):
                 value = new_value(patch, value)
-            change = Change(module, slot.owner, slot.name, slot.own, value)
-            change.make()
+            self._make(Change(module, slot.owner, slot.name, slot.own, value), made)
         except Exception as error:
             return self._fail(group, f"cannot be patched: {error!r}", error)
-        self._changes.append(change)
         for patch in group:
             self._settle(self._ledger.row(patch), verdicts.get(patch.target + patch.kind), slot.current, late)
+
+    def _make(self, change: Change, made: list[Change]) -> None:
+        with self._changing:
+            change.make()
+            self._changes.append(change)
+        made.append(change)
 
     def _settle(self, row: Row, verdict: Verdict | None, original: Any, late: bool) -> None:
         if verdict is not None and verdict.fails:
@@ -358,31 +372,32 @@ class Engine:
             logger.warning("%s: %s", row.target, reason)
         row.settle("applied", reason, late=late)
 
-    def _repair(self, module: ModuleType, changes: list[Change]) -> None:
-        """Put the new objects where siblings took the old ones by value, in one sweep.
+    def _repair(self, module: ModuleType, made: list[Change]) -> None:
+        """Put the new objects where siblings took the old ones by value, in one sweep; add to ``made``.
 
         That happens in a circular import, whose body had not ended, and when patching late.
         """
+        changes = list(made)
         olds = {
             id(change.old): change
             for change in changes
             if change.owner is module and is_shared_by_identity(change.old, module.__name__)
         }
         news = {id(change.new) for change in changes if change.owner is module and callable(change.new)}
-        ours = {(id(change.owner), change.name) for change in self._changes}
+        with self._changing:
+            ours = {(id(change.owner), change.name) for change in self._changes}
         for holder, name, value in holders(news | olds.keys(), self.prefixes):
             change = olds.get(id(value))
             if change is not None:
-                self._repair_one(Change(module, holder, name, value, change.new), change.name)
+                self._repair_one(Change(module, holder, name, value, change.new), change.name, made)
             elif id(value) in news and (id(holder), name) not in ours:
                 news.discard(id(value))  # it has a home of its own in the host
-        self._captured += [
+        self._captured.extend(
             (change.name, change.new, change.old) for change in changes if id(change.new) in news
-        ]
+        )
 
-    def _repair_one(self, repair: Change, name: str) -> None:
-        repair.make()
-        self._changes.append(repair)
+    def _repair_one(self, repair: Change, name: str, made: list[Change]) -> None:
+        self._make(repair, made)
         for patch in self._patches_for(repair.module.__name__):
             row = self._ledger.row(patch)
             if patch.qualname == name and row.state in ("applied", "drifted"):
@@ -392,22 +407,21 @@ class Engine:
 
     def _restore(self, changes: list[Change]) -> list[Change]:
         """Undo ``changes`` in reverse order; return those that were no longer in force."""
-        refused = [change for change in reversed(changes) if not change.undo()]
-        gone = set(map(id, changes))
-        self._changes = [change for change in self._changes if id(change) not in gone]
+        with self._changing:
+            refused = [change for change in reversed(changes) if not change.undo()]
+            gone = set(map(id, changes))
+            self._changes = [change for change in self._changes if id(change) not in gone]
         return refused
 
     def _release_captured(self) -> None:
         """Give the originals back to the modules that took the new objects by value."""
+        captured, self._captured = self._captured, []
         originals: dict[int, dict[str, Any]] = {}
-        for name, new, old in self._captured:
+        for name, new, old in captured:
             originals.setdefault(id(new), {}).setdefault(name, old)
         for holder, name, value in holders(originals.keys(), self.prefixes):
-            named = originals[
-                id(value)
-            ]  # one new object may stand for several originals: the name tells which
+            named = originals[id(value)]  # one new object may stand for several: the name tells which
             setattr(holder, name, named.get(name, next(iter(named.values()))))
-        self._captured.clear()
 
 
 def _deepest_first(patches: Iterable[Patch]) -> list[str]:

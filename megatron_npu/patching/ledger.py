@@ -61,11 +61,11 @@ class Ledger:
     def row(self, patch: Patch) -> Row:
         """Return the row of ``patch``; a new one is pending."""
         key = _key(patch)
-        if key not in self._rows:
-            self._rows[key] = Row(
-                patch.target, patch.kind, patch.origin, patch.why, patch.until, patch.devices
-            )
-        return self._rows[key]
+        row = self._rows.get(key)
+        if row is None:
+            row = Row(patch.target, patch.kind, patch.origin, patch.why, patch.until, patch.devices)
+            row = self._rows.setdefault(key, row)  # another thread may have entered one meanwhile
+        return row
 
     def keep(self, patches: Iterable[Patch]) -> None:
         """Make the rows those of ``patches``, in their order; what is known of them is kept."""

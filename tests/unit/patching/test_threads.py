@@ -1,0 +1,111 @@
+"""Modules that several threads import at once, and finders that ask each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.unit.patching.conftest import HostTree
+
+LONG = 60  # seconds; only a deadlock lasts that long
+
+
+class Import(threading.Thread):
+    """Imports a module in a thread of its own; ``error`` is what came of it."""
+
+    def __init__(self, host: HostTree, name: str) -> None:
+        super().__init__(daemon=True)
+        self.host, self.module, self.error = host, name, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.host.load(self.module)
+        except Exception as error:
+            self.error = error
+
+
+@pytest.fixture
+def pair(host: HostTree) -> HostTree:
+    """The host with two modules that know nothing of each other, of one function each: ``a.f``, ``b.g``."""
+    host.write(
+        {"hostpkg/a.py": "def f():\n    return 'f'\n", "hostpkg/b.py": "def g():\n    return 'g'\n"},
+    )
+    return host
+
+
+def test_a_module_that_fails_takes_back_no_other_thread_s_patches(pair: HostTree) -> None:
+    begun, proceed = threading.Event(), threading.Event()
+
+    @pair.registry.wrap("hostpkg.a:f", why="w")
+    def failing(old: Any) -> Any:
+        begun.set()
+        assert proceed.wait(LONG)
+        raise RuntimeError("a fault of the adaptor")
+
+    pair.registry.wrap("hostpkg.b:g", why="w")(lambda old: lambda: "patched")
+    engine = pair.engine()
+    other = Import(pair, "a")
+    assert begun.wait(LONG)
+    b = pair.load("b")
+    proceed.set()
+    other.join(LONG)
+    assert "a fault of the adaptor" in str(other.error)
+    assert [row.state for row in engine.ledger.rows] == ["failed", "applied"]
+    assert b.g() == "patched"
+    engine.undo()
+    assert b.g() == "g"
+
+
+def test_undone_by_one_thread_while_another_patches(pair: HostTree) -> None:
+    """What the other thread has changed by then is undone with the rest, what it changes later stays."""
+    begun, proceed = threading.Event(), threading.Event()
+
+    @pair.registry.wrap("hostpkg.a:f", why="w")
+    def slow(old: Any) -> Any:
+        begun.set()
+        assert proceed.wait(LONG)
+        return lambda: "patched"
+
+    pair.registry.wrap("hostpkg.b:g", why="w")(lambda old: lambda: "patched")
+    engine = pair.engine()
+    b = pair.load("b")
+    other = Import(pair, "a")
+    assert begun.wait(LONG)
+    engine.undo()
+    proceed.set()
+    other.join(LONG)
+    assert (pair.load("a").f(), b.g()) == ("patched", "g")
+    engine.undo()
+    assert pair.load("a").f() == "f"
+
+
+def test_many_at_once(host: HostTree) -> None:
+    """Every one is patched and can be undone, though half of the modules fail at the same moment."""
+    names = [f"part{number}" for number in range(8)]
+    host.write({f"hostpkg/{name}.py": "def f():\n    return 'f'\n" for name in names})
+    barrier = threading.Barrier(len(names))
+
+    def factory(fails: bool) -> Callable[[Any], Any]:
+        def make(old: Any) -> Any:
+            barrier.wait(LONG)
+            if fails:
+                raise RuntimeError("a fault of the adaptor")
+            return lambda: "patched"
+
+        return make
+
+    for number, name in enumerate(names):
+        host.registry.wrap(f"hostpkg.{name}:f", why="w")(factory(number % 2 == 1))
+    engine = host.engine()
+    threads = [Import(host, name) for name in names]
+    for thread in threads:
+        thread.join(LONG)
+    assert [thread.error is not None for thread in threads] == [False, True] * 4
+    assert [row.state for row in engine.ledger.rows] == ["applied", "failed"] * 4
+    assert {host.load(name).f() for name in names[::2]} == {"patched"}
+    engine.undo()
+    assert {host.load(name).f() for name in names[::2]} == {"f"}
