@@ -85,6 +85,14 @@ STAND_INS = (
         "megatron.training.initialize 0.16 imports it always, and it imports triton",
     ),
     StandIn(
+        "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
+        "megatron_npu.standins.mamba_tensor_ops",
+        "triton",
+        ("megatron_core",),
+        "the text-generation server and the inference examples of 0.16 import it always, by way of "
+        "mamba_builders, and it imports triton",
+    ),
+    StandIn(
         "megatron.core.extensions.transformer_engine",
         "megatron_npu.standins.layers_of_transformer_engine",
         "transformer_engine",

@@ -1,0 +1,21 @@
+"""Stand-in for megatron-core's moves between a Mamba layer's inference states, where triton is absent.
+
+The layer itself needs mamba_ssm, which is written in triton too, so nothing here can be reached by a model
+that could be built.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    """Refuse.
+
+    Raises:
+        RuntimeError: always: the kernels are written in triton.
+    """
+    raise RuntimeError("Mamba layers need the packages triton and mamba_ssm, which are not installed")
+
+
+tensor_get_slice_after = tensor_merge = tensor_masked_update = _refuse
