@@ -459,15 +459,28 @@ class _Finder:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._asking = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not self._engine.covers(name):
             return None
+        names: set[str] = self._asking.__dict__.setdefault("names", set())
+        if name in names:  # a finder that asks the others, as this one does, asks us in turn
+            return None
+        names.add(name)
+        try:
+            spec = self._ask_others(name, path, target)
+        finally:
+            names.remove(name)
+        if spec is not None:
+            _hook(spec.loader, self._engine)
+        return spec
+
+    def _ask_others(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
         for finder in list(sys.meta_path):
             find = getattr(finder, "find_spec", None)
             spec = find(name, path, target) if find and finder is not self else None
             if spec is not None:
-                _hook(spec.loader, self._engine)
                 return spec
         return None
 

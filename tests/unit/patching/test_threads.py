@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -109,3 +110,60 @@ def test_many_at_once(host: HostTree) -> None:
     assert {host.load(name).f() for name in names[::2]} == {"patched"}
     engine.undo()
     assert {host.load(name).f() for name in names[::2]} == {"f"}
+
+
+class AskingFinder:
+    """A finder of somebody else, which asks all the others as ours does."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        self.asked += 1
+        specs = (finder.find_spec(name, path, target) for finder in list(sys.meta_path) if finder is not self)
+        return next(filter(None, specs), None)
+
+
+def test_two_engines_share_a_prefix(host: HostTree) -> None:
+    host.registry.wrap("hostpkg.model:gelu", why="w")(lambda old: lambda *args: ("first", old(*args)))
+    host.engine()
+    other = HostTree(host.root)
+    other.registry.wrap("hostpkg.model:gelu", why="w")(lambda old: lambda *args: ("second", old(*args)))
+    second = other.engine()
+    try:
+        user = host.load("user")
+        assert user.gelu(1) == ("second", ("first", 2))
+    finally:
+        second.undo()
+        second.disarm()
+    assert user.gelu(1) == ("first", 2)
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_a_foreign_finder_that_asks_all_the_others(
+    host: HostTree, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    host.registry.wrap("hostpkg.model:gelu", why="w")(lambda old: lambda *args: "wrapped")
+    host.engine()
+    foreign = AskingFinder()
+    at = 0 if place == "before" else 1
+    with monkeypatch.context() as patch:  # ended before the fixture disarms the engine
+        patch.setattr(sys, "meta_path", [*sys.meta_path[:at], foreign, *sys.meta_path[at:]])
+        assert host.load("user").gelu(1) == "wrapped"
+    assert foreign.asked
+
+
+def test_a_name_may_be_asked_for_again_after_an_error(
+    host: HostTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            raise OSError("a broken finder")
+
+    host.registry.wrap("hostpkg.model:gelu", why="w")(lambda old: lambda *args: "wrapped")
+    host.engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "meta_path", [sys.meta_path[0], Broken(), *sys.meta_path[1:]])
+        with pytest.raises(OSError, match="a broken finder"):
+            host.load("user")
+    assert host.load("user").gelu(1) == "wrapped"
