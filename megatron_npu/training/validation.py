@@ -113,12 +113,6 @@ def _attention(args: Namespace) -> None:
             "a fused backend, for which these flags are meant",
             "Leave --attention-backend out.",
         )
-    if args.reset_attention_mask and args.context_parallel_size > 1:
-        _fail(
-            "--reset-attention-mask with --context-parallel-size > 1",
-            "causal attention without a mask",
-            "Drop one of the two.",
-        )
 
 
 def _layout(args: Namespace) -> None:

@@ -102,6 +102,23 @@ def test_two_processes(single, tmp_path, layout):
     check(single, tmp_path, layout, 2)
 
 
+def test_documents_under_context_parallelism(dataset, tmp_path):
+    """Documents begin in the middle of ranks' parts, which hold different numbers of tokens that count."""
+    resets = "--reset-attention-mask --reset-position-ids --eod-mask-loss --calculate-per-token-loss"
+    flags = [*tiny.flags_for(dataset), *MODEL.split(), *resets.split(), "--train-iters", "3"]
+    flags += ["--seq-length", "64", "--max-position-embeddings", "64"]  # documents have 50 to 200 tokens
+    found = {}
+    for name, processes in (("one", 1), ("p2p", 2), ("a2a", 2)):
+        cut = ["--context-parallel-size", "2", "--cp-comm-type", name] if processes > 1 else []
+        done = tiny.run("pretrain", *flags, *cut, "--json-log", str(tmp_path / name), processes=processes)
+        assert done.returncode == 0, done.stderr[-4000:]
+        rows = tiny.rows(tmp_path / name)
+        found[name] = [row["loss"] for row in rows], [row["grad_norm"] for row in rows]
+    for name in ("p2p", "a2a"):
+        assert deviation(found[name][0], found["one"][0]) < 1e-6
+        assert deviation(found[name][1], found["one"][1]) < 1e-5
+
+
 @pytest.mark.parametrize("layout", FOUR.values(), ids=FOUR)
 def test_four_processes(single, tmp_path, layout):
     if single[0] != "fp32":
