@@ -2,6 +2,8 @@
 # Get the Megatrons that the tests run: Megatron-LM trees, each at its commit, and the older wheels of
 # megatron-core, unpacked side by side. What is already there is left alone.
 #   get_megatron.sh [FOLDER [NAME...]]   into checkouts/, or FOLDER; all of them, or those named (285068c8, ...)
+# Three trees come only when they are named, as one slow test alone runs them:
+#   get_megatron.sh checkouts core_v0.13.1 core_v0.14.0 core_v0.15.3
 # MEGATRON_LM_URL: where the trees are cloned from.
 set -euo pipefail
 
@@ -14,6 +16,7 @@ trees=(
     "core_v0.12.1 core_v0.12.1"
     "core_v0.16.1 core_v0.16.1"
 )
+on_request=(core_v0.13.1 core_v0.14.0 core_v0.15.3)
 
 wheels=(0.12.1 0.13.1 0.14.0 0.15.3)
 python=${PYTHON:-python3}
@@ -22,6 +25,12 @@ python=${PYTHON:-python3}
 wanted() {
     [ ! -d "$folder/$1" ] && { [ ${#names[@]} -eq 0 ] || [[ " ${names[*]} " == *" $1 "* ]]; }
 }
+
+for name in "${names[@]}"; do
+    known=" ${trees[*]%% *} ${wheels[*]/#/megatron_core-} ${on_request[*]} "
+    [[ $known == *" $name "* ]] || { echo "no $name; there are:$known" >&2; exit 2; }
+    [[ " ${on_request[*]} " != *" $name "* ]] || trees+=("$name $name")
+done
 
 for version in "${wheels[@]}"; do
     name=megatron_core-$version

@@ -74,4 +74,6 @@ def checkout(name: str, version: str) -> Path:
             continue
         if (found.name, found.version) == (name, version) and (path / "pretrain_gpt.py").is_file():
             return path.resolve()
-    pytest.skip(f"no tree of {name} {version}: run scripts/get_megatron.sh, or set MEGATRON_LM_PATH to one")
+    tree = f"core_v{version}" if name == "megatron_core" else version
+    command = f"bash scripts/get_megatron.sh checkouts {tree}"
+    pytest.skip(f"no tree of {name} {version}: run `{command}`, or set MEGATRON_LM_PATH to one")

@@ -87,7 +87,7 @@ def test_layers_of_transformer_engine_can_be_named_by_those_who_do_not_ask(tmp_p
     (entry,) = [one for one in standins.STAND_INS if one.source.endswith("layers_of_transformer_engine")]
     importing = f"from {entry.source} import TENorm"
     asking: dict[str, object] = {"__name__": "megatron.core.models.vision.clip_vit_model"}
-    with pytest.raises(ImportError, match="TransformerEngine is not installed|cannot import name"):
+    with pytest.raises(ImportError, match="cannot import name"):
         exec(importing, asking)
     not_asking: dict[str, object] = {"__name__": "megatron.core.models.multimodal.llava_spec"}
     exec(importing, not_asking)
