@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_npu import host, plugin, settings
+from megatron_npu.commandline import Parser
 from megatron_npu.errors import UsageError
 from megatron_npu.host import Host
 from megatron_npu.patching.ledger import Ledger
@@ -108,7 +109,7 @@ def ledger(argv: list[str]) -> int:
 def _parser(command: str, function: object, codes: str) -> argparse.ArgumentParser:
     summary = (function.__doc__ or "").partition("\n")[0]
     epilog = f"exit code: {codes}"
-    parser = argparse.ArgumentParser(prog=f"megatron-npu {command}", description=summary, epilog=epilog)
+    parser = Parser(f"megatron-npu {command}", description=summary, epilog=epilog)
     parser.add_argument(
         "--megatron",
         metavar="PATH",

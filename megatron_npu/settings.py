@@ -11,6 +11,7 @@ import difflib
 import os
 from dataclasses import dataclass
 
+from megatron_npu.commandline import whole
 from megatron_npu.errors import UsageError
 
 
@@ -220,7 +221,7 @@ def add_attention_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--pre-tockens",
         "--pre-tokens",
-        type=_tokens,
+        type=whole,
         dest="pre_tokens",
         metavar="P",
         help="query i sees keys from i - P on (default: all)",
@@ -228,7 +229,7 @@ def add_attention_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--next-tockens",
         "--next-tokens",
-        type=_tokens,
+        type=whole,
         dest="next_tokens",
         metavar="N",
         help="query i sees keys up to i + N, the causal mask still holding (default: all)",
@@ -239,14 +240,3 @@ def add_attention_flags(parser: argparse.ArgumentParser) -> None:
         default="SBH",
         help="layout given to the fused attention; the results are the same",
     )
-
-
-def _tokens(text: str) -> int:
-    """Return a number of tokens.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not a whole number from 0 on.
-    """
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens (0 or more)")
-    return int(text)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
 from megatron_npu import settings
+from megatron_npu.commandline import Parser
 from megatron_npu.doctor import examine, software
 from megatron_npu.doctor.advice import Report, advice
 from megatron_npu.errors import UsageError
@@ -21,9 +21,9 @@ def main(argv: list[str]) -> int:
     Raises:
         UsageError: there is no Megatron where ``--megatron`` says.
     """
-    parser = argparse.ArgumentParser(
-        prog="megatron-npu doctor",
-        description="Look at this machine the way a run will, and say what is wrong and what to do.",
+    parser = Parser(
+        "megatron-npu doctor",
+        "Look at this machine the way a run will, and say what is wrong and what to do.",
         epilog="exit code: 0 if a run can be expected to work, 1 if there is advice to follow",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")

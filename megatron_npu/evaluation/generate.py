@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_npu import devices, plugin
+from megatron_npu.commandline import Parser, integer, number
 from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     checkpoint,
@@ -20,23 +21,22 @@ from megatron_npu.training import (
     stock_checkpoints,
     tokenizers,
 )
-from megatron_npu.training.arguments import Parser
 from megatron_npu.training.tokenizers import Tokenizer
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    result = Parser("megatron-npu generate", description=__doc__, allow_abbrev=False)
+    result = Parser("megatron-npu generate", description=__doc__)
     add = result.add_argument
     add("--load", required=True, metavar="DIR", help="what --save was; the newest checkpoint is taken")
-    add("--prompt", required=True, help="the text to go on from")
-    add("--num-tokens", type=int, default=64, help="tokens to add at most (default: 64)")
-    add("--temperature", type=float, default=1.0, help="0: always the likeliest token")
-    add("--top-k", type=int, default=0, help="draw among the k likeliest tokens; 0: all, 1: the likeliest")
-    add("--top-p", type=float, default=0.0, help="draw among the fewest tokens that have this probability")
-    add("--seed", type=int, default=1234)
-    add("--vocab-file", help="default: as in training")
-    add("--merge-file", help="default: as in training")
+    add("--prompt", required=True, metavar="TEXT", help="the text to go on from")
+    add("--num-tokens", type=integer, default=64, help="tokens to add at most")
+    add("--temperature", type=number, default=1.0, help="logits are divided by it; 0: the likeliest token")
+    add("--top-k", type=integer, default=0, help="draw among the N likeliest tokens; 0: all")
+    add("--top-p", type=number, default=0.0, help="draw among the fewest tokens that have this probability")
+    add("--seed", type=integer, default=1234, help="of the random draws")
+    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json (default: as in training)")
+    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt (default: as in training)")
     add("--output", metavar="FILE", help="write the text there instead of printing it")
     return result
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from megatron_npu import devices, settings
+from megatron_npu.commandline import Parser, positive
 from megatron_npu.errors import UsageError
 from megatron_npu.evaluation.generate import restored
 from megatron_npu.training import initialize
-from megatron_npu.training.arguments import Parser
 from megatron_npu.training.tokenizers import Tokenizer, continuation
 
 
@@ -30,16 +30,16 @@ class Example(NamedTuple):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    result = Parser("megatron-npu lambada", description=__doc__, allow_abbrev=False)
+    result = Parser("megatron-npu lambada", description=__doc__)
     add = result.add_argument
     add("--load", required=True, metavar="DIR", help="what --save was; the newest checkpoint is taken")
     add("--valid-data", required=True, metavar="FILE", help="JSON lines with a passage as text")
     add("--strict-lambada", action="store_true", help="ask for the whole last word, not for its last token")
-    add("--micro-batch-size", type=int, default=4, help="passages read at once (default: 4)")
-    add("--vocab-file", help="default: as in training")
-    add("--merge-file", help="default: as in training")
-    add("--fp16", action="store_true", help="default: the precision of the training")
-    add("--bf16", action="store_true", help="default: the precision of the training")
+    add("--micro-batch-size", type=positive, default=4, help="passages read at once")
+    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json (default: as in training)")
+    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt (default: as in training)")
+    add("--fp16", action="store_true", help="compute in fp16 (default: the precision of the training)")
+    add("--bf16", action="store_true", help="compute in bf16 (default: the precision of the training)")
     add("--use-flash-attn", action="store_true", help="= --attention-backend flash")
     settings.add_attention_flags(result)
     result.set_defaults(shape_order=None)
@@ -53,8 +53,6 @@ def main(argv: Sequence[str]) -> int:
         UsageError: no such checkpoint or file, or a passage that does not fit the model.
     """
     args = parser().parse_args(argv)
-    if args.micro_batch_size < 1:
-        raise UsageError(f"--micro-batch-size {args.micro_batch_size}", "at least 1", "Change it.")
     initialize.quieten()
     right, total = accuracy(
         args.load,

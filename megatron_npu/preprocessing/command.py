@@ -14,30 +14,41 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from megatron_npu.commandline import Parser, positive
 from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import corpus, indexed
-from megatron_npu.preprocessing.encoder import Recipe, Result, encode_all
-from megatron_npu.tokenizer import GPT2Tokenizer
+from megatron_npu.preprocessing.encoder import GPT2Files, HuggingFaceFiles, Recipe, Result, encode_all
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command; the flags are those of Megatron's tools/preprocess_data.py."""
-    result = argparse.ArgumentParser("megatron-npu preprocess", description=__doc__)
+    result = Parser("megatron-npu preprocess", description=__doc__)
     add = result.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines; also .gz, .xz, .bz2, .zst")
-    add("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text (default: text)")
-    add("--tokenizer-type", choices=["GPT2BPETokenizer"], default="GPT2BPETokenizer")
-    add("--vocab-file", "--vocab", required=True, metavar="FILE", help="GPT-2's vocab.json")
-    add("--merge-file", required=True, metavar="FILE", help="GPT-2's merges.txt")
-    add("--append-eod", action="store_true", help="end each document with <|endoftext|>")
-    add("--workers", type=_count, default=1, help="CPU workers, none of which changes the output")
+    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text")
+    add(
+        "--tokenizer-type",
+        choices=["GPT2BPETokenizer", "HuggingFaceTokenizer"],
+        default="GPT2BPETokenizer",
+        help="GPT-2's, or a tokenizer.json",
+    )
+    add("--vocab-file", "--vocab", metavar="FILE", help="GPT-2's vocab.json")
+    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
+    add("--tokenizer-model", metavar="DIR", help="with the tokenizer.json of a HuggingFaceTokenizer")
+    add(
+        "--tokenizer-hf-include-special-tokens",
+        action="store_true",
+        help="with the tokens that a HuggingFaceTokenizer puts around every text, such as <s>",
+    )
+    add("--append-eod", action="store_true", help="end each document with the token that ends a text")
+    add("--workers", type=positive, default=1, help="CPU workers, none of which changes the output")
     add(
         "--log-interval",
-        type=_count,
+        type=positive,
         default=100_000,
         metavar="DOCUMENTS",
-        help="documents between two log lines where there is no terminal for a bar (default: 100000)",
+        help="documents between two log lines where there is no terminal for a bar",
     )
     return result
 
@@ -69,8 +80,9 @@ def preprocess(arguments: argparse.Namespace) -> None:
     """
     size = corpus.check(arguments.input)
     keys = tuple(dict.fromkeys(arguments.json_keys))
-    dtype = indexed.token_type(GPT2Tokenizer(arguments.vocab_file, arguments.merge_file).vocab_size)
-    recipe = Recipe(arguments.vocab_file, arguments.merge_file, keys, arguments.append_eod, dtype.name)
+    tokenizer = _tokenizer(arguments)
+    dtype = indexed.token_type(tokenizer.build().vocab_size)
+    recipe = Recipe(tokenizer, keys, arguments.append_eod, dtype.name)
     _check_place(arguments.output_prefix)
     with ExitStack() as stack:
         prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
@@ -88,6 +100,27 @@ def preprocess(arguments: argparse.Namespace) -> None:
         indexed.publish(writers)
     for writer in writers:
         print(f"{writer.prefix}.bin and .idx: {writer.tokens} tokens, {dtype.name}")
+
+
+def _tokenizer(arguments: argparse.Namespace) -> GPT2Files | HuggingFaceFiles:
+    """Return the files of the tokenizer that the flags name.
+
+    Raises:
+        UsageError: a flag is missing.
+    """
+    kind = arguments.tokenizer_type
+    needed = {
+        "GPT2BPETokenizer": {"--vocab-file": arguments.vocab_file, "--merge-file": arguments.merge_file},
+        "HuggingFaceTokenizer": {"--tokenizer-model": arguments.tokenizer_model},
+    }[kind]
+    missing = [flag for flag, value in needed.items() if value is None]
+    if missing:
+        raise UsageError(
+            f"--tokenizer-type {kind} without {' and '.join(missing)}", "its files", "Name them."
+        )
+    if kind == "HuggingFaceTokenizer":
+        return HuggingFaceFiles(arguments.tokenizer_model, arguments.tokenizer_hf_include_special_tokens)
+    return GPT2Files(arguments.vocab_file, arguments.merge_file)
 
 
 class _Progress:
@@ -124,13 +157,6 @@ class _Progress:
 
     def _line(self) -> str:
         return f"{self._documents} documents, {self._text / 1e6:.1f} MB, {self._speed()}"
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}; expected at least 1")
-    return value
 
 
 def _check_place(prefix: str) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron_npu import settings
+from megatron_npu.commandline import Parser
 from megatron_npu.errors import UsageError
 from megatron_npu.sim import build, cache, site
 
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> int:
     Raises:
         UsageError: no command, a command that is not there, or a machine that cannot be prepared.
     """
-    parser = argparse.ArgumentParser("megatron-npu sim", description=_DESCRIPTION)
+    parser = Parser("megatron-npu sim", description=_DESCRIPTION)
     parser.add_argument("--devices", help=settings.SIM_DEVICES.help + " Default: 8.")
     parser.add_argument("--soc", help=settings.SIM_SOC.help + " Default: Ascend910B2.")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")

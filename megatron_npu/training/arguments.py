@@ -6,37 +6,17 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_npu import settings
-from megatron_npu.errors import UsageError
+from megatron_npu.commandline import Parser, integer, number, positive, whole
 
 Add = Callable[..., Any]
 
-
-class Parser(argparse.ArgumentParser):
-    """Turns argparse's own complaints into ``UsageError``; an unknown flag gets the nearest known ones."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, "the flags and values of --help", f"See `{self.prog} --help`.")
-
-    def parse_args(  # type: ignore[override]  # argparse declares one overload for each kind of namespace
-        self, args: Any = None, namespace: Any = None
-    ) -> argparse.Namespace:
-        found, unknown = self.parse_known_args(args, namespace)
-        flags = [word for word in unknown if word.startswith("--")]
-        if flags:
-            known = difflib.get_close_matches(flags[0].partition("=")[0], self._option_string_actions, n=3)
-            raise UsageError(
-                f"no flag {' '.join(flags)}",
-                " or ".join(known) if known else "a flag of --help",
-                f"See `{self.prog} --help`; `megatron-npu run` takes a stock script and its flags.",
-            )
-        if unknown:
-            self.error(f"unexpected {' '.join(unknown)}")
-        return found
+# argparse's own would name all flags twice, 70 lines of them before the first help text
+_USAGE = """%(prog)s --num-layers N --hidden-size N --num-attention-heads N --seq-length N
+       --max-position-embeddings N --micro-batch-size N --train-iters N [FLAG ...]"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,7 +24,8 @@ def parser() -> argparse.ArgumentParser:
     result = Parser(
         "megatron-npu pretrain",
         description="Pre-train a GPT on megatron-core; one process, or several under torchrun.",
-        allow_abbrev=False,
+        hint="`megatron-npu run` takes a stock script and its flags.",
+        usage=_USAGE,
     )
     for title, add_flags in _GROUPS:
         add_flags(result.add_argument_group(title).add_argument)
@@ -62,15 +43,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _model(add: Add) -> None:
-    add("--num-layers", type=_positive, required=True, help="transformer layers")
-    add("--hidden-size", type=_positive, required=True, help="size of the residual stream")
-    add("--num-attention-heads", type=_positive, required=True, help="query heads")
-    add("--ffn-hidden-size", type=_positive, help="default: 4 x hidden, with --swiglu 8/3 x hidden")
-    add("--kv-channels", type=_positive, help="size of a head (default: hidden / heads)")
+    add("--num-layers", type=positive, required=True, help="transformer layers")
+    add("--hidden-size", type=positive, required=True, help="size of the residual stream [s, b, h]")
+    add("--num-attention-heads", type=positive, required=True, help="query heads of a layer")
+    add(
+        "--ffn-hidden-size",
+        type=positive,
+        help="inner size of a feed-forward layer (default: 4 x hidden, with --swiglu 8/3 x hidden)",
+    )
+    add("--kv-channels", type=positive, help="size of a head (default: hidden / heads)")
     add("--group-query-attention", action="store_true", help="share keys and values between heads")
-    add("--num-query-groups", type=_positive, default=1, help="key and value heads of grouped queries")
-    add("--seq-length", type=_positive, required=True, help="tokens of a training sequence")
-    add("--max-position-embeddings", type=_positive, required=True, help="longest sequence of the model")
+    add(
+        "--num-query-groups",
+        type=positive,
+        default=1,
+        help="key and value heads with --group-query-attention; without it, one for each query head",
+    )
+    add("--seq-length", type=positive, required=True, help="tokens of a training sequence")
+    add("--max-position-embeddings", type=positive, required=True, help="tokens of the longest sequence")
     add(
         "--position-embedding-type",
         choices=["learned_absolute", "rope", "none"],
@@ -78,21 +68,46 @@ def _model(add: Add) -> None:
         help="how positions enter",
     )
     add("--use-rotary-position-embeddings", action="store_true", help="= --position-embedding-type rope")
-    add("--rotary-percent", type=float, default=1.0, help="part of a head that is rotated")
-    add("--rotary-base", type=int, default=10000, help="base of the rotary frequencies")
+    add("--rotary-percent", type=number, default=1.0, help="part of a head that is rotated, from 0 to 1")
+    add("--rotary-base", type=integer, default=10000, help="base of the rotary frequencies")
     add("--rotary-interleaved", action="store_true", help="rotate neighbours instead of halves")
     add("--use-rope-scaling", action="store_true", help="lower the low rotary frequencies, as Llama 3.1 does")
-    add("--rope-scaling-factor", type=float, default=8.0, help="of --use-rope-scaling")
-    add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
-    add("--norm-epsilon", type=float, default=1e-5, dest="layernorm_epsilon")
-    add("--apply-layernorm-1p", action="store_true", dest="layernorm_zero_centered_gamma")
+    add("--rope-scaling-factor", type=number, default=8.0, help="by how much --use-rope-scaling lowers them")
+    add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm", help="of every norm")
+    add(
+        "--norm-epsilon",
+        type=number,
+        default=1e-5,
+        dest="layernorm_epsilon",
+        help="added to the variance (RMSNorm: the mean square)",
+    )
+    add(
+        "--apply-layernorm-1p",
+        action="store_true",
+        dest="layernorm_zero_centered_gamma",
+        help="keep a norm's scale as its difference to 1",
+    )
     add("--swiglu", action="store_true", help="gated SiLU instead of GELU")
-    add("--disable-bias-linear", action="store_false", dest="add_bias_linear")
-    add("--add-qkv-bias", action="store_true")
-    add("--qk-layernorm", action="store_true")
-    add("--untie-embeddings-and-output-weights", action="store_true")
-    add("--make-vocab-size-divisible-by", type=_positive, default=128, help="times the tensor-parallel size")
-    add("--init-method-std", type=float, default=0.02, help="of the initial weights")
+    add(
+        "--disable-bias-linear",
+        action="store_false",
+        dest="add_bias_linear",
+        help="linear layers without bias",
+    )
+    add("--add-qkv-bias", action="store_true", help="a bias for query, key and value even so")
+    add("--qk-layernorm", action="store_true", help="norm the queries and keys of each head")
+    add(
+        "--untie-embeddings-and-output-weights",
+        action="store_true",
+        help="an output layer of its own instead of the embedding's weight",
+    )
+    add(
+        "--make-vocab-size-divisible-by",
+        type=positive,
+        default=128,
+        help="pad the vocabulary to a multiple of N x the tensor-parallel size",
+    )
+    add("--init-method-std", type=number, default=0.02, help="standard deviation of the initial weights")
     add(
         "--use-cpu-initialization",
         action=argparse.BooleanOptionalAction,
@@ -102,131 +117,231 @@ def _model(add: Add) -> None:
 
 
 def _attention(add: Add) -> None:
-    add("--attention-dropout", type=float, default=0.1)
-    add("--hidden-dropout", type=float, default=0.1)
-    add("--attention-softmax-in-fp32", action="store_true", help="for the unfused path; the fused is fp32")
-    add("--apply-query-key-layer-scaling", action="store_true")
+    add("--attention-dropout", type=number, default=0.1, help="probability, on attention's probabilities")
+    add("--hidden-dropout", type=number, default=0.1, help="probability, before each residual sum")
+    add(
+        "--attention-softmax-in-fp32",
+        action="store_true",
+        help="for the unfused path; the fused one always computes it in fp32",
+    )
+    add(
+        "--apply-query-key-layer-scaling",
+        action="store_true",
+        help="divide the scores by the layer's number before they are rounded, for fp16",
+    )
     add("--use-flash-attn", action="store_true", help="= --attention-backend flash")
-    add("--attention-backend", choices=["auto", "flash", "fused", "unfused", "local"], default="auto")
+    add(
+        "--attention-backend",
+        choices=["auto", "flash", "fused", "unfused", "local"],
+        default="auto",
+        help="auto, flash and fused: the device's fused attention; unfused and local: Megatron's own",
+    )
 
 
 def _parallel(add: Add) -> None:
-    add("--tensor-model-parallel-size", type=_positive, default=1)
-    add("--pipeline-model-parallel-size", type=_positive, default=1)
-    add("--num-layers-per-virtual-pipeline-stage", type=_positive)
-    add("--num-virtual-stages-per-pipeline-rank", type=_positive)
-    add("--context-parallel-size", type=_positive, default=1)
+    add("--tensor-model-parallel-size", type=positive, default=1, help="ranks that share each layer")
+    add("--pipeline-model-parallel-size", type=positive, default=1, help="ranks that share the layers")
+    add(
+        "--num-layers-per-virtual-pipeline-stage",
+        type=positive,
+        help="layers of each of the pieces that a rank interleaves (default: one piece)",
+    )
+    add(
+        "--num-virtual-stages-per-pipeline-rank",
+        type=positive,
+        help="the same as a number of pieces of each rank (default: 1)",
+    )
+    add("--context-parallel-size", type=positive, default=1, help="ranks that share each sequence")
     add(
         "--cp-comm-type",
         choices=["p2p", "all_gather", "a2a"],
         default="p2p",
         help="how context-parallel ranks share keys: in a ring, gathered, or exchanged for heads",
     )
-    add("--sequence-parallel", action="store_true")
+    add(
+        "--sequence-parallel",
+        action="store_true",
+        help="tensor-parallel ranks share the sequence between their layers, too",
+    )
     add("--use-distributed-optimizer", action="store_true", help="shard the optimizer over data parallelism")
-    add("--overlap-grad-reduce", action="store_true")
-    add("--overlap-param-gather", action="store_true")
-    add("--no-overlap-p2p-communication", action="store_false", dest="overlap_p2p_comm")
-    add("--distributed-timeout-minutes", type=_positive, default=10)
+    add(
+        "--overlap-grad-reduce",
+        action="store_true",
+        help="reduce gradients while the backward pass computes others",
+    )
+    add(
+        "--overlap-param-gather",
+        action="store_true",
+        help="gather parameters while the forward pass computes; needs --use-distributed-optimizer",
+    )
+    add(
+        "--no-overlap-p2p-communication",
+        action="store_false",
+        dest="overlap_p2p_comm",
+        help="let pipeline stages wait for each other's tensors",
+    )
+    add(
+        "--distributed-timeout-minutes",
+        type=positive,
+        default=10,
+        help="minutes after which a collective gives up",
+    )
 
 
 def _training(add: Add) -> None:
-    add("--micro-batch-size", type=_positive, required=True, help="sequences of one forward pass")
-    add("--global-batch-size", type=_positive, help="default: micro batch x data-parallel size")
-    add("--train-iters", type=_whole, required=True, help="iterations in all; 0 with --save: save and end")
-    add("--exit-interval", type=_positive, help="save and end at the iterations that it divides")
+    add("--micro-batch-size", type=positive, required=True, help="sequences of one forward pass on one rank")
+    add(
+        "--global-batch-size",
+        type=positive,
+        help="sequences of one iteration on all ranks (default: micro batch x data-parallel size)",
+    )
+    add("--train-iters", type=whole, required=True, help="iterations in all; 0 with --save: save and end")
+    add(
+        "--exit-interval",
+        type=positive,
+        help="save and end at the iterations that N divides (default: never)",
+    )
     add("--exit-signal-handler", action="store_true", help="save and end after SIGTERM")
-    add("--seed", type=int, default=1234)
+    add("--seed", type=integer, default=1234, help="of weights, dropout and the order of samples")
     add("--recompute-activations", action="store_true", help="= --recompute-granularity selective")
-    add("--recompute-granularity", choices=["full", "selective"])
-    add("--recompute-method", choices=["uniform", "block"])
-    add("--recompute-num-layers", type=_positive)
-    add("--recompute-modules", nargs="*")
+    add(
+        "--recompute-granularity",
+        choices=["full", "selective"],
+        help="what the backward pass computes again instead of keeping it: whole layers, or "
+        "--recompute-modules of each (default: nothing)",
+    )
+    add(
+        "--recompute-method",
+        choices=["uniform", "block"],
+        help="of full: all layers in groups of --recompute-num-layers, or the first so many of a stage",
+    )
+    add("--recompute-num-layers", type=positive, help="of --recompute-method")
+    add(
+        "--recompute-modules",
+        nargs="*",
+        metavar="MODULE",
+        help="of selective: core_attn, mlp, layernorm and others of megatron-core (default: core_attn)",
+    )
     add("--calculate-per-token-loss", action="store_true", help="weigh each token of a batch equally")
-    add("--no-check-for-nan-in-loss-and-grad", action="store_false", dest="check_for_nan_in_loss_and_grad")
-    add("--no-masked-softmax-fusion", action="store_false", dest="masked_softmax_fusion")
-    add("--no-bias-gelu-fusion", action="store_false", dest="bias_gelu_fusion")
-    add("--no-bias-swiglu-fusion", action="store_false", dest="bias_swiglu_fusion")
-    add("--no-bias-dropout-fusion", action="store_false", dest="bias_dropout_fusion")
-    add("--no-gradient-accumulation-fusion", action="store_false", dest="gradient_accumulation_fusion")
-    add("--cross-entropy-loss-fusion", action="store_true")
+    add(
+        "--no-check-for-nan-in-loss-and-grad",
+        action="store_false",
+        dest="check_for_nan_in_loss_and_grad",
+        help="go on with a loss or gradient that is not a number",
+    )
+    for dest, what in (
+        ("masked_softmax_fusion", "scale, mask and softmax of the unfused attention"),
+        ("bias_gelu_fusion", "bias and GELU"),
+        ("bias_swiglu_fusion", "bias and gated SiLU"),
+        ("bias_dropout_fusion", "bias, dropout and residual sum"),
+        ("gradient_accumulation_fusion", "a weight's gradient and its sum over micro-batches"),
+    ):
+        flag = f"--no-{dest.replace('_', '-')}"
+        add(flag, action="store_false", dest=dest, help=f"leave {what} to separate operations")
+    add("--cross-entropy-loss-fusion", action="store_true", help="the loss by one operation")
 
 
 def _optimizer(add: Add) -> None:
-    add("--lr", type=float, help="highest learning rate; required to train")
-    add("--min-lr", type=float, default=0.0)
+    add("--lr", type=number, help="highest learning rate; required to train")
+    add("--min-lr", type=number, default=0.0, help="learning rate that the decay ends with")
     add(
         "--lr-decay-style",
         choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"],
         default="linear",
+        help="shape of the decay after the warm-up; WSD: warm up, stay, decay",
     )
-    add("--lr-decay-iters", type=_positive, help="default: --train-iters")
+    add("--lr-decay-iters", type=positive, help="iteration at which it ends (default: --train-iters)")
     add(
         "--lr-wsd-decay-style",
         choices=["exponential", "linear", "cosine", "minus_sqrt"],
         default="exponential",
+        help="shape of the last part of WSD",
     )
-    add("--lr-wsd-decay-iters", type=_positive)
-    add("--lr-warmup-iters", type=_whole, default=0)
-    add("--lr-warmup-fraction", type=float, help="of the decay iterations")
-    add("--lr-warmup-init", type=float, default=0.0)
-    add("--weight-decay", type=float, default=0.01)
-    add("--start-weight-decay", type=float)
-    add("--end-weight-decay", type=float)
-    add("--weight-decay-incr-style", choices=["constant", "linear", "cosine"], default="constant")
-    add("--clip-grad", type=float, default=1.0, help="largest norm of the gradient; 0: no limit")
-    add("--adam-beta1", type=float, default=0.9)
-    add("--adam-beta2", type=float, default=0.999)
-    add("--adam-eps", type=float, default=1e-8)
+    add("--lr-wsd-decay-iters", type=positive, help="iterations of the last part of WSD")
+    add("--lr-warmup-iters", type=whole, default=0, help="iterations from --lr-warmup-init up to --lr")
+    add("--lr-warmup-fraction", type=number, help="the same as a part of the decay iterations, from 0 to 1")
+    add("--lr-warmup-init", type=number, default=0.0, help="learning rate that the warm-up begins with")
+    add("--weight-decay", type=number, default=0.01, help="of matrices; biases and norms have none")
+    add("--start-weight-decay", type=number, help="of a weight decay that changes (default: --weight-decay)")
+    add("--end-weight-decay", type=number, help="of a weight decay that changes (default: --weight-decay)")
+    add(
+        "--weight-decay-incr-style",
+        choices=["constant", "linear", "cosine"],
+        default="constant",
+        help="how it goes from its start to its end",
+    )
+    add("--clip-grad", type=number, default=1.0, help="largest norm of the gradient; 0: no limit")
+    add("--adam-beta1", type=number, default=0.9, help="decay of the mean of gradients, a step")
+    add("--adam-beta2", type=number, default=0.999, help="decay of the mean of their squares, a step")
+    add("--adam-eps", type=number, default=1e-8, help="added to the root of that mean")
     add("--override-opt_param-scheduler", action="store_true", help="the flags' schedule, on resume too")
     add("--use-checkpoint-opt_param-scheduler", action="store_true", help="the checkpoint's schedule")
 
 
 def _precision(add: Add) -> None:
-    add("--bf16", action="store_true")
-    add("--fp16", action="store_true")
-    add("--accumulate-allreduce-grads-in-fp32", action="store_true", help="always so with --bf16")
-    add("--loss-scale", type=float, help="fixed scale of the loss; default with --fp16: a dynamic one")
-    add("--initial-loss-scale", type=float, default=2.0**32)
-    add("--min-loss-scale", type=float, default=1.0)
-    add("--loss-scale-window", type=_positive, default=1000, help="iterations before it is raised")
-    add("--hysteresis", type=_positive, default=2, help="overflows before it is lowered")
+    add("--bf16", action="store_true", help="compute in bfloat16; the optimizer keeps fp32")
+    add("--fp16", action="store_true", help="compute in float16; the optimizer keeps fp32")
+    add(
+        "--accumulate-allreduce-grads-in-fp32",
+        action="store_true",
+        help="sum and reduce gradients in fp32; always so with --bf16",
+    )
+    add("--loss-scale", type=number, help="fixed scale of the loss (default: with --fp16 a dynamic one)")
+    add("--initial-loss-scale", type=number, default=2.0**32, help="that the dynamic one begins with")
+    add("--min-loss-scale", type=number, default=1.0, help="below which the dynamic one does not fall")
+    add("--loss-scale-window", type=positive, default=1000, help="iterations before it is doubled")
+    add("--hysteresis", type=positive, default=2, help="overflows before it is halved")
 
 
 def _data(add: Add) -> None:
-    add("--data-path", nargs="*", help="a prefix, several, or weights and prefixes in turns")
+    add(
+        "--data-path",
+        nargs="*",
+        metavar="PREFIX",
+        help="PREFIX.bin and PREFIX.idx; several; or weights and prefixes in turns",
+    )
     add("--mock-data", action="store_true", help="made-up tokens instead of --data-path")
-    add("--split", default="969, 30, 1", help="parts for training, validation and test")
+    add(
+        "--split",
+        default="969, 30, 1",
+        metavar="A,B,C",
+        help="parts of the documents for training, validation and test",
+    )
     add(
         "--tokenizer-type",
         choices=["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"],
         default="GPT2BPETokenizer",
+        help="NullTokenizer: data that is numbers already",
     )
-    add("--vocab-file", help="GPT-2's vocab.json")
-    add("--merge-file", help="GPT-2's merges.txt")
+    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
+    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
     add("--tokenizer-model", metavar="DIR", help="with the tokenizer.json of a HuggingFaceTokenizer")
     add(
         "--vocab-size",
-        type=_positive,
+        type=positive,
         help="of the NullTokenizer, without its end of document; of a model that has more than its tokenizer",
     )
-    add("--data-cache-path", help="where the dataset's indices are kept (default: beside the data)")
-    add("--num-workers", type=_whole, help="processes that read data (default: 0 on the cpu device, else 2)")
-    add("--eod-mask-loss", action="store_true")
-    add("--reset-position-ids", action="store_true")
-    add("--reset-attention-mask", action="store_true")
+    add(
+        "--data-cache-path",
+        metavar="DIR",
+        help="where the dataset's indices are kept (default: beside the data)",
+    )
+    add("--num-workers", type=whole, help="processes that read data (default: 0 on the cpu device, else 2)")
+    add("--eod-mask-loss", action="store_true", help="count no loss at ends of documents")
+    add("--reset-position-ids", action="store_true", help="count positions from each document's begin")
+    add("--reset-attention-mask", action="store_true", help="let no token see another document")
 
 
 def _checkpoints(add: Add) -> None:
-    add("--save", metavar="DIR")
-    add("--load", metavar="DIR")
-    add("--save-interval", type=_positive, help="default: only at the end")
+    add("--save", metavar="DIR", help="where checkpoints and the summary of the run are written")
+    add("--load", metavar="DIR", help="the newest checkpoint there is gone on from; may be --save's DIR")
+    add("--save-interval", type=positive, help="iterations between two (default: only at the end)")
     add("--finetune", action="store_true", help="load the weights alone and begin at iteration 0")
-    add("--no-load-optim", action="store_true")
-    add("--no-load-rng", action="store_true")
-    add("--no-save-optim", action="store_true")
-    add("--no-save-rng", action="store_true")
-    add("--ckpt-format", choices=["torch_dist"], default="torch_dist")
+    add("--no-load-optim", action="store_true", help="begin with a fresh optimizer")
+    add("--no-load-rng", action="store_true", help="begin with random numbers of --seed")
+    add("--no-save-optim", action="store_true", help="leave the optimizer out of checkpoints")
+    add("--no-save-rng", action="store_true", help="leave the random generators out of checkpoints")
+    add("--ckpt-format", choices=["torch_dist"], default="torch_dist", help="the only one")
     add(
         "--dist-ckpt-optim-fully-reshardable",
         action="store_true",
@@ -235,31 +350,21 @@ def _checkpoints(add: Add) -> None:
 
 
 def _logging(add: Add) -> None:
-    add("--log-interval", type=_positive, default=100)
+    add("--log-interval", type=positive, default=100, help="iterations between two lines")
     add("--log-throughput", action="store_true", help="accepted: throughput is always logged")
-    add("--eval-interval", type=_positive, help="default: evaluate at the end alone")
-    add("--eval-iters", type=_whole, default=100)
-    add("--tensorboard-dir", metavar="DIR")
+    add("--eval-interval", type=positive, help="iterations between two validations (default: one at the end)")
+    add("--eval-iters", type=whole, default=100, help="global batches of a validation; 0: none at all")
+    add("--tensorboard-dir", metavar="DIR", help="write the same numbers for TensorBoard (default: do not)")
     add(
         "--json-log",
         metavar="FILE",
         help="one JSON object a log event, appended (default: metrics.jsonl in --save or --tensorboard-dir)",
     )
-    add("--plot", action=argparse.BooleanOptionalAction, help="a PNG of loss and learning rate at the end")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
-
-
-def _whole(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
+    add(
+        "--plot",
+        action=argparse.BooleanOptionalAction,
+        help="a PNG of loss and learning rate at the end (default: with --save, if matplotlib is installed)",
+    )
 
 
 _GROUPS: tuple[tuple[str, Callable[[Add], None]], ...] = (

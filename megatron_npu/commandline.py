@@ -1,0 +1,143 @@
+"""The parser of every command: one line for what is wrong, and a ``--help`` that says each default."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megatron_npu.errors import UsageError
+
+
+class Unfit(argparse.ArgumentTypeError):
+    """A value that a flag does not take, with what it would take, in words."""
+
+    def __init__(self, given: str, expected: str) -> None:
+        self.given, self.expected = given, expected
+        super().__init__(f"{given}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A ``type`` for ``add_argument`` that says in words what it takes.
+
+    Attributes:
+        expected: what is taken, as a message names it.
+        kind: what Python reads the text with.
+        least: the smallest number that is taken; None: any finite one.
+        metavar: the letter that stands for it in ``--help``.
+    """
+
+    expected: str
+    kind: type[int] | type[float]
+    least: float | None = None
+    metavar: str = "N"
+
+    def __call__(self, text: str) -> int | float:
+        """Return the number.
+
+        Raises:
+            Unfit: the text is no such number.
+        """
+        try:
+            value = self.kind(text)
+        except ValueError:
+            raise Unfit(text, self.expected) from None
+        if not math.isfinite(value) or (self.least is not None and value < self.least):
+            raise Unfit(text, self.expected)
+        return value
+
+
+positive = Number("a whole number from 1 on", int, 1)
+whole = Number("a whole number from 0 on", int, 0)
+integer = Number("a whole number", int)
+number = Number("a number", float, metavar="X")
+
+
+class _Help(argparse.HelpFormatter):
+    """Short metavars, and the default behind each help text that does not name one itself."""
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return action.type.metavar if isinstance(action.type, Number) else action.dest.upper()
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        default = default_of(action)
+        return text if "default" in text or not default else f"{text} (default: {default})".replace("%", "%%")
+
+
+def default_of(action: argparse.Action) -> str:
+    """Return a flag's default as it would be typed; nothing for a switch and for what has none."""
+    default = action.default
+    if action.nargs == 0 or default in (None, argparse.SUPPRESS) or isinstance(default, bool):
+        return ""
+    if isinstance(default, list | tuple):
+        return " ".join(map(str, default))
+    return f"{default:g}" if isinstance(default, float) and abs(default) < 1e6 else str(default)
+
+
+class Parser(argparse.ArgumentParser):
+    """Turns argparse's own complaints into ``UsageError``; an unknown flag gets the nearest known ones.
+
+    Args:
+        prog: the command as it is typed.
+        description: what it does; the double backquotes of a docstring are left out.
+        hint: a sentence that follows each complaint.
+        options: of ``argparse.ArgumentParser``.
+    """
+
+    def __init__(self, prog: str, description: str | None = None, hint: str = "", **options: Any) -> None:
+        self._hint = hint
+        options = {"formatter_class": _Help, "allow_abbrev": False, "exit_on_error": False} | options
+        super().__init__(prog, description=(description or "").replace("``", ""), **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, "the flags and values of --help", self._remedy())
+
+    def parse_args(  # type: ignore[override]  # argparse declares one overload for each kind of namespace
+        self, args: Any = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        """Return the values.
+
+        Raises:
+            UsageError: an unknown flag, a missing required one, or a value of the wrong kind.
+        """
+        try:
+            found, unknown = self.parse_known_args(args, namespace)
+        except argparse.ArgumentError as error:
+            raise self._refusal(error) from None
+        flags = [word for word in unknown if word.startswith("--")]
+        if flags:
+            known = difflib.get_close_matches(flags[0].partition("=")[0], self._option_string_actions, n=3)
+            raise UsageError(
+                f"no flag {' '.join(flags)}",
+                " or ".join(known) if known else "a flag of --help",
+                self._remedy(),
+            )
+        if unknown:
+            self.error(f"unexpected {' '.join(unknown)}")
+        return found
+
+    def _refusal(self, error: argparse.ArgumentError) -> UsageError:
+        if isinstance(error.__context__, Unfit):
+            return UsageError(
+                f"{error.argument_name} {error.__context__.given}", error.__context__.expected, self._remedy()
+            )
+        choice = re.fullmatch(r"invalid choice: (.*?) \((?:choose|maybe).*", error.message, re.S)
+        if choice:
+            return UsageError(
+                f"{error.argument_name} {choice[1]}", self._choices(error.argument_name), self._remedy()
+            )
+        return UsageError(
+            f"{error.argument_name}: {error.message}", "the flags and values of --help", self._remedy()
+        )
+
+    def _choices(self, name: str | None) -> str:
+        actions = (a for a in self._actions if name in ("/".join(a.option_strings), a.metavar, a.dest))
+        return " or ".join(str(choice) for action in actions for choice in action.choices or ())
+
+    def _remedy(self) -> str:
+        return f"See `{self.prog} --help`. {self._hint}".rstrip()
