@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -30,24 +31,42 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+_END = """
+options:
+  --help, -h          say this; behind a command: its flags, with their defaults
+  --version           say the version
+
+Several processes: torchrun --nproc-per-node N -m megatron_npu COMMAND [ARGUMENTS...]
+megatron-npu help COMMAND (or COMMAND --help) says more; docs/flags.md lists the environment variables."""
+
+
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
-    head = "usage: megatron-npu COMMAND [ARGUMENTS...]\n\ncommands:"
-    return f"{head}\n{rows}\n\nmegatron-npu COMMAND --help says more."
+    return f"usage: megatron-npu COMMAND [ARGUMENTS...]\n\ncommands:\n{rows}\n{_END}"
+
+
+def _require_command(name: str) -> None:
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, [*COMMANDS, "help"], n=1)
+        raise UsageError(f"no command {name!r}", *near or [", ".join(COMMANDS)], "See `megatron-npu --help`.")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one sub-command; return its exit code (2 for bad input)."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["help"]:  # help COMMAND is COMMAND --help
+        argv = [*argv[1:2], "--help"]
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return 0 if argv else 2
     if argv[0] == "--version":
         print(f"megatron_npu {__version__}")
         return 0
-    if argv[0] not in COMMANDS:
-        print(f"megatron-npu: no command {argv[0]!r}\n{_usage()}", file=sys.stderr)
+    try:
+        _require_command(argv[0])
+    except UsageError as error:
+        print(f"megatron-npu: error: {error}", file=sys.stderr)
         return 2
     os.umask(0o027)
     module, function = COMMANDS[argv[0]][0].split(":")

@@ -87,3 +87,38 @@ def test_every_flag_has_a_help_text(name):
     text = " ".join(parser.format_help().split())
     assert "``" not in text
     assert len([action for action in parser._actions if default_of(action)]) <= text.count("default: ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["preproces"], "no command 'preproces'; expected preprocess."),
+        (["hlep"], "no command 'hlep'; expected help."),
+        (["zzz"], "no command 'zzz'; expected run, pretrain, "),
+        (["help", "lamdba"], "no command 'lamdba'; expected lambada."),
+    ],
+)
+def test_a_misspelt_command_gets_the_nearest_one(argv, told, capsys):
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(f"megatron-npu: error: {told}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [["help"], ["--help"], ["-h"]])
+def test_help_names_commands_variables_and_torchrun(argv, capsys):
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    for name in (*cli.COMMANDS, "--version", "docs/flags.md", "torchrun --nproc-per-node N -m megatron_npu"):
+        assert name in out
+
+
+def test_help_of_a_command_is_its_own(capsys):
+    texts = []
+    for argv in (["help", "generate"], ["generate", "--help"]):
+        with pytest.raises(SystemExit):
+            cli.main(argv)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("usage: megatron-npu generate")
