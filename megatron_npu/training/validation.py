@@ -258,6 +258,9 @@ def _logging(args: Namespace) -> None:
 
 
 def _data(args: Namespace) -> None:
+    if args.load:  # flags.txt of a converted checkpoint names files of its folder, which may have been moved
+        for name in ("vocab_file", "merge_file", "tokenizer_model"):
+            setattr(args, name, checkpoint_files.near(args.load, getattr(args, name)))
     tokenizer = tokenizers.build(args)
     args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, tokenizer)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size

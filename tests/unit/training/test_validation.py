@@ -122,3 +122,18 @@ def test_blend(words, expected):
 def test_a_broken_blend_is_refused(words):
     with pytest.raises(UsageError, match="--data-path"):
         validation.blend(words)
+
+
+def test_a_tokenizer_is_found_in_a_converted_checkpoint_that_has_been_moved(check, tmp_path):
+    """Its flags.txt names where the folder was written."""
+    words = pytest.importorskip("tokenizers.models").WordLevel({str(word): word for word in range(256)}, "0")
+    before, now = tmp_path / "before" / "hf", tmp_path / "now" / "hf"
+    now.mkdir(parents=True)
+    pytest.importorskip("tokenizers").Tokenizer(words).save(str(now / "tokenizer.json"))
+    (now / "tokenizer_config.json").write_text('{"eos_token": "255"}')
+    named = ["--vocab-size", "256", "--tokenizer-type", "HuggingFaceTokenizer"]
+    named += ["--tokenizer-model", str(before)]
+    with pytest.raises(UsageError, match="before"):
+        check(*named)
+    args = check(*named, "--load", str(now.parent), "--save", str(now.parent))
+    assert args.tokenizer_model == str(now)
