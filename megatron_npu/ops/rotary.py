@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.chunks import row_chunks
 from megatron_npu.ops.dispatch import Operation
+from megatron_npu.ops.kept import kept_with
 
 
 def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: float = 1.0) -> Tensor:
@@ -38,24 +38,18 @@ def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: floa
     return _rotary(input, *_tables(angles, scale), interleaved)
 
 
-# What was computed for an object: {id: (the object, its version, scale, cosine, sine)}. Megatron gives the
-# same angles to every layer of every step.
-_known: dict[int, tuple[Any, int, float, Tensor, Tensor]] = {}
-
-
 def _tables(angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the fp32 cosines and sines of ``angles``, times ``scale``."""
-    found = _known.get(id(angles))
-    if found is not None and found[0]() is angles and found[1:3] == (angles._version, scale):
-        return found[3], found[4]
+    """Return the fp32 cosines and sines of ``angles``, times ``scale``.
+
+    Kept with the angles: Megatron gives the same to every layer of every step.
+    """
+    return kept_with(angles, "rotary", lambda: _compute_tables(angles, scale), scale)
+
+
+def _compute_tables(angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     precise = angles.detach().float()
     cosine, sine = precise.cos(), precise.sin()
-    if scale != 1.0:
-        cosine, sine = cosine * scale, sine * scale
-    key = id(angles)
-    owner = weakref.ref(angles, lambda _: _known.pop(key, None))
-    _known[key] = (owner, angles._version, scale, cosine, sine)
-    return cosine, sine
+    return (cosine, sine) if scale == 1.0 else (cosine * scale, sine * scale)
 
 
 def _reference(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:

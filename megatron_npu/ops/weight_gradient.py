@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from megatron_npu.ops.dispatch import report_refusal
+from megatron_npu.ops.kept import kept_per_arguments
 
 _HALVES = (torch.bfloat16, torch.float16)
 _NPU_SIZE = 65536  # npu_grouped_matmul_add of torch_npu 2.13 takes sizes below
@@ -68,7 +67,7 @@ def _accumulate_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> No
     torch_npu.npu_grouped_matmul_add_(main_grad.unsqueeze(0), grad_output, input, rows)
 
 
-@functools.lru_cache(maxsize=16)
+@kept_per_arguments(maxsize=16)
 def _rows(count: int, device: torch.device) -> Tensor:
     """Return ``[count]`` on the device; the layers of a model share it."""
     return torch.full((1,), count, dtype=torch.int64, device=device)

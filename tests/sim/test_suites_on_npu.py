@@ -14,10 +14,16 @@ SUITES = {
     "adaptors of megatron-core": (
         [
             f"{CORE}/{name}.py"
-            for name in ("test_adaptors", "test_attention_adaptor", "test_experts", "test_training_features")
+            for name in (
+                "test_adaptors",
+                "test_attention_adaptor",
+                "test_experts",
+                "test_inference_mode",
+                "test_training_features",
+            )
         ],
         [],
-        96,
+        104,
     ),
 }
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron_npu.errors import UsageError
 from megatron_npu.hosts.megatron_core.visibility import documents, rows_are_causal, visible, window_is_all
 from megatron_npu.ops.attention import Packed, Window
-from megatron_npu.ops.attention.kept import kept_with
 from megatron_npu.ops.attention.ring import ring_attention
 from megatron_npu.ops.dispatch import report_refusal
+from megatron_npu.ops.kept import kept_with
 
 Attend = Callable[..., Tensor]
 Communication = Literal["ring", "gather", "exchange"]

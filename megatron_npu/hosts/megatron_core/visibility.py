@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_npu import settings
 from megatron_npu.ops.attention import Packed, Window
 from megatron_npu.ops.attention.documents import documents_of
-from megatron_npu.ops.attention.kept import kept_with
+from megatron_npu.ops.kept import kept_with
 
 
 def window_of(module: Any) -> Window:

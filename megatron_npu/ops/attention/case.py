@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_npu.ops.kept import kept_per_arguments
+
 Window = tuple[int | None, int | None]
 Offset = int | Literal["end"]
 
@@ -127,7 +129,7 @@ def forbidden_pairs(segment: Segment, device: torch.device) -> Tensor | None:
     )
 
 
-@lru_cache(maxsize=4)  # the same few shapes come back at every layer of every step
+@kept_per_arguments(maxsize=4)  # the same few shapes come back at every layer of every step
 def _forbidden_pairs(
     queries: int, keys: int, low: int | None, high: int | None, device: torch.device
 ) -> Tensor:

@@ -25,6 +25,7 @@ from megatron_npu.ops.attention.case import (
 )
 from megatron_npu.ops.attention.layouts import bnsd_shape, from_bnsd, to_bnsd
 from megatron_npu.ops.attention.reference import operation
+from megatron_npu.ops.kept import kept_per_arguments
 
 # Head sizes of FlexAttention's kernel templates; flash-attn 2 takes any multiple of 8 up to 256.
 _FLEX_SIZES = (16, 32, 64, 128, 256)
@@ -115,7 +116,7 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor
     ).contiguous()
 
 
-@lru_cache(maxsize=16)  # the same batch comes back at every layer
+@kept_per_arguments(maxsize=16)  # the same batch comes back at every layer
 def _cumulative(segments: tuple[Segment, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return where documents begin and the last one ends, queries and keys: two int32 ``[documents + 1]``."""
     queries, keys = [0, *(s.q1 for s in segments)], [0, *(s.k1 for s in segments)]
@@ -156,7 +157,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     )
 
 
-@lru_cache(maxsize=16)
+@kept_per_arguments(maxsize=16)
 def _block_mask(segments: tuple[Segment, ...], queries: int, keys: int, device: torch.device) -> Any:
     """Return the block mask of the documents and their diagonals, the same for all batches and heads."""
     create = _compiled("create_block_mask")

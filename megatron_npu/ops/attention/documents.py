@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_npu.ops.attention.kept import kept_with
+from megatron_npu.ops.kept import kept_with
 
 
 def documents_of(mask: Tensor) -> tuple[int, ...] | None:

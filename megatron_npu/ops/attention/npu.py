@@ -7,16 +7,15 @@ What is checked is what torch_npu's own documentation of the operation states (t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_npu.ops.attention.case import Case, Segment, forbidden_pairs, window_from_the_end
-from megatron_npu.ops.attention.kept import kept_with
 from megatron_npu.ops.attention.layouts import bnsd_shape
 from megatron_npu.ops.attention.reference import operation
+from megatron_npu.ops.kept import kept_per_arguments, kept_with
 
 _K, _M = 1 << 10, 1 << 20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -234,7 +233,7 @@ def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor
     return mask.expand(batch, 1 if mask.size(1) == 1 else heads, *pairs).contiguous()
 
 
-@cache
+@kept_per_arguments(maxsize=8)  # one a device
 def _compressed_mask(device: torch.device) -> Tensor:
     """The one mask of sparse modes 2, 3 and 4 on a device: 4 MiB, whatever the length of the sequence."""
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu_(1)
