@@ -17,11 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_npu.errors import UsageError
-from megatron_npu.hosts.megatron_core.visibility import documents, rows_are_causal, visible, window_is_all
+from megatron_npu.hosts.megatron_core.visibility import (
+    boundaries,
+    documents,
+    rows_are_causal,
+    visible,
+    window_is_all,
+)
 from megatron_npu.ops.attention import Packed, Window
 from megatron_npu.ops.attention.ring import ring_attention
 from megatron_npu.ops.dispatch import report_refusal
-from megatron_npu.ops.kept import kept_with
+from megatron_npu.ops.kept import kept_on, kept_with
 
 Attend = Callable[..., Tensor]
 Communication = Literal["ring", "gather", "exchange"]
@@ -228,14 +234,14 @@ def _plan_of(
 ) -> Plan:
     """Return the plan, made once per batch: every layer is handed the same parameters."""
     recipe = (tokens, causal, group.size(), group.rank())
-    known = getattr(packed_seq_params, "_megatron_npu_plan", None)
-    if known is None or known[0] != recipe:
+
+    def read() -> Plan:
         actual = packed_seq_params.cu_seqlens_kv.flatten().tolist()
         padded = packed_seq_params.cu_seqlens_kv_padded
         starts = actual if padded is None else padded.flatten().tolist()
-        known = recipe, _plan(starts, actual, *recipe, device)
-        packed_seq_params._megatron_npu_plan = known
-    return known[1]
+        return _plan(starts, actual, *recipe, device)
+
+    return kept_on(packed_seq_params, "plan", boundaries(packed_seq_params), read, recipe)
 
 
 def _plan(

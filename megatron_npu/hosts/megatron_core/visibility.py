@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_npu import settings
 from megatron_npu.ops.attention import Packed, Window
 from megatron_npu.ops.attention.documents import documents_of
-from megatron_npu.ops.kept import kept_with
+from megatron_npu.ops.kept import kept_on, kept_with
 
 
 def window_of(module: Any) -> Window:
@@ -78,18 +78,28 @@ def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
 
 
 def documents(packed_seq_params: Any, queries: int, keys: int) -> Packed:
-    """Return the lengths on the host, found once: every layer is handed the same object.
+    """Return the lengths on the host, found once per batch: every layer is handed the same object.
 
     Padding between documents, and behind the last one, is a document of its own: it sees itself only, and
     nobody reads what becomes of it.
     """
-    known = getattr(packed_seq_params, "_megatron_npu_documents", None)
-    if known is None or (sum(known.query), sum(known.key)) != (queries, keys):
+
+    def read() -> Packed:
         query = _lengths(packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded, queries)
         key = _lengths(packed_seq_params.cu_seqlens_kv, packed_seq_params.cu_seqlens_kv_padded, keys)
-        known = Packed(*zip(*(pair for pair in zip(query, key, strict=True) if any(pair)), strict=True))
-        packed_seq_params._megatron_npu_documents = known
-    return known
+        return Packed(*zip(*(pair for pair in zip(query, key, strict=True) if any(pair)), strict=True))
+
+    return kept_on(packed_seq_params, "documents", boundaries(packed_seq_params), read, (queries, keys))
+
+
+def boundaries(packed_seq_params: Any) -> tuple[Tensor | None, ...]:
+    """Return the tensors that say where documents begin and end."""
+    return (
+        packed_seq_params.cu_seqlens_q,
+        packed_seq_params.cu_seqlens_kv,
+        packed_seq_params.cu_seqlens_q_padded,
+        packed_seq_params.cu_seqlens_kv_padded,
+    )
 
 
 def _lengths(ends: Tensor, padded_ends: Tensor | None, tokens: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 
@@ -10,7 +11,7 @@ import torch
 
 from megatron_npu import settings
 from megatron_npu.errors import UsageError
-from megatron_npu.hosts.megatron_core import visibility
+from megatron_npu.hosts.megatron_core import context_parallel, visibility
 from megatron_npu.ops.attention import documents
 from tests.hosts.comparison import here, load_stock, same_gradients
 from tests.hosts.megatron_core.conftest import make_config
@@ -219,6 +220,40 @@ def test_packed_lengths_are_read_once_per_batch():
     found = visibility.documents(params, 14, 14)
     assert found.query == found.key == (5, 1, 7, 1)
     assert visibility.documents(params, 14, 14) is found
+
+
+def new_boundaries(params):
+    """Yield the parameters of a second batch of as many tokens, in each way that a loop may make them."""
+    other = copy.copy(params)
+    other.cu_seqlens_q = other.cu_seqlens_kv = params.cu_seqlens_q.new_tensor([0, 4, 16])
+    yield "a copy with other tensors", other
+    for ends in (params.cu_seqlens_q, params.cu_seqlens_kv):
+        ends.copy_(ends.new_tensor([0, 4, 16]))
+    yield "the same tensors, written to", params
+
+
+def test_boundaries_of_the_last_batch_are_not_used_again():
+    ours, stock = attention_pair()
+    params, leaves = packed_params(8, 8), leaves_of(*[(16, 4, 8)] * 3)
+    ours(*leaves, None, packed_seq_params=params)
+    parts = zip(*(t.split([4, 12]) for t in leaves), strict=True)
+    expected = torch.cat([stock(*(t[:, None] for t in part), None)[:, 0] for part in parts])
+    for how, other in new_boundaries(params):
+        torch.testing.assert_close(ours(*leaves, None, packed_seq_params=other), expected, msg=how)
+
+
+def test_documents_are_dealt_out_anew_for_each_batch():
+    """The same under context parallelism, whose plan of the tokens is kept, too."""
+    group = types.SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    params = packed_params(8, 8)
+
+    def plan(of):
+        return context_parallel._plan_of(of, 8, True, group, here())
+
+    first = plan(params)
+    assert plan(params) is first
+    for how, other in new_boundaries(params):
+        assert plan(other).parts.query == (1, 1, 3, 3), how
 
 
 # -- windows, caches, dropout -----------------------------------------------------------------------
