@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_npu.errors import UsageError
+from megatron_npu.hf_tokenizer import HuggingFaceTokenizer
 from megatron_npu.preprocessing import corpus
 from megatron_npu.tokenizer import GPT2Tokenizer
 
@@ -24,18 +25,54 @@ _WORDS_KEPT = 200_000
 
 
 @dataclass(frozen=True)
+class GPT2Files:
+    """GPT-2's ``vocab.json`` and ``merges.txt``."""
+
+    vocab_file: str
+    merge_file: str
+
+    def build(self) -> GPT2Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            UsageError: the files are unfit.
+        """
+        return GPT2Tokenizer(self.vocab_file, self.merge_file)
+
+
+@dataclass(frozen=True)
+class HuggingFaceFiles:
+    """A folder with ``tokenizer.json``.
+
+    Attributes:
+        folder: where it is.
+        special_tokens: with the tokens that it puts around every text, such as ``<s>``.
+    """
+
+    folder: str
+    special_tokens: bool = False
+
+    def build(self) -> HuggingFaceTokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            UsageError: the files are unfit.
+        """
+        return HuggingFaceTokenizer(self.folder)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What a worker needs to know, all of it small.
 
     Attributes:
-        vocab_file, merge_file: the tokenizer's files.
+        tokenizer: of the texts.
         keys: the JSON keys, each of which becomes a dataset.
         append_eod: end every document that has tokens with ``eod``.
         dtype: name of the tokens' numpy type.
     """
 
-    vocab_file: str
-    merge_file: str
+    tokenizer: GPT2Files | HuggingFaceFiles
     keys: tuple[str, ...]
     append_eod: bool
     dtype: str
@@ -82,6 +119,17 @@ class _Words(dict[str, bytes]):
         return tokens
 
 
+def _text_encoder(
+    tokenizer: GPT2Tokenizer | HuggingFaceTokenizer, files: GPT2Files | HuggingFaceFiles, dtype: np.dtype
+) -> Callable[[str], bytes]:
+    """Return a function: a text -> the bytes of its tokens."""
+    if isinstance(tokenizer, GPT2Tokenizer):
+        bytes_of, words = _Words(tokenizer, dtype).__getitem__, tokenizer.words
+        return lambda text: b"".join(map(bytes_of, words(text)))
+    special = files.special_tokens
+    return lambda text: np.array(tokenizer.encode(text, special_tokens=special), dtype=dtype).tobytes()
+
+
 class Encoder:
     """Encodes batches; the tokens depend on the batch alone.
 
@@ -91,10 +139,10 @@ class Encoder:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._tokenizer = GPT2Tokenizer(recipe.vocab_file, recipe.merge_file)
         self._dtype = np.dtype(recipe.dtype)
-        self._bytes_of = _Words(self._tokenizer, self._dtype).__getitem__
-        self._eod = np.array([self._tokenizer.eod], dtype=self._dtype).tobytes() if recipe.append_eod else b""
+        tokenizer = recipe.tokenizer.build()
+        self._bytes_of = _text_encoder(tokenizer, recipe.tokenizer, self._dtype)
+        self._eod = np.array([tokenizer.eod], dtype=self._dtype).tobytes() if recipe.append_eod else b""
 
     def encode(self, batch: corpus.Batch) -> Result:
         """Return the batch's tokens.
@@ -108,14 +156,13 @@ class Encoder:
         return Result(keys, len(documents), len(batch.text), batch.read)
 
     def _encode_key(self, documents: Sequence[list[str]]) -> Encoded:
-        words, bytes_of = self._tokenizer.words, self._bytes_of
         pieces: list[bytes] = []
         counts: list[int] = []
         for texts in documents:
             first = len(pieces)
             for text in texts:
-                if text:
-                    pieces.append(b"".join(map(bytes_of, words(text))))
+                if tokens := self._bytes_of(text):
+                    pieces.append(tokens)
             if len(pieces) > first:
                 pieces[-1] += self._eod
             counts.append(len(pieces) - first)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -10,7 +13,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from megatron_npu.preprocessing import command
-from tests.conftest import Vocabulary
+from megatron_npu.settings import MEGATRON_PATH
+from tests.conftest import ROOT, Vocabulary
 
 SAMPLE = """From fairest creatures we desire increase, that thereby beauty's rose might never die.
 He's seen 42 things, they'll say: "I'd rather've not"; naïve café — Ωμέγα, 你好世界, 🙂🙂!\n\n\tIndented.  """
@@ -43,6 +47,27 @@ def corpus_file(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def stock_tool(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function: flags -> the prefix that Megatron-LM's own tool has written for the key ``text``."""
+    tool = Path(MEGATRON_PATH.get() or "/nonexistent") / "tools" / "preprocess_data.py"
+    if not tool.is_file():
+        pytest.skip(f"{MEGATRON_PATH.name} names no Megatron-LM checkout with tools/preprocess_data.py")
+
+    def run(*flags: str) -> Path:
+        runner = ROOT / "benchmarks" / "stock_preprocess.py"
+        command = [sys.executable, str(runner), str(tool.parent.parent), *flags]
+        subprocess.run(
+            [*command, "--output-prefix", str(tmp_path / "stock")],
+            check=True,
+            env=dict(os.environ, MEGATRON_NPU_AUTOLOAD="0"),
+            timeout=120,
+        )
+        return tmp_path / "stock_text_document"
+
+    return run
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from megatron_npu import cli
 from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import corpus, encoder, indexed
-from megatron_npu.settings import MEGATRON_PATH
 from megatron_npu.tokenizer import GPT2Tokenizer
 from tests.conftest import ROOT, Vocabulary
 from tests.unit.preprocessing.conftest import SAMPLE
@@ -155,13 +154,15 @@ def test_reading_keeps_close_to_encoding(tiny: Vocabulary) -> None:
             read += 1
             yield corpus.Batch("f", 1, b'{"text": "a"}\n', 0)
 
-    recipe = encoder.Recipe(str(tiny.vocab_file), str(tiny.merge_file), ("text",), False, "uint16")
+    files = encoder.GPT2Files(str(tiny.vocab_file), str(tiny.merge_file))
+    recipe = encoder.Recipe(files, ("text",), False, "uint16")
     for taken, _ in enumerate(encoder.encode_all(batches(), recipe, workers=2), start=1):
         assert read - taken < 4
 
 
 def test_a_killed_worker_is_said(tiny: Vocabulary) -> None:
-    recipe = encoder.Recipe(str(tiny.vocab_file), str(tiny.merge_file), ("text",), False, "uint16")
+    files = encoder.GPT2Files(str(tiny.vocab_file), str(tiny.merge_file))
+    recipe = encoder.Recipe(files, ("text",), False, "uint16")
     batches = iter([corpus.Batch("f", 1, b'{"text": "a"}\n', 0)] * 1000)
     others = set(multiprocessing.active_children())  # megatron-core keeps a process of its own
     results = encoder.encode_all(batches, recipe, workers=2)
@@ -253,24 +254,17 @@ def test_stopped_half_way(
 
 @pytest.mark.parametrize("eod", [(), ("--append-eod",)])
 def test_bytes_of_the_stock_tool(
-    tmp_path: Path, gpt2_vocab: Vocabulary, corpus_file: Write, preprocess: Run, eod: tuple[str, ...]
+    gpt2_vocab: Vocabulary,
+    corpus_file: Write,
+    preprocess: Run,
+    stock_tool: Callable[..., Path],
+    eod: tuple[str, ...],
 ) -> None:
-    tool = Path(MEGATRON_PATH.get() or "/nonexistent") / "tools" / "preprocess_data.py"
-    if not tool.is_file():
-        pytest.skip(f"{MEGATRON_PATH.name} names no Megatron-LM checkout with tools/preprocess_data.py")
     documents = [*ODD, ["a b", "", "c"], [], *(f"{SAMPLE} {number}" for number in range(60))]
     file = corpus_file({"text": text} for text in documents)
     ours = preprocess(file, vocabulary=gpt2_vocab, flags=["--workers", "2", *eod])
-    runner = ROOT / "benchmarks" / "stock_preprocess.py"
-    command = [sys.executable, str(runner), str(tool.parent.parent), "--input", str(file), *eod]
-    command += ["--output-prefix", str(tmp_path / "stock"), "--tokenizer-type", "GPT2BPETokenizer"]
-    command += ["--vocab-file", str(gpt2_vocab.vocab_file), "--merge-file", str(gpt2_vocab.merge_file)]
-    environment = dict(os.environ, MEGATRON_NPU_AUTOLOAD="0")
-    subprocess.run(
-        [*command, "--legacy-tokenizer", "--workers", "2"], check=True, env=environment, timeout=120
-    )
-    digests = [
-        [hashlib.sha256(part).hexdigest() for part in contents(prefix)]
-        for prefix in (ours, tmp_path / "stock_text_document")
-    ]
+    files = ["--vocab-file", str(gpt2_vocab.vocab_file), "--merge-file", str(gpt2_vocab.merge_file)]
+    kind = ["--tokenizer-type", "GPT2BPETokenizer", "--legacy-tokenizer"]
+    stock = stock_tool("--input", str(file), "--workers", "2", *kind, *files, *eod)
+    digests = [[hashlib.sha256(part).hexdigest() for part in contents(prefix)] for prefix in (ours, stock)]
     assert digests[0] == digests[1]
