@@ -141,10 +141,15 @@ def test_masked_rows_are_zero_with_zero_gradients(cuda_on_the_host):
 
 
 def documented_flash_attn():
-    """Return what flash-attn documents: windows counted with the last query at the last key, -1 open."""
+    """Return what flash-attn documents: windows counted with the last query at the last key, -1 open.
 
-    def dense(query, key, value, *, dropout_p, softmax_scale, window_size):
+    Its list ``told`` says for each call whether it was to be deterministic.
+    """
+    told = []
+
+    def dense(query, key, value, *, dropout_p, softmax_scale, window_size, deterministic):
         assert dropout_p == 0.0
+        told.append(deterministic)
         query, key, value = (t.transpose(1, 2).double() for t in (query, key, value))
         queries, keys = query.size(2), key.size(2)
         window = tuple(None if limit == -1 else limit for limit in window_size)
@@ -161,7 +166,7 @@ def documented_flash_attn():
         return torch.cat(parts)
 
     module = types.ModuleType("flash_attn")
-    module.flash_attn_func, module.flash_attn_varlen_func = dense, variable
+    module.flash_attn_func, module.flash_attn_varlen_func, module.told = dense, variable, told
     return module
 
 
@@ -194,3 +199,19 @@ def test_what_flash_attn_is_told(cuda_on_the_host, monkeypatch, call):
         pairs = visible(8, 8, call.get("causal", False), call.get("window", (None, None)), 0)
         expected = formula(*(t.permute(1, 2, 0, 3) for t in doubles), 0.3, pairs).permute(2, 0, 1, 3)
     assert_near(actual, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("packed", [None, DOCUMENTS])
+def test_flash_attn_is_deterministic_when_torch_is_to_be(cuda_on_the_host, monkeypatch, asked, packed):
+    flash_attn = documented_flash_attn()
+    monkeypatch.setattr(cuda, "_flash_attn_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
+    tensors = [torch.randn((8, 2, 16) if packed else (8, 1, 2, 16)).bfloat16() for _ in range(3)]
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(asked)
+    try:
+        attention(*tensors, layout="TND" if packed else "SBND", scale=0.3, causal=True, packed=packed)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert set(flash_attn.told) == {asked}

@@ -105,6 +105,8 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor
         "dropout_p": case.dropout_p,
         "softmax_scale": case.scale,
         "window_size": tuple(-1 if limit is None else limit for limit in (pre, after)),
+        # else its backward adds up keys' gradients in any order
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     if case.packed:
         ends = _cumulative(case.segments, query.device)
