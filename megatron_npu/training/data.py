@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_npu import devices
+from megatron_npu.errors import UsageError
 from megatron_npu.training import tokenizers
 from megatron_npu.training.validation import blend
 
@@ -32,6 +33,9 @@ def samples(args: Namespace) -> Samples:
     """Build the indices on rank 0, then open them on every rank; all ranks must call this.
 
     As in Megatron the split is by documents, and a split that is too short is gone through again.
+
+    Raises:
+        UsageError: the indices cannot be written.
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -53,7 +57,17 @@ def samples(args: Namespace) -> Samples:
     evaluations = evaluation_count(args)
     sizes = [batches * args.global_batch_size for batches in (args.train_iters, evaluations, 0)]
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    return Samples(*BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build())
+    builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config)
+    try:
+        return Samples(*builder.build())
+    except Exception as error:  # megatron-core raises a bare one (0.12 to 0.16)
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise UsageError(
+            f"the indices of the data cannot be written: {error.__cause__}",
+            "a directory for them (default: one beside the data, with their name)",
+            "Give --data-cache-path DIR.",
+        ) from error
 
 
 def _leave_out_unread_parts(args: Namespace, config: Any) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_npu import devices
 from megatron_npu.training import checkpoint, data
@@ -29,6 +30,10 @@ OnGradients = Callable[[int, list[torch.nn.Module]], None]
 
 class DivergedError(RuntimeError):
     """The gradient is not a number; going on would only spoil the weights."""
+
+
+class UnsavedError(RuntimeError):
+    """A checkpoint could not be written: the disk is full, say. Those before it are as they were."""
 
 
 @dataclass
@@ -224,8 +229,14 @@ class Trainer:
 
     def _save(self) -> None:
         self.clock.stop()
-        with _synchronised(self.args, self.state.model):
-            self.outcome.checkpoint = checkpoint.save(self.args, self.state, self.position)
+        try:
+            with _synchronised(self.args, self.state.model):
+                self.outcome.checkpoint = checkpoint.save(self.args, self.state, self.position)
+        except (OSError, CheckpointException) as error:
+            raise UnsavedError(
+                f"the checkpoint of iteration {self.position.iteration} could not be written into "
+                f"{self.args.save}: {_reason(error)}. Is the disk full? Checkpoints before it are complete."
+            ) from error
         self.log.say(f" saved {self.outcome.checkpoint}")
         self.log.write("checkpoint", self.position.iteration, {"path": str(self.outcome.checkpoint)})
         self.clock.start()
@@ -259,6 +270,14 @@ class Trainer:
         self.clock.stop()
         self.outcome.position = self.position
         self.outcome.seconds = self.clock.total
+
+
+def _reason(error: OSError | CheckpointException) -> str:
+    """Return what went wrong in the first process that failed, in one line."""
+    if isinstance(error, CheckpointException) and error.failures:
+        failure = next(iter(error.failures.values()))
+        error = failure[0] if isinstance(failure, tuple) else failure
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def _forward_step(batches: Iterator[data.Batch] | None, model: torch.nn.Module) -> tuple[Any, Any]:

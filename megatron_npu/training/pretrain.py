@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -26,6 +27,20 @@ from megatron_npu.training import (
     model,
     plot,
     validation,
+)
+
+# What a file system says no with: a reason that a user can act on, whose place in the code tells nothing.
+_OUTSIDE = (
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EISDIR,
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
 )
 
 
@@ -85,8 +100,13 @@ def main(argv: Sequence[str]) -> int:
             raise
         _let_rank_0_speak()
         return 2
-    except loop.DivergedError as error:
+    except (loop.DivergedError, loop.UnsavedError) as error:
         print(f"megatron-npu pretrain: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in _OUTSIDE:
+            raise
+        print(f"megatron-npu pretrain: error: {error}", file=sys.stderr)
         return 1
     return 0
 

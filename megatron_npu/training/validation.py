@@ -36,6 +36,7 @@ def check(args: Namespace) -> Namespace:
     _logging(args)
     _data(args)
     _checkpoints(args)
+    _places(args)
     return args
 
 
@@ -100,6 +101,14 @@ def _model(args: Namespace) -> None:
         )
     if args.bf16 and args.fp16:
         _fail("--bf16 and --fp16", "one of them or none", "Drop one.")
+    if args.rotary_base <= 0:
+        _fail(f"--rotary-base {args.rotary_base}", "a number above 0", "Leave it out: it is 10000.")
+    for flag, probability in (
+        ("--attention-dropout", args.attention_dropout),
+        ("--hidden-dropout", args.hidden_dropout),
+    ):
+        if not 0 <= probability < 1:
+            _fail(f"{flag} {probability}", "a probability from 0 to below 1", "Change it.")
 
 
 def _attention(args: Namespace) -> None:
@@ -449,6 +458,29 @@ def _spare(args: Namespace, found: checkpoint_files.Found | None) -> None:
             "an empty directory, or one that this run goes on from",
             f"Add --load {args.save} to go on, or give another directory.",
         )
+
+
+def _places(args: Namespace) -> None:
+    """Check that what is written later can be: after hours of training is no time to find out."""
+    if args.rank:  # on other machines there may be no such places, and only the first process writes to all
+        return
+    log = args.json_log and os.path.dirname(os.path.abspath(args.json_log))
+    for flag, place in (
+        ("--save", args.save),
+        ("--tensorboard-dir", args.tensorboard_dir),
+        ("--data-cache-path", args.data_cache_path),
+        ("--json-log", log),
+    ):
+        if place:
+            _require_writable(flag, Path(place).absolute())
+
+
+def _require_writable(flag: str, place: Path) -> None:
+    there = next(path for path in (place, *place.parents) if path.exists())
+    if not there.is_dir():
+        _fail(f"{flag}: {there} is a file", "a directory", "Give another path.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        _fail(f"{flag}: {there} cannot be written", "a directory of yours", "Give another path.")
 
 
 def describe(names: Iterable[str], args: Namespace) -> str:

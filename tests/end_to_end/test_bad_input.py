@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 
 import pytest
 
+from megatron_npu import cli
 from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")
@@ -41,10 +43,53 @@ def test_spoilt_data(refused, flags, copy, ending, spoil):
         (["--load", "no/such/directory"], "no checkpoint there"),
         (["--split", "999,1,0"], "leaves no document of the 100"),
         (["--recompute-granularity", "selective", "--recompute-modules", "nonsense"], "nonsense"),
+        (["--hidden-dropout", "2"], "--hidden-dropout 2"),
+        (["--attention-dropout", "-0.5"], "--attention-dropout -0.5"),
+        (["--rotary-base", "0"], "--rotary-base 0"),
     ],
 )
 def test_flags_that_do_not_fit(refused, flags, changes, named):
     assert named in refused("pretrain", *flags(*changes))
+
+
+@pytest.mark.parametrize("flag", ["--save", "--json-log", "--tensorboard-dir", "--data-cache-path"])
+def test_places_below_a_file(refused, flags, tmp_path, flag):
+    (tmp_path / "file").touch()
+    assert f"{flag}: {tmp_path / 'file'} is a file" in refused(
+        "pretrain", *flags(flag, tmp_path / "file" / "a" / "b")
+    )
+
+
+@pytest.mark.skipif("os.geteuid() == 0", reason="root may write everywhere")
+def test_a_directory_that_is_read_only(refused, flags, tmp_path):
+    tmp_path.chmod(0o500)
+    assert "cannot be written" in refused("pretrain", *flags("--save", tmp_path / "new"))
+
+
+def test_indices_that_cannot_be_written(flags, copy, capsys):
+    """Data are often shared, and read-only."""
+    copy.touch()  # where the folder of the indices would be
+    assert cli.main(["pretrain", *flags("--data-path", copy)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "the indices of the data cannot be written" in last
+    assert "--data-cache-path" in last
+
+
+def test_a_full_disk_costs_the_last_checkpoint_alone(train, flags, tmp_path, capfd):
+    save = tmp_path / "run"
+    train("--save", save, "--exit-interval", 3)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        assert cli.main(["pretrain", *flags("--load", save, "--save", save)]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    assert f"the checkpoint of iteration 6 could not be written into {save}" in err.splitlines()[-1]
+    summary = train("--load", save, "--save", save)
+    assert summary.iterations == 6
+    assert sorted(tiny.losses(save / "metrics.jsonl")) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_directory_that_does_not_exist_yet_is_where_a_resumable_run_begins(train, tmp_path, capsys):
