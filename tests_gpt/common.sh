@@ -15,12 +15,16 @@ fail() {
 }
 
 # parse_options ALLOWED ARGUMENT...: set pre, next and shape_order from --pre=P --next=N --shape_order=SBH|BSH.
-# With ALLOWED=no the script takes no options.
+# With ALLOWED=no the script takes no options. --help prints the comment that the script begins with.
 parse_options() {
     local allowed=$1 argument
     shift
     pre='' next='' shape_order=''
     for argument in "$@"; do
+        if [ "$argument" = --help ] || [ "$argument" = -h ]; then
+            sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+            exit 0
+        fi
         [ "$allowed" = yes ] || fail "no option $argument; settings are environment variables, see $here/README.md"
         case $argument in
             --pre=*) pre=${argument#*=} ;;
@@ -135,6 +139,18 @@ choose_sizes() {
 # require_file FILE VARIABLE
 require_file() {
     [ -f "$1" ] || fail "no file $1; set $2"
+}
+
+# take_downloaded FILE: copy FILE here from the current folder, where the guide downloads it, unless it is here.
+take_downloaded() {
+    local name
+    name=$(basename "$1")
+    if [ ! -e "$1" ] && [ -f "$name" ]; then
+        echo "Copying $name to $(dirname "$1")"
+        mkdir -p "$(dirname "$1")"
+        cp "$name" "$1.part"
+        mv "$1.part" "$1"
+    fi
 }
 
 # attention_flags: set attention to the flags that --pre, --next and --shape_order mean.

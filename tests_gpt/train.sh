@@ -20,13 +20,13 @@ train() {
         --log-interval "$LOG_INTERVAL" --initial-loss-scale "$INITIAL_LOSS_SCALE" "$@"
     )
     if [ -f "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" ]; then
-        echo "Going on from iteration $(cat "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt") in $CHECKPOINT_PATH"
         run+=(--load "$CHECKPOINT_PATH")
         if written_by_driver "$CHECKPOINT_PATH" && [ -n "$checkout" ]; then
             fail "the checkpoint in $CHECKPOINT_PATH is one of megatron-core, not of $checkout; set CHECKPOINT_PATH"
         elif ! written_by_driver "$CHECKPOINT_PATH" && [ -z "$checkout" ]; then
             fail "the checkpoint in $CHECKPOINT_PATH needs a Megatron-LM checkout; set MEGATRON_LM_PATH or CHECKPOINT_PATH"
         fi
+        refuse_finished
     fi
     if [ -n "$checkout" ]; then
         launch run "$checkout/pretrain_gpt.py" "${run[@]}" --data-impl mmap
@@ -34,4 +34,15 @@ train() {
         echo "No Megatron-LM checkout: running the embedded driver on megatron-core"
         launch pretrain "${run[@]}"
     fi
+}
+
+# refuse_finished: end if the checkpoint has all iterations already, as after another command of the guide.
+refuse_finished() {
+    local reached
+    reached=$(cat "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt")
+    if [[ $reached =~ ^[0-9]+$ ]] && [ "$reached" -ge "$TRAIN_ITERS" ]; then
+        fail "nothing left to train: the checkpoint in $CHECKPOINT_PATH has $reached of $TRAIN_ITERS iterations;" \
+            "move it away, set CHECKPOINT_PATH to another folder, or TRAIN_ITERS to more"
+    fi
+    echo "Going on from iteration $reached in $CHECKPOINT_PATH"
 }

@@ -97,6 +97,54 @@ def test_bad_settings(script, changes, said):
     refused(script("pretrain_gpt_distributed.sh", **changes), said)
 
 
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_is_what_the_script_begins_with(script, option):
+    output = runs.succeeded(script("pretrain_gpt_distributed_bf16.sh", option))
+    assert output.startswith("Pre-train a GPT in bf16 with fused attention:\n  bash pretrain_")
+    assert "set -euo" not in output
+
+
+def test_a_finished_checkpoint_is_not_trained_again(script, tmp_path):
+    """The guide's commands share one folder: the second must not pass for a training of nothing."""
+    tracker = tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir()
+    tracker.write_text("4")
+    train = functools.partial(script, "pretrain_gpt_distributed.sh", MEGATRON_LM_PATH=tmp_path / "tree")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "pretrain_gpt.py").write_text("print('trained')")
+    done = train()
+    assert done.returncode == 2
+    assert "nothing left to train: the checkpoint in " in done.stderr
+    assert "has 4 of 4 iterations; move it away, set CHECKPOINT_PATH" in done.stderr
+    output = runs.succeeded(train(TRAIN_ITERS=5))
+    assert "Going on from iteration 4 in " in output
+    assert output.endswith("trained\n")
+
+
+@pytest.mark.parametrize(
+    ("script", "names", "lacking"),
+    [
+        ("dataset_preprocess_t5.sh", ["bert-large-uncased-vocab.txt"], "dataset/en_wiki"),
+        ("dataset_preprocess_gpt.sh", ["gpt2-vocab.json", "gpt2-merges.txt"], "dataset/gpt"),
+    ],
+)
+def test_a_vocabulary_is_taken_from_where_the_guide_downloads_it(tmp_path, script, names, lacking):
+    """It is copied before anything else is looked at; the articles here are no JSON, which ends it."""
+    (tmp_path / "text").write_text("no JSON\n")
+    for name in names:
+        (tmp_path / name).write_text(f"content of {name}\n")
+    own = {"PYTHON": sys.executable, "MEGATRON_LM_PATH": "/nowhere", "NLTK_DATA": str(tmp_path)}
+    command = ["bash", str(ROOT / "tests" / script)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=runs.environment(**own), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    for name in names:
+        assert f"Copying {name} to {lacking}" in done.stdout
+        assert (tmp_path / lacking / name).read_text() == f"content of {name}\n"
+    assert "set DATA_DIR" not in done.stderr
+
+
 def refused(result: subprocess.CompletedProcess[str], said: str) -> None:
     """Check that a script has ended with exit code 2 and one line that says why."""
     assert result.returncode == 2, result.stdout + result.stderr
