@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _device as device_contexts
 from torch.utils.data import DataLoader
 
-from megatron_npu.devices import gloo, hccl
+from megatron_npu.devices import autocast, gloo, hccl
 from megatron_npu.devices.base import Device
 from megatron_npu.devices.cpu import CpuDevice
 
@@ -201,13 +201,8 @@ class Redirection:
         return kind != "cpu" or not caller.startswith(_OFFLOADING)
 
     def _redirect_autocast(self) -> None:
-        original, name = torch.autocast.__init__, self.device.name
-
-        @functools.wraps(original)
-        def initialise(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-            original(self, name if _means_cuda(device_type) else device_type, *args, **kwargs)
-
-        self._set(torch.autocast, "__init__", initialise)
+        for owner, name, value in autocast.replacements(self.device.name):
+            self._set(owner, name, value)
 
     def _redirect_meshes(self) -> None:
         original, name = DeviceMesh.__init__, self.device.name

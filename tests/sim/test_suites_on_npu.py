@@ -17,14 +17,16 @@ SUITES = {
             for name in (
                 "test_adaptors",
                 "test_attention_adaptor",
+                "test_autocast",
                 "test_experts",
                 "test_inference_mode",
                 "test_training_features",
             )
         ],
         [],
-        104,
+        105,
     ),
+    "what torch's names for CUDA mean": (["tests/unit/devices/test_autocast.py"], [], 14),
 }
 
 

@@ -17,14 +17,6 @@ from megatron_npu import devices
 from megatron_npu.devices.redirect import Redirection
 
 
-@pytest.fixture
-def redirection():
-    redirection = Redirection(devices.CpuDevice())
-    redirection.on()
-    yield redirection
-    redirection.off()
-
-
 def as_megatron(source: str, name: str = "megatron.core.example") -> dict:
     """Run ``source`` in a module that belongs to Megatron and return its names."""
     module = types.ModuleType(name)
@@ -44,9 +36,12 @@ OWNERS = [
     torch.Tensor,
     torch.nn.Module,
     torch.autocast,
+    torch.amp.GradScaler,
+    torch.amp.autocast_mode,
     dist,
     dist.distributed_c10d,
     DataLoader,
+    torch.utils._device.DeviceContext,
 ]
 
 
@@ -55,8 +50,10 @@ def test_off_restores_every_name():
     redirection = Redirection(devices.CpuDevice())
     redirection.on()
     changed = sum(dict(vars(owner)) != old for owner, old in zip(OWNERS, before, strict=True))
+    touched = {id(owner) for owner, _, _ in redirection._originals}
     redirection.off()
     assert changed == len(OWNERS)
+    assert touched == set(map(id, OWNERS)), "the list above is not complete"
     for owner, old in zip(OWNERS, before, strict=True):
         assert dict(vars(owner)) == old, owner
 

@@ -1,0 +1,18 @@
+"""A redirected torch, for the device that is simulated around these tests, else the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_npu import devices, settings
+from megatron_npu.devices.redirect import Redirection
+
+
+@pytest.fixture
+def redirection() -> Iterator[Redirection]:
+    redirection = Redirection(devices.NpuDevice() if settings.SIM.enabled() else devices.CpuDevice())
+    redirection.on()
+    yield redirection
+    redirection.off()
