@@ -73,19 +73,35 @@ def multi_tensor_scale(
 ) -> None:
     """Write ``source * scale`` into the tensors of the second list; the first list is the source.
 
-    ``overflow`` is set where a source is inf or nan; None leaves out the check.
+    ``overflow`` is set where a source is inf or nan, not where a product is; None leaves out the check.
+    Products are in fp32 and rounded once, to the dtype of the target.
     """
     sources, targets = tensor_lists
+    in_place = []
     for source, target in zip(sources, targets, strict=True):
+        if torch.promote_types(source.dtype, target.dtype) is not target.dtype:
+            _scale_and_narrow(source, target, overflow, scale)
+            continue
         if source is not target and source.data_ptr() != target.data_ptr():
             target.copy_(source)
-    if not targets:
-        return
-    if overflow is None:
-        torch._foreach_mul_(targets, scale)
-        return
-    for bunch in _by_dtype(targets):
-        unscale(bunch, overflow, scale)
+        in_place.append(target)
+    _scale_in_place(in_place, overflow, scale)
+
+
+def _scale_and_narrow(source: Tensor, target: Tensor, overflow: Tensor | None, scale: float | Tensor) -> None:
+    """Scale what the target's dtype cannot hold before it is scaled, or not exactly."""
+    wide = torch.promote_types(torch.promote_types(source.dtype, target.dtype), torch.float32)
+    product = source.to(wide, copy=True)
+    _scale_in_place([product], overflow, scale)
+    target.copy_(product)
+
+
+def _scale_in_place(tensors: list[Tensor], overflow: Tensor | None, scale: float | Tensor) -> None:
+    if overflow is None and tensors:
+        torch._foreach_mul_(tensors, scale)
+    elif overflow is not None:
+        for bunch in _by_dtype(tensors):
+            unscale(bunch, overflow, scale)
 
 
 def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
@@ -114,7 +130,7 @@ def multi_tensor_axpby(
     b: float,
     arg_to_check: int = -1,
 ) -> None:
-    """Write ``a * x + b * y`` into the third list, of the first two.
+    """Write ``a * x + b * y`` into the third list, of the first two; in fp32, and rounded once.
 
     Args:
         arg_to_check: which input is checked for inf and nan: 0 is x, 1 is y, -1 both.
@@ -124,7 +140,7 @@ def multi_tensor_axpby(
         for checked in ([xs], [ys], [xs, ys])[arg_to_check]:
             overflow.logical_or_(~_all_finite(checked))
     for x, y, target in zip(xs, ys, targets, strict=True):
-        precise = torch.promote_types(torch.promote_types(x.dtype, y.dtype), target.dtype)
+        precise = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
         target.copy_(torch.add(x.to(precise) * a, y.to(precise), alpha=b))
 
 

@@ -81,6 +81,40 @@ def test_scale_from_16_to_32_bits_does_not_round(device):
         torch.testing.assert_close(target, source.float() * (1 / 3), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("scale", [1e-2, torch.tensor(1e-2)])
+def test_scale_from_32_to_16_bits_rounds_products_not_sources(device, checked, scale):
+    scale = scale.to(device) if torch.is_tensor(scale) else scale
+    sources = [
+        torch.tensor([1e5, 2.0, 1e-8], device=device),
+        torch.tensor([1.00390625 + 2**-9], device=device),
+    ]
+    targets = [torch.zeros(3, dtype=torch.float16, device=device), torch.zeros(1, device=device).bfloat16()]
+    kept, overflow = [s.clone() for s in sources], flag(device)
+    multi_tensor_scale(0, overflow if checked else None, [sources, targets], scale)
+    for source, before, target in zip(sources, kept, targets, strict=True):
+        assert torch.equal(source, before)
+        assert torch.equal(target, (before * 1e-2).to(target.dtype))
+    assert overflow.item() == 0
+    sources[0][0] = float("inf")
+    multi_tensor_scale(0, overflow if checked else None, [sources, targets], scale)
+    assert overflow.item() == checked
+
+
+def test_scale_between_kinds_of_16_bits(device):
+    """Whose numbers the other has not: 1e5 is inf in fp16 and 0.1234 is rounded in bf16."""
+    sources = [
+        torch.tensor([1e5], device=device).bfloat16(),
+        torch.tensor([0.1234], dtype=torch.float16, device=device),
+    ]
+    targets = [torch.empty_like(s) for s in reversed(sources)]
+    overflow = flag(device)
+    multi_tensor_scale(0, overflow, [sources, targets], 0.3)
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(target, (source.float() * 0.3).to(target.dtype))
+    assert overflow.item() == 0
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_scale_reports_what_is_not_finite(device, dtype, bad):
     sources = tensors(device, dtype)
@@ -108,6 +142,15 @@ def test_axpby(device, check, expected):
     for x, y, target in zip(xs, ys, targets, strict=True):
         torch.testing.assert_close(target, 2.0 * x - 3.0 * y.float())
     assert overflow.item() == expected
+
+
+def test_axpby_rounds_once(device):
+    """Neither a product nor a sum of 16 bits is rounded, or overflows, on its way to the target."""
+    x = torch.tensor([60000.0, 1.0009765625], dtype=torch.float16, device=device)
+    y, target = x.clone(), torch.empty_like(x)
+    multi_tensor_axpby(0, flag(device), [[x], [y], [target]], 1.7, -0.7)
+    expected = (x.float() * 1.7 - y.float() * 0.7).half()
+    torch.testing.assert_close(target, expected, rtol=2**-10, atol=0)
 
 
 def test_unscale(device, dtype):
