@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron_npu import plugin
+from megatron_npu.commandline import Parser, number, positive
 from megatron_npu.conversion import carried, engine, families, hf_files, proof
 from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.config import Config, read
@@ -31,7 +32,6 @@ from megatron_npu.training import (
     stock_arguments,
     validation,
 )
-from megatron_npu.training.arguments import Parser
 
 FLAGS = "flags.txt"
 _SIDES = ("hf", "megatron")
@@ -39,7 +39,7 @@ _SIDES = ("hf", "megatron")
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    result = Parser("megatron-npu convert", description=__doc__, allow_abbrev=False)
+    result = Parser("megatron-npu convert", description=__doc__)
     add = result.add_argument
     add("--from", dest="origin", required=True, choices=_SIDES, help="what SOURCE is")
     add("--to", dest="target", required=True, choices=_SIDES, help="what DESTINATION becomes")
@@ -53,12 +53,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--make-vocab-size-divisible-by",
-        type=int,
+        type=positive,
         default=128,
-        metavar="N",
-        help="pad the vocabulary to a multiple of N (to megatron; default: 128)",
+        help="pad the vocabulary to a multiple of N (to megatron)",
     )
-    add("--max-shard-gb", type=float, default=5.0, help="largest file of weights (to hf; default: 5)")
+    add("--max-shard-gb", type=number, default=5.0, help="largest file of weights in 10^9 bytes (to hf)")
     add("--vocab-file", help="where the tokenizer's file is now, if it has moved (from megatron)")
     add("--merge-file", help="where the tokenizer's file is now, if it has moved (from megatron)")
     return result
@@ -233,7 +232,15 @@ def _proven(given: Namespace, megatron: Path, hf: Path, family: Family, dtype: s
         UsageError: the two sides differ.
     """
     logits = proof.has_reference() if given.proof is None else given.proof == "logits"
-    result = proof.prove(megatron, hf, family, engine.DTYPES[dtype], logits=logits)
+    result = proof.prove(
+        megatron,
+        hf,
+        family,
+        engine.DTYPES[dtype],
+        logits=logits,
+        vocab_file=given.vocab_file,
+        merge_file=given.merge_file,
+    )
     yield f"{result.tensors} tensors of type {dtype}, each equal to the bit on both sides"
     if logits:
         yield (

@@ -49,7 +49,16 @@ def has_reference() -> bool:
 
 
 @torch.no_grad()
-def prove(megatron: Path, hf: Path, family: Family, dtype: torch.dtype, *, logits: bool) -> Proof:
+def prove(
+    megatron: Path,
+    hf: Path,
+    family: Family,
+    dtype: torch.dtype,
+    *,
+    logits: bool,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+) -> Proof:
     """Compare a checkpoint of the driver with a folder of Hugging Face.
 
     Args:
@@ -58,11 +67,12 @@ def prove(megatron: Path, hf: Path, family: Family, dtype: torch.dtype, *, logit
         family: of the model.
         dtype: type of the converted weights; those of the other side are rounded to it.
         logits: run both models, too.
+        vocab_file, merge_file: where the files of the checkpoint's tokenizer are now, if they have moved.
 
     Raises:
         UsageError: they differ.
     """
-    with restored(str(megatron), bf16=False, fp16=False) as (args, module, _):
+    with restored(str(megatron), vocab_file, merge_file, bf16=False, fp16=False) as (args, module, _):
         gpt = unwrap(module)
         for parameter in gpt.parameters():
             parameter.copy_(_rounded(parameter, dtype))

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
+_PARTS = ("embedding", "decoder", "encoder", "output_layer", "mtp")  # where keys of weights begin
+
+
 @dataclass(frozen=True)
 class Position:
     """How far a run has come: iterations, and samples of training and validation used by all ranks."""
@@ -122,12 +125,33 @@ def load(args: Namespace, state: State) -> Position:
 
 
 def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
-    """Load the weights alone, whatever the layout that they were saved in. All ranks must call this."""
+    """Load the weights alone, whatever the layout that they were saved in. All ranks must call this.
+
+    Raises:
+        UsageError: the checkpoint has weights that the model has not.
+    """
     from megatron.core import dist_checkpointing
 
     metadata = sharding.module_metadata({})
     wanted = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(model).items()}
+    _require_all_used(wanted, str(path))
     _load_weights(model, dist_checkpointing.load(wanted, str(path)))
+
+
+def _require_all_used(wanted: dict[str, Any], path: str) -> None:
+    """Check that no weight is left over, which megatron-core would not mind."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    used = {sharded.key for sharded in nested_values(wanted)}
+    saved = dist_checkpointing.load_tensors_metadata(path)
+    rest = sorted(key for key in saved.keys() - used if key.partition(".")[0] in _PARTS)
+    if rest:
+        raise UsageError(
+            f"{path} has {rest[0]}" + (f" and {len(rest) - 1} more" if rest[1:] else ""),
+            "the weights of the model that its arguments describe",
+            "Another kind of model cannot be loaded here.",
+        )
 
 
 def _load_weights(model: Sequence[torch.nn.Module], content: dict[str, Any]) -> None:

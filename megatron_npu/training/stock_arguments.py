@@ -120,6 +120,9 @@ def _other_fields(values: Mapping[str, Any]) -> Iterator[str]:
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    window = values.get("window_size")
+    if window is not None and window[1] != 0:  # upstream's window is all that hides what comes later
+        yield f"window_size {window}"
     ours = {*_MODEL, *_OF_CORE} | {field.name for field in dataclasses.fields(ModelParallelConfig)}
     for field in dataclasses.fields(TransformerConfig):
         plain = field.default

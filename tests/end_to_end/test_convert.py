@@ -166,7 +166,7 @@ def meaning(folder: Path) -> dict:
 
 
 @pytest.mark.parametrize("family", [gpt2, llama, mistral, qwen2, qwen3])
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_logits_are_equal_and_the_way_back_gives_the_same_bits(family, data, tmp_path_factory, convert):
     folder = tmp_path_factory.mktemp("convert")

@@ -1,0 +1,137 @@
+"""What stock scripts keep of their arguments: read without running it, taken over or refused by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import serialization
+
+from megatron_npu.errors import UsageError
+from megatron_npu.training import checkpoint_files, stock_arguments, stock_checkpoints
+
+STOCK = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "group_query_attention": False,
+    "num_query_groups": 1,
+    "kv_channels": 8,
+    "ffn_hidden_size": 128,
+    "seq_length": 16,
+    "max_position_embeddings": 64,
+    "position_embedding_type": "rope",
+    "norm_epsilon": 1e-3,
+    "apply_layernorm_1p": False,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 100,
+    "tensor_model_parallel_size": 2,
+    "lr": 1e-3,
+    "num_experts": None,
+    "add_position_embedding": True,
+}
+
+
+class Runs:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def write(root: Path, args: object) -> Path:
+    """Write a checkpoint with nothing but its arguments."""
+    place = root / "iter_0000003"
+    place.mkdir(parents=True)
+    torch.save({"args": args, "iteration": 3}, place / stock_checkpoints.COMMON)
+    checkpoint_files.set_latest(root, 3)
+    return place / stock_checkpoints.COMMON
+
+
+def test_what_would_run_is_refused(tmp_path):
+    file = write(tmp_path, Namespace(**STOCK, evil=Runs(tmp_path / "ran")))
+    with pytest.raises(UsageError, match=r"common\.pt: it names posix\.mkdir"):
+        stock_checkpoints.read_common(file)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_classes_are_replaced_and_what_torch_allowed_stays_allowed(tmp_path):
+    file = write(tmp_path, Namespace(exit_signal=signal.SIGTERM, params_dtype=torch.bfloat16))
+    serialization.add_safe_globals([signal.Signals, Namespace])
+    before = set(serialization.get_safe_globals())
+    args = stock_checkpoints.read_common(file)["args"]
+    assert not isinstance(args.exit_signal, signal.Signals)
+    assert args.exit_signal.given == (15,)
+    assert args.params_dtype is torch.bfloat16
+    assert set(serialization.get_safe_globals()) == before
+
+
+def test_broken_files(tmp_path):
+    file = write(tmp_path, None)
+    with pytest.raises(UsageError, match="holds no arguments"):
+        stock_checkpoints.find(tmp_path)
+    file.write_bytes(b"no archive")
+    with pytest.raises(UsageError, match=r"common\.pt"):
+        stock_checkpoints.find(tmp_path)
+
+
+def test_the_older_format_is_named(tmp_path):
+    (tmp_path / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
+    checkpoint_files.set_latest(tmp_path, 3)
+    with pytest.raises(UsageError, match="--ckpt-convert-format torch_dist"):
+        stock_checkpoints.find(tmp_path)
+
+
+def test_the_model_is_taken_and_the_run_is_not(tmp_path):
+    pytest.importorskip("megatron.core")
+    write(tmp_path, Namespace(**STOCK))
+    found = stock_checkpoints.find(tmp_path)
+    assert (found.iteration, found.has_optimizer, found.has_rng) == (3, False, False)
+    args = found.arguments
+    assert args["num_query_groups"] == 4  # stock leaves 1 there where heads share nothing
+    assert args["layernorm_epsilon"] == 1e-3
+    assert args["ffn_hidden_size"] == 128
+    assert args["rotary_base"] == 10000
+    assert args["lr"] is None
+    assert args["tensor_model_parallel_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_experts": 8}, "num_experts 8"),
+        ({"multi_latent_attention": True}, "multi_latent_attention"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers 1"),
+        ({"squared_relu": True}, "squared_relu"),
+        ({"rotary_seq_len_interpolation_factor": 2}, "rotary_seq_len_interpolation_factor 2"),
+        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+        ({"softmax_type": "learnable"}, "softmax_type learnable"),
+        ({"window_size": (8, -1)}, "window_size (8, -1)"),
+        ({"tokenizer_type": "TikTokenizer"}, "--tokenizer-type TikTokenizer"),
+    ],
+)
+def test_what_the_driver_does_not_have_is_named(changes, named):
+    pytest.importorskip("megatron.core")
+    with pytest.raises(UsageError) as caught:
+        stock_arguments.to_driver({**STOCK, **changes})
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"fp8": "hybrid"}, {"recompute_granularity": "full"}, {"moe_router_topk": 8}, {"window_size": (8, 0)}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_how_it_was_trained_does_not_matter(changes):
+    pytest.importorskip("megatron.core")
+    args = stock_arguments.to_driver({**STOCK, **changes})
+    assert args.get("window_size") == changes.get("window_size")
