@@ -40,6 +40,8 @@ class FusedAdam(FusedOptimizer):
         ValueError: an option that this optimizer cannot honour.
     """
 
+    _options = ("set_grad_none", "adam_w_mode", "master_weights")
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -18,9 +18,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         set_grad_none: whether ``zero_grad()`` drops gradients (True) or zeroes them in place.
     """
 
+    # What a constructor sets beside the groups; a copy or a pickle has it, too.
+    _options: tuple[str, ...] = ("set_grad_none",)
+
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool) -> None:
         self.set_grad_none = set_grad_none
         super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what ``copy.deepcopy`` and ``pickle`` take along: torch's base class names its own alone."""
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in self._options}}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients; ``set_to_none`` overrides what the constructor was told."""

@@ -30,6 +30,8 @@ class FusedSGD(FusedOptimizer):
         ValueError: Nesterov without momentum or with dampening, or an option that cannot be honoured.
     """
 
+    _options = ("set_grad_none", "wd_after_momentum")
+
     def __init__(
         self,
         params: Iterable[Any],

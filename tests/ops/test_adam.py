@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -251,3 +252,29 @@ def test_closure_and_removed_arguments(device):
     assert optimizer.step(closure).item() > optimizer.step(closure).item()
     with pytest.raises(ValueError, match="scale"):
         optimizer.step(scale=2.0)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weights: FusedAdam(weights, LR, adam_w_mode=False, weight_decay=DECAY, master_weights=True),
+        lambda weights: FusedAdam(weights, LR, weight_decay=DECAY, set_grad_none=False),
+        lambda weights: FusedSGD(weights, LR, 0.9, weight_decay=DECAY, wd_after_momentum=True),
+    ],
+)
+def test_a_copy_goes_on_as_the_original_does(device, make, duplicate):
+    weights = parameters(device, torch.bfloat16)
+    optimizer = make(weights)
+    give_gradients(weights, 1)
+    optimizer.step()
+    other = duplicate(optimizer)
+    copies = other.param_groups[0]["params"]
+    for optimized, values in ((optimizer, weights), (other, copies)):
+        give_gradients(values, 2)
+        optimized.step()
+        optimized.zero_grad()
+    for value, twin in zip(weights, copies, strict=True):
+        assert value is not twin
+        assert torch.equal(value, twin)
+        assert (value.grad is None) == (twin.grad is None)
