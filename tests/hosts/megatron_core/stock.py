@@ -1,4 +1,4 @@
-"""Runs of Megatron-LM's own pretrain_gpt.py of a core_v0.* tree, unedited, as a user starts it."""
+"""Runs of Megatron-LM's own scripts of a core_v0.* tree, unedited, as a user starts them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pretrain(
     data: Path | None = None,
     **variables: str,
 ) -> Run:
-    """Run the script of ``tree`` in ``folder``; it must leave the tree as it is.
+    """Run pretrain_gpt.py of ``tree`` in ``folder``; it must leave the tree as it is.
 
     Args:
         changes: flags behind ``FLAGS``, over which they win.
@@ -44,9 +44,24 @@ def pretrain(
         data: prefix of the dataset; None is upstream's mock data.
         variables: of the environment.
     """
+    arguments = [*(["--data-path", str(data)] if data else ["--mock-data"]), *FLAGS, *changes]
+    return run_script(
+        tree, folder, "pretrain_gpt.py", *arguments, processes=processes, device=device, **variables
+    )
+
+
+def run_script(
+    tree: Path,
+    folder: Path,
+    script: str,
+    *arguments: str,
+    processes: int = 1,
+    device: str = "cpu",
+    **variables: str,
+) -> Run:
+    """Run ``script``, a path in ``tree``, in ``folder``; it must leave the tree as it is."""
     before = git_status(tree)
-    script = [str(tree / "pretrain_gpt.py"), *(["--data-path", str(data)] if data else ["--mock-data"])]
-    command = tiny.command("run", *script, *FLAGS, *changes, processes=processes)
+    command = tiny.command("run", str(tree / script), *arguments, processes=processes)
     variables = {"MEGATRON_LM_PATH": str(tree), **variables}
     if device == "npu":
         done = run_simulated(*command, cwd=folder, timeout=TIMEOUT, **variables)
