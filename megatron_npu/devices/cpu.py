@@ -30,12 +30,13 @@ class CpuDevice(Device):
     torch has one CPU generator, where a GPU run has two: the host's and the device's. Here the default
     generator is the *device's* (dropout draws from it without being told), and ``host_generator`` is
     the host's: for Megatron's ``torch.get_rng_state``, for weights initialised on the host, and for
-    DataLoader's base seed. With a single one, a DataLoader that only the first tensor-parallel rank
-    builds would shift that rank's dropout masks against the others'.
+    DataLoaders (seeds, shuffling, samples that are drawn in this process). With a single one, a DataLoader
+    that only the first tensor-parallel rank builds would shift that rank's dropout masks against the others'.
 
     Attributes:
         index: what ``torch.cuda.current_device()`` answers; it tells the processes of a machine apart.
         host_generator: the host's generator.
+        device_generator: the device's generator. Inside ``host_rng`` the two have changed places.
     """
 
     name = "cpu"
@@ -43,6 +44,7 @@ class CpuDevice(Device):
 
     def __init__(self) -> None:
         self.index = 0
+        self.device_generator = torch.default_generator
         self.host_generator = torch.Generator()
         self.host_generator.set_state(torch.default_generator.get_state())
 
@@ -64,13 +66,13 @@ class CpuDevice(Device):
 
     def manual_seed(self, seed: int) -> None:
         # Not torch.manual_seed, which seeds the devices too and would come back here.
-        torch.default_generator.manual_seed(seed)
+        self.device_generator.manual_seed(seed)
 
     def rng_state(self) -> torch.Tensor:
-        return torch.default_generator.get_state()
+        return self.device_generator.get_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        torch.default_generator.set_state(state)
+        self.device_generator.set_state(state)
 
     def host_rng_state(self) -> torch.Tensor:
         return self.host_generator.get_state()
@@ -80,13 +82,22 @@ class CpuDevice(Device):
 
     @contextlib.contextmanager
     def host_rng(self) -> Iterator[None]:
-        device_state = torch.default_generator.get_state()
-        torch.default_generator.set_state(self.host_generator.get_state())
+        if self.host_generator is torch.default_generator:  # the data set of a loader may come here again
+            yield
+            return
+        self._change_places()
         try:
             yield
         finally:
-            self.host_generator.set_state(torch.default_generator.get_state())
-            torch.default_generator.set_state(device_state)
+            self._change_places()
+
+    def _change_places(self) -> None:
+        """Exchange the states of the two generators, and with them what each of them is."""
+        device, host = self.device_generator, self.host_generator
+        state = device.get_state()
+        device.set_state(host.get_state())
+        host.set_state(state)
+        self.device_generator, self.host_generator = host, device
 
     def prepare(self) -> None:
         heap.keep_freed_memory()

@@ -8,6 +8,7 @@ frames see the truth where they probe for hardware (inductor, elastic); everythi
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _device as device_contexts
-from torch.utils.data import DataLoader
+from torch.utils.data import dataloader
 
 from megatron_npu.devices import autocast, gloo, hccl
 from megatron_npu.devices.base import Device
@@ -248,23 +249,25 @@ class Redirection:
             options["device_id"] = None if self.device.name == "cpu" else self._target(options["device_id"])
 
     def _initialising(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
-        def init_process_group(asked: str | None = None, *args: Any, **kwargs: Any) -> Any:
-            self._translate(kwargs)
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            asked = signature.bind(*args, **kwargs).arguments
+            self._translate(asked)
             # torch without a name would take every backend it was built with
-            first = kwargs.pop("backend", None) or self._meant(asked) or self.device.backend
-            return original(first, *args, **kwargs)
+            return original(**{**asked, "backend": asked.get("backend") or self.device.backend})
 
         return init_process_group
 
     def _grouping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
-        def new_group(
-            ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any
-        ) -> Any:
-            kwargs["backend"] = backend
-            self._translate(kwargs)
-            return original(ranks, timeout, *args[1:], **kwargs)
+        def new_group(*args: Any, **kwargs: Any) -> Any:
+            asked = signature.bind(*args, **kwargs).arguments
+            self._translate(asked)
+            return original(**asked)
 
         return new_group
 
@@ -273,7 +276,6 @@ class Redirection:
     def _separate_generators(self, device: CpuDevice) -> None:
         """Make host and device generators distinct where torch has one (see ``CpuDevice``)."""
         get, put, seed = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
-        iterate = DataLoader.__iter__
 
         @functools.wraps(get)
         def get_rng_state() -> torch.Tensor:
@@ -291,16 +293,28 @@ class Redirection:
             device.host_generator.manual_seed(value)
             return seed(value)
 
-        @functools.wraps(iterate)
-        def loader_iterator(self: DataLoader) -> Any:
-            with device.host_rng():
-                return iterate(self)
-
         for owner in (torch, torch.random):
             self._set(owner, "get_rng_state", get_rng_state)
             self._set(owner, "set_rng_state", set_rng_state)
             self._set(owner, "manual_seed", manual_seed)
-        self._set(DataLoader, "__iter__", loader_iterator)
+        # A sampler draws at its first index, and a data set with each sample: on the host, as beside a GPU.
+        for owner, name in (
+            (dataloader.DataLoader, "__iter__"),
+            (dataloader._BaseDataLoaderIter, "_next_index"),
+            (dataloader._SingleProcessDataLoaderIter, "_next_data"),
+        ):
+            self._set(owner, name, _on_host(device, getattr(owner, name)))
+
+
+def _on_host(device: Device, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that draws from the host's generator."""
+
+    @functools.wraps(method)
+    def on_host(*args: Any, **kwargs: Any) -> Any:
+        with device.host_rng():
+            return method(*args, **kwargs)
+
+    return on_host
 
 
 def _distinct(value: Any) -> Any:

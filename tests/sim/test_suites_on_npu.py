@@ -26,7 +26,11 @@ SUITES = {
         [],
         105,
     ),
-    "what torch's names for CUDA mean": (["tests/unit/devices/test_autocast.py"], [], 14),
+    "what torch's names for CUDA mean": (
+        [f"tests/unit/devices/test_{name}.py" for name in ("autocast", "loaders")],
+        [],
+        29,
+    ),
 }
 
 

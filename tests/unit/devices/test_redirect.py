@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, dataloader
 
 from megatron_npu import devices
 from megatron_npu.devices.redirect import Redirection
@@ -41,6 +41,8 @@ OWNERS = [
     dist,
     dist.distributed_c10d,
     DataLoader,
+    dataloader._BaseDataLoaderIter,
+    dataloader._SingleProcessDataLoaderIter,
     torch.utils._device.DeviceContext,
 ]
 
@@ -278,6 +280,9 @@ def test_process_groups_asked_for_nccl_are_gloo(redirection, tmp_path):
         group = dist.new_group([0], backend="nccl", pg_options=object())
         assert dist.get_backend(group) == "gloo"
         dist.barrier(group, device_ids=[0])
+        for options in ((), (object(), False), (object(), True, "a group", torch.device("cuda", 0))):
+            group = dist.new_group([0], None, "nccl", *options)
+            assert dist.get_backend(group) == "gloo"
     finally:
         dist.destroy_process_group()
 
@@ -313,17 +318,6 @@ def test_megatron_reads_the_host_generator(redirection):
     default = torch.get_rng_state()
     torch.rand(10)
     assert not torch.equal(torch.get_rng_state(), default), "outside Megatron: the default generator"
-
-
-def test_data_loader_does_not_move_the_device_generator(redirection):
-    state = torch.cuda.get_rng_state()
-    assert len(list(DataLoader(range(8), batch_size=2))) == 4
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-
-
-def test_data_loader_workers(redirection):
-    batches = list(DataLoader(list(range(8)), batch_size=2, num_workers=2))
-    assert torch.cat(batches).tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("name", ["npu", "cuda"])
