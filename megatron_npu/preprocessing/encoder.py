@@ -120,13 +120,12 @@ class _Words(dict[str, bytes]):
 
 
 def _text_encoder(
-    tokenizer: GPT2Tokenizer | HuggingFaceTokenizer, files: GPT2Files | HuggingFaceFiles, dtype: np.dtype
+    tokenizer: GPT2Tokenizer | HuggingFaceTokenizer, special: bool, dtype: np.dtype
 ) -> Callable[[str], bytes]:
-    """Return a function: a text -> the bytes of its tokens."""
+    """Return a function: a text -> the bytes of its tokens, with what is put around it if ``special``."""
     if isinstance(tokenizer, GPT2Tokenizer):
         bytes_of, words = _Words(tokenizer, dtype).__getitem__, tokenizer.words
         return lambda text: b"".join(map(bytes_of, words(text)))
-    special = files.special_tokens
     return lambda text: np.array(tokenizer.encode(text, special_tokens=special), dtype=dtype).tobytes()
 
 
@@ -140,8 +139,10 @@ class Encoder:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._dtype = np.dtype(recipe.dtype)
-        tokenizer = recipe.tokenizer.build()
-        self._bytes_of = _text_encoder(tokenizer, recipe.tokenizer, self._dtype)
+        files = recipe.tokenizer
+        tokenizer = files.build()
+        special = isinstance(files, HuggingFaceFiles) and files.special_tokens
+        self._bytes_of = _text_encoder(tokenizer, special, self._dtype)
         self._eod = np.array([tokenizer.eod], dtype=self._dtype).tobytes() if recipe.append_eod else b""
 
     def encode(self, batch: corpus.Batch) -> Result:
