@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import json
 import random
 import time
 from collections.abc import Callable
@@ -50,7 +51,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="measure what has this in its name; write nothing")
     parser.add_argument("--plot", action="store_true", help="draw benchmarks/results/ops.png too")
+    parser.add_argument("--redraw", action="store_true", help="draw the rows of ops.json, measure nothing")
     arguments = parser.parse_args()
+    if arguments.redraw:
+        draw(json.loads(RESULT.read_text(encoding="utf-8"))["rows"])
+        return
     import torch
 
     from megatron_npu import devices, host
@@ -455,7 +460,8 @@ def draw(rows: list[dict]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    labels = [f"{r['operation']} {r['dtype'][:4]} {r['pass'][:7]}" for r in rows]
+    short = {"float32": "fp32", "bfloat16": "bf16"}
+    labels = [f"{r['operation']} {short[r['dtype']]} {r['pass']}" for r in rows]
     figure, axes = pyplot.subplots(figsize=(7, 0.22 * len(rows) + 1))
     for offset, variant in ((-0.2, "project"), (0.2, "stock")):
         shares = [r["share_of_copy"][variant] for r in rows]
@@ -466,7 +472,7 @@ def draw(rows: list[dict]) -> None:
     axes.legend()
     figure.tight_layout()
     partial = RESULT.with_name("ops.part.png")
-    figure.savefig(partial, dpi=120)
+    figure.savefig(partial, dpi=80)
     partial.replace(RESULT.with_suffix(".png"))
 
 
