@@ -6,6 +6,7 @@ And a flag that stock scripts forget.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -49,11 +50,14 @@ for _name in ("get_gpt_decoder_block_spec", "get_gpt_mtp_block_spec"):
 def with_qk_l2_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     """Take the flag from the script's arguments where the caller is silent."""
 
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def get_gpt_layer_local_spec(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
         if _flag_given():
-            kwargs.setdefault("qk_l2_norm", True)
-        return original(*args, **kwargs)
+            given.arguments.setdefault("qk_l2_norm", True)
+        return original(*given.args, **given.kwargs)
 
     return get_gpt_layer_local_spec
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,14 @@ from megatron_npu.hosts.megatron_core.records import WITHOUT_CUDA, replace, wrap
 def allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     """Call it with ``allow_no_cuda=True``, and with an address to meet at."""
 
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
         rendezvous.provide_address()
-        return original(*args, **{**kwargs, "allow_no_cuda": True})
+        given = signature.bind(*args, **kwargs)
+        given.arguments["allow_no_cuda"] = True
+        return original(*given.args, **given.kwargs)
 
     return initialize_megatron
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,26 +31,29 @@ _CAUSAL = ("causal", "padding_causal", "causal_bottom_right")
 def accept_what_forward_has(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hide from the constructor what it refuses; refuse what nobody computes here."""
 
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def initialise(
         self: Any,
-        config: Any,
         *args: Any,
-        cp_comm_type: str | None = None,
-        k_channels: int | None = None,
+        k_channels: int | None = None,  # by name alone: no version of upstream's local attention has the two
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        config = given.arguments["config"]
         _refuse_logit_maximum(config)
         hidden = {"context_parallel_size": 1}
         if _window_is_ours(config):
             hidden["window_size"] = None
         with _instead(config, hidden):
-            original(self, config, *args, cp_comm_type=cp_comm_type, **kwargs)
-        self.communication = context_parallel.communication_of(config, cp_comm_type)
+            original(*given.args, **given.kwargs)
+        self.communication = context_parallel.communication_of(config, given.arguments["cp_comm_type"])
         if v_channels is not None:  # the size of upstream's own result, and the default scale
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-        if k_channels is not None and kwargs.get("softmax_scale") is None:
+        if k_channels is not None and given.arguments["softmax_scale"] is None:
             self.softmax_scale *= (self.hidden_size_per_attention_head / k_channels) ** 0.5
 
     return initialise

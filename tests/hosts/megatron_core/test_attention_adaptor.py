@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import types
 
@@ -389,6 +390,28 @@ def test_qk_l2_norm_of_the_script_reaches_the_local_spec(monkeypatch):
     script._GLOBAL_ARGS = types.SimpleNamespace(qk_l2_norm=True)
     assert norm() is L2Norm
     assert norm(qk_l2_norm=False) is not L2Norm
+    order = list(inspect.signature(get_gpt_layer_local_spec).parameters.values())
+    positional = [p.default for p in order[: [p.name for p in order].index("qk_l2_norm")]]
+    spec = get_gpt_layer_local_spec(*positional, False)
+    assert spec.submodules.self_attention.submodules.q_layernorm is not L2Norm
+
+
+def positional_attention(*arguments, **named):
+    """Return a DotProductAttention made with arguments in upstream's order behind the configuration."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    return DotProductAttention(make_config(), 1, AttnMaskType.causal, "self", *arguments, **named)
+
+
+def test_arguments_may_be_positional():
+    module = positional_attention(0.25, 0.5, "p2p")
+    assert (module.attention_dropout.p, module.softmax_scale) == (0.25, 0.5)
+    assert module.communication is None  # nothing is cut
+
+
+def test_a_positional_scale_is_not_scaled_again_for_the_size_of_keys():
+    assert positional_attention(None, 0.5, k_channels=12, v_channels=8).softmax_scale == 0.5
 
 
 @pytest.mark.parametrize("option", ["qk_clip", "log_max_attention_logit"])

@@ -147,3 +147,19 @@ def test_a_parameter_that_a_recomputed_function_returns_stays_a_leaf() -> None:
         gradients.append([tensor.grad.clone() for tensor in (x, weight, bias)])
         x.grad = weight.grad = bias.grad = None
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.skipif("here().type == 'cuda'", reason="upstream's assertion holds there")
+def test_allow_no_cuda_may_be_positional(monkeypatch) -> None:
+    """As the fourth argument of ``initialize_megatron``, or not given at all."""
+    from megatron_npu.hosts.megatron_core.adaptor_training_initialize import allow_no_cuda
+
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+
+    def initialize_megatron(extra_args_provider=None, args_defaults=None, ignore=False, allow_no_cuda=False):
+        return extra_args_provider, args_defaults, ignore, allow_no_cuda
+
+    initialize = allow_no_cuda(initialize_megatron)
+    assert initialize(None, {}, True, False) == (None, {}, True, True)
+    assert initialize(args_defaults={}) == (None, {}, False, True)
