@@ -92,6 +92,23 @@ def test_the_generated_page_is_up_to_date(script):
     assert done.returncode == 0, f"run scripts/{script} without --check: {done.stderr}"
 
 
+def test_every_operation_has_a_row():
+    """Imported elsewhere: what tests bind in this process must not be bound here."""
+    code = """if True:
+        import importlib, pkgutil
+        from megatron_npu import ops
+        for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+            importlib.import_module(module.name)
+        print(*(operation.name for operation in ops.dispatch.OPERATIONS))"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, check=True)
+    rows = re.findall(r"^\| (`.*?) \|", TEXTS[ROOT / "docs" / "operations.md"], re.M)
+    named = {part for row in rows for name in re.findall(r"`([\w.*]+)`", row) for part in name.split(".")}
+    named |= {"attention"}  # has a page of its own
+    assert len(done.stdout.split()) > 10
+    assert set(done.stdout.split()) <= named
+
+
 # -- commands, flags, variables ---------------------------------------------------------------------
 
 
