@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_npu import devices
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files, padding, sharding
+from megatron_npu.training import checkpoint_failures, checkpoint_files, padding, sharding
 from megatron_npu.training.model import unwrap
 
 if TYPE_CHECKING:
@@ -98,16 +98,19 @@ def load(args: Namespace, state: State) -> Position:
     """Load what the flags ask for into ``state``; return where the run goes on. All ranks must call this.
 
     Raises:
-        UsageError: the schedule differs from the checkpoint's and no flag says which one counts.
+        UsageError: files of the checkpoint are missing or broken; the schedule differs from its schedule and
+            no flag says which one counts.
     """
     from megatron.core import dist_checkpointing
 
     found = checkpoint_files.find(args.load)
     path = str(found.path)
-    metadata = sharding.saved_metadata(path, found.optimizer_sharding)
+    with checkpoint_failures.reading(path):
+        metadata = sharding.saved_metadata(path, found.optimizer_sharding)
     rng = args.load_rng and _same_ranks(args, found)
     wanted = _state_dict(state, metadata, optimizer=args.load_optim, rng=rng, loading=True)
-    content = dist_checkpointing.load(wanted, path)
+    with checkpoint_failures.reading(path):
+        content = dist_checkpointing.load(wanted, path)
     _load_weights(state.model, content)
     if args.load_optim:
         state.optimizer.load_state_dict(content["optimizer"])
@@ -128,14 +131,16 @@ def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
     """Load the weights alone, whatever the layout that they were saved in. All ranks must call this.
 
     Raises:
-        UsageError: the checkpoint has weights that the model has not.
+        UsageError: files of the checkpoint are missing or broken; it has weights that the model has not.
     """
     from megatron.core import dist_checkpointing
 
     metadata = sharding.module_metadata({})
     wanted = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(model).items()}
-    _require_all_used(wanted, str(path))
-    _load_weights(model, dist_checkpointing.load(wanted, str(path)))
+    with checkpoint_failures.reading(path):
+        _require_all_used(wanted, str(path))
+        content = dist_checkpointing.load(wanted, str(path))
+    _load_weights(model, content)
 
 
 def _require_all_used(wanted: dict[str, Any], path: str) -> None:

@@ -18,6 +18,7 @@ from megatron_npu.errors import UsageError
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name, in tracker and directory, for weights that no run has trained here
 DESCRIPTION = "arguments.json"
+FILES = ("common.pt", "metadata.json", ".metadata")  # of megatron-core, beside those with the weights
 CARRIED = "hf"  # in a converted checkpoint: the tokenizer's files, and others that came with the weights
 
 

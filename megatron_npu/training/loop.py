@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_npu import devices
-from megatron_npu.training import checkpoint, data
+from megatron_npu.training import checkpoint, checkpoint_failures, data
 from megatron_npu.training.checkpoint import Position, State
 from megatron_npu.training.log import Clock, Interval, Log, mean_losses
 
@@ -232,10 +231,11 @@ class Trainer:
         try:
             with _synchronised(self.args, self.state.model):
                 self.outcome.checkpoint = checkpoint.save(self.args, self.state, self.position)
-        except (OSError, CheckpointException) as error:
+        except checkpoint_failures.FAILURES as error:
             raise UnsavedError(
                 f"the checkpoint of iteration {self.position.iteration} could not be written into "
-                f"{self.args.save}: {_reason(error)}. Is the disk full? Checkpoints before it are complete."
+                f"{self.args.save}: {checkpoint_failures.reason(error)}. "
+                "Is the disk full? Checkpoints before it are complete."
             ) from error
         self.log.say(f" saved {self.outcome.checkpoint}")
         self.log.write("checkpoint", self.position.iteration, {"path": str(self.outcome.checkpoint)})
@@ -270,14 +270,6 @@ class Trainer:
         self.clock.stop()
         self.outcome.position = self.position
         self.outcome.seconds = self.clock.total
-
-
-def _reason(error: OSError | CheckpointException) -> str:
-    """Return what went wrong in the first process that failed, in one line."""
-    if isinstance(error, CheckpointException) and error.failures:
-        failure = next(iter(error.failures.values()))
-        error = failure[0] if isinstance(failure, tuple) else failure
-    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def _forward_step(batches: Iterator[data.Batch] | None, model: torch.nn.Module) -> tuple[Any, Any]:

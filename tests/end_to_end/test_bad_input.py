@@ -127,6 +127,22 @@ def test_a_checkpoint_of_another_run(refused, flags, trained, changes, named):
     assert _content(trained) == before
 
 
+@pytest.mark.parametrize("spoil", ["missing", "truncated"])
+def test_a_checkpoint_that_is_not_whole(flags, trained, capsys, spoil):
+    for path in sorted((trained / "iter_0000006").glob("[_c.m]*")):  # all but our own description
+        content = path.read_bytes()
+        path.unlink()
+        if spoil == "truncated":
+            path.write_bytes(content[: len(content) // 2])
+        assert cli.main(["pretrain", *flags("--load", trained, "--save", trained)]) == 2
+        path.write_bytes(content)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out
+        last = err.splitlines()[-1]
+        assert f"the checkpoint {path.parent}" in last
+        assert "latest_checkpointed_iteration.txt" in last
+
+
 def test_checkpoints_of_another_run_are_not_overwritten(refused, flags, trained):
     before = _content(trained)
     assert "holds checkpoints already" in refused("pretrain", *flags("--save", trained))

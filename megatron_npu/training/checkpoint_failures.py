@@ -1,0 +1,50 @@
+"""Checkpoints that cannot be written or read: what torch and megatron-core raise then, in one line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_npu.errors import UsageError
+from megatron_npu.training import checkpoint_files
+
+# Failures of files; CheckpointException, which is no Exception, holds those of each process.
+FAILURES = (OSError, CheckpointException)
+
+
+def reason(error: BaseException) -> str:
+    """Return what went wrong in the first process that failed."""
+    if isinstance(error, CheckpointException) and error.failures:
+        failure = next(iter(error.failures.values()))
+        error = failure[0] if isinstance(failure, tuple) else failure
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+@contextlib.contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Let what is read in the block be the checkpoint in ``path``.
+
+    Raises:
+        UsageError: files of it are missing or broken.
+    """
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    missing = [name for name in checkpoint_files.FILES if not (Path(path) / name).is_file()]
+    if missing:
+        raise _broken(path, f"lacks {' and '.join(missing)}")
+    try:
+        yield
+    # a torn file is a ValueError to JSON, a RuntimeError or EOFError to torch
+    except (*FAILURES, CheckpointingException, ValueError, RuntimeError, EOFError) as error:
+        raise _broken(path, f"cannot be read: {reason(error)}") from error
+
+
+def _broken(path: str | Path, why: str) -> UsageError:
+    return UsageError(
+        f"the checkpoint {path} {why}",
+        "one whose files are whole",
+        f"Name an older one, by its iteration, in {Path(path).parent / checkpoint_files.TRACKER}.",
+    )
