@@ -326,7 +326,9 @@ def test_text_of_gpt2_with_its_own_vocabulary(tmp_path, gpt2_vocab, convert):
     ids = tokenizer("To be, or not", return_tensors="pt")
     expected = made.generate(**ids, max_new_tokens=8, do_sample=False, pad_token_id=50256)
     assert text == tokenizer.decode(expected[0])
-    convert("megatron", "hf", tmp_path / "moved", tmp_path / "h")
+    away = (tmp_path / "moved" / "hf").rename(tmp_path / "tokenizer")
+    files = ["--vocab-file", away / "vocab.json", "--merge-file", away / "merges.txt"]
+    convert("megatron", "hf", tmp_path / "moved", tmp_path / "h", *files)
     for name in ("vocab.json", "merges.txt", "generation_config.json"):
         assert (tmp_path / "h" / name).read_bytes() == (source / name).read_bytes()
 
