@@ -18,13 +18,21 @@ MAIN_MODULES = ("__main__", "__mp_main__")  # the second is the main module in a
 
 @dataclass
 class Change:
-    """One slot that was set: ``owner.name``, what lay in the owner's own dictionary, what lies there now."""
+    """One slot that was set: ``owner.name``, what lay in the owner's own dictionary, what lies there now.
+
+    Attributes:
+        module, qualname: the patched symbol on whose account it was set.
+    """
 
     module: ModuleType
+    qualname: str
     owner: Any
     name: str
     old: Any
     new: Any
+
+    def __str__(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
 
     def make(self) -> None:
         """Set the new value."""
@@ -84,11 +92,11 @@ def new_value(patch: Patch, current: Any) -> Any:
         return patch.make
     if patch.kind == "replace":
         return _like(current, patch.make)
-    original = _bare(current)
+    original = bare(current)
     return _like(current, _named_like(original, patch.make(original)))
 
 
-def _bare(raw: Any) -> Any:
+def bare(raw: Any) -> Any:
     """Return the function inside a static or class method, the getter of a property, else ``raw``."""
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__

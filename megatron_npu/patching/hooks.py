@@ -17,8 +17,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from megatron_npu.patching.captures import CapturedChange, Held, captures
 from megatron_npu.patching.changes import (
+    MISSING,
     Change,
+    bare,
     find_slot,
     holders,
     is_shared_by_identity,
@@ -159,7 +162,7 @@ class Engine:
         A slot that somebody else has set since is left as it is, with a warning.
         """
         for change in self._restore(list(self._changes)):
-            logger.warning("%s.%s was changed by others; left as it is", change.owner, change.name)
+            logger.warning("%s was changed by others; left as it is", change)
         self._release_captured()
         self._patched.clear()
         for row in self._ledger.rows:
@@ -350,7 +353,7 @@ class Engine:
         try:
             for patch in sorted(group, key=lambda patch: patch.kind == "wrap"):
                 value = new_value(patch, value)
-            self._make(Change(module, slot.owner, slot.name, slot.own, value), made)
+            self._make(Change(module, qualname, slot.owner, slot.name, slot.own, value), made)
         except Exception as error:
             return self._fail(group, f"cannot be patched: {error!r}", error)
         for patch in group:
@@ -377,7 +380,7 @@ class Engine:
 
         That happens in a circular import, whose body had not ended, and when patching late.
         """
-        changes = list(made)
+        changes, repaired = list(made), {id(module): module}
         olds = {
             id(change.old): change
             for change in changes
@@ -389,19 +392,53 @@ class Engine:
         for holder, name, value in holders(news | olds.keys(), self.prefixes):
             change = olds.get(id(value))
             if change is not None:
-                self._repair_one(Change(module, holder, name, value, change.new), change.name, made)
+                repair = Change(module, change.qualname, holder, name, value, change.new)
+                self._repair_one(repair, f"{holder.__name__}.{name}", made)
+                repaired[id(holder)] = holder
             elif id(value) in news and (id(holder), name) not in ours:
                 news.discard(id(value))  # it has a home of its own in the host
         self._captured.extend(
             (change.name, change.new, change.old) for change in changes if id(change.new) in news
         )
+        for holder in repaired.values():
+            self._repair_values(module, holder, changes, made)
 
-    def _repair_one(self, repair: Change, name: str, made: list[Change]) -> None:
+    def _repair_one(self, repair: Change, where: str, made: list[Change]) -> None:
         self._make(repair, made)
-        for patch in self._patches_for(repair.module.__name__):
-            row = self._ledger.row(patch)
-            if patch.qualname == name and row.state in ("applied", "drifted"):
-                row.repaired.append(f"{repair.owner.__name__}.{repair.name}")
+        for row in self._rows_of(repair):
+            row.repaired.append(where)
+
+    def _rows_of(self, change: Change) -> list[Row]:
+        patches = self._patches_for(change.module.__name__)
+        rows = [self._ledger.row(patch) for patch in patches if patch.qualname == change.qualname]
+        return [row for row in rows if row.state in ("applied", "drifted")]
+
+    def _repair_values(
+        self, module: ModuleType, holder: ModuleType, changes: list[Change], made: list[Change]
+    ) -> None:
+        """Put the new objects into the values of ``holder`` that hold old ones, or tell that one cannot."""
+        olds: dict[int, tuple[Change, Any, Any]] = {}
+        for change in changes:
+            if callable(bare(change.old)) and change.old is not MISSING and change.old is not change.new:
+                olds[id(bare(change.old))] = change, bare(change.old), bare(change.new)
+                olds[id(change.old)] = change, change.old, change.new
+        ours = {id(value) for change in changes for value in (change.new, bare(change.new))}
+        for held in list(captures(holder, olds.keys(), ours)):
+            change, old, new = olds[id(held.value)]
+            if not (is_shared_by_identity(old, module.__name__) and self._put(held, change, new, made)):
+                logger.warning("%s:%s is still held by %s", module.__name__, change.qualname, held.where)
+                for row in self._rows_of(change):
+                    row.held.append(held.where)
+
+    def _put(self, held: Held, change: Change, new: Any, made: list[Change]) -> bool:
+        if held.put is None:
+            return False
+        repair = CapturedChange(change.module, change.qualname, held, held.where, held.value, new)
+        try:
+            self._repair_one(repair, held.where, made)
+        except Exception:  # it may be read-only in its own way
+            return False
+        return True
 
     # --- restoring ---
 

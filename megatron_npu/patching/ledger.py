@@ -21,7 +21,8 @@ class Row:
         state: ``pending`` (the module was not imported), ``applied``, ``skipped``, ``drifted`` (applied
             although upstream has changed) or ``failed``.
         reason: why it is in that state, or what else is worth knowing; may be empty.
-        repaired: ``module.name`` of the names that held the original and were repaired.
+        repaired: ``module.name`` of the names and values that held the original and were repaired.
+        held: the values that hold the original still and could not be repaired: who calls them is unpatched.
         late: it was applied to a module that had been imported before.
     """
 
@@ -34,11 +35,13 @@ class Row:
     state: str = "pending"
     reason: str = ""
     repaired: list[str] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
     late: bool = False
 
     def settle(self, state: str, reason: str = "", *, late: bool = False) -> None:
-        """Enter a state; what was repaired for an earlier one is forgotten."""
-        self.state, self.reason, self.late, self.repaired = state, reason, late, []
+        """Enter a state; what was repaired or found for an earlier one is forgotten."""
+        self.state, self.reason, self.late = state, reason, late
+        self.repaired, self.held = [], []
 
 
 class Ledger:
@@ -136,4 +139,6 @@ def _remarks(row: Row) -> list[str]:
         remarks.append("applied late: the module had been imported before")
     if row.repaired:
         remarks.append("repaired: " + ", ".join(row.repaired))
+    if row.held:
+        remarks.append("still held by " + ", ".join(row.held))
     return remarks
