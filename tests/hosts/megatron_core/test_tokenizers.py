@@ -1,15 +1,11 @@
-"""What inference asks of tokenizers that have no answer of their own, and of attention without flash-attn."""
+"""What inference asks of tokenizers that have no answer of their own."""
 
 from __future__ import annotations
-
-import importlib.util
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from megatron_npu.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -45,12 +41,3 @@ def test_a_text_is_cut_where_its_tokens_begin(byte_tokenizer, text: str) -> None
 
 def test_no_token_begins_a_text(byte_tokenizer) -> None:
     assert byte_tokenizer.bos is None
-
-
-def test_the_dynamic_engine_is_refused_without_flash_attn() -> None:
-    if importlib.util.find_spec("flash_attn"):
-        pytest.skip("flash-attn is installed")
-    from megatron.core.transformer import attention
-
-    with pytest.raises(UsageError, match="dynamic inference engine without the package flash-attn"):
-        attention.is_fa_min_version("2.7.3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from pathlib import Path
 
@@ -115,3 +116,21 @@ def test_the_stock_script_refuses_in_one_line(version: str, flags: list[str], tm
     assert last.startswith("megatron-npu")
     assert f"{flags[0]} " in last
     assert "without TransformerEngine" in last
+
+
+def test_the_dynamic_engine_is_refused_without_flash_attn() -> None:
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash-attn is installed")
+    from megatron.core.transformer import attention
+
+    with pytest.raises(UsageError, match="dynamic inference engine without the package flash-attn"):
+        attention.is_fa_min_version("2.7.3")
+
+
+def test_mamba_is_refused_without_its_kernels() -> None:
+    if importlib.util.find_spec("mamba_ssm"):
+        pytest.skip("mamba-ssm is installed")
+    from megatron.core.models.mamba.mamba_model import MambaModel
+
+    with pytest.raises(UsageError, match="Mamba model without the packages mamba-ssm"):
+        MambaModel(make_config(), None, vocab_size=8, max_sequence_length=8)
