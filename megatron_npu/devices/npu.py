@@ -8,28 +8,33 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megatron_npu.devices import gauges
+from megatron_npu.devices import device_monitor
 from megatron_npu.devices.base import Device, MemoryStatistics
 from megatron_npu.devices.cuda_names import no_operation, tensor_types
 
 # Everything Megatron asks of torch.cuda that torch.npu answers under the same name.
 _SAME_NAME = (
     "is_available set_device current_device device device_count get_device_properties get_device_name "
-    "synchronize _lazy_init _lazy_call get_rng_state set_rng_state manual_seed manual_seed_all "
-    "initial_seed Stream Event ExternalStream current_stream default_stream stream set_stream "
-    "memory_stats memory_allocated memory_reserved max_memory_allocated max_memory_reserved "
-    "reset_peak_memory_stats empty_cache mem_get_info is_current_stream_capturing "
+    "synchronize _lazy_init _lazy_call get_rng_state get_rng_state_all set_rng_state set_rng_state_all "
+    "manual_seed manual_seed_all seed seed_all initial_seed "
+    "Stream Event ExternalStream current_stream default_stream stream set_stream "
+    "memory_stats memory_summary memory_allocated memory_reserved memory_cached "
+    "max_memory_allocated max_memory_reserved max_memory_cached "
+    "reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached "
+    "reset_accumulated_memory_stats empty_cache mem_get_info is_current_stream_capturing "
     "utilization OutOfMemoryError"
 ).split()
-_RANDOM = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "initial_seed")
-
-
+_RANDOM = (
+    "get_rng_state get_rng_state_all set_rng_state set_rng_state_all "
+    "manual_seed manual_seed_all seed seed_all initial_seed"
+).split()
 # Ampere's is where Megatron stops asking for work-arounds: bf16 is native.
 _CAPABILITY = (8, 0)
 
@@ -90,13 +95,23 @@ class NpuDevice(Device):
         names = {name: _naming_npu(getattr(npu, name)) for name in _SAME_NAME if hasattr(npu, name)}
         names |= {f"random.{name}": names[name] for name in _RANDOM if name in names}
         names["default_generators"] = _DefaultGenerators()
-        names["get_device_capability"] = lambda *_: _CAPABILITY
+        names["get_device_capability"] = _capability
+        names["_lazy_call"] = _call_when_ready
         names["get_device_properties"] = _with_capability(names["get_device_properties"])
         names |= {f"nvtx.{name}": no_operation for name in ("range_push", "range_pop", "mark")}
         names |= _memory_history()
         names["device_memory_used"] = _memory_used
-        names |= dict.fromkeys(("temperature", "power_draw", "clock_rate"), gauges.unknown)
+        names |= dict.fromkeys(("temperature", "power_draw", "clock_rate"), device_monitor.unknown)
         return names | tensor_types("npu")
+
+
+def _call_when_ready(callable: Callable[[], Any], **_: Any) -> None:
+    """Call once the device is initialised; torch says besides which calls seed, torch_npu has no use for that."""
+    torch.npu._lazy_call(callable)
+
+
+def _capability(device: Any = None) -> tuple[int, int]:
+    return _CAPABILITY
 
 
 class _DefaultGenerators(Sequence):
@@ -164,8 +179,12 @@ def _naming_npu(value: Any) -> Any:
     if not isinstance(value, types.FunctionType):
         return value
 
+    takes = inspect.signature(value).parameters
+
     @functools.wraps(value)
     def on_npu(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and "device_name" in takes:  # torch_npu 2.13 calls it so in two places
+            kwargs["device_name"] = kwargs.pop("device")
         return value(*map(_npu_for_cuda, args), **{name: _npu_for_cuda(x) for name, x in kwargs.items()})
 
     return on_npu

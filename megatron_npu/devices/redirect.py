@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _device as device_contexts
 from torch.utils.data import dataloader
 
-from megatron_npu.devices import autocast, gloo, hccl
+from megatron_npu.devices import autocast, gloo, hccl, writes
 from megatron_npu.devices.base import Device
 from megatron_npu.devices.cpu import CpuDevice
 
@@ -219,6 +219,8 @@ class Redirection:
     def _redirect_distributed(self) -> None:
         self._set(dist, "init_process_group", self._initialising(dist.init_process_group))
         self._set_collective("new_group", self._grouping(dist.new_group))
+        for name in writes.UNCOUNTED:
+            self._set_collective(name, writes.counting(getattr(dist, name)))
         if self.device.name == "npu":
             self._set_collective("all_reduce", hccl.reducing_doubles(dist.all_reduce))
         if self.device.name == "cpu":

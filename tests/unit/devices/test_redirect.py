@@ -128,6 +128,18 @@ def test_the_current_device_is_an_index(redirection):
     assert {3: "found"}[third] == "found"
     assert [0, 1, 2, "third"][third] == "third"
     assert int(third) == 3
+    assert (third + 1, 1 + third, third % 2, 7 % third, third // 2, 9 - third, 2 * third) == (
+        4,
+        4,
+        1,
+        1,
+        1,
+        6,
+        6,
+    )
+    assert third < 4 <= 4 - third + 4
+    assert 2 < third <= 3
+    assert not third > third
     assert f"cuda:{third}" == "cuda:" + str(third) == "cuda:3"
     torch.cuda.set_device("cuda:1")
     assert torch.cuda.current_device() == torch.cuda.current_device()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-class HostIndex(str):
+class CpuDeviceIndex(str):
     """An index to Python, the name ``cpu`` to torch.
 
     On CUDA the answer is an int, and Megatron uses it in every way that an int allows: some two hundred times
@@ -22,7 +24,7 @@ class HostIndex(str):
 
     _index: int
 
-    def __new__(cls, index: int) -> HostIndex:
+    def __new__(cls, index: int) -> CpuDeviceIndex:
         self = super().__new__(cls, "cpu")
         self._index = index
         return self
@@ -47,7 +49,7 @@ class HostIndex(str):
         return format(self._index, specification)
 
     def __eq__(self, other: object) -> bool:
-        return self._index == (other._index if isinstance(other, HostIndex) else other)
+        return self._index == (other._index if isinstance(other, CpuDeviceIndex) else other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other  # str has a __ne__ of its own
@@ -58,9 +60,27 @@ class HostIndex(str):
     def __bool__(self) -> bool:
         return bool(self._index)
 
-    def __deepcopy__(self, memo: dict) -> HostIndex:
+    def __deepcopy__(self, memo: dict) -> CpuDeviceIndex:
         return self
 
     def __reduce__(self) -> tuple:
         # What a checkpoint keeps must load without this package, and with torch.load's weights_only.
         return torch.device, ("cpu",)
+
+
+def _as_number(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that does with the index what Python does with an int; str has its own of some."""
+
+    def method(self: CpuDeviceIndex, other: Any) -> Any:
+        return operation(self._index, other._index if isinstance(other, CpuDeviceIndex) else other)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "mod", "floordiv", "lt", "le", "gt", "ge"):
+    _operation = getattr(operator, _name)
+    setattr(CpuDeviceIndex, f"__{_name}__", _as_number(_operation))
+    if _name not in ("lt", "le", "gt", "ge"):  # Python mirrors comparisons by itself
+        setattr(
+            CpuDeviceIndex, f"__r{_name}__", _as_number(lambda a, b, operation=_operation: operation(b, a))
+        )
