@@ -140,6 +140,32 @@ def refresh_main_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_checkpoint
 
 
+@wrap(
+    "megatron.checkpointing:load_checkpoint",
+    why="a task or the text server whose --load holds no checkpoint goes on with random weights, and its "
+    "figures end with exit code 0",
+)
+def require_what_is_evaluated(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse to evaluate a model that was never loaded; a training may begin so, and has an optimizer."""
+
+    @functools.wraps(original)
+    def load_checkpoint(
+        model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load", strict: bool = True
+    ) -> int:
+        from megatron import get_args
+
+        directory = getattr(get_args(), load_arg)
+        if optimizer is None and not Path(directory, _TRACKER_FILE).is_file():
+            raise UsageError(
+                f"--{load_arg.replace('_', '-')} {directory}: no checkpoint there (no {_TRACKER_FILE})",
+                "a folder that --save of a training was",
+                "Correct the path; without weights there is nothing to evaluate.",
+            )
+        return original(model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
+
+    return load_checkpoint
+
+
 def _is_release(directory: str) -> bool:
     tracker = Path(directory, _TRACKER_FILE)
     return tracker.is_file() and tracker.read_text().strip() == "release"

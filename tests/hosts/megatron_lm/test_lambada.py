@@ -148,3 +148,17 @@ def test_changing_the_layout_there_and_back_changes_no_bit(checkpoints):
     assert len(trained) > 20
     assert trained.keys() == returned.keys()
     assert all(torch.equal(tensor, returned[key]) for key, tensor in trained.items())
+
+
+@pytest.mark.parametrize("load", ["there/but/empty", "not/there"])
+def test_a_checkpoint_that_is_not_there_is_not_evaluated(checkout, data, tmp_path, load):
+    """Upstream warns, evaluates random weights and ends with exit code 0."""
+    (tmp_path / "there" / "but" / "empty").mkdir(parents=True)
+    passages = tmp_path / "asked.json"
+    passages.write_text('{"text": "a b c d"}\n')
+    task = f"--task LAMBADA --valid-data {passages} --no-load-optim --no-load-rng --load {tmp_path / load}"
+    command = [*runs.flags(data), *task.split(), "--tokenizer-type", "GPT2BPETokenizer"]
+    done = runs.run(checkout / "tasks" / "main.py", command)
+    assert done.returncode == 2
+    assert f"error: --load {tmp_path / load}: no checkpoint there" in done.stderr
+    assert "Traceback" not in done.stderr
