@@ -99,6 +99,7 @@ class Kind:
         """Return how far a query sees back; ``sliding_window`` counts the query's own token too."""
         if self.window_switch:
             config.require("use_sliding_window", False)
+            config.require("use_mrope", False)  # which Qwen2.5's files name, for its models of pictures
             config.ignore("sliding_window", "max_window_layers")  # of the windows that are off
             for kind in config.take("layer_types", []):
                 if kind != "full_attention":

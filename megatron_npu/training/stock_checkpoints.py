@@ -22,6 +22,7 @@ from megatron_npu.training import checkpoint_files, stock_arguments
 COMMON = "common.pt"  # megatron-core's name for what is not sharded
 _LEGACY = "mp_rank_*"  # directories of the format "torch"
 # What the scripts of core_v0.12 to 0.16 put there beside numbers and texts: enumerations and plain holders.
+# megatron-core builds the real ones when it loads, which runs nothing of a file's own either.
 _HARMLESS = frozenset(
     """
     argparse.Namespace types.SimpleNamespace pathlib.PosixPath signal.Signals
@@ -29,6 +30,8 @@ _HARMLESS = frozenset(
     megatron.core.transformer.enums.CudaGraphScope megatron.core.optimizer.optimizer_config.OptimizerConfig
     megatron.core.rerun_state_machine.RerunDiagnostic megatron.core.rerun_state_machine.RerunMode
     megatron.core.rerun_state_machine.RerunState
+    numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct numpy.core.multiarray.scalar
+    numpy._core.multiarray.scalar numpy.ndarray numpy.dtype numpy.dtypes.UInt32DType
     """.split()
 )
 
@@ -42,6 +45,9 @@ class _Inert:
 
     def __init__(self, *given: object) -> None:
         self.given = given
+
+    def __setstate__(self, state: object) -> None:
+        """Forget what the class would have been told further."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}{self.given}"

@@ -89,7 +89,7 @@ def test_what_sets_the_kin_apart():
 
 @pytest.mark.parametrize("values", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
 def test_windows_that_are_off_mean_nothing(values):
-    off = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1}
+    off = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1, "use_mrope": False}
     assert flags(values, **off, layer_types=["full_attention"] * 2) == flags(values)
 
 
@@ -101,6 +101,7 @@ def test_windows_that_are_off_mean_nothing(values):
         (MISTRAL, {"num_key_value_heads": None}, "num_key_value_heads"),
         (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types"),
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN2, {"use_mrope": True}, "use_mrope"),
         (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (QWEN2, {"attention_bias": False}, "attention_bias"),
         (QWEN3, {"attention_bias": True}, "attention_bias"),

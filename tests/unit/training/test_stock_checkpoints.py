@@ -7,6 +7,7 @@ import signal
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import serialization
@@ -65,13 +66,15 @@ def test_what_would_run_is_refused(tmp_path):
 
 
 def test_classes_are_replaced_and_what_torch_allowed_stays_allowed(tmp_path):
-    file = write(tmp_path, Namespace(exit_signal=signal.SIGTERM, params_dtype=torch.bfloat16))
+    numbers = {"array": np.arange(3, dtype=np.uint32), "scalar": np.float64(0.5)}
+    file = write(tmp_path, Namespace(exit_signal=signal.SIGTERM, params_dtype=torch.bfloat16, **numbers))
     serialization.add_safe_globals([signal.Signals, Namespace])
     before = set(serialization.get_safe_globals())
     args = stock_checkpoints.read_common(file)["args"]
     assert not isinstance(args.exit_signal, signal.Signals)
     assert args.exit_signal.given == (15,)
     assert args.params_dtype is torch.bfloat16
+    assert not isinstance(args.array, np.ndarray)
     assert set(serialization.get_safe_globals()) == before
 
 
