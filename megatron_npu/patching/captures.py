@@ -20,7 +20,7 @@ _LARGEST = 1000  # a longer table is data
 _CACHED = type(functools.lru_cache(lambda: None))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Held:
     """One place that holds a value.
 
@@ -95,6 +95,11 @@ class _Search:
                 yield from self.inside(held.value, held.where, depth - 1)
 
 
+def _may_matter(value: Any) -> bool:
+    """Return whether ``value`` may be a symbol or hold one; most defaults and attributes are plain values."""
+    return callable(value) or type(value) in _PLACES
+
+
 def _of_mapping(mapping: dict[Any, Any], where: str) -> Iterator[Held]:
     if len(mapping) > _LARGEST:
         return
@@ -139,9 +144,13 @@ def _of_partial(partial: functools.partial[Any], where: str) -> Iterator[Held]:
 
 def _of_function(function: FunctionType, where: str) -> Iterator[Held]:
     for position, value in enumerate(function.__defaults__ or ()):
-        yield _default(function, position, value, where)
-    yield from _of_mapping(function.__kwdefaults__ or {}, f"{where} (a default)")
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if _may_matter(value):
+            yield _default(function, position, value, where)
+    if function.__kwdefaults__:
+        yield from _of_mapping(function.__kwdefaults__, f"{where} (a default)")
+    if function.__closure__ is None:
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
         if name != "__class__":  # super() without arguments needs the class that the body made
             yield from _of_cell(cell, f"{where} (its closure's {name})")
 
@@ -172,7 +181,8 @@ def _of_class(cls: type, where: str) -> Iterator[Held]:
     for name, value in vars(cls).copy().items():
         if _is_special(name) and not isinstance(value, FunctionType) and name != "__dataclass_fields__":
             continue  # annotations and the like
-        yield _attribute(cls, name, value, where)
+        if _may_matter(value):
+            yield _attribute(cls, name, value, where)
 
 
 def _attribute(owner: Any, name: str, value: Any, where: str) -> Held:
