@@ -148,6 +148,17 @@ def check() -> None:
             )
     for variable in VARIABLES:
         variable.get()
+    simulator_values()
+
+
+# The chips up to the 910 series that torch_npu 2.13 tells apart, from the names in its library.
+CHIPS = """
+    Ascend310B1 Ascend310B2 Ascend310B3 Ascend310B4
+    Ascend310P1 Ascend310P2 Ascend310P3 Ascend310P4 Ascend310P5 Ascend310P7
+    Ascend910A Ascend910PremiumA Ascend910ProA Ascend910ProB
+    Ascend910B1 Ascend910B2 Ascend910B2C Ascend910B3 Ascend910B4 Ascend910B4-1
+    Ascend910_9362 Ascend910_9363 Ascend910_9372 Ascend910_9381 Ascend910_9382 Ascend910_9391 Ascend910_9392
+""".split()
 
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -157,17 +168,25 @@ def simulator_values() -> dict[str, str]:
     """Return what the simulator's C++ side is told: short name -> value (see csrc/runtime.h, ``setting``).
 
     Raises:
-        UsageError: a number is none, or not positive where it must be.
+        UsageError: a number is none, or not positive where it must be; no such chip.
     """
     return {
         "devices": str(_count(SIM_DEVICES, 1, 64)),
-        "soc": SIM_SOC.get(),
+        "soc": _chip(),
         "memory": str(_bytes(SIM_MEMORY)),
         "memcheck": SIM_MEMCHECK.get(),
         "verbose": SIM_VERBOSE.get(),
         "hccl_timeout": str(_count(SIM_HCCL_TIMEOUT, 1)),
         "hccl_delay": str(_count(SIM_HCCL_DELAY, 0)),
     }
+
+
+def _chip() -> str:
+    name = SIM_SOC.get()
+    if name not in CHIPS:
+        near = difflib.get_close_matches(name, CHIPS, n=3) or CHIPS
+        raise UsageError(f"{SIM_SOC.name}={name}", " or ".join(near), f"Default: {SIM_SOC.default}.")
+    return name
 
 
 def _count(variable: Variable, least: int, most: int | None = None) -> int:

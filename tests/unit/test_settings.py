@@ -26,6 +26,11 @@ def test_settings_in_force_are_accepted(monkeypatch):
         ("MEGATRON_NPU_VERFIY", "all", "expected MEGATRON_NPU_VERIFY."),
         ("MEGATRON_NPU_STRICT", "yes", "MEGATRON_NPU_STRICT=yes; expected 0 or 1."),
         ("MEGATRON_NPU_DEVICE", "gpu", "expected auto or npu or cuda or cpu."),
+        ("MEGATRON_NPU_SIM_HCCL_TIMEOUT", "abc", "TIMEOUT=abc; expected a whole number from 1 on."),
+        ("MEGATRON_NPU_SIM_DEVICES", "65", "DEVICES=65; expected a whole number from 1 to 64."),
+        ("MEGATRON_NPU_SIM_MEMORY", "much", "expected bytes, or a number with K, M or G."),
+        ("MEGATRON_NPU_SIM_SOC", "Ascend910B9", "SOC=Ascend910B9; expected Ascend910B"),
+        ("MEGATRON_NPU_SIM_SOC", "H200", "SOC=H200; expected Ascend310B1 or "),
     ],
 )
 def test_what_would_do_nothing_is_refused(monkeypatch, name, value, told):
