@@ -10,7 +10,7 @@ import importlib.util
 import itertools
 import os
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megatron_npu import devices, host
@@ -26,6 +26,7 @@ def check(args: Namespace) -> Namespace:
         UsageError: a flag, a file, the machine or a checkpoint does not fit the others.
     """
     args = Namespace(**vars(args))
+    _ranges(args)
     _machine(args)
     _model(args)
     _attention(args)
@@ -48,6 +49,33 @@ def _divides(divisor: int, what: str, number: int, of: str) -> None:
     """Check that ``divisor`` divides ``number``; both are named in the message."""
     if number % divisor:
         _fail(f"{of} {number}", f"a multiple of {what} = {divisor}", "Change one of the two.")
+
+
+# What megatron-core ends in an assertion for, deep inside, or computes nonsense with.
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "attention-dropout hidden-dropout adam-beta1 adam-beta2",
+        lambda value: 0 <= value < 1,
+        "a number from 0 to below 1",
+    ),
+    ("clip-grad weight-decay init-method-std adam-eps", lambda value: value >= 0, "a number from 0 on"),
+    (
+        "rotary-base rope-scaling-factor norm-epsilon loss-scale initial-loss-scale min-loss-scale",
+        lambda value: value > 0,
+        "a number above 0",
+    ),
+    ("rotary-percent", lambda value: 0 < value <= 1, "a number above 0, up to 1"),
+    ("seed", lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295"),
+)
+
+
+def _ranges(args: Namespace) -> None:
+    for flags, fits, expected in _RANGES:
+        for flag in flags.split():
+            field = "layernorm_epsilon" if flag == "norm-epsilon" else flag.replace("-", "_")
+            value = getattr(args, field)
+            if value is not None and not fits(value):
+                _fail(f"--{flag} {value}", expected, "Change it.")
 
 
 def _machine(args: Namespace) -> None:
@@ -101,14 +129,14 @@ def _model(args: Namespace) -> None:
         )
     if args.bf16 and args.fp16:
         _fail("--bf16 and --fp16", "one of them or none", "Drop one.")
-    if args.rotary_base <= 0:
-        _fail(f"--rotary-base {args.rotary_base}", "a number above 0", "Leave it out: it is 10000.")
-    for flag, probability in (
-        ("--attention-dropout", args.attention_dropout),
-        ("--hidden-dropout", args.hidden_dropout),
-    ):
-        if not 0 <= probability < 1:
-            _fail(f"{flag} {probability}", "a probability from 0 to below 1", "Change it.")
+    if args.position_embedding_type == "rope":
+        rotated = -(-int(args.kv_channels * args.rotary_percent) // 2) * 2  # megatron-core rounds up to pairs
+        if not 2 <= rotated <= args.kv_channels:
+            _fail(
+                f"--rotary-percent {args.rotary_percent} of --kv-channels {args.kv_channels}",
+                "at least one pair of channels, and no more than there are",
+                "Change one of the two.",
+            )
 
 
 def _attention(args: Namespace) -> None:

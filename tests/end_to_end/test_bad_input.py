@@ -43,9 +43,6 @@ def test_spoilt_data(refused, flags, copy, ending, spoil):
         (["--load", "no/such/directory"], "no checkpoint there"),
         (["--split", "999,1,0"], "leaves no document of the 100"),
         (["--recompute-granularity", "selective", "--recompute-modules", "nonsense"], "nonsense"),
-        (["--hidden-dropout", "2"], "--hidden-dropout 2"),
-        (["--attention-dropout", "-0.5"], "--attention-dropout -0.5"),
-        (["--rotary-base", "0"], "--rotary-base 0"),
     ],
 )
 def test_flags_that_do_not_fit(refused, flags, changes, named):

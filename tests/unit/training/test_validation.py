@@ -137,3 +137,32 @@ def test_a_tokenizer_is_found_in_a_converted_checkpoint_that_has_been_moved(chec
         check(*named)
     args = check(*named, "--load", str(now.parent), "--save", str(now.parent))
     assert args.tokenizer_model == str(now)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--hidden-dropout", "1"),
+        ("--attention-dropout", "-0.5"),
+        ("--adam-beta2", "1.5"),
+        ("--clip-grad", "-1"),
+        ("--weight-decay", "-1"),
+        ("--rotary-base", "0"),
+        ("--norm-epsilon", "0"),
+        ("--initial-loss-scale", "0"),
+        ("--rotary-percent", "1.5"),
+        ("--seed", "-5"),
+        ("--seed", str(2**32)),
+    ],
+)
+def test_numbers_out_of_range(check, flag, value):
+    with pytest.raises(UsageError, match=f"^{flag} {value}[.0]*; expected a .*number"):
+        check(flag, value)
+
+
+@pytest.mark.parametrize("changes", ["--kv-channels 3", "--rotary-percent 0.1"])
+def test_positions_need_channels_that_are_rotated(check, changes):
+    """The first ended in a ValueError; the second trained a model without positions."""
+    with pytest.raises(UsageError, match="at least one pair of channels"):
+        check("--position-embedding-type", "rope", *changes.split())
+    check("--position-embedding-type", "rope", "--rotary-percent", "0.25")
