@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_npu import children, settings
+from megatron_npu.patching import announcement
 from megatron_npu.patching.hooks import Context, Engine
 from megatron_npu.patching.pins import Pins
 from megatron_npu.patching.record import registry
@@ -92,6 +93,7 @@ def _activate() -> Context:
     standins.install(found)
     engine().ledger.refusals = dispatch.refusals
     importlib.import_module(f"megatron_npu.hosts.{found.name}").register()
+    announcement.prepare(announce)
     return Context(
         host=found.name,
         version=found.version,

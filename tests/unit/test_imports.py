@@ -11,6 +11,19 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_npu"
 
+# what stands above the hosts: the wiring, the commands and the tools
+WIRING = ["megatron_npu.plugin", "megatron_npu.runner", "megatron_npu.inspection", "megatron_npu.cli"]
+TOOLS = [
+    "megatron_npu.training",
+    "megatron_npu.preprocessing",
+    "megatron_npu.evaluation",
+    "megatron_npu.conversion",
+    "megatron_npu.doctor",
+    "megatron_npu.sim",
+]
+ABOVE_HOSTS = [*WIRING, *TOOLS]
+ENTRANCES = ["megatron_npu.cli", "megatron_npu.runner", "megatron_npu.doctor", "megatron_npu.sim"]
+
 # room -> what its files may import, by first two dotted parts or by top-level name
 FORBIDDEN = {
     "patching": [
@@ -20,13 +33,64 @@ FORBIDDEN = {
         "megatron_npu.hosts",
         "megatron_npu.ops",
         "megatron_npu.devices",
+        "megatron_npu.settings",
+        *ABOVE_HOSTS,
     ],
-    "devices": ["megatron", "megatron_npu.ops", "megatron_npu.hosts", "megatron_npu.patching"],
-    "ops": ["megatron", "megatron_npu.hosts", "megatron_npu.patching", "megatron_npu.plugin"],
-    "standins": ["megatron", "megatron_npu.hosts"],
-    "hosts": ["torch_npu", "megatron_npu.training"],
-    "preprocessing": ["megatron", "torch", "megatron_npu.training"],
+    "devices": ["megatron", "megatron_npu.ops", "megatron_npu.hosts", "megatron_npu.patching", *ABOVE_HOSTS],
+    "ops": ["megatron", "megatron_npu.hosts", "megatron_npu.patching", *ABOVE_HOSTS],
+    "standins": ["megatron", "megatron_npu.hosts", "megatron_npu.patching", *ABOVE_HOSTS],
+    "hosts": ["torch_npu", *ABOVE_HOSTS],
+    "training": [
+        "torch_npu",
+        "megatron_npu.hosts",
+        "megatron_npu.patching",
+        "megatron_npu.evaluation",
+        "megatron_npu.conversion",
+        *ENTRANCES,
+    ],
+    "preprocessing": [
+        "megatron",
+        "torch",
+        "megatron_npu.plugin",
+        "megatron_npu.training",
+        "megatron_npu.evaluation",
+        "megatron_npu.conversion",
+        *ENTRANCES,
+    ],
+    "evaluation": [
+        "torch_npu",
+        "megatron_npu.hosts",
+        "megatron_npu.patching",
+        "megatron_npu.conversion",
+        *ENTRANCES,
+    ],
+    "conversion": ["torch_npu", "megatron_npu.hosts", "megatron_npu.patching", *ENTRANCES],
+    "doctor": [
+        "megatron",
+        "megatron_npu.hosts",
+        "megatron_npu.cli",
+        "megatron_npu.training",
+        "megatron_npu.evaluation",
+        "megatron_npu.conversion",
+        "megatron_npu.preprocessing",
+        "megatron_npu.sim",
+    ],
+    # it imitates the device under the plug-in, so it must not lean on what it serves to test
+    "sim": [
+        "megatron",
+        "megatron_npu.patching",
+        "megatron_npu.devices",
+        "megatron_npu.ops",
+        "megatron_npu.standins",
+        "megatron_npu.hosts",
+        *WIRING,
+        *(tool for tool in TOOLS if tool != "megatron_npu.sim"),
+    ],
     "settings.py": ["torch", "megatron", "megatron_npu.devices", "megatron_npu.ops", "megatron_npu.hosts"],
+    "host.py": ["torch", "megatron", "megatron_npu.hosts", *ABOVE_HOSTS],
+    "plugin.py": ["torch", "megatron", "megatron_npu.runner", "megatron_npu.inspection", *TOOLS],
+    "runner.py": ["torch", "megatron", "megatron_npu.hosts", *TOOLS],
+    "inspection.py": ["torch", "megatron", "megatron_npu.cli", *TOOLS],
 }
 
 
@@ -39,6 +103,10 @@ def imports(file: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+def test_every_folder_has_its_rule():
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()} <= FORBIDDEN.keys()
 
 
 @pytest.mark.parametrize("room", FORBIDDEN)

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu import plugin
 from megatron_npu.errors import UsageError
 from megatron_npu.hosts.megatron_core.records import wrap
+from megatron_npu.patching import announcement
 
 
 @wrap(
@@ -20,7 +20,7 @@ def announce_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        plugin.announce()
+        announcement.before_step()
         return original(*args, **kwargs)
 
     return get_forward_backward_func

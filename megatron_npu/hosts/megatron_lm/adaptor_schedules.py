@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu import devices, plugin
+from megatron_npu import devices
 from megatron_npu.hosts.megatron_lm.records import unnecessary, wrap
+from megatron_npu.patching import announcement
 
 _MODULE = "megatron.schedules"
 
@@ -30,7 +31,7 @@ def announce_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def get_forward_backward_func() -> Any:
-        plugin.announce()
+        announcement.before_step()
         return original()
 
     return get_forward_backward_func

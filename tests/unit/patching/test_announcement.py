@@ -1,0 +1,37 @@
+"""What is said before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_npu.patching import announcement
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(announcement, "_say", None)
+    yield
+
+
+def test_said_before_the_first_step_alone() -> None:
+    said = []
+    announcement.before_step()
+    announcement.prepare(lambda: said.append("words"))
+    assert said == []
+    announcement.before_step()
+    announcement.before_step()
+    assert said == ["words"]
+
+
+def test_words_that_fail_are_not_said_again() -> None:
+    """Telling must not fail every step of a run."""
+
+    def fail() -> None:
+        raise OSError("no more room on the terminal")
+
+    announcement.prepare(fail)
+    with pytest.raises(OSError, match="no more room"):
+        announcement.before_step()
+    announcement.before_step()
