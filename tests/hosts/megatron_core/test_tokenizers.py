@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_npu.errors import UsageError
+
 pytestmark = pytest.mark.usefixtures("single_process")
 
 # U+FFFD stands for a character that is not complete yet
@@ -41,3 +43,18 @@ def test_a_text_is_cut_where_its_tokens_begin(byte_tokenizer, text: str) -> None
 
 def test_no_token_begins_a_text(byte_tokenizer) -> None:
     assert byte_tokenizer.bos is None
+
+
+def test_without_a_network_the_flag_is_named_that_needs_none(monkeypatch, tmp_path) -> None:
+    pytest.importorskip("transformers")
+    library = pytest.importorskip(
+        "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer", reason="since 0.15"
+    )
+    from megatron.core.tokenizers.text.libraries import huggingface_tokenizer
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no network\nand more lines")
+
+    monkeypatch.setattr(huggingface_tokenizer.AutoTokenizer, "from_pretrained", unreachable)
+    with pytest.raises(UsageError, match=r"GPT2BPETokenizer: .*no network; .* Add --legacy-tokenizer"):
+        library.MegatronHFTokenizer("GPT2BPETokenizer", str(tmp_path / "vocab"), str(tmp_path / "merges"))
