@@ -68,6 +68,8 @@ def prepare() -> dict[str, str]:
     environment = {**os.environ, settings.SIM.name: "1", settings.SIM_SITE.name: str(wheel)}
     entries = [str(BOOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(entries))
+    # else torch_npu compares its watchdog with the default of real HCCL, and warns for every group
+    environment.setdefault("HCCL_EXEC_TIMEOUT", settings.SIM_HCCL_TIMEOUT.get())
     if settings.SIM_MEMCHECK.enabled():
         # torch's allocator would hand out a freed block again with its old, plausible content
         environment["PYTORCH_NO_NPU_MEMORY_CACHING"] = "1"

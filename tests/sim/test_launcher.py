@@ -165,6 +165,7 @@ assert sys.argv[1:] == ["a b", "--flag"], sys.argv
 assert "torch" not in sys.modules
 assert os.environ["HIDDEN_SITECUSTOMIZE"] == "ran"
 assert "LD_LIBRARY_PATH" not in os.environ
+assert os.environ["HCCL_EXEC_TIMEOUT"] == "77", "torch_npu would warn of a watchdog that ends before HCCL"
 import torch
 assert torch.npu.device_count() == 3 and torch.npu.get_device_name() == "Ascend910_9392"
 assert "megatron_npu" not in sys.modules, "the simulator armed the plug-in"
@@ -191,6 +192,7 @@ class TestInside:
             *("python", str(tmp_path / "script.py"), "a b", "--flag"),
             PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]),
             MEGATRON_NPU_AUTOLOAD="0",  # where the package is installed, torch would arm it
+            MEGATRON_NPU_SIM_HCCL_TIMEOUT="77",
         )
         assert result.returncode == 7, result.stderr + result.stdout
         assert "2.0 3" in result.stdout
