@@ -13,8 +13,9 @@ from typing import Any
 from megatron_npu import settings
 from megatron_npu.errors import UsageError
 
+NAMES = ("megatron_core", "megatron_lm")
 # Tested versions of megatron-core: first that works, first that is not yet supported.
-OLDEST_CORE, NEWEST_CORE = (0, 12), (0, 17)
+OLDEST_CORE, FIRST_TOO_NEW_CORE = (0, 12), (0, 17)
 LEGACY_VERSION = "285068c8"
 # That tree has no version in it: it is known by the SHA-256 of these files, one after the other.
 _LEGACY_FILES = ("model/transformer.py", "schedules.py", "optimizer/optimizer.py", "arguments.py")
@@ -51,11 +52,11 @@ class Host:
 
     def _require_supported_version(self) -> None:
         release = tuple(int(part) for part in self.version.split(".")[:2])
-        if not OLDEST_CORE <= release < NEWEST_CORE:
+        if not OLDEST_CORE <= release < FIRST_TOO_NEW_CORE:
             age = "old" if release < OLDEST_CORE else "new"
             raise UsageError(
                 f"megatron-core {self.version} in {self.root} is too {age}",
-                f"a version from {_dotted(OLDEST_CORE)} to before {_dotted(NEWEST_CORE)}",
+                f"a version from {_dotted(OLDEST_CORE)} to before {_dotted(FIRST_TOO_NEW_CORE)}",
                 "Install one, for example: pip install megatron-core==0.16.1",
             )
 
@@ -78,8 +79,11 @@ def _dotted(release: tuple[int, ...]) -> str:
     return ".".join(map(str, release))
 
 
-def find(path: str | Path | None = None) -> Host:
+def find(path: str | Path | None = None, given_by: str = "") -> Host:
     """Return the Megatron in ``path`` (a checkout, a site-packages, an unpacked wheel) or on ``sys.path``.
+
+    Args:
+        given_by: the variable or flag that holds ``path``, for the error.
 
     Raises:
         UsageError: there is none.
@@ -87,15 +91,27 @@ def find(path: str | Path | None = None) -> Host:
     roots = [Path(path).resolve()] if path is not None else _roots_on_path()
     found = [host for host in map(_inspect, roots) if host is not None]
     if not found:
-        place = f"in {path}" if path is not None else "on the Python path"
-        raise UsageError(
-            f"no Megatron {place}",
-            "a folder megatron/ with megatron-core or Megatron-LM in it",
-            "Run: pip install megatron-core==0.16.1, or put a Megatron-LM checkout on PYTHONPATH.",
-        )
+        raise _none_found(path, given_by)
     first = found[0]
     rest = tuple((host.root, host.version) for host in found[1:] if host.root != first.root)
     return Host(first.name, first.version, first.root, rest)
+
+
+def _none_found(path: str | Path | None, given_by: str) -> UsageError:
+    inside = "a folder megatron/ with megatron-core or Megatron-LM in it"
+    if path is None:
+        named = settings.MEGATRON_PATH.get()
+        beside = f", nor in {named} ({settings.MEGATRON_PATH.name})" if named else ""
+        return UsageError(
+            f"no Megatron on the Python path{beside}",
+            inside,
+            "Run: pip install megatron-core==0.16.1, or put a Megatron-LM checkout on PYTHONPATH.",
+        )
+    given = f" ({given_by})" if given_by else ""
+    remedy = f"Correct {given_by or 'the path'}."
+    if not Path(path).is_dir():
+        return UsageError(f"no folder {path}{given}", "a folder that holds megatron/", remedy)
+    return UsageError(f"no Megatron in {path}{given}", inside, remedy)
 
 
 def _roots_on_path() -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -123,16 +122,17 @@ def _parser(command: str, function: object, codes: str) -> argparse.ArgumentPars
 
 
 def _find(options: argparse.Namespace) -> Host:
-    found = host.find(options.megatron or settings.MEGATRON_PATH.get() or None)
+    named = settings.MEGATRON_PATH.get()
+    given_by = "--megatron" if options.megatron else settings.MEGATRON_PATH.name if named else ""
+    found = host.find(options.megatron or named or None, given_by)
     return replace(found, name=options.host) if options.host else found
 
 
 def _records(found: Host) -> list[Patch]:
     """Return the patches for this version of the host; their adaptors are imported, which only records."""
-    package = f"megatron_npu.hosts.{found.name}"
-    if importlib.util.find_spec(package) is None:
-        raise UsageError(f"no host {found.name}", "a folder of megatron_npu/hosts", "Check --host.")
-    importlib.import_module(package).register()
+    if found.name not in host.NAMES:
+        raise UsageError(f"no host {found.name}", " or ".join(host.NAMES), "Check --host.")
+    importlib.import_module(f"megatron_npu.hosts.{found.name}").register()
     patches = [patch for patch in registry.patches if patch.is_for(found.name, found.version)]
     if not patches:
         raise UsageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -29,9 +28,7 @@ def main(argv: list[str]) -> int:
     script = Path(argv[0])
     if not script.is_file():
         raise UsageError(f"no script {script}", "the path of a Python file", "Check the path.")
-    # Spawned children (checkpoint writers, data loaders) must be patched too, so they find the hook armed.
-    os.environ[settings.AUTOLOAD.name] = "1"
-    plugin.install()
+    plugin.install()  # of spawned children, too; other processes do as MEGATRON_NPU_AUTOLOAD says
     sys.path[0] = str(script.resolve().parent)  # as the interpreter does for a script
     checkout = settings.MEGATRON_PATH.get()
     if checkout:

@@ -1,7 +1,8 @@
 """Every environment variable and every extra flag of the plug-in, once, with its help text.
 
 Nothing else in the package reads ``os.environ`` for a ``MEGATRON_NPU_*`` name; ``check`` refuses a name that
-is not here, which would otherwise do nothing, silently.
+is not here, which would otherwise do nothing, silently. (Torch's entry point, outside the package, looks at
+``MEGATRON_NPU_AUTOLOAD`` itself: importing the package is what that may forbid.)
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def check() -> None:
     """Check every ``MEGATRON_NPU_*`` variable that is set, before any of them is needed.
 
     Raises:
-        UsageError: there is no such variable, or its value is none of its choices.
+        UsageError: there is no such variable, or its value is none that it may have.
     """
     known = [variable.name for variable in VARIABLES]
     for name in os.environ:
@@ -148,7 +149,40 @@ def check() -> None:
             )
     for variable in VARIABLES:
         variable.get()
+    verified_operations()
     simulator_values()
+
+
+# What MEGATRON_NPU_VERIFY may name: the operations of megatron_npu/ops and their groups. Written out, as
+# settings are checked where nothing has been imported that knows them.
+OPERATIONS = """
+    activation bias_gelu geglu swiglu
+    adam sgd
+    attention attention_part attention_part_backward
+    dropout bias_dropout_add
+    embedding vocab_parallel_embedding
+    grouped_matmul grouped_matmul_weight_gradient
+    norm layer_norm rms_norm
+    rotary
+    softmax scale_mask_softmax
+""".split()
+
+
+def verified_operations() -> frozenset[str]:
+    """Return the names in ``MEGATRON_NPU_VERIFY``.
+
+    Raises:
+        UsageError: one of them is neither an operation nor a group of operations, nor ``all``.
+    """
+    names = frozenset(name.strip() for name in VERIFY.get().split(",") if name.strip())
+    unknown = sorted(names - {"all", *OPERATIONS})
+    if unknown:
+        raise UsageError(
+            f"{VERIFY.name}={','.join(sorted(names))}",
+            f"all, or names among {', '.join(sorted(OPERATIONS))}",
+            f"Correct or remove {', '.join(unknown)}.",
+        )
+    return names
 
 
 # The chips up to the 910 series that torch_npu 2.13 tells apart, from the names in its library.

@@ -24,9 +24,10 @@ def use(path: str | None) -> None:
     Raises:
         UsageError: there is no Megatron in ``path``.
     """
+    given_by = "--megatron" if path else settings.MEGATRON_PATH.name
     path = path or settings.MEGATRON_PATH.get()
     if path:
-        sys.path.insert(0, str(host.find(path).root))
+        sys.path.insert(0, str(host.find(path, given_by).root))
 
 
 def megatron(*, pins: bool = True) -> dict[str, Any]:

@@ -562,7 +562,7 @@ class _WatchedSpec(ModuleSpec):
 def _when_initialized(spec: ModuleSpec, callback: Callable[[], None]) -> None:
     """Call ``callback`` when the body of the module of ``spec``, which is running, has ended."""
     if type(spec) is ModuleSpec:
-        spec._callbacks = []  # type: ignore[attr-defined]
+        vars(spec)["_callbacks"] = []
         spec.__class__ = _WatchedSpec
     if isinstance(spec, _WatchedSpec):
-        spec._callbacks.append(callback)  # type: ignore[attr-defined]
+        vars(spec)["_callbacks"].append(callback)

@@ -126,10 +126,6 @@ class Registry:
     host: str = ""
     patches: list[Patch] = field(default_factory=list)
 
-    def scoped(self, host: str) -> Registry:
-        """Return a registry that records into this one, for ``host``."""
-        return Registry(host, self.patches)
-
     def replace(
         self,
         target: str,
@@ -251,8 +247,7 @@ class Registry:
 
     def keep(self, wanted: Callable[[Patch], bool]) -> None:
         """Forget the patches that are not wanted, so that upstream's own code can be compared with ours."""
-        # in place: scoped registries share the list
-        self.patches[:] = [patch for patch in self.patches if wanted(patch)]
+        self.patches = [patch for patch in self.patches if wanted(patch)]
 
 
 def _validate(patch: Patch) -> None:

@@ -67,10 +67,28 @@ def test_the_legacy_tree_wins_wherever_it_is_on_the_path(tmp_path, path):
     found.require_supported()
 
 
-def test_none_at_all(tmp_path, path):
+def test_none_at_all(tmp_path, path, monkeypatch):
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
     path(tmp_path)
-    with pytest.raises(UsageError, match=r"no Megatron on the Python path.*pip install megatron-core"):
+    with pytest.raises(UsageError, match=r"no Megatron on the Python path;.*pip install megatron-core"):
         host.find()
+
+
+def test_the_variable_is_named_where_it_leads_nowhere(tmp_path, path, monkeypatch):
+    path(tmp_path)
+    monkeypatch.setenv("MEGATRON_LM_PATH", "/no/such")
+    with pytest.raises(UsageError, match=r"on the Python path, nor in /no/such \(MEGATRON_LM_PATH\)"):
+        host.find()
+
+
+@pytest.mark.parametrize(("given_by", "told"), [("", "the path"), ("--megatron", "--megatron")])
+def test_a_named_folder_without_a_megatron(tmp_path, given_by, told):
+    """Installing another is no help to who has named one."""
+    with pytest.raises(UsageError, match=f"no Megatron in .*Correct {told}") as caught:
+        host.find(tmp_path, given_by)
+    assert "pip install" not in str(caught.value)
+    with pytest.raises(UsageError, match=f"no folder .*absent.*Correct {told}"):
+        host.find(tmp_path / "absent", given_by)
 
 
 @pytest.mark.parametrize(("version", "age"), [("0.11.0", "old"), ("0.17.0", "new"), ("1.0.0", "new")])

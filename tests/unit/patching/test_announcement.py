@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from megatron_npu.patching import announcement
 
 
 @pytest.fixture(autouse=True)
-def nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcement, "_say", None)
-    yield
 
 
 def test_said_before_the_first_step_alone() -> None:

@@ -150,6 +150,22 @@ def test_a_reader_that_has_seen_enough_is_no_traceback(found: host.Host) -> None
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("command", ["check", "pin", "ledger"])
+def test_the_variable_that_names_no_folder_is_told(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("MEGATRON_LM_PATH", "/no/such/place")
+    assert cli.main([command]) == 2
+    assert "no folder /no/such/place (MEGATRON_LM_PATH)" in capsys.readouterr().err
+
+
+def test_a_host_that_there_is_not_is_told_those_there_are(
+    found: host.Host, capsys: pytest.CaptureFixture
+) -> None:
+    assert cli.main(["check", "--host", "rendezvous"]) == 2
+    assert "megatron_core or megatron_lm" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--megatron", "no/such/place"], ["--host", "no_such_host"]])
 @pytest.mark.parametrize("command", ["check", "pin", "ledger"])
 def test_bad_usage_is_one_line(

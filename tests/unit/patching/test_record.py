@@ -145,21 +145,12 @@ def test_a_patch_is_for_versions_of_a_host() -> None:
     assert not make_patch(host="a", versions="<1").is_for("a", "1.0")
 
 
-def test_scoped_registry_records_into_its_parent() -> None:
+def test_patches_that_are_not_kept_are_forgotten() -> None:
     registry = Registry()
-    scoped = registry.scoped("x")
-    scoped.replace("a.b:f", why="w")(first)
-    assert [patch.host for patch in registry.patches] == ["x"]
-    assert registry.modules() == ["a.b"]
-
-
-def test_patches_that_are_not_kept_are_forgotten_by_scoped_registries_too() -> None:
-    registry = Registry()
-    scoped = registry.scoped("x")
-    scoped.replace("a.b:f", why="w")(first)
-    scoped.replace("a.c:f", why="w")(first)
+    registry.replace("a.b:f", why="w")(first)
+    registry.replace("a.c:f", why="w")(first)
     registry.keep(lambda patch: patch.module == "a.c")
-    assert [patch.target for patch in scoped.patches] == ["a.c:f"]
+    assert [patch.target for patch in registry.patches] == ["a.c:f"]
 
 
 def test_records_know_where_they_come_from() -> None:
