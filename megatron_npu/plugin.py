@@ -87,7 +87,8 @@ def _activate() -> Context:
     found = host.find()
     found.require_supported()
     device = devices.current()
-    _redirection = Redirection(device)
+    if _redirection is None:  # else an activation before this one has failed below, and torch is redirected
+        _redirection = Redirection(device)
     _redirection.on()
     device.prepare()
     standins.install(found)
