@@ -24,7 +24,7 @@ def no_operation(*_: Any, **__: Any) -> None:
     """Do nothing."""
 
 
-class _TensorType(type):
+class TensorType(type):
     """The type of ``torch.cuda.FloatTensor`` and its like: callable, and usable with isinstance.
 
     Types they must stay: ``megatron.core.transformer.module`` tests isinstance against them.
@@ -48,4 +48,4 @@ class _TensorType(type):
 
 def tensor_types(device: str) -> dict[str, type]:
     """Return ``FloatTensor``, ``LongTensor`` … as types whose instances live on ``device``."""
-    return {name: _TensorType(name, (), {"dtype": dtype, "device": device}) for name, dtype in _TYPES.items()}
+    return {name: TensorType(name, (), {"dtype": dtype, "device": device}) for name, dtype in _TYPES.items()}

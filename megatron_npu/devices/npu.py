@@ -106,7 +106,7 @@ class NpuDevice(Device):
 
 
 def _call_when_ready(callable: Callable[[], Any], **_: Any) -> None:
-    """Call once the device is initialised; torch says besides which calls seed, torch_npu has no use for that."""
+    """Call once the device is initialised. Which calls seed, torch_npu does not want to know."""
     torch.npu._lazy_call(callable)
 
 

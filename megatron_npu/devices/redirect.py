@@ -20,15 +20,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _device as device_contexts
 from torch.utils.data import dataloader
 
-from megatron_npu.devices import autocast, gloo, hccl, writes
+from megatron_npu.devices import autocast, gloo, hccl, placement, writes
 from megatron_npu.devices.base import Device
 from megatron_npu.devices.cpu import CpuDevice
+from megatron_npu.devices.cuda_names import TensorType
 
 _FACTORIES = (
     "empty zeros ones full tensor as_tensor arange linspace logspace eye rand randn randint randperm normal "
-    "empty_strided tril_indices triu_indices asarray scalar_tensor "
+    "empty_strided empty_permuted tril_indices triu_indices asarray scalar_tensor range from_file "
+    "bartlett_window blackman_window hamming_window hann_window kaiser_window "
+    "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor "
+    "sparse_compressed_tensor "
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
 ).split()
+_FACTORIES_BY_MODULE = {
+    torch: _FACTORIES,
+    torch.fft: ("fftfreq", "rfftfreq"),
+    torch.nested: ("nested_tensor", "as_nested_tensor"),
+}
 _NEW = ("new_tensor", "new_empty", "new_empty_strided", "new_full", "new_zeros", "new_ones")
 # Questions that torch's own modules ask to find out what hardware there is.
 _PROBES = {
@@ -73,9 +82,17 @@ class Redirection:
         """Switch the redirection on; on the cuda device, and when it is on already, nothing changes."""
         if self.device.name == "cuda" or self._originals:
             return
+        try:
+            self._redirect_everything()
+        except BaseException:
+            self.off()
+            raise
+
+    def _redirect_everything(self) -> None:
         self._redirect_namespace()
         self._redirect_factories()
         self._redirect_tensors_and_modules()
+        self._redirect_placement()
         self._redirect_autocast()
         self._redirect_meshes()
         self._redirect_distributed()
@@ -118,11 +135,12 @@ class Redirection:
 
     def _redirect_factories(self) -> None:
         self._redirect_contexts()
-        for name in _FACTORIES:
-            original = getattr(torch, name)
-            replacement = self._with_device_keyword(original)
-            self._set(torch, name, replacement)
-            _keep_scriptable(original, replacement)
+        for module, names in _FACTORIES_BY_MODULE.items():
+            for name in names:
+                original = getattr(module, name)
+                replacement = self._with_device_keyword(original)
+                self._set(module, name, replacement)
+                _keep_scriptable(original, replacement)
         for name in _NEW:
             self._set(torch.Tensor, name, self._with_device_keyword(getattr(torch.Tensor, name)))
 
@@ -175,6 +193,8 @@ class Redirection:
         def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
             if isinstance(dtype, str):
                 dtype = dtype.replace("torch.cuda.", "torch." if name == "cpu" else f"torch.{name}.")
+            elif isinstance(dtype, TensorType):
+                return tensor_to(self, device=dtype.device, dtype=dtype.dtype)
             answer = tensor_type(self, dtype, *args, **kwargs)
             if isinstance(answer, str) and self.device.type == name and _is_host(_caller()):
                 return "torch.cuda." + answer.rsplit(".", 1)[-1]
@@ -200,6 +220,10 @@ class Redirection:
         if kind != self.device.name or not _is_host(caller):
             return kind == "cuda"
         return kind != "cpu" or not caller.startswith(_OFFLOADING)
+
+    def _redirect_placement(self) -> None:
+        for owner, name, value in placement.replacements(self.device.name, self._target):
+            self._set(owner, name, value)
 
     def _redirect_autocast(self) -> None:
         for owner, name, value in autocast.replacements(self.device.name):

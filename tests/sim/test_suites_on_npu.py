@@ -27,9 +27,9 @@ SUITES = {
         105,
     ),
     "what torch's names for CUDA mean": (
-        [f"tests/unit/devices/test_{name}.py" for name in ("autocast", "loaders", "namespace")],
+        [f"tests/unit/devices/test_{name}.py" for name in ("autocast", "loaders", "namespace", "placement")],
         [],
-        93,
+        130,
     ),
 }
 

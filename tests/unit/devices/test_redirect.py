@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 import types
@@ -44,6 +45,11 @@ OWNERS = [
     dataloader._BaseDataLoaderIter,
     dataloader._SingleProcessDataLoaderIter,
     torch.utils._device.DeviceContext,
+    torch.fft,
+    torch.nested,
+    torch.serialization,
+    torch.UntypedStorage,
+    torch.nn.parallel.DistributedDataParallel,
 ]
 
 
@@ -64,6 +70,54 @@ def test_on_twice_is_once(redirection):
     first = torch.empty
     redirection.on()
     assert torch.empty is first
+
+
+def test_off_twice_is_once():
+    redirection = Redirection(devices.CpuDevice())
+    redirection.on()
+    redirection.off()
+    before = dict(vars(torch))
+    redirection.off()
+    assert dict(vars(torch)) == before
+
+
+def test_what_cannot_be_switched_on_is_off(monkeypatch):
+    before = [dict(vars(owner)) for owner in OWNERS]
+    redirection = Redirection(devices.CpuDevice())
+    monkeypatch.delattr(dist, "barrier")
+    with pytest.raises(AttributeError):
+        redirection.on()
+    monkeypatch.undo()
+    for owner, old in zip(OWNERS, before, strict=True):
+        assert dict(vars(owner)) == old, owner
+
+
+def test_an_activation_that_failed_leaves_one_layer():
+    """In a process of its own, which imports Megatron, is interrupted, and imports it again."""
+    pytest.importorskip("megatron.core")
+    code = """
+import torch
+before = torch.Tensor.to
+from megatron_npu import plugin, standins
+install, interruptions = standins.install, iter([KeyboardInterrupt()])
+def interrupted_once(host):
+    for interruption in interruptions:
+        raise interruption
+    install(host)
+standins.install = interrupted_once
+plugin.install()
+try:
+    import megatron.core
+    raise SystemExit("the first import was not interrupted")
+except KeyboardInterrupt:
+    pass
+import megatron.core
+assert torch.Tensor.to is not before
+plugin.uninstall()
+assert torch.Tensor.to is before
+"""
+    environment = {**os.environ, "MEGATRON_NPU_DEVICE": "cpu"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_cuda_device_is_left_alone():
@@ -339,7 +393,7 @@ def test_an_absent_device_is_an_error(name):
     code = "import megatron.core"
     result = subprocess.run(
         [sys.executable, "-c", f"import megatron_npu; {code}"],
-        env={**__import__("os").environ, "MEGATRON_NPU_DEVICE": name},
+        env={**os.environ, "MEGATRON_NPU_DEVICE": name},
         capture_output=True,
         text=True,
         check=False,
