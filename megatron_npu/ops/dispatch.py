@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_npu import devices, settings
+from megatron_npu.errors import UsageError
 from megatron_npu.ops import verify
 
 logger = logging.getLogger(__name__)
@@ -16,8 +17,8 @@ Implementation = Callable[..., Any]
 Supports = Callable[..., str | None]
 
 
-class FusedPathRefusedError(RuntimeError):
-    """A call left its fused path although ``MEGATRON_NPU_STRICT=1`` forbids it."""
+class FusedPathRefusedError(UsageError):
+    """A call left its fused path although ``MEGATRON_NPU_STRICT=1`` forbids it: the command line says so."""
 
 
 OPERATIONS: list[Operation] = []
@@ -108,15 +109,26 @@ class Operation:
 refusals: dict[tuple[str, str], int] = {}
 
 
-def report_refusal(operation: str, reason: str) -> None:
-    """Count a call that runs on the reference; log its reason the first time.
+def report_refusal(operation: str, reason: str, does: str = "runs unfused", remedy: str = "") -> None:
+    """Count what is not done as it was asked for; log the reason the first time.
+
+    Args:
+        operation: the operation, or what was asked for.
+        reason: why it is not done so.
+        does: what happens to it instead: the verb behind ``operation``.
+        remedy: what to ask for in strict mode; that mode can always be left.
 
     Raises:
         FusedPathRefusedError: in strict mode.
     """
     if settings.STRICT.enabled():
-        raise FusedPathRefusedError(f"{operation} leaves its fused path: {reason} ({settings.STRICT.name}=1)")
+        leave = f"unset {settings.STRICT.name}"
+        raise FusedPathRefusedError(
+            f"{operation} {does}: {reason}",
+            f"nothing of the kind with {settings.STRICT.name}=1",
+            f"{remedy.rstrip('.')}, or {leave}." if remedy else f"U{leave[1:]}.",
+        )
     seen = refusals.get((operation, reason), 0)
     refusals[operation, reason] = seen + 1
     if not seen:
-        logger.warning("%s runs unfused: %s", operation, reason)
+        logger.warning("%s %s: %s", operation, does, reason)

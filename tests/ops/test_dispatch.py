@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.dispatch import FusedPathRefusedError, Operation
+from tests.conftest import ROOT
 
 
 @pytest.fixture
@@ -34,9 +38,39 @@ def test_a_refused_call_runs_on_the_reference_and_says_why_once(operation, caplo
 
 def test_strict_mode_makes_a_refusal_an_error(operation, monkeypatch):
     monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
-    with pytest.raises(FusedPathRefusedError, match="double leaves its fused path: 10 is too large"):
+    with pytest.raises(FusedPathRefusedError, match="double runs unfused: 10 is too large") as refused:
         operation(10)
+    assert refused.value.remedy == "Unset MEGATRON_NPU_STRICT."
     assert operation(3) == ("fused", 6)
+
+
+def test_a_report_says_what_happens_and_strict_mode_what_to_ask_for(operation, monkeypatch, caplog):
+    report = ("ring", "there is a window", "gathers", "Ask for gathering.")
+    dispatch.report_refusal(*report)
+    assert caplog.messages == ["ring gathers: there is a window"]
+    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
+    with pytest.raises(FusedPathRefusedError, match="ring gathers: there is a window") as refused:
+        dispatch.report_refusal(*report)
+    assert refused.value.remedy == "Ask for gathering, or unset MEGATRON_NPU_STRICT."
+
+
+def test_strict_mode_ends_a_command_in_one_line(tmp_path):
+    """A script under ``megatron-npu run``, as any command: no traceback, exit code 2."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from megatron_npu.ops.dispatch import report_refusal\nreport_refusal('norm', 'fp64')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_npu", "run", str(script)],
+        env={**os.environ, "MEGATRON_NPU_STRICT": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("megatron-npu run: error: norm runs unfused: fp64; expected ")
+    assert line.endswith("Unset MEGATRON_NPU_STRICT.")
 
 
 def test_a_device_without_implementation_is_a_refusal(operation):

@@ -166,7 +166,11 @@ def _do_without_transformer_engine(args: argparse.Namespace) -> None:
     reason = "TransformerEngine is not installed"
     unavailable.switch_off(args, unavailable.DO_WITHOUT_TRANSFORMER_ENGINE, reason)
     if args.transformer_impl != "local":  # transformer_engine, the default, or since 0.16 inference_optimized
-        dispatch.report_refusal("transformer_engine", "not installed: --transformer-impl local runs")
+        dispatch.report_refusal(
+            "transformer_engine",
+            "not installed: --transformer-impl local runs",
+            remedy="Give --transformer-impl local",
+        )
         args.transformer_impl = "local"
     # On by default, and refused then without TransformerEngine; the path without it is as fused here.
     if args.rotary_interleaved or args.multi_latent_attention:

@@ -48,7 +48,12 @@ def communication_of(config: Any, cp_comm_type: str | None) -> Communication | N
     if config.context_parallel_size == 1:
         return None
     if cp_comm_type == "a2a+p2p":
-        report_refusal("hierarchical context parallelism", "--cp-comm-type a2a+p2p: one ring over all ranks")
+        report_refusal(
+            "--cp-comm-type a2a+p2p",
+            "hierarchical context parallelism is not here",
+            "runs as one ring over all ranks",
+            "Give --cp-comm-type p2p",
+        )
     if cp_comm_type in (None, "p2p", "a2a+p2p"):
         return "ring"
     if cp_comm_type in ("all_gather", "allgather"):  # the one in the configuration, the other in the help
@@ -136,8 +141,8 @@ def attend_to_gathered(
 
 
 def _report_no_ring(reason: str) -> None:
-    remedy = "keys and values are gathered, as with --cp-comm-type all_gather"
-    report_refusal("ring attention", f"{reason}: {remedy}")
+    does = "gathers keys and values, as all_gather does"
+    report_refusal("--cp-comm-type p2p", reason, does, "Give --cp-comm-type all_gather")
 
 
 def _starts(group: dist.ProcessGroup, tokens: int) -> tuple[int, int]:

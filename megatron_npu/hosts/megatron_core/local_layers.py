@@ -21,7 +21,11 @@ def report(asked: str) -> None:
     Raises:
         FusedPathRefusedError: in strict mode.
     """
-    dispatch.report_refusal("transformer_engine", f"not installed: {asked} gives the local layers")
+    dispatch.report_refusal(
+        "transformer_engine",
+        f"not installed: {asked} gives the local layers",
+        remedy="Give --transformer-impl local, or ask for the local layers' spec",
+    )
 
 
 def refuse_fp8(fp8: Any) -> None:

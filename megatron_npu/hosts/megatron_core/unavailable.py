@@ -85,5 +85,6 @@ def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
     for option in harmless:
         for field in option.fields:
             if option.asks(getattr(options, field, None)):
-                dispatch.report_refusal(option.flag.removeprefix("--"), reason)
+                remedy = f"Leave {option.flag} away"
+                dispatch.report_refusal(option.flag.removeprefix("--"), reason, "is left out", remedy)
                 setattr(options, field, option.off)

@@ -59,12 +59,13 @@ def test_each_way_to_communicate_is_the_one_asked_for(config, monkeypatch, asked
     assert not dispatch.refusals
 
 
-def test_what_is_not_there_is_reported_or_refused(config, monkeypatch) -> None:
+def test_what_is_not_there_is_reported_or_refused(config, monkeypatch, caplog) -> None:
     monkeypatch.setattr(dispatch, "refusals", {})
     assert context_parallel.communication_of(config, "a2a+p2p") == "ring"
     assert list(dispatch.refusals) == [
-        ("hierarchical context parallelism", "--cp-comm-type a2a+p2p: one ring over all ranks")
+        ("--cp-comm-type a2a+p2p", "hierarchical context parallelism is not here")
     ]
+    assert "--cp-comm-type a2a+p2p runs as one ring over all ranks: " in caplog.text
     with pytest.raises(UsageError, match="p2p, all_gather, a2a or a2a"):
         context_parallel.communication_of(config, "ring")
 
