@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib
 import inspect
 import logging
-import pkgutil
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,7 +22,6 @@ import torch
 from torch import Tensor
 
 from megatron_npu import settings
-from megatron_npu.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -52,37 +49,9 @@ findings: dict[tuple[str, str, str], Finding] = {}
 random_calls: dict[str, int] = {}
 
 
-def selected() -> frozenset[str]:
-    """Return the names in ``MEGATRON_NPU_VERIFY``.
-
-    Raises:
-        UsageError: one of them is neither an operation nor a group of operations, nor ``all``.
-    """
-    names = frozenset(name.strip() for name in settings.VERIFY.get().split(",") if name.strip())
-    return _known(names) if names else names
-
-
-@functools.cache
-def _known(names: frozenset[str]) -> frozenset[str]:
-    from megatron_npu import ops
-    from megatron_npu.ops.dispatch import OPERATIONS
-
-    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
-        importlib.import_module(module.name)
-    there = {name for operation in OPERATIONS for name in (operation.name, operation.group)}
-    unknown = sorted(names - there - {"all"})
-    if unknown:
-        raise UsageError(
-            f"{settings.VERIFY.name}={','.join(sorted(names))}",
-            f"all, or names among {', '.join(sorted(there))}",
-            f"Correct or remove {', '.join(unknown)}.",
-        )
-    return names
-
-
 def watches(name: str, group: str) -> bool:
     """Return whether the operation is one that is to be verified."""
-    return not selected().isdisjoint({name, group, "all"})
+    return not settings.verified_operations().isdisjoint({name, group, "all"})
 
 
 def beside(

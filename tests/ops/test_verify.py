@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from megatron_npu import devices
+from megatron_npu import devices, ops, settings
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch, verify
 from megatron_npu.ops.dispatch import Operation
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
     monkeypatch.setattr(verify, "findings", {})
     monkeypatch.setattr(verify, "random_calls", {})
-    verify._known.cache_clear()
+    monkeypatch.setattr(settings, "OPERATIONS", [*settings.OPERATIONS, "scaled", "sample"])
     yield
-    verify._known.cache_clear()
     dispatch.OPERATIONS[:] = [operation for operation in dispatch.OPERATIONS if operation.name != "scaled"]
 
 
@@ -188,7 +190,32 @@ def test_the_layer_is_named(monkeypatch):
 def test_an_unknown_name_is_refused(monkeypatch):
     monkeypatch.setenv("MEGATRON_NPU_VERIFY", "norm,nrom")
     with pytest.raises(UsageError, match="Correct or remove nrom"):
-        verify.selected()
+        verify.watches("layer_norm", "norm")
+
+
+def test_settings_name_all_operations_there_are():
+    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        importlib.import_module(module.name)
+    package = ops.__name__ + "."
+    ours = [each for each in dispatch.OPERATIONS if each.reference.__module__.startswith(package)]
+    names = [*{name for operation in ours for name in (operation.name, operation.group)}, "scaled", "sample"]
+    assert sorted(names) == sorted(settings.OPERATIONS)
+
+
+@pytest.mark.parametrize("command", [["ledger"], ["pretrain", "--save", "out", "--mock-data"]])
+def test_a_misspelt_name_stops_a_command_before_it_writes(command, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_npu", *command],
+        env={**os.environ, "MEGATRON_NPU_VERIFY": "atention", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "MEGATRON_NPU_VERIFY=atention; expected all, or names among activation, " in line
+    assert not list(tmp_path.iterdir())
 
 
 def test_off_unless_asked_for(monkeypatch):
