@@ -11,7 +11,16 @@ from megatron_npu.devices.cuda import CudaDevice
 from megatron_npu.devices.npu import NpuDevice
 from megatron_npu.errors import UsageError
 
-__all__ = ["CpuDevice", "CudaDevice", "Device", "MemoryStatistics", "NpuDevice", "current", "select"]
+__all__ = [
+    "CpuDevice",
+    "CudaDevice",
+    "Device",
+    "MemoryStatistics",
+    "NpuDevice",
+    "current",
+    "present",
+    "select",
+]
 
 _KINDS: dict[str, type[Device]] = {"npu": NpuDevice, "cuda": CudaDevice, "cpu": CpuDevice}
 
@@ -33,6 +42,11 @@ def select(name: str) -> Device:
             f"Install what is missing, or set {settings.DEVICE.name}=auto.",
         )
     return device
+
+
+def present() -> list[str]:
+    """Return the names of the devices that can be used on this machine, in the order of ``auto``."""
+    return [name for name, kind in _KINDS.items() if kind().absence() is None]
 
 
 @cache

@@ -26,10 +26,12 @@ class Device(ABC):
     Attributes:
         name: ``npu``, ``cuda`` or ``cpu``; also the type of its ``torch.device``.
         backend: the ``torch.distributed`` backend that moves its tensors.
+        is_host: whether it is the host itself: its memory and its cores, which processes that read data share.
     """
 
     name: str
     backend: str
+    is_host: bool = False
 
     @abstractmethod
     def absence(self) -> str | None:

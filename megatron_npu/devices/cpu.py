@@ -35,6 +35,7 @@ class CpuDevice(Device):
     """
 
     name = "cpu"
+    is_host = True
     backend = "gloo"
 
     def __init__(self) -> None:

@@ -134,7 +134,7 @@ def _batches(args: Namespace, dataset: Any, consumed: int) -> Iterator[Batch]:
         dataset,
         batch_sampler=order,
         num_workers=args.num_workers,
-        pin_memory=device.name != "cpu",
+        pin_memory=not device.is_host,
         persistent_workers=args.num_workers > 0,
         generator=torch.Generator(),  # the loader's own draws must not move the run's generators
     )

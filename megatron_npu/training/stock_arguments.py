@@ -84,7 +84,7 @@ def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
             args[name] = value
     if not args["group_query_attention"]:
         args["num_query_groups"] = args["num_attention_heads"]
-    args |= {"data_parallel_size": 1, "use_cpu_initialization": devices.current().name == "cpu"}
+    args |= {"data_parallel_size": 1, "use_cpu_initialization": devices.current().is_host}
     return args
 
 

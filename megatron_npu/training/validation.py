@@ -100,9 +100,9 @@ def _machine(args: Namespace) -> None:
             "Give torchrun a smaller --nproc-per-node.",
         )
     if args.use_cpu_initialization is None:
-        args.use_cpu_initialization = device.name == "cpu"
+        args.use_cpu_initialization = device.is_host
     if args.num_workers is None:
-        args.num_workers = 0 if device.name == "cpu" else 2
+        args.num_workers = 0 if device.is_host else 2
 
 
 def _model(args: Namespace) -> None:

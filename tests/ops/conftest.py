@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_npu import devices
+from megatron_npu import devices, settings
 from megatron_npu.ops import dispatch
 
 
 def present() -> list[str]:
-    """Return the names of the devices that can be used here."""
-    kinds = (devices.CpuDevice, devices.CudaDevice, devices.NpuDevice)
-    return [kind.name for kind in kinds if kind().absence() is None]
+    """Return the names of the devices that can be used here; an error if MEGATRON_NPU_DEVICE names another."""
+    devices.select(settings.DEVICE.get())
+    return devices.present()
 
 
 @pytest.fixture(params=present())
