@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,24 @@ from torch import Tensor
 
 from megatron_npu.ops.dispatch import Operation
 from megatron_npu.ops.fused_optimizer import FusedOptimizer, buckets, fused_as_it_is, precise_twins
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """The numbers of one step of a parameter group.
+
+    Attributes:
+        number: counts from 1; None leaves the bias of the moments uncorrected.
+        lr, betas, eps, weight_decay: as in the papers.
+        decoupled: the decay is of the parameter (AdamW), not added to the gradient (Adam).
+    """
+
+    number: int | None
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
 
 
 class FusedAdam(FusedOptimizer):
@@ -74,18 +93,18 @@ class FusedAdam(FusedOptimizer):
 
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         group["step"] = int(group.get("step", 0)) + 1
+        step = AdamStep(
+            number=group["step"] if group["bias_correction"] else None,
+            lr=float(group["lr"]),
+            betas=tuple(group["betas"]),
+            eps=group["eps"],
+            weight_decay=float(group["weight_decay"]),
+            decoupled=bool(self.adam_w_mode),
+        )
         rows = [self._row(parameter) for parameter in parameters]
         twins = {i: precise_twins(row) for i, row in enumerate(rows) if not fused_as_it_is(row)}
         for columns in buckets(twins.get(i, row) for i, row in enumerate(rows)):
-            _adam(
-                *columns,
-                step=group["step"] if group["bias_correction"] else None,
-                lr=float(group["lr"]),
-                betas=tuple(group["betas"]),
-                eps=group["eps"],
-                weight_decay=float(group["weight_decay"]),
-                decoupled=bool(self.adam_w_mode),
-            )
+            _adam(*columns, step)
         for i, (target, _, *moments) in twins.items():
             for old, new in zip((rows[i][0], *rows[i][2:]), (target, *moments), strict=True):
                 old.copy_(new)
@@ -152,26 +171,21 @@ def _adam_reference(
     grads: list[Tensor],
     first: list[Tensor],
     second: list[Tensor],
-    *,
-    step: int | None,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
+    step: AdamStep,
 ) -> None:
-    """One step, in place, formula by formula; ``step`` None leaves the bias of the moments uncorrected."""
-    beta1, beta2 = betas
-    correction1 = 1.0 if step is None else 1 - beta1**step
-    correction2 = 1.0 if step is None else 1 - beta2**step
+    """One step, in place, formula by formula."""
+    beta1, beta2 = step.betas
+    correction1 = 1.0 if step.number is None else 1 - beta1**step.number
+    correction2 = 1.0 if step.number is None else 1 - beta2**step.number
     for target, grad, m, v in zip(targets, grads, first, second, strict=True):
-        if decoupled:
-            target.mul_(1 - lr * weight_decay)
-        elif weight_decay:
-            grad = grad + weight_decay * target
+        if step.decoupled:
+            target.mul_(1 - step.lr * step.weight_decay)
+        elif step.weight_decay:
+            grad = grad + step.weight_decay * target
         m.lerp_(grad, 1 - beta1)
         v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        target.addcdiv_(m, v.sqrt().div_(math.sqrt(correction2)).add_(eps), value=-lr / correction1)
+        denominator = v.sqrt().div_(math.sqrt(correction2)).add_(step.eps)
+        target.addcdiv_(m, denominator, value=-step.lr / correction1)
 
 
 _adam = Operation("adam", _adam_reference)
@@ -183,18 +197,13 @@ def _adam_torch(
     grads: list[Tensor],
     first: list[Tensor],
     second: list[Tensor],
-    *,
-    step: int | None,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
+    step: AdamStep,
 ) -> None:
     """torch's fused kernels: one pass over memory."""
     # They always correct by 1 - betaᵗ; at t = inf that is exactly 1.
-    at = torch.tensor(math.inf if step is None else float(step), device=targets[0].device)
-    update = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    number = math.inf if step.number is None else float(step.number)
+    at = torch.tensor(number, device=targets[0].device)
+    update = torch._fused_adamw_ if step.decoupled else torch._fused_adam_
     # The kernel reads the steps and never writes them, so one tensor serves all.
     update(
         targets,
@@ -203,11 +212,11 @@ def _adam_torch(
         second,
         [],
         [at] * len(targets),
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
+        lr=step.lr,
+        beta1=step.betas[0],
+        beta2=step.betas[1],
+        weight_decay=step.weight_decay,
+        eps=step.eps,
         amsgrad=False,
         maximize=False,
     )
@@ -219,26 +228,18 @@ def _adam_npu(
     grads: list[Tensor],
     first: list[Tensor],
     second: list[Tensor],
-    *,
-    step: int | None,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
+    step: AdamStep,
 ) -> None:
     """torch_npu's AdamW kernels; it has none for Adam, whose decay is added to the gradient beforehand."""
-    if not decoupled and weight_decay:
-        grads = list(torch._foreach_add(grads, targets, alpha=weight_decay))
-    decay = weight_decay if decoupled else 0.0
-    if step is not None:
-        common = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay, "decoupled": True}
-        _adam_torch(targets, grads, first, second, step=step, **common)
+    if not step.decoupled and step.weight_decay:
+        grads = list(torch._foreach_add(grads, targets, alpha=step.weight_decay))
+    step = replace(step, weight_decay=step.weight_decay if step.decoupled else 0.0, decoupled=True)
+    if step.number is not None:
+        _adam_torch(targets, grads, first, second, step)
         return
     import torch_npu
 
     # Powers of zero make both corrections exactly 1, whichever step the kernel counts them from.
+    numbers = (0.0, 0.0, step.lr, step.weight_decay, *step.betas, step.eps)
     for target, grad, m, v in zip(targets, grads, first, second, strict=True):
-        torch_npu.npu_apply_adam_w(
-            0.0, 0.0, lr, decay, *betas, eps, grad, None, False, False, out=(target, m, v)
-        )
+        torch_npu.npu_apply_adam_w(*numbers, grad, None, False, False, out=(target, m, v))

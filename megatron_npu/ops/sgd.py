@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,26 @@ from torch import Tensor
 
 from megatron_npu.ops.dispatch import Operation
 from megatron_npu.ops.fused_optimizer import FusedOptimizer, buckets, fused_as_it_is, precise_twins
+
+
+@dataclass(frozen=True)
+class SgdStep:
+    """The numbers of one step of a parameter group.
+
+    Attributes:
+        lr: learning rate.
+        momentum, dampening, weight_decay, nesterov: as ``torch.optim.SGD``.
+        decay_after: apply the decay beside the momentum, not through it.
+        first: there is no momentum yet: the gradient becomes it.
+    """
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    decay_after: bool
+    first: bool
 
 
 class FusedSGD(FusedOptimizer):
@@ -65,21 +86,19 @@ class FusedSGD(FusedOptimizer):
         self._update(group, known, False)
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], first_step: bool) -> None:
+        step = SgdStep(
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=float(group["weight_decay"]),
+            nesterov=group["nesterov"],
+            decay_after=self.wd_after_momentum,
+            first=first_step,
+        )
         rows = [self._row(parameter, group["momentum"]) for parameter in parameters]
         twins = {i: precise_twins(row) for i, row in enumerate(rows) if not fused_as_it_is(row)}
         for targets, grads, *buffers in buckets(twins.get(i, row) for i, row in enumerate(rows)):
-            _sgd(
-                targets,
-                grads,
-                buffers[0] if buffers else [],
-                lr=float(group["lr"]),
-                momentum=group["momentum"],
-                dampening=group["dampening"],
-                weight_decay=float(group["weight_decay"]),
-                nesterov=group["nesterov"],
-                decay_after=self.wd_after_momentum,
-                first_step=first_step,
-            )
+            _sgd(targets, grads, buffers[0] if buffers else [], step)
         for i, (target, _, *buffer) in twins.items():
             for old, new in zip((rows[i][0], *rows[i][2:]), (target, *buffer), strict=True):
                 old.copy_(new)
@@ -100,28 +119,21 @@ def _sgd_reference(
     targets: list[Tensor],
     grads: list[Tensor],
     buffers: list[Tensor],
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    decay_after: bool,
-    first_step: bool,
+    step: SgdStep,
 ) -> None:
     """One step, in place; ``buffers`` is empty without momentum and filled at the first step."""
     for i, (target, grad) in enumerate(zip(targets, grads, strict=True)):
-        if decay_after:
-            target.mul_(1 - lr * weight_decay)
-        elif weight_decay:
-            grad = grad + weight_decay * target
-        if momentum:
-            if first_step:
+        if step.decay_after:
+            target.mul_(1 - step.lr * step.weight_decay)
+        elif step.weight_decay:
+            grad = grad + step.weight_decay * target
+        if step.momentum:
+            if step.first:
                 buffers[i].copy_(grad)
             else:
-                buffers[i].mul_(momentum).add_(grad, alpha=1 - dampening)
-            grad = grad + momentum * buffers[i] if nesterov else buffers[i]
-        target.add_(grad, alpha=-lr)
+                buffers[i].mul_(step.momentum).add_(grad, alpha=1 - step.dampening)
+            grad = grad + step.momentum * buffers[i] if step.nesterov else buffers[i]
+        target.add_(grad, alpha=-step.lr)
 
 
 _sgd = Operation("sgd", _sgd_reference)
@@ -132,28 +144,22 @@ def _sgd_torch(
     targets: list[Tensor],
     grads: list[Tensor],
     buffers: list[Tensor],
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    decay_after: bool,
-    first_step: bool,
+    step: SgdStep,
 ) -> None:
     """torch's fused kernel: one pass over memory, two where the decay does not go through the momentum."""
-    if decay_after and weight_decay:
-        torch._foreach_mul_(targets, 1 - lr * weight_decay)
+    weight_decay = step.weight_decay
+    if step.decay_after and weight_decay:
+        torch._foreach_mul_(targets, 1 - step.lr * weight_decay)
         weight_decay = 0.0
     torch._fused_sgd_(
         targets,
         grads,
         buffers,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
+        lr=step.lr,
+        momentum=step.momentum,
+        dampening=step.dampening,
         weight_decay=weight_decay,
-        nesterov=nesterov,
+        nesterov=step.nesterov,
         maximize=False,
-        is_first_step=first_step,
+        is_first_step=step.first,
     )
