@@ -48,8 +48,8 @@ def _usage() -> str:
 
 def _require_command(name: str) -> None:
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, [*COMMANDS, "help"], n=1)
-        raise UsageError(f"no command {name!r}", *near or [", ".join(COMMANDS)], "See `megatron-npu --help`.")
+        near = difflib.get_close_matches(name, [*COMMANDS, "help"], n=1) or COMMANDS
+        raise UsageError(f"no command {name!r}", ", ".join(near), "See `megatron-npu --help`.")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -91,8 +91,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str | None = None, hint: str = "", **options: Any) -> None:
         self._hint = hint
-        options = {"formatter_class": _Help, "allow_abbrev": False, "exit_on_error": False} | options
-        super().__init__(prog, description=(description or "").replace("``", ""), **options)
+        defaults: dict[str, Any] = {"formatter_class": _Help, "allow_abbrev": False, "exit_on_error": False}
+        super().__init__(prog, description=(description or "").replace("``", ""), **(defaults | options))
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, "the flags and values of --help", self._remedy())
