@@ -131,9 +131,9 @@ class Parser(argparse.ArgumentParser):
             return UsageError(
                 f"{error.argument_name} {choice[1]}", self._choices(error.argument_name), self._remedy()
             )
-        return UsageError(
-            f"{error.argument_name}: {error.message}", "the flags and values of --help", self._remedy()
-        )
+        # from Python 3.13 on a missing flag comes here too, and belongs to no argument
+        about = f"{error.argument_name}: " if error.argument_name else ""
+        return UsageError(f"{about}{error.message}", "the flags and values of --help", self._remedy())
 
     def _choices(self, name: str | None) -> str:
         actions = (a for a in self._actions if name in ("/".join(a.option_strings), a.metavar, a.dest))

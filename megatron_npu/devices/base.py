@@ -26,7 +26,7 @@ class Device(ABC):
     Attributes:
         name: ``npu``, ``cuda`` or ``cpu``; also the type of its ``torch.device``.
         backend: the ``torch.distributed`` backend that moves its tensors.
-        is_host: whether it is the host itself: its memory and its cores, which processes that read data share.
+        is_host: whether it is the host itself: its memory, and its cores, which reading data needs too.
     """
 
     name: str

@@ -12,7 +12,7 @@ from megatron_npu.ops import dispatch
 
 
 def present() -> list[str]:
-    """Return the names of the devices that can be used here; an error if MEGATRON_NPU_DEVICE names another."""
+    """Return the names of the devices that can be used here; an error if the setting names another."""
     devices.select(settings.DEVICE.get())
     return devices.present()
 

@@ -46,6 +46,13 @@ def test_what_is_wrong_is_said_in_one_line_of_words(parser, argv, told):
     assert "\n" not in str(caught.value)
 
 
+def test_a_missing_flag_is_named():
+    parser = Parser("megatron-npu try")
+    parser.add_argument("--layers", required=True)
+    with pytest.raises(UsageError, match=r"^the following arguments are required: --layers; expected "):
+        parser.parse_args([])
+
+
 def test_help_says_defaults_once_and_short_metavars(parser):
     text = " ".join(parser.format_help().split())
     assert "try: a command." in text
