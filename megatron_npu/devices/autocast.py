@@ -21,8 +21,9 @@ def replacements(device: str) -> Iterator[tuple[Any, str, Any]]:
     """
 
     def meant(device_type: Any) -> Any:
-        is_cuda = isinstance(device_type, str) and device_type.partition(":")[0] == "cuda"
-        return device if is_cuda else device_type
+        if device_type == "cuda":  # every linear layer asks a dozen times
+            return device
+        return device if isinstance(device_type, str) and device_type.startswith("cuda:") else device_type
 
     yield torch.autocast, "__init__", _autocast_initialiser(meant)
     yield torch.amp.GradScaler, "__init__", _scaler_initialiser(meant)
