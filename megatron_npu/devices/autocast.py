@@ -63,11 +63,12 @@ def _questions(device: str, meant: Callable[[Any], Any]) -> dict[str, Any]:
     def set_autocast_gpu_dtype(dtype: torch.dtype) -> None:
         set_dtype(device, dtype)
 
-    for answer in (is_autocast_enabled, get_autocast_dtype, get_autocast_gpu_dtype):
+    constants: tuple[Any, ...] = (is_autocast_enabled, get_autocast_dtype, get_autocast_gpu_dtype)
+    for answer in constants:
         # torch.compile takes torch's own answers as constants too, and guards the state that they read;
         # it knows those by object. (The mark of torch.compiler.assume_constant_result, whose import is slow.)
         answer._dynamo_marked_constant = True
-    answers = (
+    answers: tuple[Any, ...] = (
         is_autocast_enabled,
         set_autocast_enabled,
         get_autocast_dtype,

@@ -324,12 +324,12 @@ class Redirection:
             self._set(owner, "set_rng_state", set_rng_state)
             self._set(owner, "manual_seed", manual_seed)
         # A sampler draws at its first index, and a data set with each sample: on the host, as beside a GPU.
-        for owner, name in (
+        for loader, name in (
             (dataloader.DataLoader, "__iter__"),
             (dataloader._BaseDataLoaderIter, "_next_index"),
             (dataloader._SingleProcessDataLoaderIter, "_next_data"),
         ):
-            self._set(owner, name, _on_host(device, getattr(owner, name)))
+            self._set(loader, name, _on_host(device, getattr(loader, name)))
 
 
 def _on_host(device: Device, method: Callable[..., Any]) -> Callable[..., Any]:
