@@ -26,7 +26,9 @@ def script(tmp_path: Path) -> Path:
 
 def run(script: Path, *roots: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the script with the given Megatrons in front of the path."""
-    environment = tiny.environment() | variables
+    environment = tiny.environment()
+    environment.pop("MEGATRON_LM_PATH", None)  # the tests' own; it would put another Megatron first
+    environment |= variables
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, roots), environment["PYTHONPATH"]])
     return subprocess.run(
         tiny.command("run", str(script)), env=environment, capture_output=True, text=True, check=False
