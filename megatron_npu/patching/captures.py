@@ -135,7 +135,8 @@ def _of_fixed(items: tuple[Any, ...] | set[Any] | frozenset[Any], where: str) ->
 
 def _of_partial(partial: functools.partial[Any], where: str) -> Iterator[Held]:
     def put(func: Any) -> None:
-        partial.__setstate__((func, partial.args, partial.keywords, vars(partial)))
+        writable: Any = partial  # its func is read-only; typeshed does not know __setstate__
+        writable.__setstate__((func, partial.args, partial.keywords, vars(partial)))
 
     yield Held(where, partial.func, lambda: partial.func, put)
     yield from _of_fixed(partial.args, f"{where} (an argument)")
