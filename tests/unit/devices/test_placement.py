@@ -72,7 +72,7 @@ def test_types_change_the_dtype():
         {"cpu": "cuda:0"},
         lambda storage, location: storage.cuda(0),
     ],
-    ids=str,
+    ids=["name", "name and index", "device", "device and index", "table", "function"],
 )
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_a_checkpoint_is_loaded_to_cuda(redirection, location, weights_only):
