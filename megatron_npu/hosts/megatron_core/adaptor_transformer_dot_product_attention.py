@@ -122,6 +122,13 @@ def _unfused_asked_for(config: Any) -> bool:
 
 
 def _refused(self: Any, attention_bias: Tensor | None, packed_seq_params: Any) -> bool:
+    cp_group = getattr(packed_seq_params, "cp_group", None)  # since 0.16
+    if self.communication is None and cp_group is not None and cp_group.size() > 1:
+        raise UsageError(
+            f"PackedSeqParams with a cp_group of {cp_group.size()} ranks, and context_parallel_size 1",
+            "sequences that are whole on each rank, or a configuration that says into how many they are cut",
+            "Set context_parallel_size.",
+        )
     reason = None
     if getattr(self, "softmax_offset", None) is not None:
         reason = f"softmax_type={self.config.softmax_type}"
@@ -159,11 +166,14 @@ def _packed(
     call = _arguments(self)
     attend: Callable[..., Tensor] = functools.partial(_attend_packed, causal=causal, **call)
     with _dropout_generator(self, call["dropout_p"]):
-        if self.communication is None:
+        group = None
+        if self.communication is not None:
+            group = context_parallel.group_of_batch(self, packed_seq_params)
+        if group is None:
             packed = documents(packed_seq_params, query.size(0), key.size(0))
             return attend(query, key, value, packed=packed)
         limited = call["window"] != (None, None)
-        options = (packed_seq_params, causal, limited, self.communication)
+        options = (packed_seq_params, causal, limited, self.communication, group)
         return context_parallel.attend_packed(query, key, value, *options, attend)
 
 

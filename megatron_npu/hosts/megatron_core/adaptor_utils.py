@@ -9,8 +9,8 @@ from typing import Any
 from packaging.version import Version
 from torch import Tensor
 
-from megatron_npu.hosts.megatron_core.context_parallel import tokens_of_rank
 from megatron_npu.hosts.megatron_core.records import replace, transformer_engine_present, wrap
+from megatron_npu.ops.attention.spread_documents import tokens_of_rank
 
 
 @replace(

@@ -8,9 +8,8 @@ chunks r and 2·cp - 1 - r, so that causal work is balanced. Keys and values go 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,17 @@ from megatron_npu.hosts.megatron_core.visibility import (
     visible,
     window_is_all,
 )
-from megatron_npu.ops.attention import Packed, Window
+from megatron_npu.ops.attention import Window
 from megatron_npu.ops.attention.ring import ring_attention
+from megatron_npu.ops.attention.spread import (
+    by_rank,
+    exchange_for_heads,
+    exchange_for_sequence,
+    gather,
+    in_order,
+    starts_of_chunks,
+)
+from megatron_npu.ops.attention.spread_documents import Plan, plan_of
 from megatron_npu.ops.dispatch import report_refusal
 from megatron_npu.ops.kept import kept_on, kept_with
 
@@ -97,7 +105,7 @@ def attend_in_a_ring(
     Args:
         scale, window, dropout_p: what ``attend`` is bound to.
     """
-    group = _group()
+    group = group_of(module)
     sees, rest = _what_is_seen(module, mask, causal, group, query.size(0))
     tokens = query.size(0) * group.size()
     reason = None
@@ -128,10 +136,10 @@ def attend_to_gathered(
         mask: ``[b, 1, s / cp, s]``: of this rank's queries, as megatron-core cuts it, and of all keys.
         attend: ``ops.attention`` with what the module decides, ``[sq, b, n, d]`` to ``[sq, b, n * d]``.
     """
-    group = _group()
-    chunk, starts = query.size(0) // 2, _starts(group, query.size(0))
+    group = group_of(module)
+    chunk, starts = query.size(0) // 2, starts_of_chunks(query.size(0), group)
     causal, mask = _what_is_seen(module, mask, causal, group, query.size(0))
-    key, value = (_in_order(_Gather.apply(t, group)) for t in (key, value))
+    key, value = (in_order(gather(t, group)) for t in (key, value))
     rows = (None, None) if mask is None else mask.chunk(2, dim=2)
     outputs = []
     for part, row, start in zip(query.chunk(2), rows, starts, strict=True):
@@ -145,19 +153,13 @@ def _report_no_ring(reason: str) -> None:
     report_refusal("--cp-comm-type p2p", reason, does, "Give --cp-comm-type all_gather")
 
 
-def _starts(group: dist.ProcessGroup, tokens: int) -> tuple[int, int]:
-    """Return where in the sequence the two chunks of this rank's tokens begin."""
-    size, rank, chunk = group.size(), group.rank(), tokens // 2
-    return rank * chunk, (2 * size - 1 - rank) * chunk
-
-
 def _what_is_seen(
     module: Any, mask: Tensor | None, causal: bool, group: dist.ProcessGroup, tokens: int
 ) -> tuple[bool, Tensor | None]:
     """Return whether queries see no later key, and the mask, if it says more than that."""
     if window_is_all(module):
         return False, None
-    if mask is not None and rows_are_causal(mask, _starts(group, tokens)):
+    if mask is not None and rows_are_causal(mask, starts_of_chunks(tokens, group)):
         return True, None
     return causal and mask is None, mask
 
@@ -166,13 +168,13 @@ def attend_with_own_heads(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, attend: Attend
 ) -> Tensor:
     """As ``attend_to_gathered``; this rank computes a part of the heads, over the whole sequence."""
-    group = _group()
+    group = group_of(module)
     if mask is not None and not window_is_all(module):
         mask = kept_with(mask, "whole", lambda: _whole_mask(mask, group))
-    query, key, value = (_in_order(_exchange_for_sequence(t, group)) for t in (query, key, value))
+    query, key, value = (in_order(exchange_for_sequence(t, group)) for t in (query, key, value))
     output = attend(query, key, value, **visible(module, mask, causal, query.size(1)))
     heads = output.unflatten(2, (query.size(2), -1))
-    return _exchange_for_heads(_by_rank(heads, group.size()), group).flatten(2)
+    return exchange_for_heads(by_rank(heads, group.size()), group).flatten(2)
 
 
 def attend_packed(
@@ -183,9 +185,10 @@ def attend_packed(
     causal: bool,
     limited: bool,
     communication: Communication,
+    group: dist.ProcessGroup,
     attend: Attend,
 ) -> Tensor:
-    """Attention of packed documents, each of which is cut over the ranks.
+    """Attention of packed documents, each of which is cut over the ranks of ``group``.
 
     Args:
         query, key, value: ``[t / cp, n or g, d]``: of each document its chunks r and 2·cp - 1 - r.
@@ -197,15 +200,14 @@ def attend_packed(
     Raises:
         UsageError: a document is not a multiple of 2·cp long, or has a window and looks ahead.
     """
-    group = _group()
-    plan = _plan_of(packed_seq_params, key.size(0), causal, group, key.device)
+    plan = plan_of_batch(packed_seq_params, key.size(0), causal, group, key.device)
     if communication == "exchange":
         whole = documents(packed_seq_params, *[plan.order.numel()] * 2)
-        parts = (_exchange_for_sequence(t, group).flatten(0, 1) for t in (query, key, value))
+        parts = (exchange_for_sequence(t, group).flatten(0, 1) for t in (query, key, value))
         query, key, value = (t.index_select(0, plan.order) for t in parts)
         output = attend(query, key, value, packed=whole).unflatten(1, (query.size(1), -1))
         by_rank = output.index_select(0, plan.rank_order).unflatten(0, (group.size(), -1))
-        return _exchange_for_heads(by_rank, group).flatten(1)
+        return exchange_for_heads(by_rank, group).flatten(1)
     if communication == "ring":
         _report_no_ring("packed sequences")
     if limited and not causal:
@@ -214,27 +216,11 @@ def attend_packed(
             "two of the three",
             "Use --cp-comm-type a2a.",
         )
-    key, value = (_Gather.apply(t, group).flatten(0, 1).index_select(0, plan.keys) for t in (key, value))
+    key, value = (gather(t, group).flatten(0, 1).index_select(0, plan.keys) for t in (key, value))
     return attend(query, key, value, packed=plan.parts)
 
 
-class Plan(NamedTuple):
-    """How the tokens of packed documents lie on the ranks, and what this rank's see.
-
-    Attributes:
-        order: ``[t]``, where the tokens of the packed sequence lie when ranks' parts follow one another.
-        rank_order: ``[t]``, its inverse.
-        keys: the tokens among ranks' parts that each half document of this rank sees, one after another.
-        parts: lengths of the half documents, and of the keys that each sees.
-    """
-
-    order: Tensor
-    rank_order: Tensor
-    keys: Tensor
-    parts: Packed
-
-
-def _plan_of(
+def plan_of_batch(
     packed_seq_params: Any, tokens: int, causal: bool, group: dist.ProcessGroup, device: torch.device
 ) -> Plan:
     """Return the plan, made once per batch: every layer is handed the same parameters."""
@@ -244,128 +230,32 @@ def _plan_of(
         actual = packed_seq_params.cu_seqlens_kv.flatten().tolist()
         padded = packed_seq_params.cu_seqlens_kv_padded
         starts = actual if padded is None else padded.flatten().tolist()
-        return _plan(starts, actual, *recipe, device)
+        return plan_of(starts, actual, *recipe, device)
 
     return kept_on(packed_seq_params, "plan", boundaries(packed_seq_params), read, recipe)
 
 
-def _plan(
-    starts: list[int],
-    actual: list[int],
-    tokens: int,
-    causal: bool,
-    size: int,
-    rank: int,
-    device: torch.device,
-) -> Plan:
-    """Lay out documents that begin at ``starts`` (the last is the end), ``actual`` ends without padding."""
-    rank_order = torch.cat([tokens_of_rank(starts, size, other) for other in range(size)])
-    if rank_order.numel() != tokens * size:
-        raise UsageError(
-            f"packed documents that end at {starts[-1]}, and {tokens} tokens on each of {size} ranks",
-            "the same number of tokens in both",
-            "Let the last boundary of cu_seqlens_q_padded be the end of the tokens.",
-        )
-    order = torch.empty_like(rank_order)
-    order[rank_order] = torch.arange(rank_order.numel())
-    queries, keys, seen = [], [], []
-    for i in range(len(starts) - 1):
-        chunk = (starts[i + 1] - starts[i]) // (2 * size)
-        for part in (rank, 2 * size - 1 - rank):
-            length = (part + 1) * chunk if causal else actual[i + 1] - actual[i]
-            queries.append(chunk)
-            keys.append(length)
-            seen.append(order[starts[i] : starts[i] + length])
-    pairs = [pair for pair in zip(queries, keys, strict=True) if any(pair)]
-    parts = Packed(*zip(*pairs, strict=True))
-    return Plan(order.to(device), rank_order.to(device), torch.cat(seen).to(device), parts)
-
-
-def tokens_of_rank(starts: list[int], size: int, rank: int) -> Tensor:
-    """Return which tokens of packed documents a rank holds, ``[t / cp]`` int64, on the host.
-
-    Args:
-        starts: where the documents begin; the last is the end.
-
-    Raises:
-        UsageError: a document is not a multiple of 2·cp long.
-    """
-    lengths = [end - start for start, end in itertools.pairwise(starts)]
-    if any(length % (2 * size) for length in lengths):
-        raise UsageError(
-            f"packed documents of {lengths} tokens, context-parallel size {size}",
-            f"multiples of {2 * size}: each rank has two chunks of each",
-            "Pad the documents and set cu_seqlens_q_padded and cu_seqlens_kv_padded.",
-        )
-    chunks = []
-    for start, length in zip(starts, lengths, strict=False):
-        document = torch.arange(start, start + length).chunk(2 * size)
-        chunks += [document[rank], document[2 * size - 1 - rank]] if length else []
-    return torch.cat(chunks)
-
-
-def _group() -> dist.ProcessGroup:
+def group_of(module: Any) -> dist.ProcessGroup:
+    """Return the ranks that share the sequence: those of this layer (0.15 on), else of the whole run."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_context_parallel_group()
+    of_layer = getattr(getattr(module, "pg_collection", None), "cp", None)
+    return of_layer or parallel_state.get_context_parallel_group()
 
 
-def _in_order(by_rank: Tensor) -> Tensor:
-    """Bring ``[cp, s / cp, ...]`` chunks r, 2·cp - 1 - r into the order of the sequence, ``[s, ...]``."""
-    first, second = by_rank.unflatten(1, (2, -1)).unbind(1)
-    return torch.cat([first, second.flip(0)]).flatten(0, 1)
+def group_of_batch(module: Any, packed_seq_params: Any) -> dist.ProcessGroup | None:
+    """Return the ranks that share packed documents; None where this rank has them whole.
 
-
-def _by_rank(sequence: Tensor, size: int) -> Tensor:
-    """Bring ``[s, ...]`` into the chunks of each rank, ``[cp, s / cp, ...]``."""
-    first, second = sequence.unflatten(0, (2, size, -1)).unbind(0)
-    return torch.cat([first, second.flip(0)], dim=1)
+    A batch may name a group of its own, or say that one rank has it all (``PackedSeqParams``, since 0.16).
+    """
+    of_batch = getattr(packed_seq_params, "cp_group", None)
+    if of_batch is None and getattr(packed_seq_params, "local_cp_size", None) is not None:
+        return None
+    group = of_batch or group_of(module)
+    return group if group.size() > 1 else None
 
 
 def _whole_mask(mask: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[b, 1, s / cp, s]`` of each rank's queries to ``[b, 1, s, s]``."""
     rows = mask.movedim(2, 0).to(torch.uint8)  # gloo has no bool
-    return _in_order(_Gather.apply(rows, group)).movedim(0, 2).bool().contiguous()
-
-
-def _exchange_for_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[s / cp, ..., n, d]`` to ``[cp, s / cp, ..., n / cp, d]``: every rank's tokens, this rank's heads."""
-    heads = part.unflatten(-2, (group.size(), -1)).movedim(-3, 0)
-    return _Exchange.apply(heads, group)
-
-
-def _exchange_for_heads(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The inverse: ``[cp, s / cp, ..., n / cp, d]`` to ``[s / cp, ..., n, d]``."""
-    return _Exchange.apply(by_rank, group).movedim(0, -3).flatten(-3, -2)
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather along a new first dimension; backward sums each rank's gradients where they belong."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        output = input.new_empty((group.size(), *input.shape))
-        dist.all_gather_into_tensor(output.flatten(0, 1), input.contiguous(), group=group)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        output = grad.new_empty(grad.shape[1:])
-        dist.reduce_scatter_tensor(output, grad.flatten(0, 1).contiguous(), group=ctx.group)
-        return output, None
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all along the first dimension ``[cp, ...]``; its gradient is another."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        output = torch.empty_like(input, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(output, input.contiguous(), group=group)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(grad, ctx.group), None
+    return in_order(gather(rows, group)).movedim(0, 2).bool().contiguous()

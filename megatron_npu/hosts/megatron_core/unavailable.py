@@ -40,6 +40,11 @@ NEED_TRANSFORMER_ENGINE = (
         ("tp_comm_overlap",),
         remedy="Leave it out: its buffers are TransformerEngine's; --sequence-parallel works without.",
     ),
+    Option(  # since 0.16
+        "--hybrid-context-parallel",
+        ("hybrid_context_parallel",),
+        remedy="Leave it out: only its attention heeds groups of batches; --context-parallel-size works.",
+    ),
     Option(
         "--cross-entropy-fusion-impl",
         ("cross_entropy_fusion_impl",),

@@ -157,6 +157,20 @@ def compare_packed(communication, kind, bounds, unpadded, flags) -> None:
     check(output * counted[index], parts, expected, whole, lambda t: t[index])
 
 
+def compare_whole() -> None:
+    """A batch that says that each rank has it whole (0.16) is not cut, whatever the configuration says."""
+    ends = torch.tensor([0, 4, LENGTH], dtype=torch.int32)
+    params = PackedSeqParams("thd", ends, ends, local_cp_size=1)
+    document = column >= 4
+    hidden = (document[:, None] != document) | (column > row)
+    whole = tensors(1)
+    set_flags({})
+    output = layer_of("padding_causal", "p2p", {})(
+        *(t.squeeze(1) for t in whole), None, packed_seq_params=params
+    )
+    check(output.unsqueeze(1), whole, attention(*whole, hidden), whole, lambda t: t)
+
+
 def main() -> None:
     dist.init_process_group("nccl")
     parallel_state.initialize_model_parallel(context_parallel_size=2)
@@ -173,6 +187,8 @@ def main() -> None:
             compare_packed(communication, *case)
             if dist.get_rank() == 0:
                 print("equal:", communication, "packed", name, flush=True)
+    if "local_cp_size" in PackedSeqParams.__dataclass_fields__:
+        compare_whole()
 
 
 if __name__ == "__main__":

@@ -249,12 +249,20 @@ def test_documents_are_dealt_out_anew_for_each_batch():
     params = packed_params(8, 8)
 
     def plan(of):
-        return context_parallel._plan_of(of, 8, True, group, here())
+        return context_parallel.plan_of_batch(of, 8, True, group, here())
 
     first = plan(params)
     assert plan(params) is first
     for how, other in new_boundaries(params):
         assert plan(other).parts.query == (1, 1, 3, 3), how
+
+
+def test_a_batch_that_is_cut_is_not_taken_for_a_whole_one():
+    ours, _ = attention_pair()
+    params = packed_params(8, 8)
+    params.cp_group = types.SimpleNamespace(size=lambda: 2)
+    with pytest.raises(UsageError, match="a cp_group of 2 ranks, and context_parallel_size 1"):
+        ours(*leaves_of(*[(16, 4, 8)] * 3), None, packed_seq_params=params)
 
 
 # -- windows, caches, dropout -----------------------------------------------------------------------
