@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu import settings
 from megatron_npu.errors import UsageError
+from megatron_npu.hosts import core_attention
 from megatron_npu.hosts.megatron_core import context_parallel
 from megatron_npu.hosts.megatron_core.records import wrap
 from megatron_npu.hosts.megatron_core.visibility import documents, visible, window_of
@@ -147,7 +147,7 @@ def _refused(self: Any, attention_bias: Tensor | None, packed_seq_params: Any) -
 def _dense(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """``[sq, b, n, d]`` and ``[sk, b, g, d]`` to ``[sq, b, n * d]``."""
     call = _arguments(self)
-    with _dropout_generator(self, call["dropout_p"]):
+    with core_attention.dropout_generator(call["dropout_p"], self.config.sequence_parallel):
         attend: Callable[..., Tensor] = functools.partial(_attend, **call)
         spread = (self, query, key, value, mask, causal, attend)
         if self.communication == "ring":
@@ -165,7 +165,7 @@ def _packed(
     """``[tq, n, d]`` and ``[tk, g, d]`` to ``[tq, n * d]``: documents one behind the other (thd)."""
     call = _arguments(self)
     attend: Callable[..., Tensor] = functools.partial(_attend_packed, causal=causal, **call)
-    with _dropout_generator(self, call["dropout_p"]):
+    with core_attention.dropout_generator(call["dropout_p"], self.config.sequence_parallel):
         group = None
         if self.communication is not None:
             group = context_parallel.group_of_batch(self, packed_seq_params)
@@ -186,25 +186,10 @@ def _arguments(self: Any) -> dict[str, Any]:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-    """Hand the tensors over in the layout that ``--shape-order`` asks for; answer in SBH.
-
-    The heads stay a dimension of their own: SBH and SBND are the same memory.
-    """
-    if settings.ATTENTION.shape_order == "SBH":
-        return attention(query, key, value, layout="SBND", **kwargs).flatten(2)
-    query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-    return attention(query, key, value, layout="BSND", **kwargs).transpose(0, 1).flatten(2)
+    """``[sq, b, n, d]`` to ``[sq, b, n * d]``."""
+    return core_attention.attend(query, key, value, **kwargs).flatten(2)
 
 
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
     """``[tq, n, d]`` to ``[tq, n * d]``; the last query of a document stands at its last key."""
     return attention(query, key, value, layout="TND", offset="end", **kwargs).flatten(1)
-
-
-def _dropout_generator(self: Any, dropout_p: float) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which upstream drops out: heads are split, so each rank has its own masks."""
-    if dropout_p == 0.0 or self.config.sequence_parallel:
-        return contextlib.nullcontext()
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    return get_cuda_rng_tracker().fork()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_npu import settings
+from megatron_npu.hosts.core_attention import attend, dropout_generator
 from megatron_npu.hosts.megatron_lm.records import replace, unnecessary, wrap
-from megatron_npu.ops.attention import Window, attention
+from megatron_npu.ops.attention import Window
 from megatron_npu.ops.dropout import bias_dropout_add
 
 _MODULE = "megatron.model.transformer"
@@ -41,8 +41,8 @@ def forward(
     """``[sq, b, n, d]`` and ``[sk, b, n, d]`` to ``[sq, b, n * d]``."""
     causal = self.attn_mask_type.name == "causal"
     dropout_p = self.attention_dropout.p if self.training else 0.0
-    with _dropout_generator(self, dropout_p):
-        return _attend(
+    with dropout_generator(dropout_p, self.sequence_parallel):
+        return attend(
             query_layer,
             key_layer,
             value_layer,
@@ -54,17 +54,6 @@ def forward(
             mask=attention_mask if not causal or _more_is_masked_than_the_future() else None,
             dropout_p=dropout_p,
         ).flatten(2)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-    """Hand ``[s, b, n, d]`` tensors over in the layout that ``--shape-order`` asks for; answer alike.
-
-    The heads stay a dimension of their own: SBH and SBND are the same memory.
-    """
-    if settings.ATTENTION.shape_order == "SBH":
-        return attention(query, key, value, layout="SBND", **kwargs).contiguous()
-    query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    return attention(query, key, value, layout="BSND", **kwargs).transpose(0, 1).contiguous()
 
 
 def _window() -> Window:
@@ -82,15 +71,6 @@ def _more_is_masked_than_the_future() -> bool:
     args = get_args()
     model_type = getattr(args, "model_type", None)  # set by get_model; absent where a layer is built alone
     return args.reset_attention_mask or getattr(model_type, "name", "") == "encoder_and_decoder"
-
-
-def _dropout_generator(self: Any, dropout_p: float) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which upstream drops out: heads are split, so each rank has its own masks."""
-    if dropout_p == 0.0 or self.sequence_parallel:  # with the latter the whole layer is in such a context
-        return contextlib.nullcontext()
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    return get_cuda_rng_tracker().fork()
 
 
 @replace(
@@ -121,7 +101,7 @@ class FlashSelfAttention(torch.nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``[b, sq, n, d]`` and ``[b, sk, n, d]`` to ``[b, sq, n, d]``."""
         query, key, value = (tensor.transpose(0, 1) for tensor in (q, k, v))
-        return _attend(
+        return attend(
             query,
             key,
             value,
