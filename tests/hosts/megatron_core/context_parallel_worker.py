@@ -6,6 +6,7 @@ Usage: torchrun --nproc-per-node 2 context_parallel_worker.py
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -171,6 +172,13 @@ def compare_whole() -> None:
     check(output.unsqueeze(1), whole, attention(*whole, hidden), whole, lambda t: t)
 
 
+def say(line: str) -> None:
+    """Write a line in one piece: the ranks share the pipe, and theirs would come between its words."""
+    if dist.get_rank() == 0:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
 def main() -> None:
     dist.init_process_group("nccl")
     parallel_state.initialize_model_parallel(context_parallel_size=2)
@@ -181,12 +189,10 @@ def main() -> None:
             compare(communication, *case)
             gathered = [reason for _, reason in dispatch.refusals]
             assert gathered == [NO_RING[name]] * (communication == "p2p") if name in NO_RING else not gathered
-            if dist.get_rank() == 0:
-                print("equal:", communication, name, flush=True)
+            say(f"equal: {communication} {name}")
         for name, case in PACKED.items():
             compare_packed(communication, *case)
-            if dist.get_rank() == 0:
-                print("equal:", communication, "packed", name, flush=True)
+            say(f"equal: {communication} packed {name}")
     if "local_cp_size" in PackedSeqParams.__dataclass_fields__:
         compare_whole()
 
