@@ -46,10 +46,9 @@ def _usage() -> str:
     return f"usage: megatron-npu COMMAND [ARGUMENTS...]\n\ncommands:\n{rows}\n{_END}"
 
 
-def _require_command(name: str) -> None:
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, [*COMMANDS, "help"], n=1) or COMMANDS
-        raise UsageError(f"no command {name!r}", ", ".join(near), "See `megatron-npu --help`.")
+def _unknown(name: str) -> UsageError:
+    near = difflib.get_close_matches(name, [*COMMANDS, "help"], n=1) or COMMANDS
+    return UsageError(f"no command {name!r}", ", ".join(near), "See `megatron-npu --help`.")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,10 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] == "--version":
         print(f"megatron_npu {__version__}")
         return 0
-    try:
-        _require_command(argv[0])
-    except UsageError as error:
-        print(f"megatron-npu: error: {error}", file=sys.stderr)
+    if argv[0] not in COMMANDS:
+        print(f"megatron-npu: error: {_unknown(argv[0])}", file=sys.stderr)
         return 2
     os.umask(0o027)
     module, function = COMMANDS[argv[0]][0].split(":")

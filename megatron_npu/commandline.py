@@ -61,12 +61,17 @@ class _Help(argparse.HelpFormatter):
     """Short metavars, and the default behind each help text that does not name one itself."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return action.type.metavar if isinstance(action.type, Number) else action.dest.upper()
+        return metavar_of(action)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
         default = default_of(action)
         return text if "default" in text or not default else f"{text} (default: {default})".replace("%", "%%")
+
+
+def metavar_of(action: argparse.Action) -> str:
+    """Return what stands for a flag's value in ``--help``, where the flag itself does not say."""
+    return action.type.metavar if isinstance(action.type, Number) else action.dest.upper()
 
 
 def default_of(action: argparse.Action) -> str:

@@ -97,6 +97,14 @@ def find(path: str | Path | None = None, given_by: str = "") -> Host:
     return Host(first.name, first.version, first.root, rest)
 
 
+def named(path: str | None) -> tuple[str | None, str]:
+    """Return the path that ``--megatron``, else ``MEGATRON_LM_PATH`` names, and which of the two does."""
+    if path:
+        return path, "--megatron"
+    path = settings.MEGATRON_PATH.get() or None
+    return path, settings.MEGATRON_PATH.name if path else ""
+
+
 def _none_found(path: str | Path | None, given_by: str) -> UsageError:
     inside = "a folder megatron/ with megatron-core or Megatron-LM in it"
     if path is None:

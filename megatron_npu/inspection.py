@@ -122,9 +122,7 @@ def _parser(command: str, function: object, codes: str) -> argparse.ArgumentPars
 
 
 def _find(options: argparse.Namespace) -> Host:
-    named = settings.MEGATRON_PATH.get()
-    given_by = "--megatron" if options.megatron else settings.MEGATRON_PATH.name if named else ""
-    found = host.find(options.megatron or named or None, given_by)
+    found = host.find(*host.named(options.megatron))
     return replace(found, name=options.host) if options.host else found
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_npu.commandline import Number, default_of
+from megatron_npu.commandline import default_of, metavar_of
 from megatron_npu.training.arguments import parser
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "pretrain-flags.md"
@@ -79,10 +79,7 @@ def _value(action: argparse.Action) -> str:
         return ""
     if action.choices:
         return f" {'|'.join(map(str, action.choices))}"
-    metavar = action.metavar or (
-        action.type.metavar if isinstance(action.type, Number) else action.dest.upper()
-    )
-    return f" {metavar}{' ...' if action.nargs else ''}"
+    return f" {action.metavar or metavar_of(action)}{' ...' if action.nargs else ''}"
 
 
 def _exceptions() -> Iterator[str]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.amp import autocast_mode
 
+from megatron_npu.devices.cuda_names import names_cuda
+
 
 def replacements(device: str) -> Iterator[tuple[Any, str, Any]]:
     """Yield owner, name and value of what makes autocast of ``cuda`` that of ``device``.
@@ -23,7 +25,7 @@ def replacements(device: str) -> Iterator[tuple[Any, str, Any]]:
     def meant(device_type: Any) -> Any:
         if device_type == "cuda":  # every linear layer asks a dozen times
             return device
-        return device if isinstance(device_type, str) and device_type.startswith("cuda:") else device_type
+        return device if isinstance(device_type, str) and names_cuda(device_type) else device_type
 
     yield torch.autocast, "__init__", _autocast_initialiser(meant)
     yield torch.amp.GradScaler, "__init__", _scaler_initialiser(meant)

@@ -20,6 +20,11 @@ _TYPES = {
 }
 
 
+def names_cuda(text: str) -> bool:
+    """Return whether it is ``cuda`` or ``cuda:`` with an index."""
+    return text == "cuda" or text.startswith("cuda:")
+
+
 def no_operation(*_: Any, **__: Any) -> None:
     """Do nothing."""
 

@@ -17,7 +17,7 @@ import torch
 
 from megatron_npu.devices import device_monitor
 from megatron_npu.devices.base import Device, MemoryStatistics
-from megatron_npu.devices.cuda_names import no_operation, tensor_types
+from megatron_npu.devices.cuda_names import names_cuda, no_operation, tensor_types
 
 # Everything Megatron asks of torch.cuda that torch.npu answers under the same name.
 _SAME_NAME = (
@@ -191,7 +191,7 @@ def _naming_npu(value: Any) -> Any:
 
 
 def _npu_for_cuda(value: Any) -> Any:
-    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+    if isinstance(value, str) and names_cuda(value):
         return value.replace("cuda", "npu", 1)
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("npu") if value.index is None else torch.device("npu", value.index)

@@ -23,7 +23,7 @@ from torch.utils.data import dataloader
 from megatron_npu.devices import autocast, gloo, hccl, placement, writes
 from megatron_npu.devices.base import Device
 from megatron_npu.devices.cpu import CpuDevice
-from megatron_npu.devices.cuda_names import TensorType
+from megatron_npu.devices.cuda_names import TensorType, names_cuda
 
 _FACTORIES = (
     "empty zeros ones full tensor as_tensor arange linspace logspace eye rand randn randint randperm normal "
@@ -65,7 +65,7 @@ def _is_host(module: str) -> bool:
 def _means_cuda(device: Any) -> bool:
     """Return whether a device argument names a CUDA device; an index alone does."""
     if isinstance(device, str):
-        return device == "cuda" or device.startswith("cuda:")
+        return names_cuda(device)
     if isinstance(device, int):
         return not isinstance(device, bool)
     return isinstance(device, torch.device) and device.type == "cuda"

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megatron_npu import host, inspection, settings
+from megatron_npu import host, inspection
 from megatron_npu.errors import UsageError
 
 # Beginnings of the environment variables that decide how a run behaves.
@@ -24,8 +24,7 @@ def use(path: str | None) -> None:
     Raises:
         UsageError: there is no Megatron in ``path``.
     """
-    given_by = "--megatron" if path else settings.MEGATRON_PATH.name
-    path = path or settings.MEGATRON_PATH.get()
+    path, given_by = host.named(path)
     if path:
         sys.path.insert(0, str(host.find(path, given_by).root))
 

@@ -122,11 +122,11 @@ def report_refusal(operation: str, reason: str, does: str = "runs unfused", reme
         FusedPathRefusedError: in strict mode.
     """
     if settings.STRICT.enabled():
-        leave = f"unset {settings.STRICT.name}"
+        name = settings.STRICT.name
         raise FusedPathRefusedError(
             f"{operation} {does}: {reason}",
-            f"nothing of the kind with {settings.STRICT.name}=1",
-            f"{remedy.rstrip('.')}, or {leave}." if remedy else f"U{leave[1:]}.",
+            f"nothing of the kind with {name}=1",
+            f"{remedy.rstrip('.')}, or unset {name}." if remedy else f"Unset {name}.",
         )
     seen = refusals.get((operation, reason), 0)
     refusals[operation, reason] = seen + 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -53,16 +54,12 @@ def kept_on(
         return find()
     state = (tuple(None if source is None else source._version for source in sources), recipe)
     known = getattr(owner, _attribute(name), None)
-    if known is not None and known[0] == state and all(map(_same, known[1], sources)):
+    if known is not None and known[0] == state and all(map(operator.is_, known[1], sources)):
         return known[2]
     with usable_in_training():
         value = find()
     setattr(owner, _attribute(name), (state, tuple(sources), value))
     return value
-
-
-def _same(this: object, that: object) -> bool:
-    return this is that
 
 
 def _attribute(name: str) -> str:
