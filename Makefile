@@ -19,7 +19,7 @@ test: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	@# by folders, the quick unit tests last: xdist's own order ends with files of few but long tests
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2 $(PYTEST_ARGS)
 	@# last: what it finds may hang on the version of torch
 	$(VENV)/bin/mypy
 

@@ -57,8 +57,7 @@ setup(
             "mypy",
             "nltk",  # Megatron-LM's preprocess_data.py needs it
             "pydantic",  # Megatron-LM's pretrain_gpt.py of 0.16 needs it
-            "pytest",
-            "pytest-timeout",
+            "pytest>=9",  # faulthandler_exit_on_timeout
             "pytest-xdist",
             "ruff",
             "safetensors",

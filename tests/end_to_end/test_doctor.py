@@ -50,7 +50,7 @@ def doctor(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env=tiny.environment() | variables,
         capture_output=True,
         text=True,
-        timeout=1000,  # beyond the doctor's own
+        timeout=540,  # beyond the doctor's own
         check=False,
     )
 

@@ -38,6 +38,6 @@ SUITES = {
 def test_suite(simulated, suite):
     files, selection, least = SUITES[suite]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    done = simulated(*command, *files, *selection, timeout=900)
+    done = simulated(*command, *files, *selection, timeout=540)
     assert done.returncode == 0, done.stdout[-6000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= least

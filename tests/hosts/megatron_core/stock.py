@@ -17,7 +17,7 @@ FLAGS = [
     *"--tokenizer-type NullTokenizer --vocab-size 1023 --attention-dropout 0 --hidden-dropout 0".split(),
 ]
 
-TIMEOUT = 600  # seconds for one run
+TIMEOUT = 540  # seconds for one run
 Run = subprocess.CompletedProcess[str]
 
 

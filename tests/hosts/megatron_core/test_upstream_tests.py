@@ -39,7 +39,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=540, check=False
     )
 
 

@@ -17,7 +17,7 @@ def commands(checkout, tmp_path_factory) -> guide.Guide:
             env=runs.environment(**changes),
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=540,
             check=False,
         )
 

@@ -76,7 +76,7 @@ class Checkpoints:
     def __init__(self, checkout: Path, folder: Path) -> None:
         self.checkout, self.folder = checkout, folder
         command = [*flags(folder), *f"{TRAINING} --save {folder}/1x1".split()]
-        trained = runs.run(checkout / "pretrain_gpt.py", command, timeout=600)
+        trained = runs.run(checkout / "pretrain_gpt.py", command, timeout=540)
         losses = runs.losses(runs.succeeded(trained))
         assert losses[STEPS] < 1, losses
 
@@ -104,12 +104,12 @@ def ask(checkpoints: Checkpoints, device: str, layout: tuple[int, int], strict: 
     command += ["--strict-lambada"] if strict else []
     script, processes = checkpoints.checkout / "tasks" / "main.py", tensor * pipeline
     if device == "cpu":
-        result = runs.run(script, command, processes=processes, timeout=600)
+        result = runs.run(script, command, processes=processes, timeout=540)
         return runs.accuracy(runs.succeeded(result))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     line = [sys.executable, *(launcher if processes > 1 else []), "-m", "megatron_npu", "run", str(script)]
     named = {"MEGATRON_NPU_DEVICE": "npu", "PYTHONDONTWRITEBYTECODE": "1"}  # no other device will do
-    result = run_simulated(*line, *command, timeout=600, **named)
+    result = run_simulated(*line, *command, timeout=540, **named)
     assert result.returncode == 0, result.stdout[-5000:]
     return runs.accuracy(result.stdout)
 

@@ -43,7 +43,7 @@ def script(data, tmp_path):
             env=runs.environment(**settings),
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=540,
             check=False,
         )
 
@@ -170,7 +170,7 @@ def alone(tmp_path):
             env=runs.environment(**{name: str(value) for name, value in own.items()}),
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=540,
             check=False,
         )
 
