@@ -37,7 +37,7 @@ An operation of torch_npu that computes and is not listed raises `NotImplemented
    over the device's memory. It returns fresh host tensors, or the arguments that it has written. For random
    numbers use `randomness.py`, so that a backward can draw them again.
 2. Do the same for the operation of its gradient, if torch_npu has one (`grad_fn` of a result names it).
-3. Put what its documentation allows into `limits.py`, with the section it comes from.
+3. Put what its documentation allows into its file in `limits/`, with the section it comes from.
 4. Test it: forbidden calls in `tests/sim/refusals.py` (a limit by which no call is refused fails a test), and
    forward and backward against a formula in fp64 in `tests/sim/test_kernels_*.py`.
 5. Write this page again.

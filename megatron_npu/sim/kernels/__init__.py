@@ -1,6 +1,6 @@
 """Reference kernels of torch_npu's own operations, and the limits of Ascend's documentation.
 
-One file per family declares the kernels; ``limits.py`` says what each operation may be given.
+One file per family declares the kernels; ``limits`` says what each operation may be given.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_npu.sim.kernels.limits import SCALAR_TYPES
+from megatron_npu.sim.kernels.limits.casting import SCALAR_TYPES
 from megatron_npu.sim.kernels.registry import kernel
 
 

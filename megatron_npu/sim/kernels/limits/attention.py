@@ -1,4 +1,4 @@
-"""The limits of npu_fusion_attention and its gradient; a part of ``limits.py``."""
+"""The limits of npu_fusion_attention and its gradient in their three versions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from megatron_npu.sim.kernels.checker import (
     required,
     shape_of,
 )
+from megatron_npu.sim.kernels.limits.common import FLOATS
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 HEADS = 256
 HEAD_SIZE = 768
 SEQUENCE = 1 << 20  # "1M", also of the total of TND
@@ -494,3 +494,12 @@ FORWARD_V3 = Limits(
     _SOURCE_V3, _V1, "Hardware wants the lengths of TND on the host; the simulator takes them on the NPU."
 )
 BACKWARD_V3 = Limits(_SOURCE_V3, (*_V1, *_gradient()))
+
+LIMITS = {
+    "npu_fusion_attention": FORWARD,
+    "npu_fusion_attention_grad": BACKWARD,
+    "npu_fusion_attention_v2": FORWARD_V2,
+    "npu_fusion_attention_grad_v2": BACKWARD_V2,
+    "npu_fusion_attention_v3": FORWARD_V3,
+    "npu_fusion_attention_grad_v3": BACKWARD_V3,
+}

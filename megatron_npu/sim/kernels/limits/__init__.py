@@ -1,0 +1,49 @@
+"""What Ascend's documentation allows each operation to be given, one table per operation.
+
+One file per family, named as the one with its kernels. Each table names its sources: "wheel" is
+``torch_npu/_op_plugin_docs.py`` of torch_npu 2.13.0, "op-plugin" its open source (Ascend/op-plugin,
+``op_plugin/ops``), "aclnn" CANN's API reference. Where they contradict each other ``notes`` says what counts.
+Only Atlas A2 and A3 training products are meant.
+"""
+
+from __future__ import annotations
+
+from megatron_npu.sim.kernels.checker import Limits
+from megatron_npu.sim.kernels.limits import (
+    activation,
+    attention,
+    casting,
+    cross_entropy,
+    dropout,
+    grouped_matmul,
+    linear,
+    moe,
+    norm,
+    optimizer,
+    ring_attention,
+    rotary,
+    softmax,
+    status,
+    transpose,
+)
+
+# in the order of the generated page
+FAMILIES = (
+    attention,
+    ring_attention,
+    norm,
+    softmax,
+    activation,
+    rotary,
+    optimizer,
+    status,
+    transpose,
+    casting,
+    linear,
+    cross_entropy,
+    moe,
+    grouped_matmul,
+    dropout,
+)
+# by operation, as torch names it: with its overload, without its namespace
+LIMITS: dict[str, Limits] = {name: table for family in FAMILIES for name, table in family.LIMITS.items()}

@@ -1,0 +1,13 @@
+"""What the tables of several families say."""
+
+from __future__ import annotations
+
+import torch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def not_decreasing(values: list[int]) -> bool:
+    """Return whether cumulative ends fall nowhere and begin at 0 or above."""
+    return all(first <= second for first, second in zip([0, *values], values, strict=False))

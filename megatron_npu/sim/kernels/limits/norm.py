@@ -1,0 +1,60 @@
+"""The limits of RMSNorm, alone and after a residual addition."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_npu.sim.kernels.checker import Limit, Limits, dimensions, dtype, dtype_of, shape_of
+from megatron_npu.sim.kernels.limits.common import FLOATS
+
+
+def _gamma_ends_input(argument: str, of: str = "input") -> Limit:
+    return Limit(
+        argument,
+        f"the last dimensions of {of}, fewer than all",
+        lambda a: (
+            0 < a.gamma.dim() < getattr(a, of).dim()
+            and getattr(a, of).shape[-a.gamma.dim() :] == a.gamma.shape
+        ),
+    )
+
+
+RMS_NORM = Limits(
+    "wheel, npu_rms_norm; aclnnRmsNorm",
+    (
+        dtype("input", *FLOATS),
+        dimensions("input", 2, 8),
+        dtype_of("gamma", "input"),
+        _gamma_ends_input("gamma"),
+    ),
+    "The wheel says that gamma has 2 to 8 dimensions and shows one; aclnnRmsNorm says 1 to 8. op-plugin's "
+    "tests for Atlas A2 also give a float32 gamma to float16; the wheel's equal dtypes count.",
+)
+
+RMS_NORM_BACKWARD = Limits(
+    "wheel, npu_rms_norm; aclnnRmsNormGrad",
+    (
+        *RMS_NORM.limits,
+        shape_of("dy", "input"),
+        dtype_of("dy", "input"),
+        dtype("rstd", torch.float32),
+    ),
+)
+
+ADD_RMS_NORM = Limits(
+    "wheel, npu_add_rms_norm_cast and npu_rms_norm; aclnnAddRmsNorm",
+    (
+        dtype("x1", *FLOATS),
+        dimensions("x1", 1, 8),
+        dtype_of("x2", "x1"),
+        shape_of("x2", "x1"),
+        dtype_of("gamma", "x1"),
+        _gamma_ends_input("gamma", "x1"),
+    ),
+)
+
+LIMITS = {
+    "npu_rms_norm": RMS_NORM,
+    "npu_rms_norm_backward": RMS_NORM_BACKWARD,
+    "npu_add_rms_norm": ADD_RMS_NORM,
+}
