@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
+
+# Below what Linux gives to connections (net.ipv4.ip_local_port_range, from 32768 on): a port from there may
+# be somebody's by the time it is listened on, gloo's of a run beside this one for instance.
+_PORTS = range(20_000, 32_000)
 
 
 def provide_address() -> None:
@@ -14,10 +20,18 @@ def provide_address() -> None:
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" and "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port() -> int:
+    """Return a port of this machine on which nobody listens.
+
+    Raises:
+        OSError: there is none.
+    """
+    # not the run's generator, whose numbers are the model's
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no free port of 127.0.0.1 from {_PORTS.start} to {_PORTS.stop - 1}")

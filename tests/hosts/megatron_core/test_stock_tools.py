@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_npu.evaluation import generate, lambada
+from megatron_npu.hosts.rendezvous import free_port
 from megatron_npu.preprocessing import command as preprocess
 from megatron_npu.preprocessing import indexed
 from tests.conftest import checkout
@@ -76,9 +77,7 @@ def test_the_server_answers_with_the_likeliest_tokens(trained: Trained, tmp_path
 
 def _ask_server(trained: Trained, folder: Path, prompt: str) -> dict:
     """Start the stock server, ask it once, and end it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     script = str(trained.tree / "tools" / "run_text_generation_server.py")
     command = tiny.command("run", script, *MODEL, "--load", str(trained.load), "--port", port)
     environment = tiny.environment() | {"MEGATRON_LM_PATH": str(trained.tree)}

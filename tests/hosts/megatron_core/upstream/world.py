@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
-import random
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+
+from megatron_npu.hosts.rendezvous import free_port
 
 from . import worlds
 from .results import COLLECTION, EXCLUDED, FAILED, FileResult, Result, merge
@@ -61,7 +60,7 @@ class World:
         self.order: dict[str, list[Result]] = {}  # as they came, over all ranks
         self.early: dict[str, Result] = {}  # the first failure of a test, told before its teardown
         self.broken = ""  # why the ranks cannot go on
-        port = _free_port()
+        port = free_port()
         context = multiprocessing.get_context("fork" if setting.fork else "spawn")
         self.ranks = [self._start(context, index, port, selected) for index in range(size)]
 
@@ -259,12 +258,3 @@ def _variables(index: int, size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def _free_port() -> int:
-    """Return a port below those that the system gives to connections: one of gloo's might take it."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port

@@ -1,0 +1,55 @@
+"""The address of a process that no launcher has started."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+
+import pytest
+
+from megatron_npu.hosts import rendezvous
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_port_is_free_and_not_one_that_connections_get() -> None:
+    port = rendezvous.free_port()
+    assert 20_000 <= port < 32_000
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+
+
+def test_taken_ports_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        taken = listener.getsockname()[1]
+        monkeypatch.setattr(rendezvous, "_PORTS", range(taken, taken + 1))
+        with pytest.raises(OSError, match=f"no free port of 127.0.0.1 from {taken} to {taken}"):
+            rendezvous.free_port()
+
+
+def test_the_run_s_random_numbers_stay_as_they_are() -> None:
+    before = random.getstate()
+    rendezvous.free_port()
+    assert random.getstate() == before
+
+
+def test_who_is_alone_gets_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    rendezvous.provide_address()
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+    assert 20_000 <= int(os.environ["MASTER_PORT"]) < 32_000
+
+
+@pytest.mark.parametrize("given", [{"WORLD_SIZE": "2"}, {"MASTER_ADDR": "10.0.0.1"}], ids=str)
+def test_a_launcher_s_word_counts(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    rendezvous.provide_address()
+    assert dict(os.environ) == before
