@@ -8,6 +8,8 @@ import sys
 import pytest
 
 CORE = "tests/hosts/megatron_core"
+# these start processes of their own, and those for the simulator, too, where they are for it
+STARTING_OTHERS = ("other_versions", "stock_script", "every_mask_and_window", "over_hccl")
 # files, what selects their tests of the npu, and how many there are at least
 SUITES = {
     "operations": (["tests/ops"], ["-k", "npu"], 400),
@@ -18,13 +20,18 @@ SUITES = {
                 "test_adaptors",
                 "test_attention_adaptor",
                 "test_autocast",
+                "test_context_parallel",
+                "test_dist_checkpointing",
                 "test_experts",
                 "test_inference_mode",
+                "test_local_layers",
+                "test_sharding_options",
                 "test_training_features",
+                "test_unavailable_options",
             )
         ],
-        [],
-        105,
+        ["-k", f"not ({' or '.join(STARTING_OTHERS)})"],
+        175,
     ),
     "what torch's names for CUDA mean": (
         [f"tests/unit/devices/test_{name}.py" for name in ("autocast", "loaders", "namespace", "placement")],
