@@ -16,6 +16,10 @@ from megatron_npu.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Workers of xdist share the cores: with a thread for each core in each worker, operations take twice as long.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Timing is no matter of tests: a busy machine may take seconds for an example. And what fixtures hold here
 # serves all examples of a test.
 hypothesis.settings.register_profile(

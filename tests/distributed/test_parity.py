@@ -39,7 +39,7 @@ def train(folder: Path, start: Path | None, flags: list[str], processes: int) ->
     """Train from the checkpoint ``start``; return losses, gradient norms and first-layer norms."""
     folder.mkdir()
     norms, log = folder / "norms.json", folder / "metrics.jsonl"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = tiny.torchrun(processes)
     load = ["--load", str(start), "--finetune"]
     result = subprocess.run(
         [sys.executable, *launcher, str(WORKER), str(norms), *flags, *load, "--json-log", str(log)],

@@ -48,10 +48,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu"}
 
 
+def torchrun(processes: int) -> list[str]:
+    """Return what stands behind ``python`` to start a program several times."""
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+
+
 def command(*arguments: str, processes: int = 1) -> list[str]:
     """Return the command line of ``megatron-npu``, under torchrun if there are several processes."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [sys.executable, *(launcher if processes > 1 else []), "-m", "megatron_npu", *arguments]
+    launcher = torchrun(processes) if processes > 1 else []
+    return [sys.executable, *launcher, "-m", "megatron_npu", *arguments]
 
 
 def run(*arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:

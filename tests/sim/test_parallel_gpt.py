@@ -58,7 +58,7 @@ def on_cpu(dataset, tmp_path_factory) -> tuple[list[str], list[float]]:
 def test_loss_curve_equals_the_cpu(simulated, on_cpu, tmp_path, layout):
     npus, extra, collectives = LAYOUTS[layout]
     flags, expected = on_cpu
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(npus)]
+    launcher = tiny.torchrun(npus)
     worker = [
         str(WORKER),
         str(tmp_path / "norms"),

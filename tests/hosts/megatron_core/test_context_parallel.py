@@ -17,7 +17,7 @@ from tests.hosts.megatron_core.conftest import make_config
 from tests.sim.conftest import run_simulated, unavailable
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")
-LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LAUNCHER = tiny.torchrun(2)
 CASES = 3 * (6 + 5)  # three ways to communicate; masks of a batch, and packed documents
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_npu.preprocessing import indexed
+from tests.end_to_end import tiny
 from tests.end_to_end.tiny import ROOT
 
 END = 256  # <|endoftext|>, behind the 256 bytes
@@ -94,7 +95,7 @@ def run(
         with_operations: False runs upstream's own operations, see ``baseline``.
         changes: to the environment.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = tiny.torchrun(processes)
     entry = ["-m", "megatron_npu", "run"] if with_operations else [str(BASELINE)]
     command = [sys.executable, *(launcher if processes > 1 else []), *entry, str(script)]
     return subprocess.run(

@@ -17,6 +17,7 @@ import torch
 
 from megatron_npu.preprocessing import indexed
 from megatron_npu.tokenizer import GPT2Tokenizer
+from tests.end_to_end import tiny
 from tests.hosts.megatron_lm import runs
 from tests.hosts.megatron_lm.test_runs import load, tensors
 from tests.sim.conftest import ROOT, run_simulated, unavailable
@@ -106,7 +107,7 @@ def ask(checkpoints: Checkpoints, device: str, layout: tuple[int, int], strict: 
     if device == "cpu":
         result = runs.run(script, command, processes=processes, timeout=540)
         return runs.accuracy(runs.succeeded(result))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = tiny.torchrun(processes)
     line = [sys.executable, *(launcher if processes > 1 else []), "-m", "megatron_npu", "run", str(script)]
     named = {"MEGATRON_NPU_DEVICE": "npu", "PYTHONDONTWRITEBYTECODE": "1"}  # no other device will do
     result = run_simulated(*line, *command, timeout=540, **named)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.end_to_end import tiny
 from tests.hosts.megatron_lm import runs
 from tests.hosts.megatron_lm.test_runs import TP2, deviation
 from tests.sim.conftest import run_simulated, unavailable
@@ -41,7 +42,7 @@ def on_cpu(checkout, data) -> dict[str, dict[int, float]]:
 def test_trains_like_the_cpu(checkout, data, on_cpu, processes, window, layout, limit):
     if unavailable():
         pytest.skip(unavailable())
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = tiny.torchrun(processes)
     command = [
         sys.executable,
         *launcher,

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from megatron_npu.preprocessing import indexed
+from tests.end_to_end import tiny
 from tests.hosts.megatron_lm import runs
 from tests.sim.conftest import unavailable
 
@@ -67,7 +68,7 @@ def expected(checkout, spelled) -> list[str]:
 @contextlib.contextmanager
 def server(checkout: Path, flags: list[str], device: str, processes: int, log: Path) -> Iterator[None]:
     """Hold a server that answers; end it and its processes afterwards."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = tiny.torchrun(processes)
     command = [
         *(launcher if processes > 1 else []),
         "-m",

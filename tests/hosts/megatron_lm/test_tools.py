@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_npu.preprocessing import indexed
+from tests.end_to_end import tiny
 from tests.hosts.megatron_lm import runs
 from tests.hosts.megatron_lm.test_runs import TP2, deviation
 
@@ -62,7 +63,7 @@ def test_a_termination_signal_saves(checkout, data, tmp_path):
     """--exit-signal-handler: both ranks save at the same iteration and end well."""
     flags = [*runs.flags(data), *"--train-iters 100000 --lr-decay-iters 100000".split()]
     flags += ["--exit-signal-handler", "--save", str(tmp_path), "--save-interval", "100000"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    launcher = tiny.torchrun(1)
     log = tmp_path / "log"
     with log.open("w") as stream:
         process = subprocess.Popen(
