@@ -15,6 +15,7 @@ from megatron_npu import host
 from megatron_npu.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
+LONGEST = 540  # seconds for whatever a test starts; the watchdog in pyproject.toml comes later
 
 # Workers of xdist share the cores: with a thread for each core in each worker, operations take twice as long.
 if "PYTEST_XDIST_WORKER" in os.environ:

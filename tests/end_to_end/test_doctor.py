@@ -16,6 +16,7 @@ from megatron_npu import cli, ops
 from megatron_npu.doctor import collectives, command, formulas, software
 from megatron_npu.doctor.advice import advice
 from megatron_npu.ops import dispatch
+from tests.conftest import LONGEST
 from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")
@@ -50,7 +51,7 @@ def doctor(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env=tiny.environment() | variables,
         capture_output=True,
         text=True,
-        timeout=540,  # beyond the doctor's own
+        timeout=LONGEST,
         check=False,
     )
 

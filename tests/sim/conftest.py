@@ -21,6 +21,7 @@ import pytest
 from megatron_npu import settings
 from megatron_npu.errors import UsageError
 from megatron_npu.sim import site
+from tests.conftest import LONGEST
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTCOMES = "SIMULATED_TEST_OUTCOMES"  # inside: the file to which the outcomes are written
@@ -139,7 +140,7 @@ def _run_file(item: pytest.Item) -> tuple[dict[str, tuple[str, str, float]], str
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "outcomes.jsonl"
         pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        done = run_simulated(*pytest_command, *selected, **{OUTCOMES: str(report)}, timeout=540)
+        done = run_simulated(*pytest_command, *selected, **{OUTCOMES: str(report)}, timeout=LONGEST)
         lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
     rows = {name: (outcome, text, seconds) for name, outcome, text, seconds in map(json.loads, lines)}
     return rows, done.stdout[-_TAIL:]

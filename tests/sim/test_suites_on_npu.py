@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.conftest import LONGEST
+
 CORE = "tests/hosts/megatron_core"
 # these start processes of their own, and those for the simulator, too, where they are for it
 STARTING_OTHERS = ("other_versions", "stock_script", "every_mask_and_window", "over_hccl")
@@ -45,6 +47,6 @@ SUITES = {
 def test_suite(simulated, suite):
     files, selection, least = SUITES[suite]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    done = simulated(*command, *files, *selection, timeout=540)
+    done = simulated(*command, *files, *selection, timeout=LONGEST)
     assert done.returncode == 0, done.stdout[-6000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= least

@@ -6,6 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
+from tests.conftest import LONGEST
 from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated
 
@@ -17,7 +18,6 @@ FLAGS = [
     *"--tokenizer-type NullTokenizer --vocab-size 1023 --attention-dropout 0 --hidden-dropout 0".split(),
 ]
 
-TIMEOUT = 540  # seconds for one run
 Run = subprocess.CompletedProcess[str]
 
 
@@ -64,7 +64,7 @@ def run_script(
     command = tiny.command("run", str(tree / script), *arguments, processes=processes)
     variables = {"MEGATRON_LM_PATH": str(tree), **variables}
     if device == "npu":
-        done = run_simulated(*command, cwd=folder, timeout=TIMEOUT, **variables)
+        done = run_simulated(*command, cwd=folder, timeout=LONGEST, **variables)
         done.stderr = done.stdout  # it has both
     else:
         done = subprocess.run(
@@ -73,7 +73,7 @@ def run_script(
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT,
+            timeout=LONGEST,
             check=False,
         )
     assert git_status(tree) == before

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, checkout
+from tests.conftest import LONGEST, ROOT, checkout
 from tests.hosts.megatron_core.upstream import baseline, exclusions, page, worlds
 from tests.hosts.megatron_core.upstream.results import (
     COLLECTION,
@@ -39,7 +39,12 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=540, check=False
+        [sys.executable, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
     )
 
 

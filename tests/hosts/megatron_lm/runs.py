@@ -14,7 +14,6 @@ import numpy as np
 
 from megatron_npu.preprocessing import indexed
 from tests.end_to_end import tiny
-from tests.end_to_end.tiny import ROOT
 
 END = 256  # <|endoftext|>, behind the 256 bytes
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH = 4, 64, 4, 64, 8
@@ -69,7 +68,7 @@ def flags(folder: Path) -> list[str]:
 
 def environment(**changes: str) -> dict[str, str]:
     """Return the environment of a child: this plug-in, one thread, the CPU."""
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(tiny.ROOT)]))
     own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu"}
     # bytecode would be written into the checkout
     return {**os.environ, **own, "PYTHONDONTWRITEBYTECODE": "1", **changes}

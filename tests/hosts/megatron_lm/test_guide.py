@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from tests.conftest import LONGEST
 from tests.hosts.megatron_lm import guide, runs
 
 
@@ -17,7 +18,7 @@ def commands(checkout, tmp_path_factory) -> guide.Guide:
             env=runs.environment(**changes),
             capture_output=True,
             text=True,
-            timeout=540,
+            timeout=LONGEST,
             check=False,
         )
 

@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from tests.conftest import LONGEST
 from tests.hosts.megatron_lm import guide
 from tests.sim.conftest import run_simulated, unavailable
 
@@ -17,7 +18,7 @@ def commands(checkout, tmp_path_factory) -> guide.Guide:
 
     def run(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
         one = {"MEGATRON_NPU_DEVICE": "npu", "NPUS_PER_NODE": "1"}  # of the eight that there seem to be
-        done = run_simulated(*command, timeout=540, PRESET="small", **one, **changes)
+        done = run_simulated(*command, timeout=LONGEST, PRESET="small", **one, **changes)
         assert " x npu" in done.stdout, done.stdout[-3000:]
         done.stderr = ""  # both outputs are one text
         return done

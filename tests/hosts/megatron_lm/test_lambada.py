@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 
 from megatron_npu.preprocessing import indexed
 from megatron_npu.tokenizer import GPT2Tokenizer
+from tests.conftest import LONGEST
 from tests.end_to_end import tiny
 from tests.hosts.megatron_lm import runs
 from tests.hosts.megatron_lm.test_runs import load, tensors
@@ -77,7 +77,7 @@ class Checkpoints:
     def __init__(self, checkout: Path, folder: Path) -> None:
         self.checkout, self.folder = checkout, folder
         command = [*flags(folder), *f"{TRAINING} --save {folder}/1x1".split()]
-        trained = runs.run(checkout / "pretrain_gpt.py", command, timeout=540)
+        trained = runs.run(checkout / "pretrain_gpt.py", command, timeout=LONGEST)
         losses = runs.losses(runs.succeeded(trained))
         assert losses[STEPS] < 1, losses
 
@@ -105,12 +105,11 @@ def ask(checkpoints: Checkpoints, device: str, layout: tuple[int, int], strict: 
     command += ["--strict-lambada"] if strict else []
     script, processes = checkpoints.checkout / "tasks" / "main.py", tensor * pipeline
     if device == "cpu":
-        result = runs.run(script, command, processes=processes, timeout=540)
+        result = runs.run(script, command, processes=processes, timeout=LONGEST)
         return runs.accuracy(runs.succeeded(result))
-    launcher = tiny.torchrun(processes)
-    line = [sys.executable, *(launcher if processes > 1 else []), "-m", "megatron_npu", "run", str(script)]
+    line = tiny.command("run", str(script), *command, processes=processes)
     named = {"MEGATRON_NPU_DEVICE": "npu", "PYTHONDONTWRITEBYTECODE": "1"}  # no other device will do
-    result = run_simulated(*line, *command, timeout=540, **named)
+    result = run_simulated(*line, timeout=LONGEST, **named)
     assert result.returncode == 0, result.stdout[-5000:]
     return runs.accuracy(result.stdout)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_npu import host
+from tests.conftest import LONGEST
 from tests.end_to_end.tiny import ROOT
 from tests.hosts.megatron_lm import guide, runs
 from tests.hosts.megatron_lm.test_runs import load
@@ -43,7 +44,7 @@ def script(data, tmp_path):
             env=runs.environment(**settings),
             capture_output=True,
             text=True,
-            timeout=540,
+            timeout=LONGEST,
             check=False,
         )
 
@@ -170,7 +171,7 @@ def alone(tmp_path):
             env=runs.environment(**{name: str(value) for name, value in own.items()}),
             capture_output=True,
             text=True,
-            timeout=540,
+            timeout=LONGEST,
             check=False,
         )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from tests.end_to_end import tiny
@@ -42,15 +40,7 @@ def on_cpu(checkout, data) -> dict[str, dict[int, float]]:
 def test_trains_like_the_cpu(checkout, data, on_cpu, processes, window, layout, limit):
     if unavailable():
         pytest.skip(unavailable())
-    launcher = tiny.torchrun(processes)
-    command = [
-        sys.executable,
-        *launcher,
-        "-m",
-        "megatron_npu",
-        "run",
-        *steps(checkout, data, f"{window} {layout}"),
-    ]
+    command = tiny.command("run", *steps(checkout, data, f"{window} {layout}"), processes=processes)
     result = run_simulated(*command, PYTHONDONTWRITEBYTECODE="1")
     assert result.returncode == 0, result.stdout[-5000:]
     assert "npu/hccl" in result.stdout

@@ -6,7 +6,6 @@ import contextlib
 import json
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -68,19 +67,11 @@ def expected(checkout, spelled) -> list[str]:
 @contextlib.contextmanager
 def server(checkout: Path, flags: list[str], device: str, processes: int, log: Path) -> Iterator[None]:
     """Hold a server that answers; end it and its processes afterwards."""
-    launcher = tiny.torchrun(processes)
-    command = [
-        *(launcher if processes > 1 else []),
-        "-m",
-        "megatron_npu",
-        "run",
-        str(checkout / SCRIPT),
-        *flags,
-    ]
-    simulated = ["-m", "megatron_npu", "sim", "--", sys.executable] if device == "npu" else []
+    command = tiny.command("run", str(checkout / SCRIPT), *flags, processes=processes)
+    simulated = tiny.command("sim", "--") if device == "npu" else []
     with log.open("w") as stream:
         process = subprocess.Popen(
-            [sys.executable, *simulated, *command],
+            [*simulated, *command],
             # a device that is named and not there would be an error
             env=runs.environment(MEGATRON_NPU_DEVICE=device, PYTHONUNBUFFERED="1"),
             stdout=stream,
