@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import socket
+from itertools import chain
 
 # Below what Linux gives to connections (net.ipv4.ip_local_port_range, from 32768 on): a port from there may
 # be somebody's by the time it is listened on, gloo's of a run beside this one for instance.
@@ -29,8 +30,8 @@ def free_port() -> int:
     Raises:
         OSError: there is none.
     """
-    # not the run's generator, whose numbers are the model's
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+    first = random.SystemRandom().randrange(len(_PORTS))  # not of the run's generator: the model's numbers
+    for port in chain(_PORTS[first:], _PORTS[:first]):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
