@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -23,7 +22,7 @@ from megatron_npu.sim.kernels.checker import (
     required,
     shape_of,
 )
-from megatron_npu.sim.kernels.limits.common import FLOATS
+from megatron_npu.sim.kernels.limits.common import FLOATS, not_decreasing
 
 HEADS = 256
 HEAD_SIZE = 768
@@ -119,7 +118,7 @@ def _cumulative(argument: str, tokens: str) -> Condition:
             return True
         ends = _ends(getattr(a, argument))
         used = layouts.used(ends)
-        rising = all(first <= second for first, second in pairwise([0, *used]))
+        rising = not_decreasing(used)
         total = getattr(a, tokens).size(0)
         reaches = used[-1:] == [total] if len(used) == len(ends) else 0 < max(used, default=0) <= total
         return rising and reaches

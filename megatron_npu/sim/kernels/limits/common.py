@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -10,4 +12,4 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def not_decreasing(values: list[int]) -> bool:
     """Return whether cumulative ends fall nowhere and begin at 0 or above."""
-    return all(first <= second for first, second in zip([0, *values], values, strict=False))
+    return all(first <= second for first, second in pairwise([0, *values]))
