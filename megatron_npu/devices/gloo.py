@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+# What torch 2.13 calls the threads of a ProcessGroupGloo, and where Linux tells what threads do.
+_WORKER = "pt_gloo_runloop"
+_THREADS = Path("/proc/self/task")
 
 
 def regardless_of_shape(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,3 +59,56 @@ def without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(group, async_op)
 
     return barrier
+
+
+@functools.cache
+def finish_at_exit() -> None:
+    """Make the end of the process wait for gloo's threads, see ``let_workers_finish``."""
+    atexit.register(let_workers_finish)
+
+
+def let_workers_finish(timeout: float = 10.0) -> bool:
+    """Wait until no thread of gloo is at work; return whether that came within ``timeout`` seconds.
+
+    A thread of gloo gives its tensors back after it has told that a collective is done, and needs the
+    interpreter for that. Megatron's scripts end without ``destroy_process_group``: if the interpreter is
+    on its way out by then, C++ ends the process with "terminate called without an active exception"
+    (signal 6), and a run that has succeeded is reported as failed
+    (https://github.com/pytorch/pytorch/issues/190489, torch 2.13). ``destroy_process_group`` does not
+    help: Megatron's globals keep the groups, and with them the threads, alive.
+
+    A thread that waits for other processes is not at work: nothing here waits for a peer.
+    """
+    if not _THREADS.is_dir():  # macOS tells nothing of its threads without privileges
+        time.sleep(0.1)
+        return True
+    deadline = time.monotonic() + timeout
+    looked = _workers()
+    while looked:
+        time.sleep(0.01)  # without the interpreter's lock: a thread that waits for it has it now
+        before, looked = looked, _workers()
+        if looked == before and all(asleep for asleep, _ in looked.values()):
+            break
+        if time.monotonic() > deadline:
+            logger.warning("threads of gloo are still at work after %g s; the process ends anyway", timeout)
+            return False
+    return True
+
+
+def _workers() -> dict[str, tuple[bool, int]]:
+    """Return for each thread of gloo whether it sleeps, and how often it has gone to sleep.
+
+    One that waits for the interpreter's lock sleeps, too, but wakes every 5 ms to ask for it: only a
+    thread that sleeps at two looks and has not been awake between them has nothing to do.
+    """
+    found = {}
+    for thread in _THREADS.iterdir():
+        try:
+            lines = (thread / "status").read_text().splitlines()
+        except OSError:  # it has just ended
+            continue
+        status = dict(line.split(":", 1) for line in lines)
+        if status["Name"].strip() == _WORKER:
+            asleep = status["State"].strip().startswith("S")
+            found[thread.name] = (asleep, int(status["voluntary_ctxt_switches"]))
+    return found

@@ -281,6 +281,7 @@ class Redirection:
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
             asked = signature.bind(*args, **kwargs).arguments
             self._translate(asked)
+            gloo.finish_at_exit()
             # torch without a name would take every backend it was built with
             return original(**{**asked, "backend": asked.get("backend") or self.device.backend})
 

@@ -1,12 +1,19 @@
-"""Collectives of gloo on tensors whose shapes NCCL would not look at."""
+"""What Megatron asks of gloo: collectives whatever the shapes, and processes that end with their groups."""
 
 from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_npu import devices
+from megatron_npu.devices import gloo
 from megatron_npu.devices.redirect import Redirection
 
 
@@ -39,3 +46,66 @@ def test_keywords_are_passed_on(group):
     whole = torch.empty(3)
     dist.all_gather_into_tensor(output_tensor=whole, input_tensor=torch.ones(3))
     assert whole.equal(torch.ones(3))
+
+
+# The switch interval keeps gloo's thread from the interpreter's lock until the main thread gives it away.
+ENDS_AT_ONCE = """
+import sys
+import torch
+import torch.distributed as dist
+from megatron_npu import devices
+from megatron_npu.devices.redirect import Redirection
+
+Redirection(devices.CpuDevice()).on()
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+sys.setswitchinterval(10)
+for _ in range(20):
+    dist.all_reduce(torch.ones(100), async_op=True)
+print("done")
+"""
+
+
+def test_a_process_that_keeps_its_groups_ends_well():
+    """Without the wait nine of ten such processes are aborted."""
+    for _ in range(3):
+        result = subprocess.run(
+            [sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+
+
+def write_thread(folder, number, name, state, sleeps):
+    (folder / str(number)).mkdir(exist_ok=True)
+    status = f"Name:\t{name}\nState:\t{state}\nvoluntary_ctxt_switches:\t{sleeps}\n"
+    (folder / str(number) / "status").write_text(status)
+
+
+@pytest.fixture
+def threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(gloo, "_THREADS", tmp_path)
+    return tmp_path
+
+
+def test_threads_at_rest_are_not_waited_for(threads):
+    write_thread(threads, 1, "python", "R (running)", 5)
+    assert gloo.let_workers_finish(timeout=0)  # none of gloo's
+    write_thread(threads, 2, "pt_gloo_runloop", "S (sleeping)", 5)
+    assert gloo.let_workers_finish(timeout=0)
+
+
+def test_a_thread_at_work_is_waited_for_and_named(threads, caplog):
+    write_thread(threads, 2, "pt_gloo_runloop", "R (running)", 5)
+    assert not gloo.let_workers_finish(timeout=0.05)
+    assert "still at work after 0.05 s" in caplog.text
+
+
+def test_a_thread_that_wakes_between_two_looks_is_at_work(threads, monkeypatch):
+    """It waits for the interpreter's lock."""
+    sleeps = itertools.count()
+
+    def sleep(seconds):
+        write_thread(threads, 2, "pt_gloo_runloop", "S (sleeping)", next(sleeps))
+
+    monkeypatch.setattr(gloo, "time", types.SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    sleep(0)
+    assert not gloo.let_workers_finish(timeout=0)
