@@ -60,7 +60,7 @@ def test_bert_and_t5(checkout, data, sentences, script, own):
 
 
 def test_a_termination_signal_saves(checkout, data, tmp_path):
-    """--exit-signal-handler: both ranks save at the same iteration and end well."""
+    """--exit-signal-handler: SIGTERM to torchrun, which passes it on, saves and ends the training."""
     flags = [*runs.flags(data), *"--train-iters 100000 --lr-decay-iters 100000".split()]
     flags += ["--exit-signal-handler", "--save", str(tmp_path), "--save-interval", "100000"]
     launcher = tiny.torchrun(1)
