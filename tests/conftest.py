@@ -22,10 +22,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Timing is no matter of tests: a busy machine may take seconds for an example. And what fixtures hold here
-# serves all examples of a test.
+# serves all examples of a test. Where a commit is judged (.ci/run sets CI), examples are the same each time.
 hypothesis.settings.register_profile(
     "untimed",
     deadline=None,
+    derandomize="CI" in os.environ,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("untimed")

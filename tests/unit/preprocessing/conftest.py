@@ -13,8 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from megatron_npu.preprocessing import command
-from megatron_npu.settings import MEGATRON_PATH
-from tests.conftest import ROOT, Vocabulary
+from tests.conftest import ROOT, Vocabulary, checkout
 
 SAMPLE = """From fairest creatures we desire increase, that thereby beauty's rose might never die.
 He's seen 42 things, they'll say: "I'd rather've not"; naïve café — Ωμέγα, 你好世界, 🙂🙂!\n\n\tIndented.  """
@@ -52,13 +51,11 @@ def corpus_file(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def stock_tool(tmp_path: Path) -> Callable[..., Path]:
     """Return a function: flags -> the prefix that Megatron-LM's own tool has written for the key ``text``."""
-    tool = Path(MEGATRON_PATH.get() or "/nonexistent") / "tools" / "preprocess_data.py"
-    if not tool.is_file():
-        pytest.skip(f"{MEGATRON_PATH.name} names no Megatron-LM checkout with tools/preprocess_data.py")
+    tree = checkout("megatron_core", "0.16.1")
 
     def run(*flags: str) -> Path:
         runner = ROOT / "benchmarks" / "stock_preprocess.py"
-        command = [sys.executable, str(runner), str(tool.parent.parent), *flags]
+        command = [sys.executable, str(runner), str(tree), *flags]
         subprocess.run(
             [*command, "--output-prefix", str(tmp_path / "stock")],
             check=True,
