@@ -7,15 +7,14 @@ nothing that the file names is imported or called.
 
 from __future__ import annotations
 
-import contextlib
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import serialization
 
+from megatron_npu import unpickling
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files, stock_arguments
 
@@ -107,12 +106,12 @@ def read_common(file: Path) -> dict[str, Any]:
             "Update torch.",
         )
     try:
-        with _allowing():
+        with unpickling.allowing(alone=True):
             named = set(serialization.get_unsafe_globals_in_checkpoint(file))
         if foreign := sorted(named - _HARMLESS):
             raise _broken(file, f"it names {', '.join(foreign)}")
         inert = [(type(name, (_Inert,), {}), name) for name in named if name != "argparse.Namespace"]
-        with _allowing(Namespace, *inert):
+        with unpickling.allowing(Namespace, *inert, alone=True):
             values = torch.load(file, map_location="cpu", weights_only=True)
     except UsageError:
         raise
@@ -121,23 +120,6 @@ def read_common(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise _broken(file, f"it holds a {type(values).__name__}")
     return values
-
-
-@contextlib.contextmanager
-def _allowing(*entries: Any) -> Iterator[None]:
-    """Let torch build these alone.
-
-    megatron-core allows its real classes for the whole process, and torch's own ``safe_globals`` would forbid
-    afterwards what both of them name.
-    """
-    before = serialization.get_safe_globals()
-    serialization.clear_safe_globals()
-    serialization.add_safe_globals(list(entries))
-    try:
-        yield
-    finally:
-        serialization.clear_safe_globals()
-        serialization.add_safe_globals(before)
 
 
 def _broken(file: Path, reason: str) -> UsageError:

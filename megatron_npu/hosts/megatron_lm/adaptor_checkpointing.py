@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 
+from megatron_npu import unpickling
 from megatron_npu.errors import UsageError
 from megatron_npu.hosts.megatron_lm.records import wrap
 
@@ -30,7 +31,7 @@ def load_data_only(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _load_base_checkpoint(load_dir: str, *args: Any, **kwargs: Any) -> Any:
-        with torch.serialization.safe_globals(_harmless()), _weights_only():
+        with unpickling.allowing(*_harmless()), _weights_only():
             try:
                 return original(load_dir, *args, **kwargs)
             except SystemExit as stop:

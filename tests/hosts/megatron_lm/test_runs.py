@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_npu import unpickling
 from tests.hosts.megatron_lm import runs
 
 TWO_HEADS_OF_VOCABULARY = "--make-vocab-size-divisible-by 32"  # as many words at TP 2 as 64 at TP 1
@@ -152,7 +153,7 @@ def load(path: Path) -> dict:
     """Return a checkpoint's content without Megatron: tensors, arguments, numpy's random state."""
     multiarray = np._core.multiarray
     harmless = [argparse.Namespace, np.ndarray, np.dtype, np.dtypes.UInt32DType, multiarray._reconstruct]
-    with torch.serialization.safe_globals([*harmless, (ModelType, "megatron.model.enums.ModelType")]):
+    with unpickling.allowing(*harmless, (ModelType, "megatron.model.enums.ModelType")):
         return torch.load(path, weights_only=True)
 
 
