@@ -1,4 +1,4 @@
-"""What gloo cannot do and Megatron asks for."""
+"""What gloo cannot do and Megatron asks for; the end of a process whose groups nobody has ended."""
 
 from __future__ import annotations
 
@@ -110,6 +110,6 @@ def _workers() -> dict[str, tuple[bool, int]]:
         status = dict(line.split(":", 1) for line in lines)
         if status["Name"].strip() == _WORKER:
             asleep = status["State"].strip().startswith("S")
-            # kernels of sandboxes (gVisor) do not count
+            # without the count, where a kernel tells none, there is the state alone
             found[thread.name] = (asleep, int(status.get("voluntary_ctxt_switches", 0)))
     return found

@@ -17,11 +17,8 @@ from megatron_npu import unpickling
 @pytest.fixture
 def allowed_before():
     """Namespace, which other tests may have let torch build already, and whatever they have besides."""
-    before = serialization.get_safe_globals()
-    serialization.add_safe_globals([Namespace])
-    yield
-    serialization.clear_safe_globals()
-    serialization.add_safe_globals(before)
+    with unpickling.allowing(Namespace):
+        yield
 
 
 def load(path, content):

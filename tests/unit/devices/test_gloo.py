@@ -76,8 +76,8 @@ def test_a_process_that_keeps_its_groups_ends_well():
 
 def write_thread(folder, number, name, state, sleeps):
     (folder / str(number)).mkdir(exist_ok=True)
-    status = f"Name:\t{name}\nState:\t{state}\nvoluntary_ctxt_switches:\t{sleeps}\n"
-    (folder / str(number) / "status").write_text(status)
+    count = "" if sleeps is None else f"voluntary_ctxt_switches:\t{sleeps}\n"
+    (folder / str(number) / "status").write_text(f"Name:\t{name}\nState:\t{state}\n{count}")
 
 
 @pytest.fixture
@@ -91,6 +91,13 @@ def test_threads_at_rest_are_not_waited_for(threads):
     assert gloo.let_workers_finish(timeout=0)  # none of gloo's
     write_thread(threads, 2, "pt_gloo_runloop", "S (sleeping)", 5)
     assert gloo.let_workers_finish(timeout=0)
+
+
+def test_a_kernel_need_not_count(threads):
+    write_thread(threads, 2, "pt_gloo_runloop", "S (sleeping)", None)
+    assert gloo.let_workers_finish(timeout=0)
+    write_thread(threads, 2, "pt_gloo_runloop", "R (running)", None)
+    assert not gloo.let_workers_finish(timeout=0)
 
 
 def test_a_thread_at_work_is_waited_for_and_named(threads, caplog):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import serialization
 
+from megatron_npu import unpickling
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files, stock_arguments, stock_checkpoints
 
@@ -68,14 +69,14 @@ def test_what_would_run_is_refused(tmp_path):
 def test_classes_are_replaced_and_what_torch_allowed_stays_allowed(tmp_path):
     numbers = {"array": np.arange(3, dtype=np.uint32), "scalar": np.float64(0.5)}
     file = write(tmp_path, Namespace(exit_signal=signal.SIGTERM, params_dtype=torch.bfloat16, **numbers))
-    serialization.add_safe_globals([signal.Signals, Namespace])
-    before = set(serialization.get_safe_globals())
-    args = stock_checkpoints.read_common(file)["args"]
+    with unpickling.allowing(signal.Signals, Namespace):
+        before = set(serialization.get_safe_globals())
+        args = stock_checkpoints.read_common(file)["args"]
+        assert set(serialization.get_safe_globals()) == before
     assert not isinstance(args.exit_signal, signal.Signals)
     assert args.exit_signal.given == (15,)
     assert args.params_dtype is torch.bfloat16
     assert not isinstance(args.array, np.ndarray)
-    assert set(serialization.get_safe_globals()) == before
 
 
 def test_broken_files(tmp_path):
