@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +101,8 @@ def _workers() -> dict[str, tuple[bool, int]]:
 
     One that waits for the interpreter's lock sleeps, too, but wakes every 5 ms to ask for it: only a
     thread that sleeps at two looks and has not been awake between them has nothing to do.
+
+    A thread gives itself its name when it first runs. Until then it has the process's, and has never slept.
     """
     found = {}
     for thread in _THREADS.iterdir():
@@ -108,8 +111,9 @@ def _workers() -> dict[str, tuple[bool, int]]:
         except OSError:  # it has just ended
             continue
         status = dict(line.split(":", 1) for line in lines)
-        if status["Name"].strip() == _WORKER:
-            asleep = status["State"].strip().startswith("S")
-            # without the count, where a kernel tells none, there is the state alone
-            found[thread.name] = (asleep, int(status.get("voluntary_ctxt_switches", 0)))
+        asleep = status["State"].strip().startswith("S")
+        sleeps = int(status.get("voluntary_ctxt_switches", -1))  # not every kernel counts them
+        is_new = sleeps == 0 and thread.name != str(os.getpid())
+        if is_new or status["Name"].strip() == _WORKER:
+            found[thread.name] = (asleep, sleeps)
     return found

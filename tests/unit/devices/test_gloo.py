@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -97,6 +98,13 @@ def test_a_kernel_need_not_count(threads):
     write_thread(threads, 2, "pt_gloo_runloop", "S (sleeping)", None)
     assert gloo.let_workers_finish(timeout=0)
     write_thread(threads, 2, "pt_gloo_runloop", "R (running)", None)
+    assert not gloo.let_workers_finish(timeout=0)
+
+
+def test_a_thread_that_has_not_run_yet_is_waited_for(threads):
+    write_thread(threads, os.getpid(), "python", "R (running)", 0)
+    assert gloo.let_workers_finish(timeout=0)  # the main thread is this one
+    write_thread(threads, 2, "python", "R (running)", 0)
     assert not gloo.let_workers_finish(timeout=0)
 
 
