@@ -60,7 +60,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    from megatron_npu import devices, host
+    from megatron_npu import devices, upstream
 
     upstream.start_megatron()
     torch.set_num_threads(1)  # processor time is time only then
@@ -78,7 +78,7 @@ def main() -> None:
     ]
     results = {"rows": rows, "growth": growth, "rounds": arguments.rounds, "head_size": HEAD_SIZE}
     results["device"] = devices.current().name
-    report.write(RESULT, results, megatron_core=host.find().version)
+    report.write(RESULT, results, megatron_core=upstream.find().version)
 
 
 # -- variants: each a function of (query, key, value) ------------------------------------------------

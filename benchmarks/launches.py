@@ -70,7 +70,7 @@ def main() -> None:
         print(json.dumps(asdict(measure(style, variant, int(layers), arguments))))
         return
     sizes = {"sequence": arguments.sequence, "hidden": HIDDEN, "heads": HEADS, "dtype": "bf16"}
-    result = {"host": "megatron_lm" if arguments.megatron else "megatron_core", **sizes, "styles": {}}
+    result = {"upstream": "megatron_lm" if arguments.megatron else "megatron_core", **sizes, "styles": {}}
     for style in STYLES[:1] if arguments.megatron else STYLES:
         costs = {variant: layer_cost(style, variant, arguments) for variant in VARIANTS}
         plain, ours = costs["redirection"], costs["project"]
@@ -80,10 +80,10 @@ def main() -> None:
         }
         result["styles"][style] = {**{name: asdict(cost) for name, cost in costs.items()}, "ratios": ratios}
         show(style, costs, ratios)
-    from megatron_npu import host
+    from megatron_npu import upstream
 
     name = "launches-megatron-lm.json" if arguments.megatron else "launches.json"
-    report.write(report.RESULTS / name, result, megatron=host.find(arguments.megatron).version)
+    report.write(report.RESULTS / name, result, megatron=upstream.find(arguments.megatron).version)
 
 
 def show(style: str, costs: dict[str, Cost], ratios: dict[str, float]) -> None:
@@ -151,15 +151,15 @@ def measure(style: str, variant: str, layers: int, arguments: argparse.Namespace
 
 def keep_only_what_is_needed() -> None:
     """Leave out every patch that makes Megatron faster and not just run."""
-    from megatron_npu.hosts import megatron_core, megatron_lm
-    from megatron_npu.patching.record import registry
+    from megatron_npu.adaptors import megatron_core, megatron_lm
+    from megatron_npu.patching.registry import registry
 
-    for host in (megatron_core, megatron_lm):
-        host.register()
+    for adaptors in (megatron_core, megatron_lm):
+        adaptors.register()
     registry.keep(
         lambda patch: (
             patch.module in NEEDED
-            or (patch.host == "megatron_lm" and not patch.target.startswith(OPERATIONS))
+            or (patch.upstream == "megatron_lm" and not patch.target.startswith(OPERATIONS))
         )
     )
 

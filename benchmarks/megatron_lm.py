@@ -75,8 +75,8 @@ def main() -> None:
 def run_script(variant: str, *command: str) -> None:
     """Run a stock script as ``megatron-npu run`` does; without the operations for "redirection"."""
     from megatron_npu import runner, settings
-    from megatron_npu.hosts import megatron_lm
-    from megatron_npu.patching.record import registry
+    from megatron_npu.adaptors import megatron_lm
+    from megatron_npu.patching.registry import registry
 
     if variant == "redirection":
         os.environ[settings.KEEP_MEMORY.name] = "0"
@@ -158,17 +158,17 @@ def write_data(folder: Path) -> None:
     """Write a vocabulary of GPT-2's size, and documents whose words are as unequal as those of a language."""
     import numpy as np
 
-    from megatron_npu.preprocessing import indexed
+    from megatron_npu.preprocessing import indexed_dataset
 
     write_vocabulary(folder, VOCABULARY)
     generator = np.random.default_rng(1)
-    with indexed.Writer(str(folder / "text"), np.dtype(np.uint16)) as writer:
+    with indexed_dataset.Writer(str(folder / "text"), np.dtype(np.uint16)) as writer:
         for _ in range(200):
             tokens = np.minimum(generator.zipf(1.2, 1000), VOCABULARY - 1).astype(np.uint16)
             tokens[-1] = VOCABULARY - 1  # end of text
             writer.add(tokens.tobytes(), np.array([tokens.size], np.int32), np.array([1], np.int64))
         writer.finish()
-        indexed.publish([writer])
+        indexed_dataset.publish([writer])
 
 
 def write_vocabulary(folder: Path, words: int) -> None:

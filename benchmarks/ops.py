@@ -58,7 +58,7 @@ def main() -> None:
         return
     import torch
 
-    from megatron_npu import devices, host
+    from megatron_npu import devices, upstream
 
     upstream.start_megatron()
     torch.set_num_threads(1)  # processor time is time only then
@@ -78,7 +78,7 @@ def main() -> None:
         return
     results = {"rows": rows, "cross_entropy_memory": memory, "rounds": arguments.rounds}
     results["device"] = devices.current().name
-    report.write(RESULT, results, megatron_core=host.find().version)
+    report.write(RESULT, results, megatron_core=upstream.find().version)
     if arguments.plot:
         draw(rows)
 

@@ -76,7 +76,7 @@ def write(arguments: argparse.Namespace, speeds: dict[str, list[float]]) -> None
     """Print the medians and ratios and write them, with the machine, as JSON."""
     import transformers
 
-    from megatron_npu import host
+    from megatron_npu import upstream
 
     medians = {variant: statistics.median(values) for variant, values in speeds.items()}
     ratios = {other: medians["project"] / medians[other] for other in VARIANTS[1:]}
@@ -86,7 +86,7 @@ def write(arguments: argparse.Namespace, speeds: dict[str, list[float]]) -> None
         "tokens_per_second": speeds,
         "project_over": ratios,
     }
-    versions = {"megatron_core": host.find().version, "transformers": transformers.__version__}
+    versions = {"megatron_core": upstream.find().version, "transformers": transformers.__version__}
     report.write(report.RESULTS / f"train-{arguments.model}-{arguments.dtype}-cpu.json", results, **versions)
     for other, ratio in ratios.items():
         print(f"project / {other:<12} {ratio:.2f}")
@@ -143,8 +143,8 @@ def measure_project(model: dict, arguments: argparse.Namespace) -> float:
 def measure_redirection(model: dict, arguments: argparse.Namespace) -> float:
     """The same driver on Megatron's own unfused code: only what makes it run is patched."""
     from megatron_npu import settings
-    from megatron_npu.hosts import megatron_core
-    from megatron_npu.patching.record import registry
+    from megatron_npu.adaptors import megatron_core
+    from megatron_npu.patching.registry import registry
 
     os.environ[settings.KEEP_MEMORY.name] = "0"
     megatron_core.register()

@@ -123,7 +123,7 @@ def write_summary() -> dict:
     summary = {
         "device": run["device"],
         "backend": run["backend"],
-        "host": run["host"],
+        "upstream": run["upstream"],
         "ledger": run["ledger"],
         "ledger_counts": counts,
         "parameters_without_embeddings": run["parameters_without_embeddings"],

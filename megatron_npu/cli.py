@@ -9,7 +9,7 @@ import sys
 
 from megatron_npu import __version__, settings
 from megatron_npu.errors import UsageError
-from megatron_npu.patching.hooks import DriftError
+from megatron_npu.patching.engine import DriftError
 from megatron_npu.patching.pins import PinError
 
 # name -> (module:function taking the remaining arguments and returning an exit code, help)
@@ -25,9 +25,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "lambada": ("megatron_npu.evaluation.lambada:main", "measure a checkpoint's LAMBADA accuracy"),
     "sim": ("megatron_npu.sim.launcher:main", "run a command on simulated Ascend NPUs"),
     "doctor": ("megatron_npu.doctor.command:main", "say what is installed, what works, and what to do"),
-    "ledger": ("megatron_npu.inspection:ledger", "list every patch and its state"),
-    "check": ("megatron_npu.inspection:check", "compare a Megatron with the pins, statically"),
-    "pin": ("megatron_npu.inspection:pin", "write the pin file of a Megatron"),
+    "ledger": ("megatron_npu.patch_commands:ledger", "list every patch and its state"),
+    "check": ("megatron_npu.patch_commands:check", "compare a Megatron with the pins, statically"),
+    "pin": ("megatron_npu.patch_commands:pin", "write the pin file of a Megatron"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The wiring: from the first import under ``megatron`` to a patched host, once per process."""
+"""The wiring: from the first import under ``megatron`` to a patched upstream, once per process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_npu import children, settings
-from megatron_npu.patching import announcement
-from megatron_npu.patching.hooks import Context, Engine
+from megatron_npu import settings, spawned_processes
+from megatron_npu.patching import banner
+from megatron_npu.patching.engine import Context, Engine
 from megatron_npu.patching.pins import Pins
-from megatron_npu.patching.record import registry
+from megatron_npu.patching.registry import registry
 
 if TYPE_CHECKING:
     from megatron_npu.devices.redirect import Redirection
@@ -38,7 +38,7 @@ def install() -> None:
     if not engine().armed:
         engine().arm()
         engine().apply_loaded()
-        children.arm()
+        spawned_processes.arm()
 
 
 def installed() -> bool:
@@ -53,7 +53,7 @@ def uninstall() -> None:
 
     engine().undo()
     engine().disarm()
-    children.disarm()
+    spawned_processes.disarm()
     standins.remove()
     if _redirection is not None:
         _redirection.off()
@@ -63,28 +63,28 @@ def uninstall() -> None:
 
 @cache
 def announce() -> None:
-    """Say once, on rank 0, which host and device run and how many patches are applied."""
+    """Say once, on rank 0, which upstream and device run and how many patches are applied."""
     from megatron_npu import __version__, devices
 
     if int(os.environ.get("RANK", "0")):
         return
     context, device = engine().context, devices.current()
     print(
-        f"megatron_npu {__version__} · {context.host} {context.version} · {device.name}/{device.backend} · "
-        f"{engine().ledger.summary()}",
+        f"megatron_npu {__version__} · {context.upstream} {context.version} · "
+        f"{device.name}/{device.backend} · {engine().ledger.summary()}",
         flush=True,
     )
 
 
 def _activate() -> Context:
-    """Find the host, select the device, redirect torch, and let the host's adaptors record patches."""
+    """Find the upstream, select the device, redirect torch, and let upstream's adaptors record patches."""
     global _redirection
-    from megatron_npu import devices, host, standins
+    from megatron_npu import devices, standins, upstream
     from megatron_npu.devices.redirect import Redirection
     from megatron_npu.ops import dispatch
 
     settings.check()
-    found = host.find()
+    found = upstream.find()
     found.require_supported()
     device = devices.current()
     if _redirection is None:  # else an activation before this one has failed below, and torch is redirected
@@ -93,10 +93,10 @@ def _activate() -> Context:
     device.prepare()
     standins.install(found)
     engine().ledger.refusals = dispatch.refusals
-    importlib.import_module(f"megatron_npu.hosts.{found.name}").register()
-    announcement.prepare(announce)
+    importlib.import_module(f"megatron_npu.adaptors.{found.name}").register()
+    banner.prepare(announce)
     return Context(
-        host=found.name,
+        upstream=found.name,
         version=found.version,
         device=device.name,
         pins=Pins.load(pins_directory(), found.name),

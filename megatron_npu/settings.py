@@ -12,7 +12,7 @@ import difflib
 import os
 from dataclasses import dataclass
 
-from megatron_npu.commandline import whole
+from megatron_npu.arg_parser import whole
 from megatron_npu.errors import UsageError
 
 

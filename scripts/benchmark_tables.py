@@ -65,10 +65,10 @@ def launches(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     """Yield the goals of a layer's launches and memory on a simulated NPU."""
     for style, measured in data["styles"].items():
         ratios = measured["ratios"]
-        what = f"launches of a layer, {data['host']}, {style}, of the redirection's"
+        what = f"launches of a layer, {data['upstream']}, {style}, of the redirection's"
         yield Goal(what, ratios["launches"], most=0.4)
-        if data["host"] == "megatron_core":  # at 2,048 tokens, where the goal was set
-            what = f"peak memory of a layer, {data['host']}, {style}, of the same"
+        if data["upstream"] == "megatron_core":  # at 2,048 tokens, where the goal was set
+            what = f"peak memory of a layer, {data['upstream']}, {style}, of the same"
             yield Goal(what, ratios["activation_bytes"], most=0.5)
 
 

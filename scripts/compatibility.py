@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_npu import host, inspection
+from megatron_npu import patch_commands, upstream
 from megatron_npu.errors import UsageError
-from megatron_npu.host import Host
 from megatron_npu.patching.pins import Verdict
+from megatron_npu.upstream import Upstream
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 HEAD = """# Compatibility
@@ -38,16 +38,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("roots", nargs="+", metavar="ROOT")
-    found = [host.find(root) for root in parser.parse_args().roots]
+    found = [upstream.find(root) for root in parser.parse_args().roots]
     found.sort(key=lambda one: [int(part) for part in one.version.split(".")])
-    reached = {one.version: inspection.verdicts(one) for one in found}
+    reached = {one.version: patch_commands.verdicts(one) for one in found}
     lines = [HEAD, *_table(found, reached), *_details(reached)]
     unfinished = PAGE.with_suffix(".part")
     unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")
     unfinished.replace(PAGE)
 
 
-def _table(found: list[Host], reached: dict[str, list[Verdict]]) -> list[str]:
+def _table(found: list[Upstream], reached: dict[str, list[Verdict]]) -> list[str]:
     lines = [
         "| megatron-core | supported | targets | same | body changed | fail |",
         "|---|---|---|---|---|---|",
@@ -64,7 +64,7 @@ def _table(found: list[Host], reached: dict[str, list[Verdict]]) -> list[str]:
     return lines
 
 
-def _supported(one: Host) -> str:
+def _supported(one: Upstream) -> str:
     try:
         one.require_supported()
     except UsageError:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_npu.commandline import default_of, metavar_of
+from megatron_npu.arg_parser import default_of, metavar_of
 from megatron_npu.training.arguments import parser
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "pretrain-flags.md"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import hypothesis
 import pytest
 
-from megatron_npu import host
+from megatron_npu import upstream
 from megatron_npu.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,14 +72,14 @@ def gpt2_vocab() -> Vocabulary:
 
 
 def checkout(name: str, version: str) -> Path:
-    """Return the Megatron-LM tree of a host: MEGATRON_LM_PATH, or a clone of scripts/get_megatron.sh.
+    """Return the Megatron-LM tree of an upstream: MEGATRON_LM_PATH, or a clone of scripts/get_megatron.sh.
 
-    The test is skipped where neither is that host.
+    The test is skipped where neither is that upstream.
     """
     named = os.environ.get("MEGATRON_LM_PATH")
     for path in [*([Path(named)] if named else []), *sorted((ROOT / "checkouts").glob("*"))]:
         try:
-            found = host.find(path)
+            found = upstream.find(path)
         except UsageError:
             continue
         if (found.name, found.version) == (name, version) and (path / "pretrain_gpt.py").is_file():

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from megatron_npu import plugin
-from megatron_npu.commandline import Parser, number, positive
-from megatron_npu.conversion import carried, engine, families, hf_files, proof
+from megatron_npu.arg_parser import Parser, number, positive
+from megatron_npu.conversion import families, hf_files, tokenizer_files, verify, weights
 from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.config import Config, read
 from megatron_npu.conversion.families import Family
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--to", dest="target", required=True, choices=_SIDES, help="what DESTINATION becomes")
     add("source", metavar="SOURCE", help="hf: a folder with config.json; megatron: what --save was")
     add("destination", metavar="DESTINATION", help="a folder that does not exist yet")
-    add("--dtype", choices=engine.DTYPES, help="type of the converted weights (default: as they are)")
+    add("--dtype", choices=weights.DTYPES, help="type of the converted weights (default: as they are)")
     add(
         "--proof",
         choices=["logits", "tensors"],
@@ -92,7 +92,7 @@ def _check(args: Namespace) -> None:
     if args.make_vocab_size_divisible_by < 1 or args.max_shard_gb <= 0:
         raise UsageError("--make-vocab-size-divisible-by or --max-shard-gb", "a number above 0", "Change it.")
     hf_files.require_safetensors()
-    if args.proof == "logits" and not proof.has_reference():
+    if args.proof == "logits" and not verify.has_reference():
         raise UsageError(
             "--proof logits, but transformers is not installed", "it", 'pip install "megatron_npu[hf]"'
         )
@@ -131,12 +131,12 @@ def _to_megatron(given: Namespace, part: Path) -> Iterator[str]:
         *("--make-vocab-size-divisible-by", str(given.make_vocab_size_divisible_by)),
     ]
     kept = part / checkpoint_files.CARRIED
-    carried.copy(source, kept)
-    tokenizer = carried.tokenizer_flags(kept, vocabulary)
+    tokenizer_files.copy(source, kept)
+    tokenizer = tokenizer_files.tokenizer_flags(kept, vocabulary)
     args = _arguments(part, [*model_flags, *tokenizer])
-    found = engine.weights(source, family)
-    engine.check_names(found, family, args)
-    dtype = given.dtype or engine.one_dtype(found, family.rules(args))
+    found = weights.weights(source, family)
+    weights.check_names(found, family, args)
+    dtype = given.dtype or weights.one_dtype(found, family.rules(args))
     args.bf16, args.fp16 = dtype == "bf16", dtype == "fp16"
     _save(args, family, found)
     _name_final_paths(part, final)
@@ -156,13 +156,13 @@ def _arguments(place: Path, flags: list[str]) -> Namespace:
     return validation.check(arguments.parse([*bare, *without_state, *flags]))
 
 
-def _save(args: Namespace, family: Family, found: engine.Weights) -> None:
+def _save(args: Namespace, family: Family, found: weights.Weights) -> None:
     """Build the model on the host, fill it, and save it as the driver does."""
     config = model.transformer_config(Namespace(**{**vars(args), "use_cpu_initialization": True}))
     config.perform_initialization = False  # every weight is filled
     with initialize.session(args):
         gpt = model.gpt(args, config, None, True, True)
-        engine.fill(dict(gpt.named_parameters()), found, family.rules(args))
+        weights.fill(dict(gpt.named_parameters()), found, family.rules(args))
         # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
         path = checkpoint.save(
             args,
@@ -191,11 +191,11 @@ def _to_hf(given: Namespace, part: Path) -> Iterator[str]:
     """Write the folder into ``part``; yield what there is to say."""
     root = Path(given.source)
     with restored(str(root), given.vocab_file, given.merge_file) as (args, module, _):
-        family = families.of_arguments(args, carried.model_type(root, args))
+        family = families.of_arguments(args, tokenizer_files.model_type(root, args))
         dtype = given.dtype or ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
         values = family.config(args)
-        kept = carried.bring_back(root, args, part)
-        named = {**kept, **values, "torch_dtype": str(engine.DTYPES[dtype]).removeprefix("torch.")}
+        kept = tokenizer_files.bring_back(root, args, part)
+        named = {**kept, **values, "torch_dtype": str(weights.DTYPES[dtype]).removeprefix("torch.")}
         checkpoint_files.write_atomically(part / CONFIG, json.dumps(named, indent=2, sort_keys=True) + "\n")
         _write(part, dict(model.unwrap(module).named_parameters()), family, args, dtype, given.max_shard_gb)
     yield from _proven(given, root, part, family, dtype)
@@ -210,14 +210,14 @@ def _write(
     dtype: str,
     shard_gb: float,
 ) -> None:
-    kind = engine.DTYPES[dtype]
+    kind = weights.DTYPES[dtype]
     shapes = {name: parameter.detach().to("meta") for name, parameter in parameters.items()}
     sizes = {
         name: tensor.numel() * kind.itemsize
-        for name, tensor in engine.taken_apart(shapes, family.rules(args))
+        for name, tensor in weights.taken_apart(shapes, family.rules(args))
     }
     tensors = (
-        (name, tensor.cpu().to(kind)) for name, tensor in engine.taken_apart(parameters, family.rules(args))
+        (name, tensor.cpu().to(kind)) for name, tensor in weights.taken_apart(parameters, family.rules(args))
     )
     hf_files.write(part, tensors, sizes, int(shard_gb * 1e9))
 
@@ -231,12 +231,12 @@ def _proven(given: Namespace, megatron: Path, hf: Path, family: Family, dtype: s
     Raises:
         UsageError: the two sides differ.
     """
-    logits = proof.has_reference() if given.proof is None else given.proof == "logits"
-    result = proof.prove(
+    logits = verify.has_reference() if given.proof is None else given.proof == "logits"
+    result = verify.prove(
         megatron,
         hf,
         family,
-        engine.DTYPES[dtype],
+        weights.DTYPES[dtype],
         logits=logits,
         vocab_file=given.vocab_file,
         merge_file=given.merge_file,
@@ -245,7 +245,7 @@ def _proven(given: Namespace, megatron: Path, hf: Path, family: Family, dtype: s
     if logits:
         yield (
             f"logits of both models in fp32 on {result.tokens} tokens: largest difference "
-            f"{result.difference:.2e}, largest logit {result.largest:.2e}, allowed {proof.BOUND:g} of it"
+            f"{result.difference:.2e}, largest logit {result.largest:.2e}, allowed {verify.BOUND:g} of it"
         )
     elif given.proof is None:
         yield 'transformers is not installed: the logits were NOT compared (pip install "megatron_npu[hf]")'

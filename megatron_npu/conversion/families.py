@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron_npu.conversion import hf_gpt2, refusals
+from megatron_npu.conversion import hf_gpt2, unsupported
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.hf_llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from megatron_npu.conversion.rules import Rule
+from megatron_npu.conversion.weight_map import Rule
 from megatron_npu.errors import UsageError
 
 
@@ -65,7 +65,7 @@ def of_arguments(args: Namespace, before: str | None = None) -> Family:
     Raises:
         UsageError: a flag that no family has.
     """
-    refusals.common(args)
+    unsupported.common(args)
     if before in FAMILIES and _holds(FAMILIES[before], args):
         return FAMILIES[before]
     if args.position_embedding_type != "rope":

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.conversion import refusals
+from megatron_npu.conversion import unsupported
 from megatron_npu.conversion.config import Config
-from megatron_npu.conversion.refusals import must_be
-from megatron_npu.conversion.rules import Heads, Rule, fused_qkv, padded, same, transposed
+from megatron_npu.conversion.unsupported import must_be
+from megatron_npu.conversion.weight_map import Heads, Rule, fused_qkv, padded, same, transposed
 
 MODEL_TYPE = "gpt2"
 
@@ -67,7 +67,7 @@ def config(args: Namespace) -> dict[str, Any]:
     must_be(args, "--position-embedding-type", "learned_absolute")
     must_be(args, "--swiglu", False)
     must_be(args, "--qk-layernorm", False)
-    refusals.no_window(args)
+    unsupported.no_window(args)
     must_be(args, "--disable-bias-linear", True, name="add_bias_linear", shown="the flag left out")
     must_be(args, "--num-query-groups", args.num_attention_heads)
     must_be(args, "--kv-channels", args.hidden_size // args.num_attention_heads)

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.conversion import refusals, rotary
+from megatron_npu.conversion import rotary, unsupported
 from megatron_npu.conversion.config import Config
-from megatron_npu.conversion.refusals import must_be
-from megatron_npu.conversion.rules import Heads, Rule, head_norm, padded, qkv, same, stacked
+from megatron_npu.conversion.unsupported import must_be
+from megatron_npu.conversion.weight_map import Heads, Rule, head_norm, padded, qkv, same, stacked
 from megatron_npu.errors import UsageError
 
 _FREQUENCIES = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
@@ -122,7 +122,7 @@ class Kind:
         return (
             (self.qk_norm and args.qk_layernorm)
             or (self.qkv_bias and args.add_qkv_bias and not args.add_bias_linear)
-            or (self.window is not None and refusals.limiting_window(args) is not None)
+            or (self.window is not None and unsupported.limiting_window(args) is not None)
         )
 
     def config(self, args: Namespace) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Kind:
         must_be(args, "--rotary-percent", 1.0)
         must_be(args, "--qk-layernorm", self.qk_norm)
         if self.window is None:
-            refusals.no_window(args)
+            unsupported.no_window(args)
         if not self.bias_keys:
             must_be(args, "--disable-bias-linear", False, name="add_bias_linear", shown="the flag")
         if not args.add_bias_linear:  # which has the bias of queries, keys and values, too
@@ -180,7 +180,7 @@ class Kind:
         elif self.qk_norm:
             keys["attention_bias"] = False
         if self.window is not None:
-            before = refusals.window(args)
+            before = unsupported.window(args)
             keys["sliding_window"] = None if before is None else before + 1
         if self.window_switch:
             keys |= {"use_sliding_window": False, "sliding_window": None}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp import autocast_mode
 
-from megatron_npu.devices.cuda_names import names_cuda
+from megatron_npu.devices.cuda_types import names_cuda
 
 
 def replacements(device: str) -> Iterator[tuple[Any, str, Any]]:

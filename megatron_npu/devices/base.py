@@ -82,7 +82,7 @@ class Device(ABC):
         yield
 
     def prepare(self) -> None:  # noqa: B027  most devices need nothing
-        """Make the process ready to run on the device; called once, before a host's first module runs."""
+        """Make the process ready to run on the device; called once, before upstream's first module runs."""
 
     def release(self) -> None:  # noqa: B027
         """Take back what ``prepare`` changed."""

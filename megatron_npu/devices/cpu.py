@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_npu.devices import heap
+from megatron_npu.devices import malloc
 from megatron_npu.devices.base import Device, MemoryStatistics
 
 _CPU = torch.device("cpu")
@@ -96,10 +96,10 @@ class CpuDevice(Device):
         self.device_generator, self.host_generator = host, device
 
     def prepare(self) -> None:
-        heap.keep_freed_memory()
+        malloc.keep_freed_memory()
 
     def release(self) -> None:
-        heap.return_freed_memory()
+        malloc.return_freed_memory()
 
     def memory(self) -> MemoryStatistics:
         """Return the resident set of this process as allocated and reserved, and its peak."""
@@ -112,9 +112,9 @@ class CpuDevice(Device):
             _CLEAR_REFS.write_text("5")  # proc(5): resets the high-water mark of this process
 
     def cuda_namespace(self) -> Mapping[str, Any]:
-        from megatron_npu.devices import cpu_namespace
+        from megatron_npu.devices import cpu_cuda_api
 
-        return cpu_namespace.of(self)
+        return cpu_cuda_api.of(self)
 
 
 def _peak_resident() -> int:

@@ -17,7 +17,7 @@ import torch
 
 from megatron_npu.devices import device_monitor
 from megatron_npu.devices.base import Device, MemoryStatistics
-from megatron_npu.devices.cuda_names import names_cuda, no_operation, tensor_types
+from megatron_npu.devices.cuda_types import names_cuda, no_operation, tensor_types
 
 # Everything Megatron asks of torch.cuda that torch.npu answers under the same name.
 _SAME_NAME = (

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _device as device_contexts
 from torch.utils.data import dataloader
 
-from megatron_npu.devices import autocast, gloo, hccl, placement, writes
+from megatron_npu.devices import autocast, device_arguments, gloo, hccl, version_counters
 from megatron_npu.devices.base import Device
 from megatron_npu.devices.cpu import CpuDevice
-from megatron_npu.devices.cuda_names import TensorType, names_cuda
+from megatron_npu.devices.cuda_types import TensorType, names_cuda
 
 _FACTORIES = (
     "empty zeros ones full tensor as_tensor arange linspace logspace eye rand randn randint randperm normal "
@@ -222,7 +222,7 @@ class Redirection:
         return kind != "cpu" or not caller.startswith(_OFFLOADING)
 
     def _redirect_placement(self) -> None:
-        for owner, name, value in placement.replacements(self.device.name, self._target):
+        for owner, name, value in device_arguments.replacements(self.device.name, self._target):
             self._set(owner, name, value)
 
     def _redirect_autocast(self) -> None:
@@ -243,8 +243,8 @@ class Redirection:
     def _redirect_distributed(self) -> None:
         self._set(dist, "init_process_group", self._initialising(dist.init_process_group))
         self._set_collective("new_group", self._grouping(dist.new_group))
-        for name in writes.UNCOUNTED:
-            self._set_collective(name, writes.counting(getattr(dist, name)))
+        for name in version_counters.UNCOUNTED:
+            self._set_collective(name, version_counters.counting(getattr(dist, name)))
         if self.device.name == "npu":
             self._set_collective("all_reduce", hccl.reducing_doubles(dist.all_reduce))
         if self.device.name == "cpu":

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from megatron_npu import settings
-from megatron_npu.commandline import Parser
-from megatron_npu.doctor import examine, software
+from megatron_npu.arg_parser import Parser
+from megatron_npu.doctor import environment, software
 from megatron_npu.doctor.advice import Report, advice
 from megatron_npu.errors import UsageError
 
@@ -49,13 +49,13 @@ def examined(megatron: str | None = None, *, quick: bool) -> Report:
     try:
         settings.check()
     except UsageError as error:  # nothing runs with such an environment
-        return {"environment": examine.environment(), "settings": {"error": str(error)}}
-    examine.use(megatron)
+        return {"environment": environment.environment(), "settings": {"error": str(error)}}
+    environment.use(megatron)
     trouble = software.torch_trouble()
     report: Report = {
         "versions": software.versions(),
-        "megatron": {**examine.megatron(pins=trouble is None), "patched_by": software.way_in()},
-        "environment": examine.environment(),
+        "megatron": {**environment.megatron(pins=trouble is None), "patched_by": software.way_in()},
+        "environment": environment.environment(),
     }
     if trouble is not None:
         return report | {"torch": {"error": trouble}}
@@ -63,15 +63,15 @@ def examined(megatron: str | None = None, *, quick: bool) -> Report:
 
 
 def _with_torch(megatron: dict[str, Any], *, quick: bool) -> Report:
-    from megatron_npu.doctor import children, hardware
+    from megatron_npu.doctor import hardware, subprocess_checks
 
     found: Report = {"devices": hardware.device_list()}
     if quick or "error" in found["devices"]:
         return found
     if "error" not in megatron and not megatron["failing"]:
-        found["ledger"] = children.ledger(megatron["root"])
-    found["operations"] = children.operations()
-    found["communication"] = children.communication()
+        found["ledger"] = subprocess_checks.ledger(megatron["root"])
+    found["operations"] = subprocess_checks.operations()
+    found["communication"] = subprocess_checks.communication()
     return found
 
 

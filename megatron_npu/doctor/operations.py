@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron_npu import devices
-from megatron_npu.doctor import formulas
+from megatron_npu.doctor import reference_checks
 from megatron_npu.ops import activation, dispatch, embedding, norm, rotary, softmax, verify
 from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.ops.attention import attention
-from megatron_npu.ops.attention.partial import partial, partial_backward
+from megatron_npu.ops.attention.block import partial, partial_backward
 from megatron_npu.ops.grouped_matmul import grouped_matmul
 from megatron_npu.ops.sgd import FusedSGD
 
@@ -113,7 +113,7 @@ def compare(dtype: torch.dtype) -> tuple[dict[str, float], dict[str, str]]:
     An error beyond the limit of verify mode is a failure here.
     """
     errors, failures = {}, {}
-    for name, formula in formulas.FORMULAS.items():
+    for name, formula in reference_checks.FORMULAS.items():
         torch.manual_seed(1)
         try:
             pairs = formula(_maker(dtype))

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_npu import devices, plugin
-from megatron_npu.commandline import Parser, integer, number
+from megatron_npu.arg_parser import Parser, integer, number
 from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     checkpoint,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_npu import devices, settings
-from megatron_npu.commandline import Parser, positive
+from megatron_npu.arg_parser import Parser, positive
 from megatron_npu.errors import UsageError
 from megatron_npu.evaluation.generate import restored
 from megatron_npu.training import initialize

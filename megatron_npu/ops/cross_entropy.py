@@ -60,7 +60,7 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """``vocab_parallel_cross_entropy`` for hosts whose own autograd function is patched."""
+    """``vocab_parallel_cross_entropy`` for upstreams whose own autograd function is patched."""
 
     @staticmethod
     def forward(

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_npu.ops.chunks import rows_per_piece, scratch
 from megatron_npu.ops.dispatch import Operation
+from megatron_npu.ops.tiling import rows_per_piece, scratch
 
 # Random bits that decide about one value on a CPU. A probability of keeping is a multiple of 2^-16 then.
 _LEVELS = 1 << 16

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_npu.ops.chunks import row_chunks
 from megatron_npu.ops.dispatch import Operation
+from megatron_npu.ops.tiling import row_chunks
 
 # A factor of zero has lost its input: below this the memory-efficient backward divides by this instead.
 _SMALLEST_FACTOR = 1e-5

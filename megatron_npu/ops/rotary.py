@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_npu.ops.chunks import row_chunks
+from megatron_npu.ops.caching import kept_with
 from megatron_npu.ops.dispatch import Operation
-from megatron_npu.ops.kept import kept_with
+from megatron_npu.ops.tiling import row_chunks
 
 
 def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: float = 1.0) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_npu.ops.caching import kept_per_arguments
 from megatron_npu.ops.dispatch import Operation
-from megatron_npu.ops.kept import kept_per_arguments
 
 MASKED = -10000.0  # what megatron's attention_mask_func writes; a fully masked row becomes uniform
 

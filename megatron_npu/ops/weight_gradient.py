@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_npu.ops.caching import kept_per_arguments
 from megatron_npu.ops.dispatch import report_refusal
-from megatron_npu.ops.kept import kept_per_arguments
 
 _HALVES = (torch.bfloat16, torch.float16)
 _NPU_SIZE = 65536  # npu_grouped_matmul_add of torch_npu 2.13 takes sizes below

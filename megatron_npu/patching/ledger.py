@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
-from megatron_npu.patching.record import Patch
+from megatron_npu.patching.registry import Patch
 
 STATES = ("applied", "drifted", "skipped", "failed", "pending")
 

@@ -1,7 +1,7 @@
 """Pins: what an upstream symbol looked like when a patch was written against it.
 
 Everything is read from source files; nothing is imported or executed. A pin file belongs to one version
-of one host. A symbol may equal the pin of any version of its host: what was right for one of them is
+of one upstream. A symbol may equal the pin of any version of its upstream: what was right for one of them is
 known to be right.
 """
 
@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.patching.record import Patch
+from megatron_npu.patching.registry import REPLACEMENTS, Patch
 
 FORMAT = 1
 
@@ -226,7 +226,7 @@ def _parameters(arguments: ast.arguments) -> str:
 
 @dataclass(frozen=True)
 class Pin:
-    """One symbol of one host version: its fingerprint, its signature, the line of its first binding."""
+    """One symbol of one upstream version: its fingerprint, its signature, the line of its first binding."""
 
     fingerprint: str
     signature: str
@@ -240,14 +240,14 @@ class Pin:
 
 @dataclass
 class PinFile:
-    """The pins of one host version.
+    """The pins of one upstream version.
 
     Attributes:
         modules: module name -> SHA-256 of its file.
         targets: ``package.module:Qual.name`` -> pin.
     """
 
-    host: str
+    upstream: str
     version: str
     modules: dict[str, str] = field(default_factory=dict)
     targets: dict[str, Pin] = field(default_factory=dict)
@@ -264,21 +264,21 @@ class PinFile:
             if data["format"] != FORMAT:
                 raise ValueError(f"format {data['format']}, not {FORMAT}")
             targets = {target: Pin(**pin) for target, pin in data["targets"].items()}
-            return cls(data["host"], data["version"], data["modules"], targets)
+            return cls(data["upstream"], data["version"], data["modules"], targets)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PinError(f"{path} is not a readable pin file: {error}") from error
 
     def write(self, directory: Path) -> Path:
-        """Write ``<host>-<version>.json`` into ``directory``, at once or not at all; return its path."""
+        """Write ``<upstream>-<version>.json`` into ``directory``, at once or not at all; return its path."""
         data = {
             "format": FORMAT,
-            "host": self.host,
+            "upstream": self.upstream,
             "version": self.version,
             "modules": dict(sorted(self.modules.items())),
             "targets": {target: asdict(pin) for target, pin in sorted(self.targets.items())},
         }
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"{self.host}-{self.version}.json"
+        path = directory / f"{self.upstream}-{self.version}.json"
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         temporary.replace(path)
@@ -287,20 +287,20 @@ class PinFile:
 
 @dataclass
 class Pins:
-    """All pin files of one host."""
+    """All pin files of one upstream."""
 
-    host: str
+    upstream: str
     files: list[PinFile] = field(default_factory=list)
 
     @classmethod
-    def load(cls, directory: Path, host: str) -> Pins:
-        """Read every pin file of ``host`` in ``directory``, which may be absent.
+    def load(cls, directory: Path, upstream: str) -> Pins:
+        """Read every pin file of ``upstream`` in ``directory``, which may be absent.
 
         Raises:
             PinError: a file cannot be read.
         """
-        files = [PinFile.read(path) for path in sorted(Path(directory).glob(f"{host}-*.json"))]
-        return cls(host, [file for file in files if file.host == host])
+        files = [PinFile.read(path) for path in sorted(Path(directory).glob(f"{upstream}-*.json"))]
+        return cls(upstream, [file for file in files if file.upstream == upstream])
 
     def of(self, target: str) -> list[Pin]:
         """Return the pins of ``target`` in every version."""
@@ -371,8 +371,8 @@ class Verdict:
 
     @property
     def fails(self) -> bool:
-        """Whether the patch must not be applied; a wrap survives a changed body."""
-        return self.drifted and not (self.status == "body_changed" and self.kind == "wrap")
+        """Whether the patch must not be applied; one that calls the original survives a changed body."""
+        return self.drifted and not (self.status == "body_changed" and self.kind not in REPLACEMENTS)
 
     @property
     def place(self) -> str:
@@ -381,7 +381,7 @@ class Verdict:
 
 
 def compare(patch: Patch, source: Source | None, pins: Pins) -> Verdict:
-    """Compare the target of ``patch`` in ``source`` (None: no such file) with the pins of its host."""
+    """Compare the target of ``patch`` in ``source`` (None: no such file) with the pins of its upstream."""
     if source is None:
         return Verdict("gone", patch.target, patch.kind, patch.module, 0, "the module has no source file")
     file = str(source.path)
@@ -411,7 +411,7 @@ class SourceTree:
     """The sources under a folder, each read once.
 
     Args:
-        root: the folder that holds the host's top-level package.
+        root: the folder that holds upstream's top-level package.
     """
 
     def __init__(self, root: Path) -> None:
@@ -427,13 +427,13 @@ class SourceTree:
             self._sources[module] = Source(module, path) if path else None
         return self._sources[module]
 
-    def pin(self, patches: Iterable[Patch], host: str, version: str) -> tuple[PinFile, list[str]]:
+    def pin(self, patches: Iterable[Patch], upstream: str, version: str) -> tuple[PinFile, list[str]]:
         """Pin the targets of ``patches``.
 
         Returns:
             The pins, and the targets that are not there.
         """
-        pinned, missing = PinFile(host, version), []
+        pinned, missing = PinFile(upstream, version), []
         for patch in patches:
             source = self.find(patch.module)
             nodes = source.locate(patch.qualname) if source else []

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron_npu.commandline import Parser, positive
+from megatron_npu.arg_parser import Parser, positive
 from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing import corpus, indexed
+from megatron_npu.preprocessing import indexed_dataset, jsonl
 from megatron_npu.preprocessing.encoder import GPT2Files, HuggingFaceFiles, Recipe, Result, encode_all
 
 
@@ -78,16 +78,16 @@ def preprocess(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: an input, the tokenizer's files or the place of the output are unfit.
     """
-    size = corpus.check(arguments.input)
+    size = jsonl.check(arguments.input)
     keys = tuple(dict.fromkeys(arguments.json_keys))
     tokenizer = _tokenizer(arguments)
-    dtype = indexed.token_type(tokenizer.build().vocab_size)
+    dtype = indexed_dataset.token_type(tokenizer.build().vocab_size)
     recipe = Recipe(tokenizer, keys, arguments.append_eod, dtype.name)
     _check_place(arguments.output_prefix)
     with ExitStack() as stack:
         prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
-        writers = [stack.enter_context(indexed.Writer(prefix, dtype)) for prefix in prefixes]
-        batches = chain.from_iterable(map(corpus.batches, arguments.input))
+        writers = [stack.enter_context(indexed_dataset.Writer(prefix, dtype)) for prefix in prefixes]
+        batches = chain.from_iterable(map(jsonl.batches, arguments.input))
         results = encode_all(batches, recipe, arguments.workers)
         stack.callback(results.close)  # first of all: the workers end before the files go
         with _Progress(size, arguments.log_interval) as progress:
@@ -97,7 +97,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
         for writer, key in zip(writers, keys, strict=True):
             _refuse_empty(writer, key)
             writer.finish()
-        indexed.publish(writers)
+        indexed_dataset.publish(writers)
     for writer in writers:
         print(f"{writer.prefix}.bin and .idx: {writer.tokens} tokens, {dtype.name}")
 
@@ -169,7 +169,7 @@ def _check_place(prefix: str) -> None:
         )
 
 
-def _refuse_empty(writer: indexed.Writer, key: str) -> None:
+def _refuse_empty(writer: indexed_dataset.Writer, key: str) -> None:
     if not writer.tokens:
         raise UsageError(
             f"--input: no text under {key!r} in any document",

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_npu.errors import UsageError
-from megatron_npu.hf_tokenizer import HuggingFaceTokenizer
-from megatron_npu.preprocessing import corpus
-from megatron_npu.tokenizer import GPT2Tokenizer
+from megatron_npu.preprocessing import jsonl
+from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
+from megatron_npu.tokenization.hf import HuggingFaceTokenizer
 
 # Words that are worth remembering: longer ones hardly come back. Full, the table takes about 40 MB.
 _WORD_LENGTH = 32
@@ -145,13 +145,13 @@ class Encoder:
         self._bytes_of = _text_encoder(tokenizer, special, self._dtype)
         self._eod = np.array([tokenizer.eod], dtype=self._dtype).tobytes() if recipe.append_eod else b""
 
-    def encode(self, batch: corpus.Batch) -> Result:
+    def encode(self, batch: jsonl.Batch) -> Result:
         """Return the batch's tokens.
 
         Raises:
             LineError: a line is no document.
         """
-        documents = list(corpus.documents(batch, self._recipe.keys))
+        documents = list(jsonl.documents(batch, self._recipe.keys))
         columns = zip(*documents, strict=True)
         keys = tuple(self._encode_key(column) for column in columns)
         return Result(keys, len(documents), len(batch.text), batch.read)
@@ -171,9 +171,7 @@ class Encoder:
         return Encoded(b"".join(pieces), lengths.astype(np.int32), np.array(counts, dtype=np.int64))
 
 
-def encode_all(
-    batches: Iterable[corpus.Batch], recipe: Recipe, workers: int
-) -> Generator[Result, None, None]:
+def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> Generator[Result, None, None]:
     """Yield the result of each batch in order, from ``workers`` processes (1: this one).
 
     At most two batches a worker are under way, whatever the length of the input.
@@ -197,7 +195,7 @@ def encode_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _in_order(pool: ProcessPoolExecutor, batches: Iterable[corpus.Batch], ahead: int) -> Iterator[Result]:
+def _in_order(pool: ProcessPoolExecutor, batches: Iterable[jsonl.Batch], ahead: int) -> Iterator[Result]:
     pending: deque[Future[Result]] = deque()
     for batch in batches:
         pending.append(pool.submit(_encode, batch))
@@ -233,6 +231,6 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def _encode(batch: corpus.Batch) -> Result:
+def _encode(batch: jsonl.Batch) -> Result:
     assert _encoder is not None
     return _encoder.encode(batch)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron_npu import settings
-from megatron_npu.commandline import Parser
+from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
 from megatron_npu.sim import build, cache, site
 

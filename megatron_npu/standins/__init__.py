@@ -1,6 +1,6 @@
-"""Small modules for packages that a host imports although they are absent here.
+"""Small modules for packages that an upstream imports although they are absent here.
 
-Each has only the names that the host uses, and never takes the place of the real package.
+Each has only the names that the upstream uses, and never takes the place of the real package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from megatron_npu.host import Host
+from megatron_npu.upstream import Upstream
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,18 @@ class StandIn:
     """A module to put into ``sys.modules`` under ``name`` when ``needs`` cannot be imported.
 
     Attributes:
-        name: the module's name for the host.
-        source: our module that has the names the host uses.
+        name: the module's name for the upstream.
+        source: our module that has the names the upstream uses.
         needs: the package whose absence makes the stand-in necessary; empty: it is always put in place.
-        hosts: the hosts that import it.
+        upstreams: the upstreams that import it.
         why: what happens without it.
-        unless: files of the host, as a pattern, that make it unnecessary.
+        unless: files of upstream, as a pattern, that make it unnecessary.
     """
 
     name: str
     source: str
     needs: str
-    hosts: tuple[str, ...]
+    upstreams: tuple[str, ...]
     why: str
     unless: str = ""
 
@@ -45,7 +45,7 @@ class NameStandIn:
     module: str
     name: str
     value: Any
-    hosts: tuple[str, ...]
+    upstreams: tuple[str, ...]
     why: str
 
 
@@ -143,25 +143,25 @@ NAME_STAND_INS = (
 _given: list[NameStandIn] = []
 
 
-def install(host: Host) -> list[StandIn]:
-    """Put the stand-ins of ``host`` in place; return those that were needed."""
+def install(upstream: Upstream) -> list[StandIn]:
+    """Put the stand-ins of ``upstream`` in place; return those that were needed."""
     # All are looked for before any is put in place: ours would be found as the parent of the next.
-    needed = [stand_in for stand_in in STAND_INS if is_needed(stand_in, host)]
+    needed = [stand_in for stand_in in STAND_INS if is_needed(stand_in, upstream)]
     for stand_in in needed:
         sys.modules[stand_in.name] = importlib.import_module(stand_in.source)
     for lost in NAME_STAND_INS:
         module = importlib.import_module(lost.module)
-        if host.name in lost.hosts and lost.name not in vars(module):
+        if upstream.name in lost.upstreams and lost.name not in vars(module):
             setattr(module, lost.name, lost.value)
             _given.append(lost)
     return needed
 
 
-def is_needed(stand_in: StandIn, host: Host) -> bool:
-    """Return whether ``host`` imports it and the real one is absent."""
-    if host.name not in stand_in.hosts or stand_in.name in sys.modules:
+def is_needed(stand_in: StandIn, upstream: Upstream) -> bool:
+    """Return whether ``upstream`` imports it and the real one is absent."""
+    if upstream.name not in stand_in.upstreams or stand_in.name in sys.modules:
         return False
-    return _absent(stand_in.needs) and not (stand_in.unless and any(host.root.glob(stand_in.unless)))
+    return _absent(stand_in.needs) and not (stand_in.unless and any(upstream.root.glob(stand_in.unless)))
 
 
 def _absent(package: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_npu import settings
-from megatron_npu.commandline import Parser, integer, number, positive, whole
+from megatron_npu.arg_parser import Parser, integer, number, positive, whole
 
 Add = Callable[..., Any]
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_npu import devices
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_failures, checkpoint_files, padding, sharding
+from megatron_npu.training import checkpoint_failures, checkpoint_files, dist_ckpt_versions, vocab_padding
 from megatron_npu.training.model import unwrap
 
 if TYPE_CHECKING:
@@ -65,11 +65,11 @@ def save(args: Namespace, state: State, position: Position, common: Mapping[str,
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
-    metadata = sharding.metadata(args)
+    metadata = dist_ckpt_versions.metadata(args)
     content = _state_dict(state, metadata, optimizer=not args.no_save_optim, rng=not args.no_save_rng)
     content["iteration"] = position.iteration
     content |= common or {}
-    dist_checkpointing.save(content, str(part), **sharding.save_keywords(metadata))
+    dist_checkpointing.save(content, str(part), **dist_ckpt_versions.save_keywords(metadata))
     dist.barrier()
     if dist.get_rank() == 0:
         checkpoint_files.describe(part, _description(args, position, metadata))
@@ -106,7 +106,7 @@ def load(args: Namespace, state: State) -> Position:
     found = checkpoint_files.find(args.load)
     path = str(found.path)
     with checkpoint_failures.reading(path):
-        metadata = sharding.saved_metadata(path, found.optimizer_sharding)
+        metadata = dist_ckpt_versions.saved_metadata(path, found.optimizer_sharding)
     rng = args.load_rng and _same_ranks(args, found)
     wanted = _state_dict(state, metadata, optimizer=args.load_optim, rng=rng, loading=True)
     with checkpoint_failures.reading(path):
@@ -118,7 +118,7 @@ def load(args: Namespace, state: State) -> Position:
     else:
         saved = found.arguments["padded_vocab_size"]
         if saved < args.padded_vocab_size:
-            padding.fill(state.model, saved, args.tokenizer_vocab_size)
+            vocab_padding.fill(state.model, saved, args.tokenizer_vocab_size)
         state.optimizer.reload_model_params()
     if rng:
         _set_rng_state(content["rng_state"][0])
@@ -135,7 +135,7 @@ def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
     """
     from megatron.core import dist_checkpointing
 
-    metadata = sharding.module_metadata({})
+    metadata = dist_ckpt_versions.module_metadata({})
     wanted = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(model).items()}
     with checkpoint_failures.reading(path):
         _require_all_used(wanted, str(path))
@@ -186,13 +186,13 @@ def _chunks(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
 def _state_dict(
     state: State, metadata: dict[str, Any], *, optimizer: bool, rng: bool, loading: bool = False
 ) -> dict[str, Any]:
-    asked = sharding.module_metadata(metadata)
+    asked = dist_ckpt_versions.module_metadata(metadata)
     content: dict[str, Any] = {
         key: chunk.sharded_state_dict(metadata=asked) for key, chunk in _chunks(state.model).items()
     }
     if optimizer:
         content["optimizer"] = state.optimizer.sharded_state_dict(
-            content, is_loading=loading, **sharding.optimizer_keywords(metadata)
+            content, is_loading=loading, **dist_ckpt_versions.optimizer_keywords(metadata)
         )
         content["opt_param_scheduler"] = state.schedule.state_dict()
     if rng:

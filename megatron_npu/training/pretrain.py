@@ -21,11 +21,11 @@ from megatron_npu.training import (
     checkpoint_files,
     data,
     flops,
+    history,
     initialize,
     log,
     loop,
     model,
-    plot,
     validation,
 )
 
@@ -49,7 +49,7 @@ class Summary:
     """What a run did; also in ``<save>/summary.json``. None: there was no such thing.
 
     Attributes:
-        device, backend, host: what it ran on, such as ``cpu``, ``gloo``, ``megatron_core 0.16.1``.
+        device, backend, upstream: what it ran on, such as ``cpu``, ``gloo``, ``megatron_core 0.16.1``.
         ledger: the patches, in one line.
         world_size: processes.
         parameters, parameters_without_embeddings: weights of the whole model.
@@ -66,7 +66,7 @@ class Summary:
 
     device: str
     backend: str
-    host: str
+    upstream: str
     ledger: str
     world_size: int
     parameters: int
@@ -165,13 +165,13 @@ def _introduce(args: Namespace, journal: log.Log, position: checkpoint.Position)
 
 def _report(args: Namespace, outcome: loop.Outcome, journal: log.Log) -> Summary:
     """Draw the plot, write the summary, return it."""
-    picture, history = None, plot.History()
+    picture, past = None, history.History()
     if journal.path is not None:
-        history = plot.read(journal.path)
-    if args.plot and history.losses:
+        past = history.read(journal.path)
+    if args.plot and past.losses:
         picture = Path(args.save or args.tensorboard_dir) / "training.png"
-        plot.draw(history, picture)
-    summary = _summary(args, outcome, history, picture, journal.path)
+        history.draw(past, picture)
+    summary = _summary(args, outcome, past, picture, journal.path)
     if args.save and args.rank == 0:
         path = Path(args.save) / "summary.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,12 +182,12 @@ def _report(args: Namespace, outcome: loop.Outcome, journal: log.Log) -> Summary
 def _summary(
     args: Namespace,
     outcome: loop.Outcome,
-    history: plot.History,
+    past: history.History,
     picture: Path | None,
     metrics: Path | None,
 ) -> Summary:
     device, size = devices.current(), model.count(args)
-    losses, throughputs = list(history.losses.values()), list(history.throughput.values())
+    losses, throughputs = list(past.losses.values()), list(past.throughput.values())
     tokens, step = args.global_batch_size * args.seq_length, outcome.seconds_per_step()
     throughput = tokens / step if step else throughputs[-1] if throughputs else None
     operations = flops.of_step(args) / tokens
@@ -196,7 +196,7 @@ def _summary(
     return Summary(
         device=device.name,
         backend=device.backend,
-        host=f"megatron_core {args.megatron_version}",
+        upstream=f"megatron_core {args.megatron_version}",
         ledger=plugin.engine().ledger.summary(),
         world_size=args.world_size,
         parameters=size.total,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import serialization
 
-from megatron_npu import unpickling
+from megatron_npu import safe_load
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files, stock_arguments
 
@@ -106,12 +106,12 @@ def read_common(file: Path) -> dict[str, Any]:
             "Update torch.",
         )
     try:
-        with unpickling.allowing(alone=True):
+        with safe_load.allowing(alone=True):
             named = set(serialization.get_unsafe_globals_in_checkpoint(file))
         if foreign := sorted(named - _HARMLESS):
             raise _broken(file, f"it names {', '.join(foreign)}")
         inert = [(type(name, (_Inert,), {}), name) for name in named if name != "argparse.Namespace"]
-        with unpickling.allowing(Namespace, *inert, alone=True):
+        with safe_load.allowing(Namespace, *inert, alone=True):
             values = torch.load(file, map_location="cpu", weights_only=True)
     except UsageError:
         raise

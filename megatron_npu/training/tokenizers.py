@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from megatron_npu.errors import UsageError
-from megatron_npu.hf_tokenizer import HuggingFaceTokenizer
+from megatron_npu.tokenization.hf import HuggingFaceTokenizer
 
 
 class Tokenizer(Protocol):
@@ -102,7 +102,7 @@ def build(args: Namespace) -> Tokenizer:
             raise UsageError(
                 f"no {flag}", "GPT-2's vocab.json and merges.txt", "Give both, or a NullTokenizer."
             )
-    from megatron_npu.tokenizer import GPT2Tokenizer
+    from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
 
     return GPT2Tokenizer(args.vocab_file, args.merge_file)
 

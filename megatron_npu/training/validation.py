@@ -13,9 +13,9 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from megatron_npu import devices, host
+from megatron_npu import devices, upstream
 from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing import indexed
+from megatron_npu.preprocessing import indexed_dataset
 from megatron_npu.training import checkpoint_files, tokenizers
 
 
@@ -79,7 +79,7 @@ def _ranges(args: Namespace) -> None:
 
 
 def _machine(args: Namespace) -> None:
-    found = host.find()
+    found = upstream.find()
     found.require_supported()
     if found.name != "megatron_core":
         _fail(
@@ -314,7 +314,7 @@ def _data(args: Namespace) -> None:
     if args.data_path:
         _, prefixes = blend(args.data_path)
         for prefix in prefixes:
-            documents = indexed.validate(prefix, tokenizer.vocab_size).documents
+            documents = indexed_dataset.validate(prefix, tokenizer.vocab_size).documents
             _require_parts(args, _documents_of_parts(shares, documents), f" of the {documents} in {prefix}")
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_npu import devices, settings
-from megatron_npu.ops.attention.ring import ring_attention
+from megatron_npu.ops.attention.context_parallel.ring import ring_attention
 from tests.ops.tolerances import assert_near
 
 BATCH, HEADS, GROUPS, SIZE, CHUNK, SCALE = 2, 4, 2, 16, 5, 0.25

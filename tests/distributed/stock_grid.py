@@ -19,8 +19,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.adaptors.megatron_core import stock
 from tests.end_to_end import tiny
-from tests.hosts.megatron_core import stock
 
 STEPS = 20
 # Four layers, so that two stages can be interleaved.

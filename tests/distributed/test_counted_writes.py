@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_npu import devices
 from megatron_npu.devices.redirect import Redirection
-from megatron_npu.ops.attention.documents import documents_of
+from megatron_npu.ops.attention.packed_mask import documents_of
 
 
 def mask_of(*lengths: int) -> Tensor:

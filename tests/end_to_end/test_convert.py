@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_npu import cli
-from megatron_npu.conversion import proof
-from megatron_npu.conversion.rules import Heads
+from megatron_npu.conversion import verify
+from megatron_npu.conversion.weight_map import Heads
 from megatron_npu.evaluation.generate import generate, restored
 from tests.end_to_end import tiny
 
@@ -262,7 +262,7 @@ def test_a_wrong_mapping_is_found_by_the_logits_and_leaves_nothing(source, tmp_p
 
 
 def test_without_transformers_the_tensors_are_compared(source, tmp_path, convert, refused, monkeypatch):
-    monkeypatch.setattr(proof, "has_reference", lambda: False)
+    monkeypatch.setattr(verify, "has_reference", lambda: False)
     assert "transformers is not installed: the logits were NOT compared" in convert(
         "hf", "megatron", source, tmp_path / "m"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_npu import cli, ops
-from megatron_npu.doctor import collectives, command, formulas, software
+from megatron_npu.doctor import collectives, command, reference_checks, software
 from megatron_npu.doctor.advice import advice
 from megatron_npu.ops import dispatch
 from tests.conftest import LONGEST
@@ -27,7 +27,7 @@ def healthy() -> dict:
     """A report with nothing to advise."""
     return {
         "versions": {"torch": "2.13.0+cpu"},
-        "megatron": {"host": "megatron_core", "root": "/x", "failing": []},
+        "megatron": {"upstream": "megatron_core", "root": "/x", "failing": []},
         "devices": {"npu": "absent", "cuda": "absent", "cpu": "1 with gloo", "selected": "cpu", "each": []},
         "ledger": {"failed": [], "not_imported": []},
         "operations": {"failures": {}, "beyond_limit": []},
@@ -92,7 +92,7 @@ def test_this_machine_is_well():
     assert " applied, 0 drifted" in report["ledger"]["summary"]
     assert report["operations"]["failures"] == {}
     errors = report["operations"]["largest_error"]
-    assert operation_names() | formulas.FORMULAS.keys() <= errors.keys()
+    assert operation_names() | reference_checks.FORMULAS.keys() <= errors.keys()
     assert max(errors.values()) > 0  # bf16 rounds: a test that compares nothing finds nothing
     assert {check.__name__ for check in collectives.CHECKS} <= report["communication"].keys()
     assert report["communication"]["processes"] == 2
@@ -214,7 +214,7 @@ def test_a_torch_npu_of_another_torch_is_told(healthy):
 
 @pytest.mark.skipif(shutil.which("true") is None, reason="needs the command true")
 def test_a_test_that_ends_without_an_answer_is_an_error(monkeypatch):
-    from megatron_npu.doctor import children
+    from megatron_npu.doctor import subprocess_checks
 
     monkeypatch.setattr(sys, "executable", shutil.which("true"))
-    assert children.ledger("/x") == {"error": "no answer"}
+    assert subprocess_checks.ledger("/x") == {"error": "no answer"}

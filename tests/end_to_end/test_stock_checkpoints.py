@@ -9,9 +9,9 @@ import pytest
 
 from megatron_npu import cli
 from megatron_npu.evaluation.generate import generate
+from tests.adaptors.megatron_core.stock import losses, pretrain
 from tests.conftest import checkout
 from tests.end_to_end import tiny
-from tests.hosts.megatron_core.stock import losses, pretrain
 
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")

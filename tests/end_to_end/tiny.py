@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_npu.preprocessing import indexed
+from megatron_npu.preprocessing import indexed_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 255  # --vocab-size; 255 is the end of document
@@ -19,7 +19,7 @@ SIZE = 255  # --vocab-size; 255 is the end of document
 def write_dataset(prefix: Path, *, documents: int = 100, largest: int = SIZE, seed: int = 0) -> Path:
     """Write documents that count up in steps of 1 to 3, each ended by ``largest``; return the prefix."""
     generator = np.random.default_rng(seed)
-    with indexed.Writer(str(prefix), np.dtype(np.uint16)) as writer:
+    with indexed_dataset.Writer(str(prefix), np.dtype(np.uint16)) as writer:
         for _ in range(documents):
             length, start, step = (
                 int(generator.integers(*bounds)) for bounds in ((50, 200), (0, 255), (1, 4))
@@ -28,7 +28,7 @@ def write_dataset(prefix: Path, *, documents: int = 100, largest: int = SIZE, se
             tokens[-1] = largest
             writer.add(tokens.tobytes(), np.array([length], np.int32), np.array([1], np.int64))
         writer.finish()
-        indexed.publish([writer])
+        indexed_dataset.publish([writer])
     return prefix
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu.ops import activation, chunks
+from megatron_npu.ops import activation, tiling
 from tests.ops.proof import RELAXED, check, rows_of
 
 widths = st.integers(1, 40)
@@ -60,7 +60,7 @@ def test_forward_and_gradients(device, dtype, name, shape, with_bias):
 
 @every_operation
 def test_pieces_of_any_size(device, dtype, name, monkeypatch):
-    monkeypatch.setattr(chunks, "_PIECE_BYTES", 200)
+    monkeypatch.setattr(tiling, "_PIECE_BYTES", 200)
     against_the_formula(name, (7, 3, 9), device, dtype, True)
 
 

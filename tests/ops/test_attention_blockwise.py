@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_npu.ops.attention import Packed, attention, blockwise, cpu, reference
-from megatron_npu.ops.attention.case import Case, Segment, dense_segments, packed_segments, visible_ranges
+from megatron_npu.ops.attention.spec import Case, Segment, dense_segments, packed_segments, visible_ranges
 from tests.ops.attention_formula import formula, visible
 from tests.ops.tolerances import assert_near
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
 from megatron_npu.ops.attention import Packed, attention, cuda, reference
-from megatron_npu.ops.attention.case import Case, dense_segments, packed_segments
 from megatron_npu.ops.attention.cuda import Kernel, choose
+from megatron_npu.ops.attention.spec import Case, dense_segments, packed_segments
 from tests.ops.attention_formula import formula, packed_formula, visible
 from tests.ops.tolerances import assert_near
 

@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.ops.attention import Packed, npu
-from megatron_npu.ops.attention.case import Case, dense_segments, packed_segments
 from megatron_npu.ops.attention.npu import UNLIMITED, NpuCall, npu_call
+from megatron_npu.ops.attention.spec import Case, dense_segments, packed_segments
 from tests.ops.attention_formula import visible
 
 

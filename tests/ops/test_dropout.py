@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_npu import devices
-from megatron_npu.ops import chunks
+from megatron_npu.ops import tiling
 from megatron_npu.ops.dropout import bias_dropout_add
 from tests.ops.proof import RELAXED, check, rows_of
 from tests.ops.tolerances import TOLERANCE, assert_near
@@ -105,7 +105,7 @@ def test_the_mask_does_not_depend_on_the_pieces(device, width, monkeypatch):
     x, bias, residual = tensors((50, 3, width), device)
     results = []
     for size in (1 << 18, 400, 4):
-        monkeypatch.setattr(chunks, "_PIECE_BYTES", size)
+        monkeypatch.setattr(tiling, "_PIECE_BYTES", size)
         seed(device, 9)
         results.append(bias_dropout_add(x, bias, residual, 0.5, True))
     assert torch.equal(results[0], results[1])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu.ops import chunks, norm
+from megatron_npu.ops import norm, tiling
 from tests.ops.proof import RELAXED, check, rows_of
 from tests.ops.tolerances import TOLERANCE
 
@@ -130,7 +130,7 @@ def test_weights_in_fp32_beside_a_16_bit_input(device, dtype):
 
 
 def test_pieces_of_any_size(device, dtype, monkeypatch):
-    monkeypatch.setattr(chunks, "_PIECE_BYTES", 200)
+    monkeypatch.setattr(tiling, "_PIECE_BYTES", 200)
     torch.manual_seed(1)
     check(
         lambda x, w, b: norm.layer_norm(x, w, b, EPS),

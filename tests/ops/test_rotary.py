@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu.ops import chunks, dispatch, rotary
+from megatron_npu.ops import dispatch, rotary, tiling
 from tests.ops.proof import RELAXED, check
 
 
@@ -53,7 +53,7 @@ def test_forward_and_gradient(device, dtype, shape, half, passed, interleaved, s
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_pieces_of_any_size(device, dtype, interleaved, monkeypatch):
-    monkeypatch.setattr(chunks, "_PIECE_BYTES", 200)
+    monkeypatch.setattr(tiling, "_PIECE_BYTES", 200)
     theta = torch.rand(7, 3) * 50
     angles = angles_of(theta, interleaved).to(device)
     check(

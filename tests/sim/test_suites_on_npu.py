@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import LONGEST
 
-CORE = "tests/hosts/megatron_core"
+CORE = "tests/adaptors/megatron_core"
 # these start processes of their own, and those for the simulator, too, where they are for it
 STARTING_OTHERS = ("other_versions", "stock_script", "every_mask_and_window", "over_hccl")
 # files, what selects their tests of the npu, and how many there are at least

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import cli, host, settings
+from megatron_npu import cli, settings, upstream
 from megatron_npu.errors import UsageError
 from tests.end_to_end import tiny
 
@@ -194,7 +194,7 @@ def test_quoted_code_is_what_the_file_says(page):
 
 def test_the_worked_adaptor_runs(tmp_path):
     try:
-        host.find()
+        upstream.find()
     except UsageError:
         pytest.skip("no Megatron is installed")
     steps = [block["text"] for block in blocks(GUIDE, "python") if not block["source"]]

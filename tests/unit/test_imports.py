@@ -11,8 +11,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_npu"
 
-# what stands above the hosts: the wiring, the commands and the tools
-WIRING = ["megatron_npu.plugin", "megatron_npu.runner", "megatron_npu.inspection", "megatron_npu.cli"]
+# what stands above the adaptors: the wiring, the commands and the tools
+WIRING = ["megatron_npu.plugin", "megatron_npu.runner", "megatron_npu.patch_commands", "megatron_npu.cli"]
 TOOLS = [
     "megatron_npu.training",
     "megatron_npu.preprocessing",
@@ -21,7 +21,7 @@ TOOLS = [
     "megatron_npu.doctor",
     "megatron_npu.sim",
 ]
-ABOVE_HOSTS = [*WIRING, *TOOLS]
+ABOVE_ADAPTORS = [*WIRING, *TOOLS]
 ENTRANCES = ["megatron_npu.cli", "megatron_npu.runner", "megatron_npu.doctor", "megatron_npu.sim"]
 
 # room -> what its files may import, by first two dotted parts or by top-level name
@@ -30,24 +30,31 @@ FORBIDDEN = {
         "megatron",
         "torch",
         "torch_npu",
-        "megatron_npu.hosts",
+        "megatron_npu.adaptors",
         "megatron_npu.ops",
         "megatron_npu.devices",
         "megatron_npu.settings",
-        *ABOVE_HOSTS,
+        *ABOVE_ADAPTORS,
     ],
-    "devices": ["megatron", "megatron_npu.ops", "megatron_npu.hosts", "megatron_npu.patching", *ABOVE_HOSTS],
-    "ops": ["megatron", "megatron_npu.hosts", "megatron_npu.patching", *ABOVE_HOSTS],
-    "standins": ["megatron", "megatron_npu.hosts", "megatron_npu.patching", *ABOVE_HOSTS],
-    "hosts": ["torch_npu", *ABOVE_HOSTS],
+    "devices": [
+        "megatron",
+        "megatron_npu.ops",
+        "megatron_npu.adaptors",
+        "megatron_npu.patching",
+        *ABOVE_ADAPTORS,
+    ],
+    "ops": ["megatron", "megatron_npu.adaptors", "megatron_npu.patching", *ABOVE_ADAPTORS],
+    "standins": ["megatron", "megatron_npu.adaptors", "megatron_npu.patching", *ABOVE_ADAPTORS],
+    "adaptors": ["torch_npu", *ABOVE_ADAPTORS],
     "training": [
         "torch_npu",
-        "megatron_npu.hosts",
+        "megatron_npu.adaptors",
         "megatron_npu.patching",
         "megatron_npu.evaluation",
         "megatron_npu.conversion",
         *ENTRANCES,
     ],
+    "tokenization": ["torch", "megatron", "megatron_npu.adaptors", "megatron_npu.ops", *ABOVE_ADAPTORS],
     "preprocessing": [
         "megatron",
         "torch",
@@ -59,15 +66,15 @@ FORBIDDEN = {
     ],
     "evaluation": [
         "torch_npu",
-        "megatron_npu.hosts",
+        "megatron_npu.adaptors",
         "megatron_npu.patching",
         "megatron_npu.conversion",
         *ENTRANCES,
     ],
-    "conversion": ["torch_npu", "megatron_npu.hosts", "megatron_npu.patching", *ENTRANCES],
+    "conversion": ["torch_npu", "megatron_npu.adaptors", "megatron_npu.patching", *ENTRANCES],
     "doctor": [
         "megatron",
-        "megatron_npu.hosts",
+        "megatron_npu.adaptors",
         "megatron_npu.cli",
         "megatron_npu.training",
         "megatron_npu.evaluation",
@@ -82,15 +89,15 @@ FORBIDDEN = {
         "megatron_npu.devices",
         "megatron_npu.ops",
         "megatron_npu.standins",
-        "megatron_npu.hosts",
+        "megatron_npu.adaptors",
         *WIRING,
         *(tool for tool in TOOLS if tool != "megatron_npu.sim"),
     ],
-    "settings.py": ["torch", "megatron", "megatron_npu.devices", "megatron_npu.ops", "megatron_npu.hosts"],
-    "host.py": ["torch", "megatron", "megatron_npu.hosts", *ABOVE_HOSTS],
-    "plugin.py": ["torch", "megatron", "megatron_npu.runner", "megatron_npu.inspection", *TOOLS],
-    "runner.py": ["torch", "megatron", "megatron_npu.hosts", *TOOLS],
-    "inspection.py": ["torch", "megatron", "megatron_npu.cli", *TOOLS],
+    "settings.py": ["torch", "megatron", "megatron_npu.devices", "megatron_npu.ops", "megatron_npu.adaptors"],
+    "upstream.py": ["torch", "megatron", "megatron_npu.adaptors", *ABOVE_ADAPTORS],
+    "plugin.py": ["torch", "megatron", "megatron_npu.runner", "megatron_npu.patch_commands", *TOOLS],
+    "runner.py": ["torch", "megatron", "megatron_npu.adaptors", *TOOLS],
+    "patch_commands.py": ["torch", "megatron", "megatron_npu.cli", *TOOLS],
 }
 
 

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from megatron_npu.hosts import rendezvous
+from megatron_npu.adaptors.shared import rendezvous
 
 
 @pytest.fixture(autouse=True)

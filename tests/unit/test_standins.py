@@ -1,4 +1,4 @@
-"""Stand-ins: put in place only for what is absent, only for the hosts that need it, and taken out again."""
+"""Stand-ins: put in place only for what is absent, only where a Megatron needs it, and taken out again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron_npu import standins
-from megatron_npu.host import Host
+from megatron_npu.upstream import Upstream
 
-LM = Host("megatron_lm", "285068c8", Path())
-CORE = Host("megatron_core", "0.16.1", Path())
+LM = Upstream("megatron_lm", "285068c8", Path())
+CORE = Upstream("megatron_core", "0.16.1", Path())
 NAMES = ("apex", "apex.optimizers", "apex.multi_tensor_apply", "amp_C", "torch._six")
 
 
@@ -93,7 +93,7 @@ def test_layers_of_transformer_engine_can_be_named_by_those_who_do_not_ask(tmp_p
     exec(importing, not_asking)
     with pytest.raises(ImportError, match="cannot be built"):
         not_asking["TENorm"]()
-    newer = Host("megatron_core", "0.13.1", tmp_path)
+    newer = Upstream("megatron_core", "0.13.1", tmp_path)
     backends = tmp_path / entry.unless
     backends.parent.mkdir(parents=True)
     backends.touch()

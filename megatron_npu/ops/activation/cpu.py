@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megatron_npu.ops.activation import reference
 from megatron_npu.ops.activation.cuda import BiasGelu, Gated
 from megatron_npu.ops.activation.reference import C, K
-from megatron_npu.ops.chunks import pieces, scratch
+from megatron_npu.ops.tiling import pieces, scratch
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.ops.attention import checks, cpu, cuda, npu  # noqa: F401  (devices register themselves)
-from megatron_npu.ops.attention.case import Case, Offset, Packed, Window, dense_segments, packed_segments
 from megatron_npu.ops.attention.layouts import bnsd_shape, from_tokens, to_tokens
 from megatron_npu.ops.attention.reference import operation, unfused
+from megatron_npu.ops.attention.spec import Case, Offset, Packed, Window, dense_segments, packed_segments
 
 __all__ = ["Offset", "Packed", "Window", "attention"]
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_npu.ops.attention.case import Case, Segment
 from megatron_npu.ops.attention.layouts import from_bnsd, to_bnsd
-from megatron_npu.ops.kept import kept_per_arguments
+from megatron_npu.ops.attention.spec import Case, Segment
+from megatron_npu.ops.caching import kept_per_arguments
 
 # Measured on a Xeon with AMX, one core, head size 64: fp32 is slower with other numbers, bf16 products
 # want taller tiles; scratch of 2^18 elements costs up to 10 %, and beyond 2^20 nothing is gained.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_npu.ops.attention.case import Packed, Window
 from megatron_npu.ops.attention.layouts import HEADLESS, LAYOUTS, bnsd_shape
+from megatron_npu.ops.attention.spec import Packed, Window
 
 
 def head_counts(query: Tensor, key: Tensor, layout: str, num_heads: int | None) -> tuple[int, int]:

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_npu.ops.attention.blockwise import blockwise
-from megatron_npu.ops.attention.case import Case
 from megatron_npu.ops.attention.layouts import bnsd_shape, from_bnsd, to_bnsd
 from megatron_npu.ops.attention.reference import operation
+from megatron_npu.ops.attention.spec import Case
 
 
 @operation.on("cpu")

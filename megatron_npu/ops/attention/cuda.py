@@ -16,16 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_npu.ops.attention.case import (
+from megatron_npu.ops.attention.layouts import bnsd_shape, from_bnsd, to_bnsd
+from megatron_npu.ops.attention.reference import operation
+from megatron_npu.ops.attention.spec import (
     Case,
     Segment,
     forbidden_pairs,
     visible_ranges,
     window_from_the_end,
 )
-from megatron_npu.ops.attention.layouts import bnsd_shape, from_bnsd, to_bnsd
-from megatron_npu.ops.attention.reference import operation
-from megatron_npu.ops.kept import kept_per_arguments
+from megatron_npu.ops.caching import kept_per_arguments
 
 # Head sizes of FlexAttention's kernel templates; flash-attn 2 takes any multiple of 8 up to 256.
 _FLEX_SIZES = (16, 32, 64, 128, 256)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.ops.attention.case import Case, Segment, forbidden_pairs, window_from_the_end
 from megatron_npu.ops.attention.layouts import bnsd_shape
 from megatron_npu.ops.attention.reference import operation
-from megatron_npu.ops.kept import kept_per_arguments, kept_with
+from megatron_npu.ops.attention.spec import Case, Segment, forbidden_pairs, window_from_the_end
+from megatron_npu.ops.caching import kept_per_arguments, kept_with
 
 _K, _M = 1 << 10, 1 << 20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

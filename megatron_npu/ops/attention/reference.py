@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_npu.ops.attention.case import Case, Segment, forbidden_pairs
 from megatron_npu.ops.attention.layouts import from_bnsd, to_bnsd
+from megatron_npu.ops.attention.spec import Case, Segment, forbidden_pairs
 from megatron_npu.ops.dispatch import Operation
 
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_npu.conversion import rules
+from megatron_npu.conversion import weight_map
 
 
 @st.composite
-def heads(draw) -> rules.Heads:
+def heads(draw) -> weight_map.Heads:
     groups = draw(st.integers(1, 3))
-    return rules.Heads(
+    return weight_map.Heads(
         queries=groups * draw(st.integers(1, 3)),
         groups=groups,
         size=draw(st.sampled_from([2, 4, 6])),
@@ -26,7 +26,7 @@ def numbered(*shape: int) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 
-def inverse(rule: rules.Rule, tensors: list[torch.Tensor]) -> torch.Tensor:
+def inverse(rule: weight_map.Rule, tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return what a rule joins, when it takes the same apart again, also as to shapes on meta."""
     joined = rule.join(tensors)
     for part, meta, tensor in zip(rule.split(joined), rule.split(joined.to("meta")), tensors, strict=True):
@@ -41,7 +41,7 @@ def test_qkv_is_a_key_its_queries_and_its_value_group_by_group(heads, columns):
     query = numbered(heads.queries * heads.size, *columns)
     key = 1e3 + numbered(heads.groups * heads.size, *columns)
     value = 2e3 + numbered(heads.groups * heads.size, *columns)
-    joined = inverse(rules.qkv("m", ("q", "k", "v"), heads), [query, key, value])
+    joined = inverse(weight_map.qkv("m", ("q", "k", "v"), heads), [query, key, value])
     shared = heads.queries // heads.groups
     half = heads.size // 2
     place = {i: (i // 2 + (i % 2) * half if heads.interleaved else i) for i in range(heads.size)}
@@ -62,19 +62,19 @@ def test_qkv_is_a_key_its_queries_and_its_value_group_by_group(heads, columns):
 
 @pytest.mark.parametrize("columns", [(), (5,)], ids=["bias", "weight"])
 def test_thirds_of_gpt2(columns):
-    heads = rules.Heads(queries=3, groups=3, size=2)
+    heads = weight_map.Heads(queries=3, groups=3, size=2)
     rows = numbered(18, *columns)
     stored = rows.t() if columns else rows
-    joined = inverse(rules.fused_qkv("m", "c_attn", heads), [stored])
+    joined = inverse(weight_map.fused_qkv("m", "c_attn", heads), [stored])
     expected = [third * 6 + head * 2 + i for head in range(3) for third in range(3) for i in range(2)]
     assert torch.equal(joined, rows[expected])
 
 
 def test_transposed_stacked_and_same():
-    assert torch.equal(inverse(rules.transposed("m", "h"), [numbered(2, 3)]), numbered(2, 3).t())
+    assert torch.equal(inverse(weight_map.transposed("m", "h"), [numbered(2, 3)]), numbered(2, 3).t())
     parts = [numbered(2, 3), 10 + numbered(2, 3)]
-    assert torch.equal(inverse(rules.stacked("m", ("gate", "up")), parts), torch.cat(parts))
-    assert torch.equal(inverse(rules.same("m", "h"), [numbered(3)]), numbered(3))
+    assert torch.equal(inverse(weight_map.stacked("m", ("gate", "up")), parts), torch.cat(parts))
+    assert torch.equal(inverse(weight_map.same("m", "h"), [numbered(3)]), numbered(3))
 
 
 @settings(max_examples=25)
@@ -83,7 +83,7 @@ def test_padding_rows_take_their_share_of_the_softmax_at_most(rows, padding, see
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, 8, generator=generator, dtype=torch.float64)
     weight[:, 0] = far  # moves all logits, as OpenAI's GPT-2 has them
-    joined = inverse(rules.padded("m", "h", rows, rows + padding), [weight])
+    joined = inverse(weight_map.padded("m", "h", rows, rows + padding), [weight])
     hidden = torch.randn(8, generator=generator, dtype=torch.float64).abs() * 3
     logits = joined @ hidden
     added = logits.logsumexp(0) - logits[:rows].logsumexp(0)
@@ -93,6 +93,6 @@ def test_padding_rows_take_their_share_of_the_softmax_at_most(rows, padding, see
 
 def test_half_precision_is_padded_in_fp32():
     weight = torch.full((1000, 2), 0.3, dtype=torch.bfloat16)
-    joined = rules.padded("m", "h", 1000, 1024).join([weight])
+    joined = weight_map.padded("m", "h", 1000, 1024).join([weight])
     assert joined.dtype == torch.bfloat16
     assert torch.equal(joined[1000:], weight[:24])

@@ -1,4 +1,4 @@
-"""A small host package in a temporary folder, imported for real."""
+"""A small upstream package in a temporary folder, imported for real."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from megatron_npu.patching.hooks import Context, Engine
+from megatron_npu.patching.engine import Context, Engine
 from megatron_npu.patching.pins import Pins
-from megatron_npu.patching.record import Registry
+from megatron_npu.patching.registry import Registry
 
-PREFIX = "hostpkg"
+PREFIX = "stockpkg"
 
 MODEL = '''
 """A module with one of everything."""
@@ -54,8 +54,8 @@ class Core(Base):
 '''
 
 
-class HostTree:
-    """Writes and imports ``hostpkg``, and makes engines for it."""
+class UpstreamTree:
+    """Writes and imports ``stockpkg``, and makes engines for it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -72,7 +72,7 @@ class HostTree:
         importlib.invalidate_caches()
 
     def load(self, name: str) -> ModuleType:
-        """Import ``hostpkg.name``."""
+        """Import ``stockpkg.name``."""
         return importlib.import_module(f"{PREFIX}.{name}")
 
     def engine(
@@ -89,7 +89,7 @@ class HostTree:
 
         def first() -> Context:
             self.first_calls += 1
-            return (on_first and on_first()) or Context("host", version, device, pins, drift)
+            return (on_first and on_first()) or Context("upstream", version, device, pins, drift)
 
         engine = Engine(self.registry, prefixes=(PREFIX,), on_first=first)
         self.engines.append(engine)
@@ -99,21 +99,21 @@ class HostTree:
 
 
 def forget() -> None:
-    """Drop every module of the host."""
+    """Drop every module of upstream."""
     for name in [name for name in sys.modules if name.partition(".")[0] == PREFIX]:
         del sys.modules[name]
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostTree]:
-    """A host with the modules ``model`` (one of everything) and ``user`` (takes names by value)."""
+def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UpstreamTree]:
+    """An upstream with the modules ``model`` (one of everything) and ``user`` (takes names by value)."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    tree = HostTree(tmp_path)
+    tree = UpstreamTree(tmp_path)
     tree.write(
         {
-            "hostpkg/__init__.py": "",
-            "hostpkg/model.py": MODEL,
-            "hostpkg/user.py": "from hostpkg.model import Core, LIMIT, gelu\n",
+            "stockpkg/__init__.py": "",
+            "stockpkg/model.py": MODEL,
+            "stockpkg/user.py": "from stockpkg.model import Core, LIMIT, gelu\n",
         }
     )
     forget()

@@ -1,4 +1,4 @@
-"""The import hook: when patches are in place, in whatever order and way the host is imported."""
+"""The import hook: when patches are in place, in whatever order and way the upstream is imported."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from typing import Any
 
 import pytest
 
-from megatron_npu.patching import changes
-from tests.unit.patching.conftest import HostTree, forget
+from megatron_npu.patching import attribute_patch
+from tests.unit.patching.conftest import UpstreamTree, forget
 
-GELU = "hostpkg.model:gelu"
+GELU = "stockpkg.model:gelu"
 
 
 @pytest.fixture
-def patched(host: HostTree) -> HostTree:
-    """The host, with a wrap of ``gelu`` on record."""
+def patched(upstream: UpstreamTree) -> UpstreamTree:
+    """The upstream, with a wrap of ``gelu`` on record."""
 
-    @host.registry.wrap(GELU, why="w")
+    @upstream.registry.wrap(GELU, why="w")
     def factory(old: Any) -> Any:
         return lambda *args: ("wrapped", old(*args))
 
-    return host
+    return upstream
 
 
 WRAPPED = ("wrapped", 2)
 
 
-def test_in_place_before_a_name_is_taken_by_value(patched: HostTree) -> None:
+def test_in_place_before_a_name_is_taken_by_value(patched: UpstreamTree) -> None:
     engine = patched.engine()
     assert patched.load("user").gelu(1) == WRAPPED
     assert engine.ledger.rows[0].repaired == []
@@ -45,45 +45,45 @@ def test_in_place_before_a_name_is_taken_by_value(patched: HostTree) -> None:
     assert patched.load("user").gelu(1) == 2
 
 
-def test_arming_twice_is_arming_once(patched: HostTree) -> None:
+def test_arming_twice_is_arming_once(patched: UpstreamTree) -> None:
     engine = patched.engine()
     engine.arm()
     assert sum(finder is sys.meta_path[0] for finder in sys.meta_path) == 1
     assert patched.load("model").gelu(1) == WRAPPED
 
 
-def test_a_namespace_package(patched: HostTree) -> None:
-    (patched.root / "hostpkg/__init__.py").unlink()
+def test_a_namespace_package(patched: UpstreamTree) -> None:
+    (patched.root / "stockpkg/__init__.py").unlink()
     importlib.invalidate_caches()
     patched.engine()
     assert patched.load("user").gelu(1) == WRAPPED
-    assert getattr(sys.modules["hostpkg"], "__file__", None) is None  # so it was one
+    assert getattr(sys.modules["stockpkg"], "__file__", None) is None  # so it was one
 
 
-def test_submodules_in_any_order(patched: HostTree) -> None:
-    patched.write({"hostpkg/__init__.py": "from . import user\nfrom .model import gelu\n"})
+def test_submodules_in_any_order(patched: UpstreamTree) -> None:
+    patched.write({"stockpkg/__init__.py": "from . import user\nfrom .model import gelu\n"})
     patched.engine()
-    assert patched.load("model").gelu is sys.modules["hostpkg"].gelu is patched.load("user").gelu
+    assert patched.load("model").gelu is sys.modules["stockpkg"].gelu is patched.load("user").gelu
 
 
-def test_a_circular_import_is_repaired_and_listed(patched: HostTree) -> None:
+def test_a_circular_import_is_repaired_and_listed(patched: UpstreamTree) -> None:
     patched.write(
         {
-            "hostpkg/model.py": "def gelu(x, bias=1):\n    return x + bias\nimport hostpkg.sibling\n",
-            "hostpkg/sibling.py": "from hostpkg.model import gelu as g\n",
+            "stockpkg/model.py": "def gelu(x, bias=1):\n    return x + bias\nimport stockpkg.sibling\n",
+            "stockpkg/sibling.py": "from stockpkg.model import gelu as g\n",
         }
     )
     engine = patched.engine()
     patched.load("model")
     sibling = patched.load("sibling")
     assert sibling.g(1) == WRAPPED
-    assert engine.ledger.rows[0].repaired == ["hostpkg.sibling.g"]
+    assert engine.ledger.rows[0].repaired == ["stockpkg.sibling.g"]
     engine.undo()
     assert sibling.g(1) == 2
 
 
 def test_a_late_import_repairs_the_host_and_main_alone(
-    patched: HostTree, monkeypatch: pytest.MonkeyPatch
+    patched: UpstreamTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user, model = patched.load("user"), patched.load("model")
     main = sys.modules["__main__"]
@@ -95,66 +95,66 @@ def test_a_late_import_repairs_the_host_and_main_alone(
     assert user.gelu(1) == main.taken(1) == WRAPPED
     assert globals()["outsider"](1) == 2
     assert row.late
-    assert sorted(row.repaired) == ["__main__.taken", "hostpkg.user.gelu"]
+    assert sorted(row.repaired) == ["__main__.taken", "stockpkg.user.gelu"]
     engine.undo()
     assert user.gelu(1) == main.taken(1) == 2
 
 
-def test_equal_constants_of_others_are_not_touched_late(host: HostTree) -> None:
-    host.registry.constant("hostpkg.model:LIMIT", 7, why="w")
-    host.write({"hostpkg/other.py": "OWN = 3\n"})
-    other = host.load("other")
-    host.load("model")
-    host.engine().apply_loaded()
+def test_equal_constants_of_others_are_not_touched_late(upstream: UpstreamTree) -> None:
+    upstream.registry.constant("stockpkg.model:LIMIT", 7, why="w")
+    upstream.write({"stockpkg/other.py": "OWN = 3\n"})
+    other = upstream.load("other")
+    upstream.load("model")
+    upstream.engine().apply_loaded()
     assert other.OWN == 3
 
 
-def test_an_imported_function_is_changed_only_where_the_patch_says(host: HostTree) -> None:
-    @host.registry.replace("hostpkg.user:gelu", why="w")
+def test_an_imported_function_is_changed_only_where_the_patch_says(upstream: UpstreamTree) -> None:
+    @upstream.registry.replace("stockpkg.user:gelu", why="w")
     def new(x: Any) -> str:
         return "new"
 
-    host.write({"hostpkg/third.py": "from hostpkg.model import gelu\n"})
-    user, third = host.load("user"), host.load("third")
-    host.engine().apply_loaded()
-    assert (user.gelu(1), third.gelu(1), host.load("model").gelu(1)) == ("new", 2, 2)
+    upstream.write({"stockpkg/third.py": "from stockpkg.model import gelu\n"})
+    user, third = upstream.load("user"), upstream.load("third")
+    upstream.engine().apply_loaded()
+    assert (user.gelu(1), third.gelu(1), upstream.load("model").gelu(1)) == ("new", 2, 2)
 
 
-def test_an_early_patch_fails_when_late(host: HostTree) -> None:
-    @host.registry.wrap(GELU, why="w", early=True)
+def test_an_early_patch_fails_when_late(upstream: UpstreamTree) -> None:
+    @upstream.registry.wrap(GELU, why="w", early=True)
     def factory(old: Any) -> Any:
         return lambda *args: "early"
 
-    model = host.load("model")
-    engine = host.engine()
+    model = upstream.load("model")
+    engine = upstream.engine()
     engine.apply_loaded()
     assert model.gelu(1) == 2
     assert engine.ledger.rows[0].state == "failed"
     assert "imported before" in engine.ledger.rows[0].reason
     forget()
-    assert host.load("model").gelu(1) == "early"
+    assert upstream.load("model").gelu(1) == "early"
     assert engine.ledger.rows[0].state == "applied"
 
 
-def test_armed_in_the_middle_of_a_body(patched: HostTree) -> None:
-    """As when the host imports torch, whose entry point arms the engine."""
+def test_armed_in_the_middle_of_a_body(patched: UpstreamTree) -> None:
+    """As when the upstream imports torch, whose entry point arms the engine."""
     engine = patched.engine(arm=False)
-    sys.modules["hostpkg_arms"] = type(sys)("hostpkg_arms")
-    sys.modules["hostpkg_arms"].engine = engine
-    source = "import hostpkg_arms\nhostpkg_arms.engine.arm()\nhostpkg_arms.engine.apply_loaded()\n"
+    sys.modules["stockpkg_arms"] = type(sys)("stockpkg_arms")
+    sys.modules["stockpkg_arms"].engine = engine
+    source = "import stockpkg_arms\nstockpkg_arms.engine.arm()\nstockpkg_arms.engine.apply_loaded()\n"
     patched.write(
         {
-            "hostpkg/model.py": source + "def gelu(x, bias=1):\n    return x + bias\n",
-            "hostpkg/user.py": "from hostpkg.model import gelu\n",
+            "stockpkg/model.py": source + "def gelu(x, bias=1):\n    return x + bias\n",
+            "stockpkg/user.py": "from stockpkg.model import gelu\n",
         }
     )
     assert patched.load("user").gelu(1) == WRAPPED
     assert not engine.ledger.rows[0].late
-    assert type(sys.modules["hostpkg.model"].__spec__) is importlib.machinery.ModuleSpec
-    del sys.modules["hostpkg_arms"]
+    assert type(sys.modules["stockpkg.model"].__spec__) is importlib.machinery.ModuleSpec
+    del sys.modules["stockpkg_arms"]
 
 
-def test_reload_applies_again_once(patched: HostTree) -> None:
+def test_reload_applies_again_once(patched: UpstreamTree) -> None:
     engine = patched.engine()
     user, model = patched.load("user"), patched.load("model")
     before = user.gelu
@@ -165,10 +165,10 @@ def test_reload_applies_again_once(patched: HostTree) -> None:
     assert model.gelu(1) == user.gelu(1) == 2
 
 
-def test_imported_twice(patched: HostTree) -> None:
+def test_imported_twice(patched: UpstreamTree) -> None:
     engine = patched.engine()
     first = patched.load("model")
-    del sys.modules["hostpkg.model"]
+    del sys.modules["stockpkg.model"]
     second = patched.load("model")
     assert first is not second
     assert first.gelu(1) == second.gelu(1) == WRAPPED
@@ -176,26 +176,26 @@ def test_imported_twice(patched: HostTree) -> None:
     assert first.gelu(1) == second.gelu(1) == 2
 
 
-def test_on_first_is_called_once_and_not_by_a_question(patched: HostTree) -> None:
+def test_on_first_is_called_once_and_not_by_a_question(patched: UpstreamTree) -> None:
     engine = patched.engine()
-    assert importlib.util.find_spec("hostpkg") is not None
+    assert importlib.util.find_spec("stockpkg") is not None
     assert patched.first_calls == 0
-    assert importlib.util.find_spec("hostpkg_other") is None
+    assert importlib.util.find_spec("stockpkg_other") is None
     patched.load("user")
     patched.load("model")
     assert patched.first_calls == 1
     assert engine.context is not None
 
 
-def test_a_name_that_only_begins_like_the_prefix_is_ignored(patched: HostTree) -> None:
-    patched.write({"hostpkg_npu.py": ""})
+def test_a_name_that_only_begins_like_the_prefix_is_ignored(patched: UpstreamTree) -> None:
+    patched.write({"stockpkg_npu.py": ""})
     patched.engine()
-    importlib.import_module("hostpkg_npu")
+    importlib.import_module("stockpkg_npu")
     assert patched.first_calls == 0
-    del sys.modules["hostpkg_npu"]
+    del sys.modules["stockpkg_npu"]
 
 
-def test_an_exception_of_on_first_reaches_the_user_each_time(patched: HostTree) -> None:
+def test_an_exception_of_on_first_reaches_the_user_each_time(patched: UpstreamTree) -> None:
     errors = [RuntimeError("no device"), RuntimeError("still none")]
 
     def on_first() -> None:
@@ -205,21 +205,21 @@ def test_an_exception_of_on_first_reaches_the_user_each_time(patched: HostTree) 
     patched.engine(on_first=on_first)
     with pytest.raises(RuntimeError, match="no device"):
         patched.load("user")
-    assert "hostpkg" not in sys.modules
+    assert "stockpkg" not in sys.modules
     with pytest.raises(RuntimeError, match="still none"):
         patched.load("user")
     assert patched.load("user").gelu(1) == WRAPPED
 
 
-def test_what_on_first_imports_itself_is_patched_too(patched: HostTree) -> None:
+def test_what_on_first_imports_itself_is_patched_too(patched: UpstreamTree) -> None:
     engine = patched.engine(on_first=lambda: patched.load("model") and None)
     assert patched.load("user").gelu(1) == WRAPPED
     assert engine.ledger.count("applied") == 1
 
 
-def test_threads_race_to_the_first_import(patched: HostTree) -> None:
+def test_threads_race_to_the_first_import(patched: UpstreamTree) -> None:
     names = [f"part{number}" for number in range(8)]
-    patched.write({f"hostpkg/{name}.py": "from hostpkg.model import gelu\n" for name in names})
+    patched.write({f"stockpkg/{name}.py": "from stockpkg.model import gelu\n" for name in names})
     patched.engine()
     barrier, seen = threading.Barrier(len(names)), []
 
@@ -247,50 +247,50 @@ def test_modules_appear_while_holders_are_sought(monkeypatch) -> None:
     thresholds = gc.get_threshold()
     gc.set_threshold(1)
     try:
-        assert not list(changes.holders({id(import_one)}, ("hostpkg",)))
+        assert not list(attribute_patch.holders({id(import_one)}, ("stockpkg",)))
     finally:
         gc.callbacks.remove(import_one)
         gc.set_threshold(*thresholds)
 
 
-def test_the_loader_stays_what_it_was(patched: HostTree) -> None:
-    patched.write({"hostpkg/data.txt": "text"})
+def test_the_loader_stays_what_it_was(patched: UpstreamTree) -> None:
+    patched.write({"stockpkg/data.txt": "text"})
     patched.engine()
     model = patched.load("model")
     loader = model.__spec__.loader
     assert type(loader) is SourceFileLoader
-    assert "class Core" in loader.get_source("hostpkg.model")
+    assert "class Core" in loader.get_source("stockpkg.model")
     assert inspect.getsource(model.Core).startswith("class Core")
-    assert importlib.resources.files("hostpkg").joinpath("data.txt").read_text() == "text"
+    assert importlib.resources.files("stockpkg").joinpath("data.txt").read_text() == "text"
     for copied in (pickle.loads(pickle.dumps(model.__spec__)), copy.deepcopy(model.__spec__)):
         fresh = importlib.util.module_from_spec(copied)
         copied.loader.exec_module(fresh)
         assert fresh.gelu(1) == 2  # a copy is an ordinary loader
 
 
-def test_from_a_zip_file(patched: HostTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = patched.root / "host.zip"
+def test_from_a_zip_file(patched: UpstreamTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = patched.root / "upstream.zip"
     with zipfile.ZipFile(archive, "w") as target:
-        for path in (patched.root / "hostpkg").glob("*.py"):
-            target.write(path, f"hostpkg/{path.name}")
+        for path in (patched.root / "stockpkg").glob("*.py"):
+            target.write(path, f"stockpkg/{path.name}")
     monkeypatch.syspath_prepend(str(archive))
     patched.engine()
     assert ".zip" in patched.load("model").__file__
     assert patched.load("user").gelu(1) == WRAPPED
 
 
-def test_patch_now_imports_and_takes_up_later_records(patched: HostTree) -> None:
+def test_patch_now_imports_and_takes_up_later_records(patched: UpstreamTree) -> None:
     engine = patched.engine()
-    engine.patch_now("hostpkg.model")
-    patched.registry.constant("hostpkg.model:LIMIT", 7, why="w")
-    engine.patch_now("hostpkg.model")
+    engine.patch_now("stockpkg.model")
+    patched.registry.constant("stockpkg.model:LIMIT", 7, why="w")
+    engine.patch_now("stockpkg.model")
     model = patched.load("model")
     assert (model.gelu(1), model.LIMIT) == (WRAPPED, 7)
     engine.undo()
     assert (model.gelu(1), model.LIMIT) == (2, 3)
 
 
-def test_undo_then_apply_again(patched: HostTree) -> None:
+def test_undo_then_apply_again(patched: UpstreamTree) -> None:
     engine = patched.engine()
     user = patched.load("user")
     engine.undo()
@@ -300,7 +300,7 @@ def test_undo_then_apply_again(patched: HostTree) -> None:
     assert user.gelu(1) == 2
 
 
-def test_disarmed_leaves_imports_alone_and_arming_asks_again(patched: HostTree) -> None:
+def test_disarmed_leaves_imports_alone_and_arming_asks_again(patched: UpstreamTree) -> None:
     engine = patched.engine()
     patched.load("model")
     engine.undo()
@@ -313,53 +313,53 @@ def test_disarmed_leaves_imports_alone_and_arming_asks_again(patched: HostTree) 
     assert patched.first_calls == 2
 
 
-def test_a_module_that_went_past_the_hook_is_reported(patched: HostTree) -> None:
+def test_a_module_that_went_past_the_hook_is_reported(patched: UpstreamTree) -> None:
     engine = patched.engine()
-    importlib.import_module("hostpkg")
-    spec = importlib.util.spec_from_file_location("hostpkg.model", patched.root / "hostpkg/model.py")
-    sys.modules["hostpkg.model"] = module = importlib.util.module_from_spec(spec)
+    importlib.import_module("stockpkg")
+    spec = importlib.util.spec_from_file_location("stockpkg.model", patched.root / "stockpkg/model.py")
+    sys.modules["stockpkg.model"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert engine.ledger.rows[0].reason == "the module was imported past the hook"
 
 
-def test_a_function_with_another_home_keeps_it_on_undo(host: HostTree) -> None:
-    host.write({"hostpkg/better.py": "def fast(x, bias=1):\n    return 'fast'\n"})
+def test_a_function_with_another_home_keeps_it_on_undo(upstream: UpstreamTree) -> None:
+    upstream.write({"stockpkg/better.py": "def fast(x, bias=1):\n    return 'fast'\n"})
 
-    @host.registry.wrap(GELU, why="w")
+    @upstream.registry.wrap(GELU, why="w")
     def factory(old: Any) -> Any:
-        return host.load("better").fast
+        return upstream.load("better").fast
 
-    engine = host.engine()
-    better = host.load("better")
-    user = host.load("user")
+    engine = upstream.engine()
+    better = upstream.load("better")
+    user = upstream.load("user")
     assert user.gelu(1) == "fast"
     engine.undo()
     assert better.fast(1) == "fast"
-    assert host.load("model").gelu(1) == 2
+    assert upstream.load("model").gelu(1) == 2
 
 
-def test_one_new_object_for_two_targets_is_given_back_by_name(host: HostTree) -> None:
-    host.write(
-        {"hostpkg/two.py": "def a():\n    return 'a'\n\ndef b():\n    return 'b'\n",
-         "hostpkg/takes.py": "from hostpkg.two import a, b\n"}
+def test_one_new_object_for_two_targets_is_given_back_by_name(upstream: UpstreamTree) -> None:
+    upstream.write(
+        {"stockpkg/two.py": "def a():\n    return 'a'\n\ndef b():\n    return 'b'\n",
+         "stockpkg/takes.py": "from stockpkg.two import a, b\n"}
     )  # fmt: skip
 
     def same() -> str:
         return "same"
 
-    host.registry.constant("hostpkg.two:a", same, why="w")
-    host.registry.constant("hostpkg.two:b", same, why="w")
-    engine = host.engine()
-    takes = host.load("takes")
+    upstream.registry.constant("stockpkg.two:a", same, why="w")
+    upstream.registry.constant("stockpkg.two:b", same, why="w")
+    engine = upstream.engine()
+    takes = upstream.load("takes")
     assert takes.a() == takes.b() == "same"
     engine.undo()
     assert (takes.a(), takes.b()) == ("a", "b")
 
 
-def test_a_reload_that_fails_is_not_called_applied(patched: HostTree) -> None:
+def test_a_reload_that_fails_is_not_called_applied(patched: UpstreamTree) -> None:
     engine = patched.engine()
     model = patched.load("model")
-    path = patched.root / "hostpkg/model.py"
+    path = patched.root / "stockpkg/model.py"
     path.write_text("raise RuntimeError('broken')\n" + path.read_text())
     with pytest.raises(RuntimeError, match="broken"):
         importlib.reload(model)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_npu.patching.hooks import PatchError
-from tests.unit.patching.conftest import HostTree
+from megatron_npu.patching.engine import PatchError
+from tests.unit.patching.conftest import UpstreamTree
 
-T = "hostpkg.model:"
+T = "stockpkg.model:"
 
 
 def snapshot(module: ModuleType) -> dict[str, dict[str, Any]]:
@@ -20,8 +20,8 @@ def snapshot(module: ModuleType) -> dict[str, dict[str, Any]]:
             {"": module, "Base": module.Base, "Core": module.Core}.items()}  # fmt: skip
 
 
-def wrap(host: HostTree, target: str) -> None:
-    @host.registry.wrap(T + target, why="w")
+def wrap(upstream: UpstreamTree, target: str) -> None:
+    @upstream.registry.wrap(T + target, why="w")
     def factory(old: Any) -> Any:
         return lambda *args, **kwargs: ("wrapped", old(*args, **kwargs))
 
@@ -38,12 +38,12 @@ CALLS = {
 
 
 @pytest.mark.parametrize("target", CALLS)
-def test_wrap_and_undo(host: HostTree, target: str) -> None:
+def test_wrap_and_undo(upstream: UpstreamTree, target: str) -> None:
     call, plain = CALLS[target]
-    before = snapshot(host.load("model"))
-    wrap(host, target)
-    engine = host.engine()
-    model = host.load("model")
+    before = snapshot(upstream.load("model"))
+    wrap(upstream, target)
+    engine = upstream.engine()
+    model = upstream.load("model")
     engine.apply_loaded()
     assert call(model) == ("wrapped", plain)
     engine.undo()
@@ -52,13 +52,13 @@ def test_wrap_and_undo(host: HostTree, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", [name for name in CALLS if name != "gelu"])
-def test_replacement_keeps_the_descriptor(host: HostTree, target: str) -> None:
+def test_replacement_keeps_the_descriptor(upstream: UpstreamTree, target: str) -> None:
     def new(*args: Any) -> Any:
         return ("new", len(args))
 
-    host.registry.replace(T + target, why="w")(new)
-    host.engine()
-    model = host.load("model")
+    upstream.registry.replace(T + target, why="w")(new)
+    upstream.engine()
+    model = upstream.load("model")
     counts = {"Core.static": 1, "Core.size": 1}  # no self; self alone
     assert CALLS[target][0](model) == ("new", counts.get(target, 2))
     if target == "Core.size":
@@ -67,48 +67,48 @@ def test_replacement_keeps_the_descriptor(host: HostTree, target: str) -> None:
         assert instance.stored == 9
 
 
-def test_inherited_method_is_set_on_the_subclass_alone(host: HostTree) -> None:
-    wrap(host, "Core.forward")
-    engine = host.engine()
-    model = host.load("model")
+def test_inherited_method_is_set_on_the_subclass_alone(upstream: UpstreamTree) -> None:
+    wrap(upstream, "Core.forward")
+    engine = upstream.engine()
+    model = upstream.load("model")
     assert model.Base().forward(1) == ("base", 1)
     assert "forward" in vars(model.Core)
     engine.undo()
     assert "forward" not in vars(model.Core)
 
 
-def test_constants_and_class_attributes(host: HostTree) -> None:
-    host.registry.constant(T + "LIMIT", 7, why="w")
-    host.registry.constant(T + "Core.scale", None, why="w")
-    engine = host.engine()
-    user, model = host.load("user"), host.load("model")
+def test_constants_and_class_attributes(upstream: UpstreamTree) -> None:
+    upstream.registry.constant(T + "LIMIT", 7, why="w")
+    upstream.registry.constant(T + "Core.scale", None, why="w")
+    engine = upstream.engine()
+    user, model = upstream.load("user"), upstream.load("model")
     assert (user.LIMIT, model.LIMIT, model.Core.scale) == (7, 7, None)
     engine.undo()
     assert (model.LIMIT, model.Core.scale) == (3, 2)
 
 
-def test_wraps_stack_in_order_on_top_of_the_replacement(host: HostTree) -> None:
+def test_wraps_stack_in_order_on_top_of_the_replacement(upstream: UpstreamTree) -> None:
     for mark in "ab":
         scope: dict = {"__name__": f"adaptor_{mark}"}
         exec(f"def factory(old): return lambda x: {mark!r} + old(x)", scope)
-        host.registry.wrap(T + "gelu", why="w")(scope["factory"])
+        upstream.registry.wrap(T + "gelu", why="w")(scope["factory"])
 
-    @host.registry.replace(T + "gelu", why="w")
+    @upstream.registry.replace(T + "gelu", why="w")
     def new(x: Any) -> str:
         return "new"
 
-    host.engine()
-    assert host.load("user").gelu(1) == "banew"
+    upstream.engine()
+    assert upstream.load("user").gelu(1) == "banew"
 
 
-def test_a_class_is_replaced_after_its_methods(host: HostTree) -> None:
-    @host.registry.wrap(T + "Core", why="w")
+def test_a_class_is_replaced_after_its_methods(upstream: UpstreamTree) -> None:
+    @upstream.registry.wrap(T + "Core", why="w")
     def subclass(core: type) -> type:
         return type("Core", (core,), {"extra": 1})
 
-    wrap(host, "Core.method")
-    engine = host.engine()
-    user = host.load("user")
+    wrap(upstream, "Core.method")
+    engine = upstream.engine()
+    user = upstream.load("user")
     assert user.Core.extra == 1
     assert user.Core().method(1) == ("wrapped", ("method", 1))
     engine.undo()
@@ -116,10 +116,10 @@ def test_a_class_is_replaced_after_its_methods(host: HostTree) -> None:
     assert user.Core().method(1) == ("method", 1)
 
 
-def test_a_wrapped_function_keeps_name_signature_and_pickles(host: HostTree) -> None:
-    wrap(host, "gelu")
-    host.engine()
-    gelu = host.load("model").gelu
+def test_a_wrapped_function_keeps_name_signature_and_pickles(upstream: UpstreamTree) -> None:
+    wrap(upstream, "gelu")
+    upstream.engine()
+    gelu = upstream.load("model").gelu
     assert gelu.__name__ == "gelu"
     assert str(inspect.signature(gelu)) == "(x, bias=1)"
     assert pickle.loads(pickle.dumps(gelu)) is gelu
@@ -127,20 +127,20 @@ def test_a_wrapped_function_keeps_name_signature_and_pickles(host: HostTree) -> 
 
 @pytest.mark.parametrize("drift", ["error", "warn"])
 @pytest.mark.parametrize("target", ["absent", "Core.absent", "Absent.method", "gelu.inner"])
-def test_a_missing_target_is_never_created(host: HostTree, target: str, drift: str) -> None:
+def test_a_missing_target_is_never_created(upstream: UpstreamTree, target: str, drift: str) -> None:
     calls = []
 
-    @host.registry.wrap(T + target, why="w")
+    @upstream.registry.wrap(T + target, why="w")
     def factory(old: Any) -> Any:
         calls.append(old)
         return old
 
-    engine = host.engine(drift=drift)
+    engine = upstream.engine(drift=drift)
     if drift == "error":
-        with pytest.raises(PatchError, match=f"hostpkg.model:{target}.*gone"):
-            host.load("model")
+        with pytest.raises(PatchError, match=f"stockpkg.model:{target}.*gone"):
+            upstream.load("model")
     else:
-        model = host.load("model")
+        model = upstream.load("model")
         assert not hasattr(model, "absent")
         assert not hasattr(model, "Absent")
         assert not hasattr(model.Core, "absent")
@@ -148,37 +148,39 @@ def test_a_missing_target_is_never_created(host: HostTree, target: str, drift: s
     assert engine.ledger.rows[0].state == "failed"
 
 
-def test_a_failing_factory_fails_the_import_and_leaves_nothing(host: HostTree) -> None:
-    wrap(host, "Core.method")
+def test_a_failing_factory_fails_the_import_and_leaves_nothing(upstream: UpstreamTree) -> None:
+    wrap(upstream, "Core.method")
 
-    @host.registry.wrap(T + "gelu", why="w")
+    @upstream.registry.wrap(T + "gelu", why="w")
     def factory(old: Any) -> Any:
         raise RuntimeError("boom")
 
-    host.engine(arm=False)
-    model = host.load("model")
+    upstream.engine(arm=False)
+    model = upstream.load("model")
     before = snapshot(model)
-    host.engines[0].arm()
+    upstream.engines[0].arm()
     with pytest.raises(PatchError, match="boom"):
-        host.engines[0].apply_loaded()
+        upstream.engines[0].apply_loaded()
     assert snapshot(model) == before
-    assert host.engines[0].ledger.count("applied") == 0
+    assert upstream.engines[0].ledger.count("applied") == 0
 
 
-def test_what_others_set_since_is_left_alone(host: HostTree, caplog: pytest.LogCaptureFixture) -> None:
-    wrap(host, "gelu")
-    engine = host.engine()
-    model = host.load("model")
+def test_what_others_set_since_is_left_alone(
+    upstream: UpstreamTree, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrap(upstream, "gelu")
+    engine = upstream.engine()
+    model = upstream.load("model")
     model.gelu = foreign = lambda x: "foreign"
     engine.undo()
     assert model.gelu is foreign
     assert "changed by others" in caplog.text
 
 
-def test_skipped_for_another_device_and_by_condition(host: HostTree) -> None:
-    host.registry.constant(T + "LIMIT", 7, why="w", devices=("npu",))
-    host.registry.constant(T + "Core.scale", 7, why="w", condition=lambda: "apex is here")
-    engine = host.engine()
-    model = host.load("model")
+def test_skipped_for_another_device_and_by_condition(upstream: UpstreamTree) -> None:
+    upstream.registry.constant(T + "LIMIT", 7, why="w", devices=("npu",))
+    upstream.registry.constant(T + "Core.scale", 7, why="w", condition=lambda: "apex is here")
+    engine = upstream.engine()
+    model = upstream.load("model")
     assert (model.LIMIT, model.Core.scale) == (3, 2)
     assert engine.ledger.summary() == "0 applied, 0 drifted, 2 skipped (for npu, not cpu; apex is here)"

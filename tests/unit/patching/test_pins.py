@@ -21,7 +21,7 @@ from megatron_npu.patching.pins import (
     locate,
     signature,
 )
-from megatron_npu.patching.record import Patch
+from megatron_npu.patching.registry import Patch
 
 
 def nodes_of(source: str, qualname: str) -> list[ast.stmt]:
@@ -198,10 +198,10 @@ def tree(tmp_path: Path) -> Path:
 
 def test_round_trip(tree: Path, tmp_path: Path) -> None:
     patches = [patch_of("pkg.a:f"), patch_of("pkg:X"), patch_of("pkg.a:gone"), patch_of("pkg.b:f")]
-    pinned, missing = SourceTree(tree).pin(patches, "host", "1.0")
+    pinned, missing = SourceTree(tree).pin(patches, "upstream", "1.0")
     assert missing == ["pkg.a:gone", "pkg.b:f"]
     path = pinned.write(tmp_path / "pins")
-    assert path.name == "host-1.0.json"
+    assert path.name == "upstream-1.0.json"
     assert list(path.parent.iterdir()) == [path]
     assert PinFile.read(path) == pinned
     assert list(json.loads(path.read_text())["targets"]) == ["pkg.a:f", "pkg:X"]
@@ -209,25 +209,25 @@ def test_round_trip(tree: Path, tmp_path: Path) -> None:
 
 
 def test_pins_of_another_host_are_not_loaded(tmp_path: Path) -> None:
-    for host in ("host", "host-other", "else"):
-        PinFile(host, "1.0").write(tmp_path)
-    assert [file.host for file in Pins.load(tmp_path, "host").files] == ["host"]
-    assert Pins.load(tmp_path / "absent", "host").files == []
+    for upstream in ("upstream", "upstream-other", "else"):
+        PinFile(upstream, "1.0").write(tmp_path)
+    assert [file.upstream for file in Pins.load(tmp_path, "upstream").files] == ["upstream"]
+    assert Pins.load(tmp_path / "absent", "upstream").files == []
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 99}', '{"format": 1, "host": "h"}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 99}', '{"format": 1, "upstream": "h"}'])
 def test_an_unreadable_pin_file_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "host-1.json").write_text(text)
-    with pytest.raises(PinError, match=r"host-1\.json"):
-        Pins.load(tmp_path, "host")
+    (tmp_path / "upstream-1.json").write_text(text)
+    with pytest.raises(PinError, match=r"upstream-1\.json"):
+        Pins.load(tmp_path, "upstream")
 
 
 def pins_of(*sources: str) -> Pins:
     files = [
-        PinFile("host", str(version), {}, {"pkg.a:f": Pin.of(nodes_of(source, "f"))})
+        PinFile("upstream", str(version), {}, {"pkg.a:f": Pin.of(nodes_of(source, "f"))})
         for version, source in enumerate(sources)
     ]
-    return Pins("host", files)
+    return Pins("upstream", files)
 
 
 @pytest.mark.parametrize(
@@ -258,13 +258,13 @@ def test_gone(tree: Path) -> None:
 
 
 def test_a_file_with_a_known_digest_is_not_parsed(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned, _ = SourceTree(tree).pin([patch_of("pkg.a:f")], "host", "1.0")
-    pins = Pins("host", [pinned])
+    pinned, _ = SourceTree(tree).pin([patch_of("pkg.a:f")], "upstream", "1.0")
+    pins = Pins("upstream", [pinned])
     monkeypatch.setattr(ast, "parse", lambda *_: pytest.fail("parsed"))
     assert compare(patch_of("pkg.a:f"), Source("pkg.a", tree / "pkg/a.py"), pins).status == "same"
 
 
 def test_a_known_digest_says_nothing_about_a_target_without_a_pin(tree: Path) -> None:
-    pinned, _ = SourceTree(tree).pin([patch_of("pkg.a:f")], "host", "1.0")
-    (pins := Pins("host", [pinned])).files[0].targets.clear()
+    pinned, _ = SourceTree(tree).pin([patch_of("pkg.a:f")], "upstream", "1.0")
+    (pins := Pins("upstream", [pinned])).files[0].targets.clear()
     assert compare(patch_of("pkg.a:f"), Source("pkg.a", tree / "pkg/a.py"), pins).status == "no_pin"

@@ -11,16 +11,16 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 SETUP = """
-from megatron_npu.patching.hooks import Context, Engine
-from megatron_npu.patching.record import Registry
+from megatron_npu.patching.engine import Context, Engine
+from megatron_npu.patching.registry import Registry
 
 registry = Registry()
 
-@registry.wrap("hostpkg.model:gelu", why="w")
+@registry.wrap("stockpkg.model:gelu", why="w")
 def factory(old):
     return lambda x: ("wrapped", old(x))
 
-engine = Engine(registry, prefixes=("hostpkg",), on_first=lambda: Context("host", "1.0", "cpu"))
+engine = Engine(registry, prefixes=("stockpkg",), on_first=lambda: Context("upstream", "1.0", "cpu"))
 engine.arm()
 """
 
@@ -28,11 +28,11 @@ SCRIPT = """
 import multiprocessing
 import sys
 import arming
-from hostpkg.model import gelu
+from stockpkg.model import gelu
 
 def work(queue):
-    import hostpkg.model
-    queue.put((gelu(1), hostpkg.model.gelu(1), arming.engine.ledger.summary()))
+    import stockpkg.model
+    queue.put((gelu(1), stockpkg.model.gelu(1), arming.engine.ledger.summary()))
 
 if __name__ == "__main__":
     context = multiprocessing.get_context(sys.argv[1])
@@ -46,8 +46,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_children_are_patched(tmp_path: Path, method: str) -> None:
-    files = {"arming.py": SETUP, "script.py": SCRIPT, "hostpkg/model.py": "def gelu(x):\n    return x + 1\n"}
-    (tmp_path / "hostpkg").mkdir()
+    files = {
+        "arming.py": SETUP,
+        "script.py": SCRIPT,
+        "stockpkg/model.py": "def gelu(x):\n    return x + 1\n",
+    }
+    (tmp_path / "stockpkg").mkdir()
     for name, source in files.items():
         (tmp_path / name).write_text(source)
     done = subprocess.run(
@@ -64,7 +68,7 @@ def test_children_are_patched(tmp_path: Path, method: str) -> None:
 
 def test_importing_the_engine_imports_neither_torch_nor_the_host() -> None:
     code = (
-        "import sys, megatron_npu.patching.hooks; "
+        "import sys, megatron_npu.patching.engine; "
         "print(sorted({'torch', 'megatron', 'numpy', 'packaging'} & set(sys.modules)))"
     )
     done = subprocess.run(

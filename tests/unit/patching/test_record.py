@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_npu.patching.record import Patch, PatchConflict, Registry, admits, versions_overlap
+from megatron_npu.patching.registry import Patch, PatchConflict, Registry, admits, versions_overlap
 
 
 def first(x: int) -> int:
@@ -16,7 +16,7 @@ def second(x: int) -> int:
 
 
 def make_patch(**changes: object) -> Patch:
-    fields = {"target": "a.b:C.d", "kind": "replace", "make": first, "devices": ("cpu",), "host": "",
+    fields = {"target": "a.b:C.d", "kind": "replace", "make": first, "devices": ("cpu",), "upstream": "",
               "versions": "", "why": "w", "until": "", "origin": "here"}  # fmt: skip
     return Patch(**{**fields, **changes})
 
@@ -42,7 +42,7 @@ def test_constant_conflicts_with_a_replacement() -> None:
     ("one", "other"),
     [
         ({"devices": ("npu",)}, {"devices": ("cpu",)}),
-        ({"host": "x"}, {"host": "y"}),
+        ({"upstream": "x"}, {"upstream": "y"}),
         ({"versions": "<0.15"}, {"versions": ">=0.15"}),
     ],
 )
@@ -57,7 +57,7 @@ def test_any_host_meets_every_host() -> None:
     registry = Registry()
     registry.replace("a.b:f", why="w")(first)
     with pytest.raises(PatchConflict):
-        registry.replace("a.b:f", why="w", host="x")(second)
+        registry.replace("a.b:f", why="w", upstream="x")(second)
 
 
 def test_wraps_never_conflict() -> None:
@@ -139,10 +139,10 @@ def test_reasons_to_skip() -> None:
 
 
 def test_a_patch_is_for_versions_of_a_host() -> None:
-    assert make_patch(host="").is_for("any", "1.0")
-    assert make_patch(host="a").is_for("a", "1.0")
-    assert not make_patch(host="b").is_for("a", "1.0")
-    assert not make_patch(host="a", versions="<1").is_for("a", "1.0")
+    assert make_patch(upstream="").is_for("any", "1.0")
+    assert make_patch(upstream="a").is_for("a", "1.0")
+    assert not make_patch(upstream="b").is_for("a", "1.0")
+    assert not make_patch(upstream="a", versions="<1").is_for("a", "1.0")
 
 
 def test_patches_that_are_not_kept_are_forgotten() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.patching.conftest import HostTree
+from tests.unit.patching.conftest import UpstreamTree
 
 LONG = 60  # seconds; only a deadlock lasts that long
 
@@ -17,37 +17,37 @@ LONG = 60  # seconds; only a deadlock lasts that long
 class Import(threading.Thread):
     """Imports a module in a thread of its own; ``error`` is what came of it."""
 
-    def __init__(self, host: HostTree, name: str) -> None:
+    def __init__(self, upstream: UpstreamTree, name: str) -> None:
         super().__init__(daemon=True)
-        self.host, self.module, self.error = host, name, None
+        self.upstream, self.module, self.error = upstream, name, None
         self.start()
 
     def run(self) -> None:
         try:
-            self.host.load(self.module)
+            self.upstream.load(self.module)
         except Exception as error:
             self.error = error
 
 
 @pytest.fixture
-def pair(host: HostTree) -> HostTree:
-    """The host with two modules that know nothing of each other, of one function each: ``a.f``, ``b.g``."""
-    host.write(
-        {"hostpkg/a.py": "def f():\n    return 'f'\n", "hostpkg/b.py": "def g():\n    return 'g'\n"},
+def pair(upstream: UpstreamTree) -> UpstreamTree:
+    """Two modules that know nothing of each other, of one function each: ``a.f``, ``b.g``."""
+    upstream.write(
+        {"stockpkg/a.py": "def f():\n    return 'f'\n", "stockpkg/b.py": "def g():\n    return 'g'\n"},
     )
-    return host
+    return upstream
 
 
-def test_a_module_that_fails_takes_back_no_other_thread_s_patches(pair: HostTree) -> None:
+def test_a_module_that_fails_takes_back_no_other_thread_s_patches(pair: UpstreamTree) -> None:
     begun, proceed = threading.Event(), threading.Event()
 
-    @pair.registry.wrap("hostpkg.a:f", why="w")
+    @pair.registry.wrap("stockpkg.a:f", why="w")
     def failing(old: Any) -> Any:
         begun.set()
         assert proceed.wait(LONG)
         raise RuntimeError("a fault of the adaptor")
 
-    pair.registry.wrap("hostpkg.b:g", why="w")(lambda old: lambda: "patched")
+    pair.registry.wrap("stockpkg.b:g", why="w")(lambda old: lambda: "patched")
     engine = pair.engine()
     other = Import(pair, "a")
     assert begun.wait(LONG)
@@ -61,17 +61,17 @@ def test_a_module_that_fails_takes_back_no_other_thread_s_patches(pair: HostTree
     assert b.g() == "g"
 
 
-def test_undone_by_one_thread_while_another_patches(pair: HostTree) -> None:
+def test_undone_by_one_thread_while_another_patches(pair: UpstreamTree) -> None:
     """What the other thread has changed by then is undone with the rest, what it changes later stays."""
     begun, proceed = threading.Event(), threading.Event()
 
-    @pair.registry.wrap("hostpkg.a:f", why="w")
+    @pair.registry.wrap("stockpkg.a:f", why="w")
     def slow(old: Any) -> Any:
         begun.set()
         assert proceed.wait(LONG)
         return lambda: "patched"
 
-    pair.registry.wrap("hostpkg.b:g", why="w")(lambda old: lambda: "patched")
+    pair.registry.wrap("stockpkg.b:g", why="w")(lambda old: lambda: "patched")
     engine = pair.engine()
     b = pair.load("b")
     other = Import(pair, "a")
@@ -84,10 +84,10 @@ def test_undone_by_one_thread_while_another_patches(pair: HostTree) -> None:
     assert pair.load("a").f() == "f"
 
 
-def test_many_at_once(host: HostTree) -> None:
+def test_many_at_once(upstream: UpstreamTree) -> None:
     """Every one is patched and can be undone, though half of the modules fail at the same moment."""
     names = [f"part{number}" for number in range(8)]
-    host.write({f"hostpkg/{name}.py": "def f():\n    return 'f'\n" for name in names})
+    upstream.write({f"stockpkg/{name}.py": "def f():\n    return 'f'\n" for name in names})
     barrier = threading.Barrier(len(names))
 
     def factory(fails: bool) -> Callable[[Any], Any]:
@@ -100,16 +100,16 @@ def test_many_at_once(host: HostTree) -> None:
         return make
 
     for number, name in enumerate(names):
-        host.registry.wrap(f"hostpkg.{name}:f", why="w")(factory(number % 2 == 1))
-    engine = host.engine()
-    threads = [Import(host, name) for name in names]
+        upstream.registry.wrap(f"stockpkg.{name}:f", why="w")(factory(number % 2 == 1))
+    engine = upstream.engine()
+    threads = [Import(upstream, name) for name in names]
     for thread in threads:
         thread.join(LONG)
     assert [thread.error is not None for thread in threads] == [False, True] * 4
     assert [row.state for row in engine.ledger.rows] == ["applied", "failed"] * 4
-    assert {host.load(name).f() for name in names[::2]} == {"patched"}
+    assert {upstream.load(name).f() for name in names[::2]} == {"patched"}
     engine.undo()
-    assert {host.load(name).f() for name in names[::2]} == {"f"}
+    assert {upstream.load(name).f() for name in names[::2]} == {"f"}
 
 
 class AskingFinder:
@@ -124,14 +124,14 @@ class AskingFinder:
         return next(filter(None, specs), None)
 
 
-def test_two_engines_share_a_prefix(host: HostTree) -> None:
-    host.registry.wrap("hostpkg.model:gelu", why="w")(lambda old: lambda *args: ("first", old(*args)))
-    host.engine()
-    other = HostTree(host.root)
-    other.registry.wrap("hostpkg.model:gelu", why="w")(lambda old: lambda *args: ("second", old(*args)))
+def test_two_engines_share_a_prefix(upstream: UpstreamTree) -> None:
+    upstream.registry.wrap("stockpkg.model:gelu", why="w")(lambda old: lambda *args: ("first", old(*args)))
+    upstream.engine()
+    other = UpstreamTree(upstream.root)
+    other.registry.wrap("stockpkg.model:gelu", why="w")(lambda old: lambda *args: ("second", old(*args)))
     second = other.engine()
     try:
-        user = host.load("user")
+        user = upstream.load("user")
         assert user.gelu(1) == ("second", ("first", 2))
     finally:
         second.undo()
@@ -141,29 +141,29 @@ def test_two_engines_share_a_prefix(host: HostTree) -> None:
 
 @pytest.mark.parametrize("place", ["before", "behind"])
 def test_a_foreign_finder_that_asks_all_the_others(
-    host: HostTree, monkeypatch: pytest.MonkeyPatch, place: str
+    upstream: UpstreamTree, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    host.registry.wrap("hostpkg.model:gelu", why="w")(lambda old: lambda *args: "wrapped")
-    host.engine()
+    upstream.registry.wrap("stockpkg.model:gelu", why="w")(lambda old: lambda *args: "wrapped")
+    upstream.engine()
     foreign = AskingFinder()
     at = 0 if place == "before" else 1
     with monkeypatch.context() as patch:  # ended before the fixture disarms the engine
         patch.setattr(sys, "meta_path", [*sys.meta_path[:at], foreign, *sys.meta_path[at:]])
-        assert host.load("user").gelu(1) == "wrapped"
+        assert upstream.load("user").gelu(1) == "wrapped"
     assert foreign.asked
 
 
 def test_a_name_may_be_asked_for_again_after_an_error(
-    host: HostTree, monkeypatch: pytest.MonkeyPatch
+    upstream: UpstreamTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken:
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
             raise OSError("a broken finder")
 
-    host.registry.wrap("hostpkg.model:gelu", why="w")(lambda old: lambda *args: "wrapped")
-    host.engine()
+    upstream.registry.wrap("stockpkg.model:gelu", why="w")(lambda old: lambda *args: "wrapped")
+    upstream.engine()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "meta_path", [sys.meta_path[0], Broken(), *sys.meta_path[1:]])
         with pytest.raises(OSError, match="a broken finder"):
-            host.load("user")
-    assert host.load("user").gelu(1) == "wrapped"
+            upstream.load("user")
+    assert upstream.load("user").gelu(1) == "wrapped"

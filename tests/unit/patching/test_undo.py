@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_npu.patching.hooks import Context, Engine
-from megatron_npu.patching.record import Registry
+from megatron_npu.patching.engine import Context, Engine
+from megatron_npu.patching.registry import Registry
 
 PREFIX = "undopkg"
 MODEL = """

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from megatron_npu import cli
 from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing import corpus, encoder, indexed
-from megatron_npu.tokenizer import GPT2Tokenizer
+from megatron_npu.preprocessing import encoder, indexed_dataset, jsonl
+from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
 from tests.conftest import ROOT, Vocabulary
 from tests.unit.preprocessing.conftest import SAMPLE
 
@@ -41,10 +41,10 @@ def contents(prefix: Path) -> tuple[bytes, bytes]:
 def texts(prefix: Path, tokenizer: GPT2Tokenizer) -> list[str]:
     """Read a dataset by its documented layout; return the text of each document."""
     data, index = contents(prefix)
-    _, _, code, sequences, boundaries = indexed.HEADER.unpack_from(index)
-    tokens = np.frombuffer(data, indexed.CODES[code]).tolist()
-    lengths = np.frombuffer(index, "<i4", sequences, indexed.HEADER.size)
-    limits = np.frombuffer(index, "<i8", boundaries, indexed.HEADER.size + 12 * sequences)
+    _, _, code, sequences, boundaries = indexed_dataset.HEADER.unpack_from(index)
+    tokens = np.frombuffer(data, indexed_dataset.CODES[code]).tolist()
+    lengths = np.frombuffer(index, "<i4", sequences, indexed_dataset.HEADER.size)
+    limits = np.frombuffer(index, "<i8", boundaries, indexed_dataset.HEADER.size + 12 * sequences)
     ends = np.concatenate([[0], np.cumsum(lengths)])[limits]
     return [tokenizer.decode(tokens[a:b]) for a, b in pairwise(ends)]
 
@@ -61,7 +61,7 @@ def test_lossless_and_equal_for_any_number_of_workers(
     file = corpus_file({"text": text} for text in documents)
     alone = preprocess(file, prefix="alone")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus.batches, "__defaults__", (batch,))
+        patch.setattr(jsonl.batches, "__defaults__", (batch,))
         together = preprocess(file, prefix="together", flags=["--workers", str(workers)])
     assert contents(together) == contents(alone)
     assert texts(alone, GPT2Tokenizer(*tiny)) == documents
@@ -71,7 +71,7 @@ def test_append_eod_spares_empty_documents(tiny: Vocabulary, corpus_file: Write,
     prefix = preprocess(corpus_file({"text": text} for text in ODD), flags=["--append-eod"])
     expected = [text + "<|endoftext|>" if text else "" for text in ODD]
     assert texts(prefix, GPT2Tokenizer(*tiny)) == expected
-    assert indexed.validate(prefix, 400).documents == len(ODD)
+    assert indexed_dataset.validate(prefix, 400).documents == len(ODD)
 
 
 def test_several_files_are_one_corpus(tmp_path: Path, corpus_file: Write, preprocess: Run) -> None:
@@ -90,7 +90,7 @@ def test_several_keys_and_lists(
     parts = tmp_path / "out_parts_document"
     assert texts(prefix, GPT2Tokenizer(*tiny)) == ["rose", ""]
     assert texts(parts, GPT2Tokenizer(*tiny)) == ["a bc", ""]
-    assert indexed.validate(parts).sequences == 2
+    assert indexed_dataset.validate(parts).sequences == 2
 
 
 def test_the_word_table_is_bounded_and_changes_nothing(
@@ -148,11 +148,11 @@ def test_reading_keeps_close_to_encoding(tiny: Vocabulary) -> None:
     """Memory is bounded because only two batches a worker are ever ahead of what was taken."""
     read = 0
 
-    def batches() -> Iterator[corpus.Batch]:
+    def batches() -> Iterator[jsonl.Batch]:
         nonlocal read
         for _ in range(100):
             read += 1
-            yield corpus.Batch("f", 1, b'{"text": "a"}\n', 0)
+            yield jsonl.Batch("f", 1, b'{"text": "a"}\n', 0)
 
     files = encoder.GPT2Files(str(tiny.vocab_file), str(tiny.merge_file))
     recipe = encoder.Recipe(files, ("text",), False, "uint16")
@@ -163,7 +163,7 @@ def test_reading_keeps_close_to_encoding(tiny: Vocabulary) -> None:
 def test_a_killed_worker_is_said(tiny: Vocabulary) -> None:
     files = encoder.GPT2Files(str(tiny.vocab_file), str(tiny.merge_file))
     recipe = encoder.Recipe(files, ("text",), False, "uint16")
-    batches = iter([corpus.Batch("f", 1, b'{"text": "a"}\n', 0)] * 1000)
+    batches = iter([jsonl.Batch("f", 1, b'{"text": "a"}\n', 0)] * 1000)
     others = set(multiprocessing.active_children())  # megatron-core keeps a process of its own
     results = encoder.encode_all(batches, recipe, workers=2)
     next(results)

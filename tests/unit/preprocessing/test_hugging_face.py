@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from megatron_npu import cli
-from megatron_npu.preprocessing import command, indexed
+from megatron_npu.preprocessing import command, indexed_dataset
 from tests.unit.preprocessing.conftest import SAMPLE
 
 TEXTS = ["a b", SAMPLE, ["a b", "", "c"], [], "", "</s> in a <s>text"]
@@ -64,7 +64,7 @@ def test_documents_are_the_tokenizer_s_and_any_workers_give_the_same(
         ids = [id for part in parts for id in tokenizer.encode(part, add_special_tokens=special).ids]
         expected += [*ids, 1] if ids else []
     assert list(memoryview(one[0]).cast("H")) == expected
-    assert indexed.validate(str(file.with_suffix("")) + "_text_document", 300).documents == len(TEXTS)
+    assert indexed_dataset.validate(str(file.with_suffix("")) + "_text_document", 300).documents == len(TEXTS)
 
 
 def test_bytes_of_the_stock_tool(

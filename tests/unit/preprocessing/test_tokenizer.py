@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_npu.errors import UsageError
-from megatron_npu.tokenizer import GPT2Tokenizer
+from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
 from tests.conftest import Vocabulary
 from tests.unit.preprocessing.conftest import SAMPLE
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_npu.training import flops, log, plot
+from megatron_npu.training import flops, history, log
 
 
 def row(**changes):
@@ -81,16 +81,16 @@ def test_history_goes_on_where_a_run_was_resumed(tmp_path):
     again.write("train", 3, {"losses": [1.5], "learning_rate": 0.2, "tokens_per_second": 6.0})
     with open(tmp_path / "m.jsonl", "a") as stream:
         stream.write('{"event": "train", "iterat')  # killed while writing
-    history = plot.read(tmp_path / "m.jsonl")
-    assert history.losses == {1: 3.0, 2: 2.0, 3: 1.5}
-    assert history.learning_rates == {2: 0.1, 3: 0.2}
-    assert history.throughput == {2: 5.0, 3: 6.0}
-    assert history.validation == {}
+    past = history.read(tmp_path / "m.jsonl")
+    assert past.losses == {1: 3.0, 2: 2.0, 3: 1.5}
+    assert past.learning_rates == {2: 0.1, 3: 0.2}
+    assert past.throughput == {2: 5.0, 3: 6.0}
+    assert past.validation == {}
 
 
 def test_the_plot_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
-    plot.draw(plot.History({1: 2.0, 2: 1.0}, {1: 0.1}, {}, {2: 1.5}), tmp_path / "p.png")
+    history.draw(history.History({1: 2.0, 2: 1.0}, {1: 0.1}, {}, {2: 1.5}), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["p.png"]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import serialization
 
-from megatron_npu import unpickling
+from megatron_npu import safe_load
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files, stock_arguments, stock_checkpoints
 
@@ -69,7 +69,7 @@ def test_what_would_run_is_refused(tmp_path):
 def test_classes_are_replaced_and_what_torch_allowed_stays_allowed(tmp_path):
     numbers = {"array": np.arange(3, dtype=np.uint32), "scalar": np.float64(0.5)}
     file = write(tmp_path, Namespace(exit_signal=signal.SIGTERM, params_dtype=torch.bfloat16, **numbers))
-    with unpickling.allowing(signal.Signals, Namespace):
+    with safe_load.allowing(signal.Signals, Namespace):
         before = set(serialization.get_safe_globals())
         args = stock_checkpoints.read_common(file)["args"]
         assert set(serialization.get_safe_globals()) == before

@@ -1,0 +1,53 @@
+"""``megatron.core.datasets.megatron_tokenizer``: what generation asks of tokenizers that lack it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_npu.adaptors.megatron_core.decorators import replace
+
+_WHY = (
+    "GPT-2's and BERT's tokenizers have no such method, and the text-generation server calls it for every "
+    "answer: HTTP 500"
+)
+
+
+def offsets(self: Any, ids: list[int], text: str) -> list[int]:
+    """Return the position in ``text``, which ``ids`` were detokenized to, at which each of them begins.
+
+    A token that continues a character of several bytes begins where that character does, as it is with
+    tiktoken. For tokenizers that have no method of their own.
+
+    Raises:
+        NotImplementedError: the tokenizer cannot detokenize either.
+    """
+    starts, begin = [], 0
+    for count in range(len(ids)):
+        begin = _common_length(self.detokenize(ids[:count]), text, begin)
+        starts.append(begin)
+    return starts
+
+
+def _common_length(start: str, text: str, known: int) -> int:
+    """Return how many characters two texts have in common from their beginning, at least ``known``."""
+    while known < min(len(start), len(text)) and start[known] == text[known]:
+        known += 1
+    return known
+
+
+replace("megatron.core.datasets.megatron_tokenizer:MegatronTokenizer.offsets", versions="<0.15", why=_WHY)(
+    offsets
+)
+replace(
+    "megatron.core.datasets.megatron_tokenizer:MegatronLegacyTokenizer.offsets", versions=">=0.15", why=_WHY
+)(offsets)
+
+
+@replace(
+    "megatron.core.datasets.megatron_tokenizer:MegatronLegacyTokenizer.bos",
+    versions=">=0.15",
+    why="GPT-2's tokenizer has none, and the inference engines compare it with each prompt's first token: "
+    "NotImplementedError where they look for None",
+)
+def bos(self: Any) -> None:
+    """Return None: no token begins a text. For tokenizers that have no property of their own."""

@@ -1,0 +1,45 @@
+"""``megatron.legacy.model``: the GPT model that ``tasks/main.py`` builds."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from megatron_npu.adaptors.megatron_core.decorators import wrap
+
+
+@wrap(
+    "megatron.legacy.model:GPTModel",
+    versions="<0.13",
+    why="tasks/main.py (LAMBADA, WIKITEXT103) builds it whatever the flags, so that no checkpoint of "
+    "pretrain_gpt.py fits, whose models are megatron-core's",
+    until="0.13, which has no such tasks",
+)
+def as_the_flags_say(original: type) -> type:
+    """Let it build the model of ``pretrain_gpt.py``, unless ``--use-legacy-models`` is given."""
+
+    class GPTModel(original):
+        """Upstream's, or megatron-core's."""
+
+        def __new__(cls, config: Any, *args: Any, **options: Any) -> Any:
+            from megatron.training import get_args
+
+            if get_args().use_legacy_models:
+                return super().__new__(cls)
+            return _core_model(**options)
+
+    return GPTModel
+
+
+def _core_model(
+    parallel_output: bool = True, pre_process: bool = True, post_process: bool = True, **_: Any
+) -> Any:
+    """Build the model of ``pretrain_gpt.py``; its logits are ``[b, s, v]``, as the legacy model's.
+
+    Args:
+        parallel_output: leave each tensor-parallel rank its part of the vocabulary.
+    """
+    model = importlib.import_module("pretrain_gpt").model_provider(pre_process, post_process)
+    if post_process:
+        model.output_layer.gather_output = not parallel_output
+    return model

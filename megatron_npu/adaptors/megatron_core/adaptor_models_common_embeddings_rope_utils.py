@@ -1,0 +1,62 @@
+"""``megatron.core.models.common.embeddings.rope_utils``: rotary embedding, fused and unfused."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import (
+    WITHOUT_CUDA,
+    constant,
+    replace,
+    transformer_engine_present,
+)
+from megatron_npu.ops.rotary import rotary
+
+_MODULE = "megatron.core.models.common.embeddings.rope_utils"
+
+
+@replace(
+    f"{_MODULE}:_apply_rotary_pos_emb_bshd",
+    devices=WITHOUT_CUDA,
+    why="computes sine and cosine anew in every layer, and five passes over the tensor",
+)
+def _apply_rotary_pos_emb_bshd(
+    t: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+) -> Tensor:
+    """``[s, b, n, d]`` and the angles ``[s, 1, 1, r]`` to ``[s, b, n, d]``."""
+    if multi_latent_attention:  # its pairs lie side by side, and are wanted apart
+        size = freqs.shape[-1]
+        t = torch.cat((t[..., 0:size:2], t[..., 1:size:2], t[..., size:]), -1)
+    return rotary(t, freqs, rotary_interleaved, mscale)
+
+
+def fused_apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
+) -> Tensor:
+    """As TransformerEngine's, for ``--apply-rope-fusion``; the order of the output's memory is ours."""
+    return rotary(t, freqs, interleaved)
+
+
+def fused_apply_rotary_pos_emb_thd(
+    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0
+) -> Tensor:
+    """As TransformerEngine's: ``[t, n, d]`` of packed sequences with their ``[b + 1]`` boundaries."""
+    from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
+
+    lengths = ((cu_seqlens[1:] - cu_seqlens[:-1]) // cp_size).tolist()
+    angles = [_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs) for x in t.split(lengths)]
+    return rotary(t.unsqueeze(1), torch.cat(angles)).squeeze(1)
+
+
+for _function in (fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd):
+    constant(
+        f"{_MODULE}:{_function.__name__}",
+        _function,
+        why="--apply-rope-fusion is refused where TransformerEngine is absent",
+        condition=transformer_engine_present,
+    )

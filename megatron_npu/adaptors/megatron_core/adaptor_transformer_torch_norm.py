@@ -1,0 +1,71 @@
+"""``megatron.core.transformer.torch_norm``: the norm of every local spec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_npu.adaptors.megatron_core.decorators import replace
+from megatron_npu.ops import norm
+
+
+@replace(
+    "megatron.core.transformer.torch_norm:WrappedTorchNorm",
+    why="upstream's refuses sequence_parallel, layernorm_zero_centered_gamma, persist_layer_norm and "
+    "memory_efficient_layer_norm, and expects apex or TransformerEngine for them",
+)
+class Norm(torch.nn.Module):
+    """Layer norm or RMS norm, as ``config.normalization`` says; the parameters of ``torch.nn.LayerNorm``.
+
+    Args:
+        config: the TransformerConfig.
+        hidden_size: size of the last dimension.
+        eps: added to the variance.
+        persist_layer_norm, zero_centered_gamma, normalization: for upstream's callers; the values of
+            ``config`` count, as upstream.
+
+    Raises:
+        ValueError: another normalization.
+    """
+
+    def __init__(
+        self,
+        config,
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False,
+        normalization: str = "LayerNorm",
+    ) -> None:
+        super().__init__()
+        if config.normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"normalization must be LayerNorm or RMSNorm, given {config.normalization}")
+        self.eps = eps
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        self.memory_efficient = config.memory_efficient_layer_norm
+        self.weight = Parameter(torch.empty(hidden_size))
+        if config.normalization == "LayerNorm":
+            self.bias = Parameter(torch.empty(hidden_size))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+        parameter: Any  # Megatron marks parameters with attributes
+        for parameter in self.parameters():
+            # finalize_model_grads all-reduces these over the tensor-parallel group
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def reset_parameters(self) -> None:
+        """Make the norm the identity up to normalization."""
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., h]`` to ``[..., h]``."""
+        options = (self.eps, self.zero_centered_gamma, self.memory_efficient)
+        if self.bias is None:
+            return norm.rms_norm(x, self.weight, *options)
+        return norm.layer_norm(x, self.weight, self.bias, *options)

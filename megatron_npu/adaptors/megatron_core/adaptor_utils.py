@@ -1,0 +1,61 @@
+"""``megatron.core.utils``: questions about TransformerEngine where it is not installed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from packaging.version import Version
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import replace, transformer_engine_present, wrap
+from megatron_npu.ops.attention.context_parallel.packed import tokens_of_rank
+
+
+@replace(
+    "megatron.core.utils:get_te_version",
+    condition=transformer_engine_present,
+    why="0.12 imports TransformerEngine for the answer, 0.13 to 0.16 give None, which cannot be compared: "
+    "loading a checkpoint asks, and the check of --rotary-interleaved",
+)
+def get_te_version() -> Version:
+    """Return version 0, older than any that is asked for."""
+    return Version("0")
+
+
+@wrap(
+    "megatron.core.utils:get_thd_batch_on_this_cp_rank",
+    versions=">=0.16",
+    condition=transformer_engine_present,
+    why="it asks TransformerEngine which tokens of packed sequences a context-parallel rank has",
+)
+def cut_packed_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let upstream describe the whole batch, and cut it here."""
+
+    @functools.wraps(original)
+    def get_thd_batch_on_this_cp_rank(
+        batch: dict[str, Any],
+        cu_seqlens: Tensor,
+        cu_seqlens_padded: Tensor,
+        max_seqlen: Tensor,
+        cp_size: int | None = None,
+        cp_rank: int | None = None,
+    ) -> tuple[dict[str, Any], Any]:
+        from megatron.core import parallel_state
+
+        size = parallel_state.get_context_parallel_world_size() if cp_size is None else cp_size
+        rank = parallel_state.get_context_parallel_rank() if cp_rank is None else cp_rank
+        batch, params = original(batch, cu_seqlens, cu_seqlens_padded, max_seqlen, cp_size=1, cp_rank=0)
+        if size > 1:
+            bounds = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+            index = tokens_of_rank(bounds.flatten().tolist(), size, rank)
+            for name in batch.keys() - _WHOLE:
+                batch[name] = batch[name].index_select(1, index.to(batch[name].device))
+        return batch, params
+
+    return get_thd_batch_on_this_cp_rank
+
+
+# what upstream does not cut in get_thd_batch_on_this_cp_rank
+_WHOLE = {"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}

@@ -1,0 +1,42 @@
+"""``megatron.core.utils``: the straggler detector."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_npu import devices
+from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, wrap
+
+
+@wrap(
+    "megatron.core.utils:StragglerDetector.configure",
+    devices=WITHOUT_CUDA,
+    why="--log-straggler measures nothing where CUDA is not available, and says nothing; over HCCL it then "
+    "broadcasts a tensor of the host",
+)
+def measure_without_cuda(original: Callable[..., None]) -> Callable[..., None]:
+    """Configure it as on CUDA: events, clocks and instruments of this device answer."""
+
+    @functools.wraps(original)
+    def configure(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _said_to_be_available():
+            original(self, *args, **kwargs)
+        self.dev = devices.current().torch_device()
+
+    return configure
+
+
+@contextlib.contextmanager
+def _said_to_be_available() -> Iterator[None]:
+    """Let ``torch.cuda.is_available`` answer yes inside the block."""
+    answer = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = answer

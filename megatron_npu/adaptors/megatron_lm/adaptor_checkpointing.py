@@ -1,0 +1,216 @@
+"""``megatron.checkpointing``: reading without running code, writing without half-written trackers."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from megatron_npu import safe_load
+from megatron_npu.adaptors.megatron_lm.decorators import wrap
+from megatron_npu.errors import UsageError
+
+_TRACKER_FILE = "latest_checkpointed_iteration.txt"
+_PRIVATE = 0o027  # files 640, folders 750
+
+
+@wrap(
+    "megatron.checkpointing:_load_base_checkpoint",
+    why="torch.load of today refuses argparse.Namespace and numpy's RNG state, and upstream then ends the "
+    "process with exit code 0; torch.load of 2.5 and before runs whatever code the file holds",
+)
+def load_data_only(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Read tensors, numbers and arguments, nothing that runs; say what is wrong with a bad file."""
+
+    @functools.wraps(original)
+    def _load_base_checkpoint(load_dir: str, *args: Any, **kwargs: Any) -> Any:
+        with safe_load.allowing(*_harmless()), _weights_only():
+            try:
+                return original(load_dir, *args, **kwargs)
+            except SystemExit as stop:
+                # upstream: print_rank_0(error); sys.exit()
+                cause = stop.__context__
+                raise UsageError(
+                    f"the checkpoint in {load_dir} cannot be read ({type(cause).__name__}: {_first(cause)})",
+                    "a checkpoint of Megatron-LM that holds tensors and arguments only",
+                    "Check that its files are complete; never load one from a source that you do not trust.",
+                ) from cause
+
+    return _load_base_checkpoint
+
+
+def _first(error: BaseException | None) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _harmless() -> list[Any]:
+    """Return what a checkpoint of this tree holds besides tensors: arguments, enums, numpy's RNG state."""
+    from megatron.fp16_deprecated import loss_scaler
+    from megatron.model import enums
+
+    multiarray = getattr(numpy, "_core", None) or numpy.core
+    reconstruct, scalar = multiarray.multiarray._reconstruct, multiarray.multiarray.scalar
+    dtypes = [type(numpy.dtype(name)) for name in ("uint32", "int32", "int64", "float32", "float64")]
+    scalers = [
+        (getattr(loss_scaler, name), f"{module}.loss_scaler.{name}")
+        for name in ("LossScaler", "DynamicLossScaler")
+        for module in ("fp16", "megatron.fp16")  # where they lived when NVIDIA's 345M model was saved
+    ]
+    return [
+        argparse.Namespace,
+        enums.ModelType,
+        numpy.ndarray,
+        numpy.dtype,
+        *dtypes,
+        *(
+            (function, f"numpy.{core}.multiarray.{name}")
+            for core in ("core", "_core")
+            for function, name in ((reconstruct, "_reconstruct"), (scalar, "scalar"))
+        ),
+        *scalers,
+    ]
+
+
+@contextlib.contextmanager
+def _weights_only() -> Iterator[None]:
+    """Make ``torch.load`` read data only, whichever default this torch has and the environment asks for."""
+    names = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
+    with _environment(names):
+        yield
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str | None]) -> Iterator[None]:
+    former = {name: os.environ.pop(name, None) for name in values}
+    os.environ.update({name: value for name, value in values.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@wrap(
+    "megatron.checkpointing:load_args_from_checkpoint",
+    why="tools/checkpoint_util.py calls it, and then mpu.parallel_state.set_...: at this commit mpu is "
+    "parallel_state itself",
+)
+def name_parallel_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``mpu.parallel_state`` be ``mpu`` for the tool that asks for it next."""
+
+    @functools.wraps(original)
+    def load_args_from_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core import mpu
+
+        mpu.parallel_state = mpu
+        return original(*args, **kwargs)
+
+    return load_args_from_checkpoint
+
+
+@wrap(
+    "megatron.checkpointing:load_checkpoint",
+    why="without the optimizer's state upstream refreshes its fp32 weights for fp16 only: with bf16 the "
+    "first step puts the initial weights back",
+)
+def refresh_main_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy the loaded weights to the optimizer's fp32 ones with ``--bf16``, as upstream with ``--fp16``."""
+
+    @functools.wraps(original)
+    def load_checkpoint(
+        model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load", strict: bool = True
+    ) -> int:
+        from megatron import get_args
+
+        iteration = original(model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
+        args = get_args()
+        without_state = args.finetune or args.no_load_optim or _is_release(getattr(args, load_arg))
+        if args.bf16 and optimizer is not None and without_state:
+            optimizer.reload_model_params()
+        return iteration
+
+    return load_checkpoint
+
+
+@wrap(
+    "megatron.checkpointing:load_checkpoint",
+    why="a task or the text server whose --load holds no checkpoint goes on with random weights, and its "
+    "figures end with exit code 0",
+)
+def require_what_is_evaluated(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse to evaluate a model that was never loaded; a training may begin so, and has an optimizer."""
+
+    @functools.wraps(original)
+    def load_checkpoint(
+        model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load", strict: bool = True
+    ) -> int:
+        from megatron import get_args
+
+        directory = getattr(get_args(), load_arg)
+        if optimizer is None and not Path(directory, _TRACKER_FILE).is_file():
+            raise UsageError(
+                f"--{load_arg.replace('_', '-')} {directory}: no checkpoint there (no {_TRACKER_FILE})",
+                "a folder that --save of a training was",
+                "Correct the path; without weights there is nothing to evaluate.",
+            )
+        return original(model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
+
+    return load_checkpoint
+
+
+def _is_release(directory: str) -> bool:
+    tracker = Path(directory, _TRACKER_FILE)
+    return tracker.is_file() and tracker.read_text().strip() == "release"
+
+
+_saving = False  # while upstream's save_checkpoint runs, the tracker is written under another name
+
+
+@wrap(
+    "megatron.checkpointing:get_checkpoint_tracker_filename",
+    why="upstream opens the tracker for writing in place: killed then, it leaves an empty one",
+)
+def name_unfinished_tracker(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the name to write to while a checkpoint is being saved."""
+
+    @functools.wraps(original)
+    def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
+        name = original(checkpoints_path)
+        return f"{name}.part" if _saving else name
+
+    return get_checkpoint_tracker_filename
+
+
+@wrap(
+    "megatron.checkpointing:save_checkpoint",
+    why="files are to be 640, folders 750, and the tracker to appear at once",
+)
+def save_privately(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Save with umask 027; rename the tracker when all is written."""
+
+    @functools.wraps(original)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+        global _saving
+        mask, _saving = os.umask(_PRIVATE), True
+        try:
+            original(*args, **kwargs)
+        finally:
+            _saving = False
+            os.umask(mask)
+        from megatron import get_args
+
+        unfinished = Path(get_args().save, f"{_TRACKER_FILE}.part")
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if rank == 0:
+            unfinished.replace(unfinished.with_suffix(""))
+
+    return save_checkpoint

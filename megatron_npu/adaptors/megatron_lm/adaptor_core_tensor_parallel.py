@@ -1,0 +1,39 @@
+"""``megatron.core.tensor_parallel.random`` and ``.utils``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_npu import devices
+from megatron_npu.adaptors.megatron_lm.decorators import WITHOUT_CUDA, replace, wrap
+
+
+@replace(
+    "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+    devices=WITHOUT_CUDA,
+    why="upstream queues the change until CUDA is initialised, which never happens: fork() would neither set "
+    "nor restore a state, and nothing would fail",
+)
+def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
+    """Put ``new_state`` into the generator of this process's device, now."""
+    devices.current().set_rng_state(new_state)
+
+
+@wrap(
+    "megatron.core.tensor_parallel.utils:gather_split_1d_tensor",
+    devices=WITHOUT_CUDA,
+    why="while the input requires grad, autograd refuses gloo's writing into views of the gathered tensor, "
+    "and with HCCL takes the result for that of a function without gradient",
+)
+def gather_without_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather the values alone; the callers mark the result as a leaf themselves."""
+
+    @functools.wraps(original)
+    def gather_split_1d_tensor(tensor: torch.Tensor) -> Any:
+        return original(tensor.detach())
+
+    return gather_split_1d_tensor

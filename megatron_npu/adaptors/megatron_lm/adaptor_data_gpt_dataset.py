@@ -1,0 +1,34 @@
+"""``megatron.data``: index files of datasets, built without a compiler and read without pickle."""
+
+from __future__ import annotations
+
+from megatron_npu.adaptors.megatron_lm import safe_numpy
+from megatron_npu.adaptors.megatron_lm.decorators import constant, replace, watch
+
+watch(
+    "megatron.data.gpt_dataset:_build_index_mappings",
+    why="megatron.data.helpers is ours (megatron_npu.standins.dataset_helpers), and so is the module's np",
+)
+
+_WITH_INDEX_FILES = (
+    "megatron.data.gpt_dataset",
+    "megatron.data.dataset_utils",
+    "megatron.data.biencoder_dataset_utils",
+    "megatron.data.realm_dataset_utils",
+)
+for _module in _WITH_INDEX_FILES:
+    constant(
+        f"{_module}:np",
+        safe_numpy,
+        why="upstream loads index files with allow_pickle=True, which runs whatever code they hold, and "
+        "writes them in place",
+    )
+
+
+@replace(
+    "megatron.data.dataset_utils:compile_helper",
+    why="it runs make inside the checkout, for whichever python3 is first on the path, and ends the process "
+    "if that fails",
+)
+def compile_helper() -> None:
+    """Build nothing: ``megatron.data.helpers`` is Python here."""

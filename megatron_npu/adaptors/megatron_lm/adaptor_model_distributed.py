@@ -1,0 +1,57 @@
+"""``megatron.model.distributed``: the DDP that keeps gradients in one buffer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_lm.decorators import wrap
+
+# Of the backward pass that runs: parameter -> its part of the gradient buffer and its new gradient.
+_waiting: dict[Tensor, tuple[Tensor, Tensor]] = {}
+
+
+@wrap(
+    "megatron.model.distributed:DistributedDataParallel._make_param_hook",
+    why="it adds the gradient of every bias and norm to the buffer in a launch, eight a layer",
+)
+def add_vectors_together(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the gradients of vectors, which cost no memory, wait for the end of the backward pass."""
+
+    @functools.wraps(original)
+    def _make_param_hook(self: Any, param: Any) -> Callable[..., None]:
+        if param.dim() != 1:
+            return original(self, param)
+
+        def param_hook(*unused: Any) -> None:
+            if param.grad is None:
+                return
+            if param in _waiting:  # a backward pass inside another one, of recomputation
+                _add_waiting()
+            _waiting[param] = param.main_grad, param.grad
+            param.grad = None
+            # Each time: should a pass fail, what it has left behind is added by the next one, as upstream.
+            torch.autograd.Variable._execution_engine.queue_callback(_add_waiting)
+
+        return param_hook
+
+    return _make_param_hook
+
+
+def _add_waiting() -> None:
+    """Add the gradients that wait, in one call for each pair of dtypes."""
+    bunches: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for total, grad in _waiting.values():
+        bunches.setdefault((total.dtype, grad.dtype), []).append((total, grad))
+    _waiting.clear()
+    for (precise, given), bunch in bunches.items():
+        totals, grads = (list(column) for column in zip(*bunch, strict=True))
+        with torch.no_grad():
+            if precise is not given:  # torch's fused kernels take equal dtypes only
+                given_grads, grads = grads, [torch.empty_like(total) for total in totals]
+                torch._foreach_copy_(grads, given_grads)
+            torch._foreach_add_(totals, grads)

@@ -1,0 +1,54 @@
+"""``megatron.optimizer.distrib_optimizer``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_npu.adaptors.megatron_lm.decorators import watch, wrap
+
+_TARGET = "megatron.optimizer.distrib_optimizer:DistributedOptimizer"
+
+watch(
+    f"{_TARGET}.build_model_and_main_param_groups",
+    why="it sorts parameters by type(), which names torch.cuda inside Megatron",
+)
+
+
+@wrap(
+    f"{_TARGET}.__init__",
+    why="it reinterprets the gradient buffers through TypedStorage._untyped, renamed in torch 2.0",
+)
+def initialise_with_views(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the old name be found meanwhile; then reinterpret the buffers as views, which surely share."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        with _untyped_storage_by_its_old_name():
+            original(self, *args, **kwargs)
+        self.param_buffers = [
+            {
+                dtype: buffer.data.view(self.params_dtype)[: buffer.numel_padded]
+                for dtype, buffer in model._grad_buffers.items()
+            }
+            for model in self.models
+        ]
+
+    return __init__
+
+
+@contextlib.contextmanager
+def _untyped_storage_by_its_old_name() -> Iterator[None]:
+    storage: Any = torch.storage.TypedStorage
+    if hasattr(storage, "_untyped"):
+        yield
+        return
+    storage._untyped = storage.untyped
+    try:
+        yield
+    finally:
+        del storage._untyped

@@ -1,0 +1,1 @@
+"""What the adaptors of several Megatrons have in common."""

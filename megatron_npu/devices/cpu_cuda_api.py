@@ -1,0 +1,264 @@
+"""What each name of ``torch.cuda`` stands for on a CPU, under the parameters that torch gives it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import time
+import types
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from megatron_npu.devices import device_monitor, malloc
+from megatron_npu.devices.cpu_device_index import CpuDeviceIndex
+from megatron_npu.devices.cuda_types import no_operation, tensor_types
+
+if TYPE_CHECKING:
+    from megatron_npu.devices.cpu import CpuDevice
+
+
+def of(device: CpuDevice) -> dict[str, Any]:
+    """Return the namespace, as ``Device.cuda_namespace`` describes it."""
+    return {
+        **_device_names(device),
+        **_rng_names(device),
+        **_stream_names(),
+        **_memory_names(device),
+        **device_monitor.of_the_host(),
+        **tensor_types("cpu"),
+        "nvtx.range_push": no_operation,
+        "nvtx.range_pop": no_operation,
+        "nvtx.mark": no_operation,
+    }
+
+
+class Event:
+    """A point in time: what was queued before it has always run, because nothing is queued."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._time = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        """Return the milliseconds from this event to ``end``."""
+        return (end._time - self._time) * 1e3
+
+
+class Stream:
+    """The one order in which the CPU works; waiting for it takes no time."""
+
+    cuda_stream = stream_id = device_index = priority = 0
+    device = torch.device("cpu")
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Return the lowest and the highest priority: there is one."""
+        return 0, 0
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class _DeviceContext(contextlib.nullcontext):
+    """``with torch.cuda.device(i)``: there is no other device to change to."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+
+def _device_names(cpu: CpuDevice) -> dict[str, Any]:
+    properties = types.SimpleNamespace(
+        name="cpu",
+        major=0,
+        minor=0,
+        total_memory=psutil.virtual_memory().total,
+        multi_processor_count=os.cpu_count() or 1,
+    )
+
+    def set_device(device: Any) -> None:
+        cpu.set_current(_index_of(device))
+
+    def get_device_properties(device: Any = None) -> types.SimpleNamespace:
+        return properties
+
+    def get_device_capability(device: Any = None) -> tuple[int, int]:
+        # Asked for only by --moe-grouped-gemm, whether bf16 is native; as on the npu.
+        return (8, 0)
+
+    def get_device_name(device: Any = None) -> str:
+        return "cpu"
+
+    return {
+        # Megatron's branches on this are right for a CPU when the answer is no.
+        "is_available": lambda: False,
+        "set_device": set_device,
+        "current_device": lambda: CpuDeviceIndex(cpu.index),
+        "device": _DeviceContext,
+        "device_count": cpu.count,
+        "get_device_properties": get_device_properties,
+        "get_device_capability": get_device_capability,
+        "get_device_name": get_device_name,
+        "synchronize": no_operation,
+        "_lazy_init": no_operation,
+        "_lazy_call": _call_now,
+        "check_error": no_operation,
+        "ipc_collect": no_operation,
+    }
+
+
+def _index_of(which: Any) -> int:
+    """Return the index in what ``torch.cuda.set_device`` takes: an index, a name or a device."""
+    if isinstance(which, CpuDeviceIndex):
+        return int(which)
+    return which if isinstance(which, int) else torch.device(which).index or 0
+
+
+def _call_now(callable: Callable[[], Any], **_: Any) -> None:
+    """Run what torch would queue until CUDA is initialised: here that moment never comes."""
+    callable()
+
+
+def _rng_names(cpu: CpuDevice) -> dict[str, Any]:
+    """Return torch.cuda.random; whichever device of the machine is named, this process has its own one."""
+
+    def get_rng_state(device: Any = "cuda") -> torch.Tensor:
+        return cpu.rng_state()
+
+    def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+        cpu.set_rng_state(new_state)
+
+    def get_rng_state_all() -> list[torch.Tensor]:
+        return [cpu.rng_state() for _ in range(max(cpu.count(), cpu.index + 1))]
+
+    def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+        for index, state in enumerate(new_states):
+            if index == cpu.index:
+                cpu.set_rng_state(state)
+
+    def manual_seed(seed: int) -> None:
+        cpu.manual_seed(int(seed))
+
+    def seed() -> None:
+        cpu.device_generator.seed()
+
+    def initial_seed() -> int:
+        return cpu.device_generator.initial_seed()
+
+    names: dict[str, Any] = {
+        "get_rng_state": get_rng_state,
+        "get_rng_state_all": get_rng_state_all,
+        "set_rng_state": set_rng_state,
+        "set_rng_state_all": set_rng_state_all,
+        "manual_seed": manual_seed,
+        "manual_seed_all": manual_seed,
+        "seed": seed,
+        "seed_all": seed,
+        "initial_seed": initial_seed,
+    }
+    names |= {f"random.{name}": function for name, function in names.items()}
+    names["default_generators"] = collections.defaultdict(lambda: torch.default_generator)
+    return names
+
+
+def _stream_names() -> dict[str, Any]:
+    only = Stream()
+
+    def current_stream(device: Any = None) -> Stream:
+        return only
+
+    def stream_context(stream: Any) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    return {
+        "Stream": Stream,
+        "ExternalStream": Stream,
+        "Event": Event,
+        "current_stream": current_stream,
+        "default_stream": current_stream,
+        "stream": stream_context,
+        "set_stream": no_operation,
+        "is_current_stream_capturing": lambda: False,
+    }
+
+
+def _memory_names(cpu: CpuDevice) -> dict[str, Any]:
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        now = cpu.memory()
+        known = {
+            "allocated_bytes.all.current": now.allocated,
+            "allocated_bytes.all.peak": now.peak,
+            "reserved_bytes.all.current": now.reserved,
+            "reserved_bytes.all.peak": now.peak,
+        }
+        # Counters of the CUDA allocator that a CPU has nothing to say of are zero.
+        return collections.defaultdict(int, known)
+
+    def memory_allocated(device: Any = None) -> int:
+        return cpu.memory().allocated
+
+    def memory_reserved(device: Any = None) -> int:
+        return cpu.memory().reserved
+
+    def peak(device: Any = None) -> int:
+        return cpu.memory().peak
+
+    def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+        return "\n".join(f"{name:<32} {number:>16,d}" for name, number in memory_stats().items())
+
+    def reset(device: Any = None) -> None:
+        cpu.reset_peak_memory()
+
+    names = {
+        "memory_stats": memory_stats,
+        "memory_summary": memory_summary,
+        "memory_allocated": memory_allocated,
+        "memory_reserved": memory_reserved,
+        "memory_cached": memory_reserved,
+        "max_memory_allocated": peak,
+        "max_memory_reserved": peak,
+        "max_memory_cached": peak,
+        "reset_peak_memory_stats": reset,
+        "reset_max_memory_allocated": reset,
+        "reset_max_memory_cached": reset,
+        "reset_accumulated_memory_stats": no_operation,  # counters that are always zero
+        "empty_cache": malloc.give_back,
+    }
+    return names | {f"memory.{name}": function for name, function in names.items()}

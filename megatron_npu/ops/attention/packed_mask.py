@@ -1,0 +1,43 @@
+"""From a mask ``[b, 1, s, s]`` back to what it was made of: a causal triangle, cut at document boundaries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.caching import kept_with
+
+
+def documents_of(mask: Tensor) -> tuple[int, ...] | None:
+    """Return the lengths of the documents of a causal document mask, row of the batch by row.
+
+    Megatron builds its masks itself and hands over s² booleans even for plain causal attention. A mask that
+    says no more than "causal, within these documents" is recognised here, so that no kernel needs to read
+    it: Megatron's ``reset_attention_mask``, and without resets one document per row.
+
+    Args:
+        mask: ``[b, 1, s, s]``, boolean, True where masked. Its values are read, which waits for a device;
+            once only: the result is kept with the tensor until that is written to.
+
+    Returns:
+        The lengths, those of the first row of the batch first; None if the mask says anything else.
+    """
+    return kept_with(mask, "documents", lambda: _read(mask))
+
+
+def _read(mask: Tensor) -> tuple[int, ...] | None:
+    if mask.dim() != 4 or mask.size(1) != 1 or mask.size(2) != mask.size(3) or not mask.numel():
+        return None
+    position = torch.arange(mask.size(-1), device=mask.device)
+    lengths: list[int] = []
+    for row in mask[:, 0]:  # [s, s]: one row of the batch at a time
+        begins = (~row).to(torch.uint8).argmax(-1)  # the first key that each query sees
+        # begins must begin documents themselves: a sliding window's move with every query
+        if not torch.equal(begins[begins], begins):
+            return None
+        expected = (position > position[:, None]) | (position < begins[:, None])
+        if not torch.equal(row, expected):
+            return None
+        starts = (begins == position).nonzero().flatten().tolist()
+        lengths += [end - start for start, end in zip(starts, [*starts[1:], row.size(0)], strict=True)]
+    return tuple(lengths)

@@ -1,0 +1,231 @@
+"""The commands that look at patches: ``check`` and ``pin`` read sources, ``ledger`` shows states."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from megatron_npu import plugin, settings, upstream
+from megatron_npu.arg_parser import Parser
+from megatron_npu.errors import UsageError
+from megatron_npu.patching.ledger import Ledger
+from megatron_npu.patching.pins import PinError, PinFile, Pins, SourceTree, Verdict, compare
+from megatron_npu.patching.registry import Patch, registry
+from megatron_npu.upstream import Upstream
+
+
+def check(argv: list[str]) -> int:
+    """Compare a Megatron with the pins, importing nothing of it.
+
+    Returns:
+        0 if every patch can be applied, 1 if upstream has drifted too far for one, 2 for bad usage.
+
+    Raises:
+        UsageError: there is no Megatron, or no patch is recorded for it.
+    """
+    parser = _parser("check", check, "0: every patch can be applied; 1: one cannot; 2: bad usage")
+    parser.add_argument("--strict", action="store_true", help="also fail on drift that a wrap survives")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    options = parser.parse_args(argv)
+    found = _find(options)
+    reached = verdicts(found)
+    print(_verdicts_as_json(found, reached) if options.json else _verdicts_as_text(found, reached))
+    return int(any(verdict.fails or (options.strict and verdict.drifted) for verdict in reached))
+
+
+def verdicts(found: Upstream) -> list[Verdict]:
+    """Return how each patch stands to a Megatron, importing nothing of it.
+
+    Raises:
+        UsageError: no patch is recorded for it, or a pin file cannot be read.
+    """
+    pins, sources = _load_pins(found), SourceTree(found.root)
+    return [compare(patch, sources.find(patch.module), pins) for patch in _shipped(_records(found), found)]
+
+
+def pin(argv: list[str]) -> int:
+    """Write the pin file of a Megatron: what the targets of the patches look like there.
+
+    Pins of modules that this Megatron does not ship (the wheel of megatron-core lacks the training
+    scripts) are kept from the pin file that is being replaced.
+
+    Returns:
+        0, or 1 if a target is missing; it is then left out and named.
+
+    Raises:
+        UsageError: there is no Megatron, no patch is recorded for it, or the folder cannot be written.
+    """
+    parser = _parser("pin", pin, "0: all is pinned; 1: a target is missing; 2: bad usage")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the pin file (default: ours)")
+    options = parser.parse_args(argv)
+    found = _find(options)
+    directory = options.output or plugin.pins_directory()
+    records = _records(found)
+    shipped = _shipped(records, found)
+    pinned, missing = SourceTree(found.root).pin(shipped, found.name, found.version)
+    _keep_absent(pinned, {patch.module for patch in records if patch not in shipped}, directory)
+    try:
+        print(f"{pinned.write(directory)}: {len(pinned.targets)} targets pinned")
+    except OSError as error:
+        raise UsageError(f"{directory} ({error})", "a folder that can be written", "See --output.") from error
+    for target in missing:
+        print(f"{target}: not there, not pinned", file=sys.stderr)
+    return int(bool(missing))
+
+
+def ledger(argv: list[str]) -> int:
+    """Show the state of every patch, importing the modules that they change.
+
+    Returns:
+        0, or 1 if a patch failed.
+
+    Raises:
+        UsageError: there is no Megatron, no patch is recorded for it, or no module of a given name.
+    """
+    parser = _parser("ledger", ledger, "0: no patch failed; 1: one did; 2: bad usage")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print a JSON object")
+    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser.add_argument("--static", action="store_true", help="import nothing of Megatron; show the records")
+    parser.add_argument("--import", dest="modules", nargs="+", metavar="MODULE", help="import these instead")
+    options = parser.parse_args(argv)
+    found = _find(options)
+    if options.megatron:  # the user has said which one is meant, should there be another on the path
+        os.environ[settings.MEGATRON_PATH.name] = str(found.root)
+    book = Ledger() if options.static else _live_ledger(found, options.modules)
+    if options.static:
+        book.keep(_records(found))
+    print(book.json() if options.json else book.markdown() if options.markdown else book.text())
+    return int(book.count("failed") > 0)
+
+
+def _parser(command: str, function: object, codes: str) -> argparse.ArgumentParser:
+    summary = (function.__doc__ or "").partition("\n")[0]
+    epilog = f"exit code: {codes}"
+    parser = Parser(f"megatron-npu {command}", description=summary, epilog=epilog)
+    parser.add_argument(
+        "--megatron",
+        metavar="PATH",
+        help="a checkout, a site-packages or an unpacked wheel "
+        f"(default: {settings.MEGATRON_PATH.name}, else the first on the Python path)",
+    )
+    parser.add_argument(
+        "--upstream", metavar="NAME", help="megatron_core or megatron_lm (default: told by its files)"
+    )
+    return parser
+
+
+def _find(options: argparse.Namespace) -> Upstream:
+    found = upstream.find(*upstream.named(options.megatron))
+    return replace(found, name=options.upstream) if options.upstream else found
+
+
+def _records(found: Upstream) -> list[Patch]:
+    """Return the patches for this version of upstream; their adaptors are imported, which only records."""
+    if found.name not in upstream.NAMES:
+        raise UsageError(f"no upstream {found.name}", " or ".join(upstream.NAMES), "Check --upstream.")
+    importlib.import_module(f"megatron_npu.adaptors.{found.name}").register()
+    patches = [patch for patch in registry.patches if patch.is_for(found.name, found.version)]
+    if not patches:
+        raise UsageError(
+            f"no patch is recorded for {found.name} {found.version}",
+            "a supported version",
+            "Check --upstream.",
+        )
+    return patches
+
+
+def _shipped(patches: list[Patch], found: Upstream) -> list[Patch]:
+    """Return the patches of the packages that this Megatron has at all, say ``megatron/training``."""
+
+    def ships(module: str) -> bool:
+        path = found.root.joinpath(*module.split(".")[:2])
+        return path.is_dir() or path.with_suffix(".py").is_file()
+
+    return [patch for patch in patches if ships(patch.module)]
+
+
+def _load_pins(found: Upstream) -> Pins:
+    try:
+        return Pins.load(plugin.pins_directory(), found.name)
+    except PinError as error:
+        raise UsageError(str(error), "a pin file", "Write it anew: megatron-npu pin") from error
+
+
+def _keep_absent(pinned: PinFile, modules: set[str], directory: Path) -> None:
+    path = directory / f"{pinned.upstream}-{pinned.version}.json"
+    try:
+        former = PinFile.read(path)
+    except PinError:  # there is none, or nothing in it can be kept
+        return
+    for target, old in former.targets.items():
+        module = target.partition(":")[0]
+        if module in modules:
+            pinned.targets[target] = old
+            pinned.modules[module] = former.modules[module]
+
+
+def _live_ledger(found: Upstream, modules: list[str] | None) -> Ledger:
+    """Import ``modules`` (default: every one that has a patch) with the hook armed."""
+    if str(found.root) not in map(os.path.realpath, sys.path):
+        sys.path.insert(0, str(found.root))
+    plugin.install()
+    patches = _records(found)
+    for name in modules or dict.fromkeys(patch.module for patch in patches):
+        try:
+            importlib.import_module(name)
+        except UsageError:
+            raise
+        except ModuleNotFoundError as error:
+            if modules and error.name == name:
+                raise UsageError(
+                    f"no module {name}", f"a module of {found.root}", "Check --import."
+                ) from error
+            _remark(patches, name, f"not imported: {error}")
+        except Exception as error:  # whatever an upstream module may raise belongs into the ledger
+            _remark(patches, name, f"not imported: {type(error).__name__}: {error}")
+    return plugin.engine().ledger
+
+
+def _remark(patches: list[Patch], module: str, text: str) -> None:
+    for patch in patches:
+        row = plugin.engine().ledger.row(patch)
+        if patch.module == module and row.state == "pending":
+            row.reason = text.partition("\n")[0]
+
+
+def _verdicts_as_json(found: Upstream, verdicts: list[Verdict]) -> str:
+    report = {
+        "upstream": found.name,
+        "version": found.version,
+        "root": str(found.root),
+        "pinned": _pinned_versions(found),
+        "counts": dict(Counter(verdict.status for verdict in verdicts)),
+        "fails": sum(verdict.fails for verdict in verdicts),
+        "targets": [{**asdict(verdict), "fails": verdict.fails} for verdict in verdicts],
+    }
+    return json.dumps(report, indent=2)
+
+
+def _pinned_versions(found: Upstream) -> list[str]:
+    return [file.version for file in _load_pins(found).files]
+
+
+def _verdicts_as_text(found: Upstream, verdicts: list[Verdict]) -> str:
+    pinned = ", ".join(_pinned_versions(found)) or "none"
+    lines = [f"{found.name} {found.version} in {found.root}; pinned versions: {pinned}"]
+    for verdict in verdicts:
+        mark = "FAILS" if verdict.fails else "warns" if verdict.drifted else "ok"
+        lines.append(f"{mark:<5}  {verdict.status:<17}  {verdict.kind:<8}  {verdict.target}")
+        if verdict.status != "same":
+            lines.append(f"{'':7}{verdict.place}: {verdict.detail}")
+    counts = Counter(verdict.status for verdict in verdicts)
+    told = ", ".join(f"{count} {status}" for status, count in counts.items())
+    lines.append(f"{len(verdicts)} targets: {told}; {sum(verdict.fails for verdict in verdicts)} fail")
+    return "\n".join(lines)

@@ -1,0 +1,163 @@
+"""The mechanics of one change: find the slot of a symbol, make its new value, set it, put it back."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+from megatron_npu.patching.registry import Patch
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
+MAIN_MODULES = ("__main__", "__mp_main__")  # the second is the main module in a spawned child
+
+
+@dataclass
+class Change:
+    """One slot that was set: ``owner.name``, what lay in the owner's own dictionary, what lies there now.
+
+    Attributes:
+        module, qualname: the patched symbol on whose account it was set.
+    """
+
+    module: ModuleType
+    qualname: str
+    owner: Any
+    name: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
+
+    def make(self) -> None:
+        """Set the new value."""
+        setattr(self.owner, self.name, self.new)
+
+    def undo(self) -> bool:
+        """Put the old value back, unless somebody has set another one since; return whether it was done."""
+        if vars(self.owner).get(self.name, MISSING) is not self.new:
+            return False
+        if self.old is MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.old)
+        return True
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a symbol lives.
+
+    Attributes:
+        owner: the module or class.
+        name: the last part of the qualified name.
+        own: the raw value in the owner's own dictionary (descriptors unbound), or MISSING.
+        current: the raw value in force, which may be inherited.
+    """
+
+    owner: Any
+    name: str
+    own: Any
+    current: Any
+
+
+def find_slot(module: ModuleType, qualname: str) -> Slot | None:
+    """Return the slot of ``qualname`` in ``module``, or None where nothing of that name exists."""
+    *path, name = qualname.split(".")
+    owner: Any = module
+    for part in path:
+        owner = _raw(owner, part)
+        if not isinstance(owner, type):
+            return None
+    current = _raw(owner, name)
+    if current is MISSING:
+        return None
+    return Slot(owner, name, vars(owner).get(name, MISSING), current)
+
+
+def _raw(owner: Any, name: str) -> Any:
+    if isinstance(owner, ModuleType):
+        return vars(owner).get(name, MISSING)
+    return inspect.getattr_static(owner, name, MISSING)
+
+
+def new_value(patch: Patch, current: Any) -> Any:
+    """Return the raw value that ``patch`` puts in place of the raw value ``current``."""
+    if patch.kind == "constant":
+        return patch.make
+    if patch.kind == "replace":
+        return _like(current, patch.make)
+    original = bare(current)
+    make = _call_around if patch.kind == "around" else _made
+    return _like(current, make(original, patch.make))
+
+
+def bare(raw: Any) -> Any:
+    """Return the function inside a static or class method, the getter of a property, else ``raw``."""
+    if isinstance(raw, (staticmethod, classmethod)):
+        return raw.__func__
+    return raw.fget if isinstance(raw, property) else raw
+
+
+def _like(raw: Any, value: Any) -> Any:
+    """Return ``value`` inside the kind of descriptor that ``raw`` is."""
+    if isinstance(value, (staticmethod, classmethod, property)):
+        return value
+    if isinstance(raw, (staticmethod, classmethod)):
+        return type(raw)(value)
+    return raw.getter(value) if isinstance(raw, property) else value
+
+
+def _call_around(original: Any, function: Any) -> Any:
+    """Return a function that calls ``function`` with the original before the arguments."""
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    return patched
+
+
+def _made(original: Any, factory: Any) -> Any:
+    """Return what ``factory`` makes of the original.
+
+    A closure gets the name, signature and pickling address of the function that it wraps.
+    """
+    result = factory(original)
+    closure = isinstance(result, FunctionType) and "<locals>" in result.__qualname__
+    if closure and isinstance(original, FunctionType) and not hasattr(result, "__wrapped__"):
+        functools.update_wrapper(result, original)
+    return result
+
+
+def is_shared_by_identity(value: Any, module: str) -> bool:
+    """Return whether other modules that hold ``value`` hold it because ``module`` defines it.
+
+    True of functions and classes that ``module`` itself defines. Never of plain values, which may be equal
+    by chance, nor of what ``module`` imported: others may have it from its true home.
+    """
+    return callable(value) and getattr(value, "__module__", None) == module
+
+
+def holders(values: Set[int], prefixes: tuple[str, ...]) -> Iterator[tuple[ModuleType, str, Any]]:
+    """Yield every (module, name, value) of upstream and the main module whose value has one of the ids."""
+    # copy() is atomic, list(….items()) is not: other threads import meanwhile
+    for module_name, module in sys.modules.copy().items():
+        if not isinstance(module, ModuleType):
+            continue
+        if not (module_name in MAIN_MODULES or is_under(module_name, prefixes)):
+            continue
+        names = vars(module).copy()
+        if values.isdisjoint(map(id, names.values())):  # almost always; much faster than the loop below
+            continue
+        yield from ((module, name, value) for name, value in names.items() if id(value) in values)
+
+
+def is_under(name: str, prefixes: tuple[str, ...]) -> bool:
+    """Return whether the module ``name`` is one of ``prefixes`` or inside one."""
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)

@@ -1,0 +1,348 @@
+"""Patches as records: what is changed, by whom, for which devices and versions, and why.
+
+Recording a patch changes nothing. The engine (``hooks``) applies the records of a module when that
+module's body has run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+ALL_DEVICES: tuple[str, ...] = ("npu", "cuda", "cpu")
+REPLACEMENTS = {"replace", "constant"}  # the kinds of which a target can have but one
+
+Make = TypeVar("Make")
+
+
+class PatchConflict(Exception):  # noqa: N818 - the name says what happened
+    """Two replacements of one target could be in force at once."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to one upstream symbol.
+
+    Attributes:
+        target: ``package.module:Qual.name``.
+        kind: ``replace`` (``make`` is the new object), ``around`` (``make`` is called with the original and
+            the arguments), ``wrap`` (``make`` gets the original and returns the new object), ``constant``
+            (``make`` is the new value) or ``watch`` (nothing is changed, the pin is compared).
+        make: see ``kind``.
+        devices: the devices it is for.
+        upstream: the upstream it is for; empty means any.
+        versions: PEP 440 specifier of upstream versions; empty means all.
+        why: the reason for the patch.
+        origin: the module of the adaptor that asked for it, and its function if it is one of that module.
+        until: when it may be removed.
+        upstream_bug: it cures a fault of upstream on any device.
+        early: it must be in place before importers run (a decorator, say), so applying it late fails.
+        condition: asked when the module is patched; a returned text is the reason to skip.
+        where: ``file:line`` of the record; tells a repeated registration from a second one.
+    """
+
+    target: str
+    kind: str
+    make: Any
+    devices: tuple[str, ...]
+    why: str
+    origin: str
+    upstream: str = ""
+    versions: str = ""
+    until: str = ""
+    upstream_bug: bool = False
+    early: bool = False
+    condition: Callable[[], str | None] | None = None
+    where: str = ""
+
+    @property
+    def module(self) -> str:
+        """The dotted name of the module that holds the target."""
+        return self.target.partition(":")[0]
+
+    @property
+    def qualname(self) -> str:
+        """The dotted name of the target inside its module."""
+        return self.target.partition(":")[2]
+
+    def is_for(self, upstream: str, version: str) -> bool:
+        """Return whether the patch is meant for this version of ``upstream``."""
+        return (not self.upstream or self.upstream == upstream) and admits(self.versions, version)
+
+    def reason_to_skip(self, device: str) -> str | None:
+        """Return why the patch is not applied on this device, or None."""
+        if device not in self.devices:
+            return f"for {'/'.join(self.devices)}, not {device}"
+        if self.kind == "watch":
+            return "upstream's own works here"
+        return self.condition() if self.condition else None
+
+
+def admits(versions: str, version: str) -> bool:
+    """Return whether the specifier ``versions`` admits ``version``; an empty one admits everything.
+
+    A version that is not PEP 440 (a commit) is admitted only by an empty specifier.
+    """
+    if not versions:
+        return True
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
+
+    try:
+        return SpecifierSet(versions).contains(version, prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def versions_overlap(first: str, second: str) -> bool:
+    """Return whether some version satisfies both specifiers.
+
+    A specifier set is an interval (with holes from ``!=``), so a common version, if there is one, can be
+    found at zero, at a version that one of the two names, or just above such a version.
+    """
+    if not first or not second or first == second:
+        return True
+    from packaging.specifiers import SpecifierSet
+
+    both = SpecifierSet(first) & SpecifierSet(second)
+    named = [specifier.version.removesuffix(".*") for specifier in both]
+    candidates = ["0", *named, *(f"{version.partition('+')[0]}.0.0.0.1" for version in named)]
+    return any(_contains(both, candidate) for candidate in candidates)
+
+
+def _contains(specifiers: Any, version: str) -> bool:
+    from packaging.version import InvalidVersion
+
+    try:
+        return specifiers.contains(version, prereleases=True)
+    except InvalidVersion:  # "just above" a pre-release has no spelling
+        return False
+
+
+class _Why(TypedDict):
+    why: str
+
+
+class Options(_Why, total=False):
+    """What every record may say about itself; ``why`` is required.
+
+    Attributes:
+        why: the reason for the patch: what is wrong with, or missing from, upstream's own on these devices.
+        until: when the patch may be removed: the upstream version or issue with the fix.
+        upstream_bug: it cures a fault of upstream on any device; ``until`` is required then.
+        devices: the devices it is for (default: all).
+        versions: PEP 440 specifier of upstream versions, such as ``">=0.13,<0.15"`` (default: all).
+        early: importers use the target while they are imported (a decorator, say): applied late, it fails.
+        condition: called with no argument when the module is patched; a returned text is the reason to skip.
+        upstream: the upstream it is for (default: that of the registry or recorder; empty means any).
+    """
+
+    until: str
+    upstream_bug: bool
+    devices: Iterable[str]
+    versions: str
+    early: bool
+    condition: Callable[[], str | None] | None
+    upstream: str
+
+
+class _Decorators:
+    """How patches are recorded: by decorating what takes upstream's place."""
+
+    upstream: str = ""
+
+    def add(self, patch: Patch) -> None:
+        raise NotImplementedError
+
+    def replace(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
+        """Record the decorated function or class as the new ``target``.
+
+        A plain function takes the place of a static or class method inside the same descriptor, and the
+        place of a property as its getter.
+
+        Args:
+            target: ``package.module:Qual.name``.
+            options: ``why``, ``devices``, ``versions`` and others: see ``Options``.
+
+        Raises:
+            PatchConflict: another replacement of ``target`` could be in force at the same time.
+            ValueError: ``target`` or an option is malformed, or ``why`` is empty.
+        """
+        return self._decorator("replace", target, options, sys._getframe(1))
+
+    def around(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
+        """Record the decorated function to be called in place of ``target``, with the original first.
+
+        A function is written ``def f(original, *args, **kwargs)``, a method ``def f(original, self, ...)``;
+        it calls ``original(self, ...)`` when and if it likes. Name, signature and docstring stay upstream's.
+        The original of a static or class method is its function, that of a property its getter. Several
+        of one target stack in order of registration, on top of a replacement.
+
+        Args:
+            target: ``package.module:Qual.name``.
+            options: ``why``, ``devices``, ``versions`` and others: see ``Options``.
+
+        Raises:
+            ValueError: ``target`` or an option is malformed, or ``why`` is empty.
+        """
+        return self._decorator("around", target, options, sys._getframe(1))
+
+    def wrap(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
+        """Record the decorated factory: it gets the original and returns the new object.
+
+        For what ``around`` cannot say: a class made from upstream's class, or work that is done once, when
+        the module is patched. It stacks as ``around`` does.
+
+        Args:
+            target: ``package.module:Qual.name``.
+            options: ``why``, ``devices``, ``versions`` and others: see ``Options``.
+
+        Raises:
+            ValueError: ``target`` or an option is malformed, or ``why`` is empty.
+        """
+        return self._decorator("wrap", target, options, sys._getframe(1))
+
+    def constant(self, target: str, value: Any, **options: Unpack[Options]) -> None:
+        """Record ``value`` as the new value of the module constant or class attribute ``target``.
+
+        Args:
+            target: ``package.module:Qual.name``.
+            value: what it becomes.
+            options: ``why``, ``devices``, ``versions`` and others: see ``Options``.
+
+        Raises:
+            PatchConflict: another replacement of ``target`` could be in force at the same time.
+            ValueError: ``target`` or an option is malformed, or ``why`` is empty.
+        """
+        self._decorator("constant", target, options, sys._getframe(1))(value)
+
+    def watch(self, target: str, **options: Unpack[Options]) -> None:
+        """Record that ``target`` runs as upstream wrote it, although one may expect a patch.
+
+        The ledger shows it as skipped, and its pin is still compared: if upstream changes the function,
+        ``check`` tells, and the reason has to be thought over.
+
+        Args:
+            target: ``package.module:Qual.name``.
+            options: ``why``, ``devices``, ``versions`` and others: see ``Options``.
+
+        Raises:
+            ValueError: ``target`` or an option is malformed, or ``why`` is empty.
+        """
+        self._decorator("watch", target, options, sys._getframe(1))(None)
+
+    def _decorator(
+        self, kind: str, target: str, options: Options, caller: FrameType
+    ) -> Callable[[Make], Make]:
+        fields: dict[str, Any] = {"upstream": self.upstream, **options}
+        fields["devices"] = tuple(fields.get("devices", ALL_DEVICES))
+        asking = caller.f_globals.get("__name__", "?")  # the adaptor, whoever made the function
+        where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+
+        def record(make: Make) -> Make:
+            name = getattr(make, "__qualname__", "") if getattr(make, "__module__", "") == asking else ""
+            origin = f"{asking}.{name}" if name and kind != "constant" else asking
+            self.add(Patch(target=target, kind=kind, make=make, origin=origin, where=where, **fields))
+            return make
+
+        return record
+
+
+@dataclass
+class Recorder(_Decorators):
+    """The decorators of a registry with ``upstream`` filled in."""
+
+    registry: Registry
+    upstream: str
+
+    def add(self, patch: Patch) -> None:
+        """Record ``patch`` in the registry."""
+        self.registry.add(patch)
+
+
+@dataclass
+class Registry(_Decorators):
+    """The recorded patches, in order of registration.
+
+    Args:
+        upstream: the upstream of patches that do not name one; empty means any.
+    """
+
+    upstream: str = ""
+    patches: list[Patch] = field(default_factory=list)
+
+    def add(self, patch: Patch) -> None:
+        """Record ``patch``. The same record again (its adaptor was imported anew) takes its own place.
+
+        Raises:
+            PatchConflict: another replacement of the target could be in force at the same time.
+            ValueError: the record is malformed.
+        """
+        _validate(patch)
+        for position, other in enumerate(self.patches):
+            if other.target != patch.target:
+                continue
+            if _identity(other) == _identity(patch):
+                self.patches[position] = patch
+                return
+            _refuse_conflict(other, patch)
+        self.patches.append(patch)
+
+    def for_module(self, name: str) -> list[Patch]:
+        """Return the patches of the module ``name``, in order of registration."""
+        return [patch for patch in self.patches if patch.module == name]
+
+    def modules(self) -> list[str]:
+        """Return the names of the modules that have patches, in order of registration."""
+        return list(dict.fromkeys(patch.module for patch in self.patches))
+
+    def keep(self, wanted: Callable[[Patch], bool]) -> None:
+        """Forget the patches that are not wanted, so that upstream's own code can be compared with ours."""
+        self.patches = [patch for patch in self.patches if wanted(patch)]
+
+
+def _identity(patch: Patch) -> tuple[str, ...]:
+    """Return what tells the same record, made anew, from another one of the same target."""
+    made = patch.make if patch.kind != "constant" else None
+    name = f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}"
+    return patch.where, patch.kind, patch.why, name
+
+
+def _validate(patch: Patch) -> None:
+    names = (patch.module, patch.qualname)
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise ValueError(f"{patch.origin}: target {patch.target!r} is not package.module:Qual.name")
+    unknown = set(patch.devices) - set(ALL_DEVICES)
+    if unknown or not patch.devices:
+        raise ValueError(f"{patch.origin}: devices {patch.devices} are not a choice of {ALL_DEVICES}")
+    if not patch.why.strip():
+        raise ValueError(f"{patch.origin}: the patch of {patch.target} says no reason (why)")
+    if patch.upstream_bug and not patch.until.strip():
+        raise ValueError(f"{patch.origin}: {patch.target} cures an upstream bug: until when (until)?")
+    if patch.versions:
+        from packaging.specifiers import SpecifierSet  # InvalidSpecifier is a ValueError
+
+        SpecifierSet(patch.versions)
+
+
+def _refuse_conflict(first: Patch, second: Patch) -> None:
+    if not {first.kind, second.kind} <= REPLACEMENTS or not set(first.devices) & set(second.devices):
+        return
+    if first.upstream and second.upstream and first.upstream != second.upstream:
+        return
+    if versions_overlap(first.versions, second.versions):
+        raise PatchConflict(
+            f"{first.target} is replaced twice: by {first.origin} ({first.where}) "
+            f"and by {second.origin} ({second.where})"
+        )
+
+
+registry = Registry()
+replace, around, wrap = registry.replace, registry.around, registry.wrap
+constant, watch = registry.constant, registry.watch

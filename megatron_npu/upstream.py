@@ -1,0 +1,180 @@
+"""Which Megatron is on the path, which version and where: found without importing it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from megatron_npu import settings
+from megatron_npu.errors import UsageError
+
+NAMES = ("megatron_core", "megatron_lm")
+# Tested versions of megatron-core: first that works, first that is not yet supported.
+OLDEST_CORE, FIRST_TOO_NEW_CORE = (0, 12), (0, 17)
+LEGACY_VERSION = "285068c8"
+# That tree has no version in it: it is known by the SHA-256 of these files, one after the other.
+_LEGACY_FILES = ("model/transformer.py", "schedules.py", "optimizer/optimizer.py", "arguments.py")
+_LEGACY_DIGEST = "ea09827de4da290fe48eaaec8f60cb95ed25031b179df8bd0469a805e8f372d6"
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """A Megatron on disk.
+
+    Attributes:
+        name: ``megatron_core`` or ``megatron_lm`` (the tree of January 2023).
+        version: of megatron-core, ``0.16.1``; of megatron_lm, its commit ``285068c8``, or ``unknown`` for
+            another tree of that time (the pins then tell what differs).
+        root: the folder that holds the ``megatron`` package.
+        shadowed: other folders on the path that hold one too, with their versions.
+    """
+
+    name: str
+    version: str
+    root: Path
+    shadowed: tuple[tuple[Path, str], ...] = ()
+
+    def require_supported(self) -> None:
+        """Check the version and that no second Megatron mixes in.
+
+        Raises:
+            UsageError: too old, too new, or two different versions on the path.
+        """
+        if self.name == "megatron_core":
+            self._require_supported_version()
+            self._require_alone()
+        # The tree of 2023 is a regular package: nothing on the path can mix into it.
+
+    def _require_supported_version(self) -> None:
+        release = tuple(int(part) for part in self.version.split(".")[:2])
+        if not OLDEST_CORE <= release < FIRST_TOO_NEW_CORE:
+            age = "old" if release < OLDEST_CORE else "new"
+            raise UsageError(
+                f"megatron-core {self.version} in {self.root} is too {age}",
+                f"a version from {_dotted(OLDEST_CORE)} to before {_dotted(FIRST_TOO_NEW_CORE)}",
+                "Install one, for example: pip install megatron-core==0.16.1",
+            )
+
+    def _require_alone(self) -> None:
+        wanted = settings.MEGATRON_PATH.get()
+        if wanted and Path(wanted).resolve() == self.root:
+            return  # the user has said which one is meant
+        others = [(path, version) for path, version in self.shadowed if version != self.version]
+        if others:
+            listed = ", ".join(f"{version} in {path}" for path, version in others)
+            raise UsageError(
+                f"two Megatrons are on the path: {self.version} in {self.root} (first) and {listed}",
+                "one (a checkout and a wheel may mix their modules)",
+                f"Remove one from the path, or set {settings.MEGATRON_PATH.name} to the one that comes first "
+                "to say that it is meant.",
+            )
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+def find(path: str | Path | None = None, given_by: str = "") -> Upstream:
+    """Return the Megatron in ``path`` (a checkout, a site-packages, an unpacked wheel) or on ``sys.path``.
+
+    Args:
+        given_by: the variable or flag that holds ``path``, for the error.
+
+    Raises:
+        UsageError: there is none.
+    """
+    roots = [Path(path).resolve()] if path is not None else _roots_on_path()
+    found = [upstream for upstream in map(_inspect, roots) if upstream is not None]
+    if not found:
+        raise _none_found(path, given_by)
+    first = found[0]
+    rest = tuple((upstream.root, upstream.version) for upstream in found[1:] if upstream.root != first.root)
+    return Upstream(first.name, first.version, first.root, rest)
+
+
+def named(path: str | None) -> tuple[str | None, str]:
+    """Return the path that ``--megatron``, else ``MEGATRON_LM_PATH`` names, and which of the two does."""
+    if path:
+        return path, "--megatron"
+    path = settings.MEGATRON_PATH.get() or None
+    return path, settings.MEGATRON_PATH.name if path else ""
+
+
+def _none_found(path: str | Path | None, given_by: str) -> UsageError:
+    inside = "a folder megatron/ with megatron-core or Megatron-LM in it"
+    if path is None:
+        named = settings.MEGATRON_PATH.get()
+        beside = f", nor in {named} ({settings.MEGATRON_PATH.name})" if named else ""
+        return UsageError(
+            f"no Megatron on the Python path{beside}",
+            inside,
+            "Run: pip install megatron-core==0.16.1, or put a Megatron-LM checkout on PYTHONPATH.",
+        )
+    given = f" ({given_by})" if given_by else ""
+    remedy = f"Correct {given_by or 'the path'}."
+    if not Path(path).is_dir():
+        return UsageError(f"no folder {path}{given}", "a folder that holds megatron/", remedy)
+    return UsageError(f"no Megatron in {path}{given}", inside, remedy)
+
+
+def _roots_on_path() -> list[Path]:
+    """Return every folder that a ``import megatron`` looks into, in its order.
+
+    Each entry of ``sys.path`` is asked by itself. A regular package (with ``__init__.py``) wins over the
+    portions of a namespace package (megatron-core from 0.16 on), even over those that come before it.
+    """
+    regular: list[Path] = []
+    portions: list[Path] = []
+    for entry in sys.path:
+        spec = PathFinder.find_spec("megatron", [entry or "."])
+        for location in (spec.submodule_search_locations or ()) if spec else ():
+            root = Path(location).resolve().parent
+            roots = portions if spec.origin is None else regular
+            if root not in roots:
+                roots.append(root)
+    return regular + portions
+
+
+def _inspect(root: Path) -> Upstream | None:
+    """Return the Megatron whose ``megatron`` folder lies in ``root``."""
+    package = root / "megatron"
+    if (package / "model" / "transformer.py").is_file():
+        return Upstream("megatron_lm", _legacy_version(package), root)
+    if not (package / "core").is_dir():
+        return None
+    version = _core_version(package / "core" / "package_info.py")
+    return None if version is None else Upstream("megatron_core", version, root)
+
+
+def _legacy_version(package: Path) -> str:
+    """Return the commit of a tree of January 2023, or ``unknown``."""
+    digest = hashlib.sha256()
+    for name in _LEGACY_FILES:
+        path = package / name
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return LEGACY_VERSION if digest.hexdigest() == _LEGACY_DIGEST else "unknown"
+
+
+def _core_version(package_info: Path) -> str | None:
+    """Read MAJOR, MINOR, PATCH and PRE_RELEASE from megatron-core's ``package_info.py``, unexecuted."""
+    try:
+        tree = ast.parse(package_info.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return None
+    values: dict[str, Any] = {
+        node.targets[0].id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    try:
+        version = f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}"
+    except KeyError:
+        return None
+    return version + str(values.get("PRE_RELEASE", ""))

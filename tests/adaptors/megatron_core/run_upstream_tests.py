@@ -1,0 +1,195 @@
+"""Run Megatron-LM's own ``tests/unit_tests`` under the plug-in and compare with what was recorded.
+
+    python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device cpu
+    python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device npu --folder tensor_parallel
+    python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device cpu --record
+
+npu is the simulated Ascend where no real one is there. docs/upstream-tests.md says what is judged, and how.
+Exit status: 0, or 1 with the names of the tests that passed when the baseline was recorded and do not now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+sys.path[:0] = [path for path in (str(ROOT), str(HERE)) if path not in sys.path]
+
+from upstream import baseline, exclusions, page, prepare, world, worlds  # noqa: E402
+from upstream.results import FAILED, PASSED, SKIPPED, FileResult, Result  # noqa: E402
+
+import megatron_npu  # noqa: E402, F401  spawned children (checkpoint writers) import this file: patched, too
+from megatron_npu import settings, upstream  # noqa: E402
+from megatron_npu.errors import UsageError  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    """Run, compare or record; return the exit status.
+
+    Raises:
+        UsageError: ``CHECKOUT`` has no unit tests, or a folder in it does not exist.
+    """
+    options = arguments(argv)
+    if options.page:
+        page.write()
+        return 0
+    if options.device == "npu" and not settings.SIM.enabled() and not Path("/dev/davinci0").exists():
+        return simulated(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks, too
+    checkout = options.checkout.resolve()
+    tree = f"core_v{upstream.find(checkout).version}"
+    chosen = files(checkout, options.folder)
+    before = changes(checkout)
+    with tempfile.TemporaryDirectory(prefix="upstream-") as folder:
+        scratch = Path(folder) if options.scratch is None else options.scratch.resolve()
+        results = list(stored(scratch, chosen) if options.again else run(options, checkout, scratch, chosen))
+    if changes(checkout) != before:
+        print(f"the tests changed {checkout}:\n{changes(checkout)}", file=sys.stderr)
+        return 1
+    recorded = baseline.Baseline.load(tree, options.device)
+    if not options.record:
+        return report(recorded, results)
+    recorded.there = len(files(checkout, None))
+    return record(recorded, results)
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "checkout", type=Path, nargs="?", help="a Megatron-LM tree; nothing is written into it"
+    )
+    parser.add_argument("--device", choices=("cpu", "npu", "cuda"), default="cpu")
+    parser.add_argument("--world-size", type=int, help="the most ranks of a file (default: all it needs)")
+    parser.add_argument("--folder", action="append", help="a folder or file below tests/unit_tests; repeat")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one test (default: 120)")
+    parser.add_argument("--scratch", type=Path, help="keep logs, results and temporary files here")
+    parser.add_argument("--again", action="store_true", help="judge what lies in SCRATCH again, run nothing")
+    parser.add_argument("--record", action="store_true", help="write the baseline, compare nothing")
+    parser.add_argument("--page", action="store_true", help="only write docs/upstream-tests.md again")
+    options = parser.parse_args(argv)
+    if options.checkout is None and not options.page:
+        parser.error("CHECKOUT is missing")
+    if options.again and options.scratch is None:
+        parser.error("--again needs --scratch")
+    return options
+
+
+def simulated(argv: list[str]) -> int:
+    """Run this program again, on simulated NPUs."""
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_npu",
+        "sim",
+        "--",
+        sys.executable,
+        str(Path(__file__).resolve()),
+    ]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run([*command, *argv], env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+
+
+def changes(checkout: Path) -> str:
+    """Return what git sees as changed in the checkout, ignored files too."""
+    command = ["git", "-C", str(checkout), "status", "--porcelain", "--ignored"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def files(checkout: Path, folders: list[str] | None) -> list[str]:
+    """Return the test files below the named folders (None: all), as paths in the checkout."""
+    base = checkout / "tests" / "unit_tests"
+    found: dict[Path, None] = {}
+    for name in folders or ["."]:
+        path = base / name
+        if not path.exists():
+            raise UsageError(
+                str(path), "a folder or file of upstream's unit tests", "Check the checkout and --folder."
+            )
+        found |= dict.fromkeys([path] if path.is_file() else sorted(path.rglob("test_*.py")))
+    return [str(path.relative_to(checkout)) for path in found]
+
+
+def run(
+    options: argparse.Namespace, checkout: Path, scratch: Path, chosen: list[str]
+) -> Iterator[FileResult]:
+    """Run the files one after the other; the results go to ``scratch``, too."""
+    prepare.environment(options.device, checkout, scratch)
+    fork = options.device != "cuda"  # a CUDA context does not survive a fork
+    if fork:
+        prepare.preload(checkout, scratch)
+    barred = functools.partial(exclusions.barred, exclusions.load(), device=options.device)
+    arguments = prepare.pytest_arguments(checkout)
+    setting = world.Setting(checkout, scratch, options.limit, arguments, fork, barred)
+    for file in chosen:
+        ranks = worlds.size_for(checkout, file)
+        result = world.run_file(setting, file, min(ranks, options.world_size or ranks))
+        result_path(scratch, file).write_text(json.dumps(dataclasses.asdict(result)))
+        describe(result)
+        yield result
+
+
+def result_path(scratch: Path, file: str) -> Path:
+    return scratch / "results" / f"{file.removesuffix('.py').replace('/', '.')}.json"
+
+
+def stored(scratch: Path, chosen: list[str]) -> Iterator[FileResult]:
+    """Yield the results that an earlier run left in ``scratch``."""
+    for file in chosen:
+        if result_path(scratch, file).is_file():
+            values = json.loads(result_path(scratch, file).read_text())
+            tests = {name: Result(**test) for name, test in values.pop("tests").items()}
+            yield FileResult(**values, tests=tests)
+
+
+def describe(result: FileResult) -> None:
+    counts = ", ".join(f"{result.count(outcome)} {outcome}" for outcome in (PASSED, FAILED, SKIPPED))
+    print(f"{result.file}: {counts}; {result.world} ranks, {result.seconds} s", flush=True)
+    for name, test in result.tests.items():
+        if test.outcome == FAILED:
+            print(f"    {name}: {test.text}")
+
+
+def record(recorded: baseline.Baseline, results: list[FileResult]) -> int:
+    """Put the results in place of what was recorded for their files, and write the page."""
+    rules = exclusions.load()
+    recorded.versions = {"python": platform.python_version(), "torch": prepare.torch_version()}
+    recorded.files |= {result.file: baseline.entry(result, rules, recorded.device) for result in results}
+    recorded.save()
+    page.write()
+    print(f"{recorded.tree} on {recorded.device}: {page.sentence(recorded.totals())}")
+    return 0
+
+
+def report(recorded: baseline.Baseline, results: list[FileResult]) -> int:
+    """Print how the results differ from what was recorded; return 1 if something got worse."""
+    found = baseline.compare(recorded, results, exclusions.load())
+    for title, tests in (("cannot be judged here", found.incomparable), ("REGRESSION", found.regressions)):
+        for test, why in tests.items():
+            print(f"{title}: {test}: {why}")
+    for test in found.gains:
+        print(f"passes now (record it): {test}")
+    ran = sum(len(result.tests) for result in results)
+    print(f"{ran} tests, {len(found.regressions)} regressions, {len(found.gains)} gains")
+    return 1 if found.regressions else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

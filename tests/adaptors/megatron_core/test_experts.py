@@ -1,0 +1,77 @@
+"""The grouped experts of megatron-core against its sequential ones, on the installed megatron-core."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_npu.ops import dispatch
+from tests.adaptors.comparison import here, load_stock, same_gradients
+from tests.adaptors.megatron_core.conftest import make_config
+
+pytestmark = pytest.mark.usefixtures("single_process")
+MIXTURE = {
+    "num_moe_experts": 3,
+    "moe_ffn_hidden_size": 24,
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+}
+
+
+def experts(kind, config):
+    """Return a module with the experts of this process, and its rows of weights, one of each per expert."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    module, submodules = LocalSpecProvider().grouped_mlp_modules(kind == "grouped", False)
+    arguments = {} if submodules is None else {"submodules": submodules}
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return module(3, config, pg_collection=groups, **arguments).to(here(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("counts", [[4, 0, 5], [9, 0, 0], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_grouped_experts_are_the_sequential_ones(counts, recompute):
+    changes = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]} if recompute else {}
+    torch.manual_seed(3)
+    grouped = experts("grouped", make_config(**MIXTURE, bf16=True, moe_grouped_gemm=True, **changes))
+    sequential = experts("sequential", make_config(**MIXTURE, bf16=True))
+    first = grouped.weight1.view(3, 32, 48).transpose(1, 2)
+    second = grouped.weight2.view(3, 24, 32).transpose(1, 2)
+    for expert, up, down in zip(sequential.local_experts, first, second, strict=True):
+        expert.linear_fc1.weight.data.copy_(up)
+        expert.linear_fc2.weight.data.copy_(down)
+    hidden = torch.randn(sum(counts), 32, dtype=torch.bfloat16, device=here(), requires_grad=True)
+    probs = torch.rand(sum(counts), dtype=torch.bfloat16, device=here(), requires_grad=True)
+    results = [each(hidden, torch.tensor(counts), probs)[0] for each in (grouped, sequential)]
+    if recompute:  # .grad() is not for checkpoints
+        torch.testing.assert_close(*results, atol=2e-2, rtol=2e-2)
+        results[0].sum().backward()
+        assert grouped.weight1.grad.any() == bool(sum(counts))
+    else:
+        same_gradients(*results, [hidden, probs], atol=2e-2, rtol=2e-2)
+
+
+def test_the_package_is_stood_in_for():
+    from megatron.core.transformer.moe import grouped_gemm_util
+
+    assert grouped_gemm_util.grouped_gemm_is_available()
+    with pytest.raises(AssertionError, match="not available"):
+        load_stock("megatron.core.transformer.moe.grouped_gemm_util").assert_grouped_gemm_is_available()
+    a, b = torch.randn(5, 4, device=here()), torch.randn(2, 4, 3, device=here())
+    counts = torch.tensor([2, 3])
+    plain = grouped_gemm_util.ops.gmm(a, b, counts, trans_b=False)
+    turned = grouped_gemm_util.ops.gmm(a, b.transpose(1, 2).contiguous(), counts, trans_b=True)
+    torch.testing.assert_close(plain, turned)
+
+
+@pytest.mark.parametrize("option", ["moe_permute_fusion", "moe_router_fusion"])
+def test_fusions_of_transformer_engine_are_left_out_and_said(option, monkeypatch):
+    config = make_config(**MIXTURE, **{option: True})
+    assert getattr(config, option) is False
+    flag = option.replace("_", "-")
+    assert dispatch.refusals[flag, "TransformerEngine is not installed"] >= 1
+    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
+    with pytest.raises(dispatch.FusedPathRefusedError, match=flag):
+        make_config(**MIXTURE, **{option: True})

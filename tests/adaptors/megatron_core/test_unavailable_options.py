@@ -1,0 +1,140 @@
+"""Options that need TransformerEngine or CUDA graphs: off and said, or refused in one line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_npu.adaptors.megatron_core import unsupported_options
+from megatron_npu.errors import UsageError
+from megatron_npu.ops import dispatch
+from megatron_npu.ops.dispatch import FusedPathRefusedError
+from tests.adaptors.megatron_core.conftest import make_config
+from tests.adaptors.megatron_core.stock import losses, pretrain
+from tests.conftest import checkout
+
+GRAPHS = [
+    {"enable_cuda_graph": True},
+    {"external_cuda_graph": True},
+    {"cuda_graph_impl": "local"},
+    {"cuda_graph_impl": "transformer_engine"},
+]
+# Exported for TransformerEngine, against upstream's default of --attention-backend.
+SWITCHES = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1"}
+
+
+@pytest.fixture(autouse=True)
+def armed() -> None:
+    import megatron_npu
+
+    megatron_npu.install()
+
+
+@pytest.mark.parametrize("asked", GRAPHS, ids=lambda asked: "-".join(map(str, *asked.items())))
+def test_no_graph_is_captured_without_cuda(asked, monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "refusals", {})
+    config = make_config(**asked, use_te_rng_tracker=True)
+    assert not config.enable_cuda_graph
+    assert not config.external_cuda_graph
+    assert config.cuda_graph_impl == "none"
+    assert not config.use_te_rng_tracker
+    (name,) = asked
+    assert {what for what, _ in dispatch.refusals} == {name.replace("_", "-"), "te-rng-tracker"}
+    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
+    with pytest.raises(FusedPathRefusedError, match="no CUDA graphs on the"):
+        make_config(**asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        ({"fp8": "hybrid"}, "--fp8-format hybrid"),
+        ({"fp4": "e2m1"}, "--fp4-format e2m1"),
+        ({"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl te"),
+        ({"tp_comm_overlap": True, "tensor_model_parallel_size": 2}, "--tp-comm-overlap"),
+        ({"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 64}, "--hybrid-context-parallel"),
+    ],
+)
+def test_what_needs_transformer_engine_is_refused(asked, line) -> None:
+    with pytest.raises(UsageError, match=f"^{line} without TransformerEngine; expected .*[.] "):
+        make_config(**asked)
+
+
+def test_what_needs_nccl_is_refused() -> None:
+    for field, flag in (("nccl_ub", "--use-nccl-ub"), ("use_sharp", "--use-sharp")):
+        with pytest.raises(UsageError, match=f"^{flag} without CUDA; "):
+            unsupported_options.refuse(
+                argparse.Namespace(**{field: True}), unsupported_options.NEED_CUDA, "CUDA"
+            )
+
+
+def test_a_config_that_asks_for_nothing_is_left_alone(monkeypatch) -> None:
+    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
+    assert make_config(cross_entropy_fusion_impl="native").cuda_graph_impl == "none"
+
+
+def test_switches_of_transformer_engine_are_left_alone(monkeypatch, caplog) -> None:
+    """Launch scripts export them; and upstream's own exports would keep a second model from being built."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.transformer.enums import AttnBackend
+
+    for name, value in SWITCHES.items():
+        monkeypatch.setenv(name, value)
+    for backend in AttnBackend:
+        model = argparse.Namespace(config=make_config(attention_backend=backend))
+        LanguageModule._set_attention_backend(model)
+    assert {name: os.environ[name] for name in SWITCHES} == SWITCHES
+    assert "NVTE_UNFUSED_ATTN" not in os.environ
+    assert len(caplog.messages) <= 1  # said once in the life of a process
+    assert all("--attention-backend" in line for line in caplog.messages)
+
+
+def test_the_stock_script_trains_without_graphs(tmp_path: Path) -> None:
+    tree = checkout("megatron_core", "0.16.1")
+    graphs = "--enable-cuda-graph --te-rng-tracker --transformer-impl inference_optimized".split()
+    few = "--deterministic-mode --train-iters 2 --eval-iters 0".split()
+    done = pretrain(tree, tmp_path, *graphs, *few, **SWITCHES)
+    assert len(losses(done)) == 2
+    said = done.stdout + done.stderr
+    assert "NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=1: without TransformerEngine" in said
+    for option in ("enable-cuda-graph", "te-rng-tracker"):
+        assert f"{option} is left out: " in done.stdout
+    assert "transformer_engine runs unfused: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("version", "flags"),
+    [
+        ("0.16.1", ["--fp8-format", "hybrid"]),
+        ("0.12.1", ["--tp-comm-overlap"]),
+    ],
+)
+def test_the_stock_script_refuses_in_one_line(version: str, flags: list[str], tmp_path: Path) -> None:
+    done = pretrain(checkout("megatron_core", version), tmp_path, *flags)
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("megatron-npu")
+    assert f"{flags[0]} " in last
+    assert "without TransformerEngine" in last
+
+
+def test_the_dynamic_engine_is_refused_without_flash_attn() -> None:
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash-attn is installed")
+    from megatron.core.transformer import attention
+
+    with pytest.raises(UsageError, match="dynamic inference engine without the package flash-attn"):
+        attention.is_fa_min_version("2.7.3")
+
+
+def test_mamba_is_refused_without_its_kernels() -> None:
+    if importlib.util.find_spec("mamba_ssm"):
+        pytest.skip("mamba-ssm is installed")
+    from megatron.core.models.mamba.mamba_model import MambaModel
+
+    with pytest.raises(UsageError, match="Mamba model without the packages mamba-ssm"):
+        MambaModel(make_config(), None, vocab_size=8, max_sequence_length=8)

@@ -1,0 +1,247 @@
+"""The runner of upstream's own unit tests: it sees every kind of failure, and the baseline holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.adaptors.megatron_core.upstream import baseline, exclusions, page, worlds
+from tests.adaptors.megatron_core.upstream.results import (
+    COLLECTION,
+    FAILED,
+    PASSED,
+    SKIPPED,
+    FileResult,
+    Result,
+    merge,
+)
+from tests.conftest import LONGEST, ROOT, checkout
+
+HERE = Path(__file__).parent
+RUNNER = HERE / "run_upstream_tests.py"
+QUICK = (
+    "fusions/test_torch_softmax.py",
+    "test_num_microbatches_calculator.py",
+    "tensor_parallel/test_mappings.py",
+)
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [sys.executable, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+    )
+
+
+def test_quick_files_hold_their_baseline():
+    tree = checkout("megatron_core", "0.16.1")
+    done = run(str(RUNNER), str(tree), "--device=cpu", "--limit=300", *(f"--folder={file}" for file in QUICK))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 regressions" in done.stdout
+    recorded = baseline.Baseline.load("core_v0.16.1", "cpu")
+    expected = sum(len(recorded.outcomes(f"tests/unit_tests/{file}")) for file in QUICK)
+    assert f"{expected} tests" in done.stdout
+
+
+FILE = """
+import os
+import time
+
+import pytest
+
+RANK = int(os.environ["RANK"])
+
+@pytest.fixture
+def barrier():
+    yield
+    time.sleep(600 * RANK)
+
+def test_passes():
+    pass
+
+def test_fails_in_one_rank():
+    assert RANK != 1
+
+def test_fails_before_a_teardown_that_hangs(barrier):
+    assert RANK == 0
+
+def test_after_a_failure():
+    pass
+
+def test_hangs_in_one_rank():
+    time.sleep(600 * RANK)
+
+def test_after_a_hang():
+    pass
+
+def test_dies():
+    os._exit(1)
+
+def test_fails_everywhere():
+    assert False, "alike"
+
+def test_last():
+    assert os.getcwd().endswith("cwd")
+"""
+
+DRIVER = """
+import dataclasses, json, sys
+from pathlib import Path
+from upstream import rank, world
+folder = Path(sys.argv[1])
+arguments = ("-q", "-p", "no:cacheprovider")
+setting = world.Setting(folder, folder, limit=120, grace=7, arguments=arguments)  # a busy machine is slow
+print(json.dumps(dataclasses.asdict(world.run_file(setting, "test_example.py", 2))))
+"""
+
+
+def test_a_world_that_breaks_is_replaced(tmp_path):
+    for name in ("tmp", "logs", "cwd"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "cwd" / "test_example.py").write_text(FILE)
+    done = run("-c", DRIVER, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    tests = {name: (test["outcome"], test["text"]) for name, test in json.loads(done.stdout)["tests"].items()}
+    outcomes = {name: outcome for name, (outcome, _) in tests.items()}
+    assert outcomes == {
+        "test_passes": PASSED,
+        "test_fails_in_one_rank": FAILED,
+        "test_fails_before_a_teardown_that_hangs": FAILED,
+        "test_after_a_failure": PASSED,
+        "test_hangs_in_one_rank": FAILED,
+        "test_after_a_hang": PASSED,
+        "test_dies": FAILED,
+        "test_fails_everywhere": FAILED,
+        "test_last": PASSED,
+    }
+    assert "assert 1 != 1" in tests["test_fails_in_one_rank"][1]
+    assert "assert 1 == 0" in tests["test_fails_before_a_teardown_that_hangs"][1]
+    assert tests["test_hangs_in_one_rank"][1] == "did not end in every rank: rank 0 ended"
+    # Both ranks die; which is seen first is chance.
+    assert re.fullmatch(r"did not end in every rank: rank [01] ended", tests["test_dies"][1])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "outcome"),
+    [
+        ([PASSED, PASSED], PASSED),
+        ([SKIPPED, PASSED], PASSED),
+        ([SKIPPED, SKIPPED], SKIPPED),
+        ([PASSED, FAILED], FAILED),
+        ([SKIPPED, FAILED], FAILED),
+    ],
+)
+def test_a_failure_in_one_rank_fails_the_test(ranks, outcome):
+    assert merge([Result(rank) for rank in ranks]).outcome == outcome
+
+
+RULES = [
+    exclusions.Rule("needs X", text="no X"),
+    exclusions.Rule("absent package y", text="no y here", environment=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "kind"),
+    [
+        (PASSED, Result(PASSED), None),
+        (PASSED, Result(FAILED, "wrong"), "regressions"),
+        (PASSED, Result(FAILED, "no X"), "regressions"),  # a rule does not excuse what once passed
+        (PASSED, Result(SKIPPED, "whatever"), "regressions"),
+        (PASSED, Result(FAILED, "no y here"), "incomparable"),
+        (PASSED, None, "regressions"),
+        (FAILED, Result(FAILED, "wrong"), None),
+        (FAILED, Result(PASSED), "gains"),
+        (baseline.EXCLUDED, Result(PASSED), "gains"),
+        (None, Result(FAILED, "wrong"), "regressions"),
+        (None, Result(FAILED, "no X"), None),
+        (None, Result(PASSED), None),
+    ],
+)
+def test_comparison(before, now, kind):
+    entry = {PASSED: ["a"]} if before == PASSED else {before: {"why": ["a"]}} if before else {}
+    recorded = baseline.Baseline("tree", "cpu", files={"file": entry})
+    result = FileResult("file", 1, 0.0, {} if now is None else {"a": now})
+    found = vars(baseline.compare(recorded, [result], RULES))
+    assert [name for name, tests in found.items() if "file::a" in tests] == ([kind] if kind else [])
+
+
+@pytest.mark.parametrize(("text", "kind"), [("no y here", "incomparable"), ("no X", "regressions")])
+def test_a_file_that_cannot_be_read_for_want_of_a_package_is_not_judged(text, kind):
+    recorded = baseline.Baseline("tree", "cpu", files={"file": {PASSED: ["a", "b"]}})
+    result = FileResult("file", 1, 0.0, {COLLECTION: Result(SKIPPED, text)})
+    found = baseline.compare(recorded, [result], RULES)
+    names = {"incomparable": {f"file::{COLLECTION}"}, "regressions": {"file::a", "file::b"}}
+    assert set(found.incomparable) | set(found.regressions) == names[kind]
+
+
+def test_rules_explain_failures_alone():
+    result = FileResult(
+        "file", 8, 1.0, {"a": Result(PASSED), "b": Result(FAILED, "no X"), "c": Result(FAILED, "no")}
+    )
+    entry = baseline.entry(result, RULES, "cpu")
+    assert (entry[PASSED], entry[baseline.EXCLUDED], entry[FAILED]) == (
+        ["a"],
+        {"needs X": ["b"]},
+        {"no": ["c"]},
+    )
+
+
+def test_barred_tests_do_not_start():
+    rule = exclusions.Rule("why", test=r"tests/test_a\.py::test_(b|c)", barred=True, devices=("npu",))
+    assert exclusions.barred([rule], "tests/test_a.py", "npu") == {"test_(b|c)": "why"}
+    assert exclusions.barred([rule], "tests/test_a.py", "cpu") == {}
+    assert exclusions.barred([rule], "tests/test_b.py", "npu") == {}
+
+
+def test_no_rule_excludes_everything(tmp_path):
+    assert exclusions.load()
+    wide = tmp_path / "rules.json"
+    wide.write_text('[{"reason": "because", "text": ".*"}]')
+    with pytest.raises(ValueError, match="because"):
+        exclusions.load(wide)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("def test_pure(): pass", 1),
+        ("Utils.initialize_model_parallel(1, 1)", 1),
+        ("Utils.initialize_model_parallel()", 1),
+        ("Utils.initialize_model_parallel(1, 1)\nif Utils.rank == 0: pass", 8),
+        ("Utils.initialize_model_parallel(4, 2)", 8),
+        ("Utils.initialize_model_parallel(tp_size, 1)", 8),
+        ("torch.distributed.barrier()", 8),
+    ],
+)
+def test_ranks_of_a_file(tmp_path, text, ranks):
+    (tmp_path / "test_a.py").write_text(text)
+    assert worlds.size_for(tmp_path, "test_a.py", {}) == ranks
+    assert worlds.size_for(tmp_path, "test_a.py", {"test_a.py": {"ranks": 2, "reason": "few"}}) == 2
+
+
+def test_every_exception_has_a_reason():
+    named = json.loads(worlds._NAMED.read_text())
+    assert all(entry["reason"] and entry.keys() & {"ranks", "environment"} for entry in named.values())
+    (alone,) = [file for file, entry in named.items() if "environment" in entry]
+    assert worlds.environment_for(alone) == named[alone]["environment"]
+    assert worlds.environment_for("tests/unit_tests/test_basic.py") == {}
+
+
+def test_the_page_shows_the_baselines():
+    assert page.PAGE.read_text() == page.text()

@@ -1,0 +1,131 @@
+"""Write docs/upstream-tests.md from the baselines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .baseline import FOLDER, Baseline
+from .results import EXCLUDED, FAILED, PASSED, SKIPPED
+
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "upstream-tests.md"
+_MOST = 15  # causes of failures that are listed
+
+_INTRODUCTION = """# Upstream's unit tests as judge
+
+Megatron-LM has unit tests of its own (`tests/unit_tests`). They know nothing of this plug-in, so they judge
+it: the same files, unmodified, on a device that they were not written for. This page is generated from the
+baselines in `tests/adaptors/megatron_core/upstream_tests/` by
+
+```bash
+python tests/adaptors/megatron_core/run_upstream_tests.py --page
+```
+
+A run compares with the baseline and names the tests that passed when it was recorded and do not now (exit
+status 1); `--record` writes a new baseline. Checkouts come from `scripts/get_megatron.sh`; nothing is
+written into them.
+
+```bash
+python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device cpu --record
+python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device npu --folder tensor_parallel
+```
+
+`npu` is the [simulated Ascend](simulator.md) on a machine without NPUs. The baselines were taken with what
+upstream's tests import: pytest-mock, pytest-asyncio, mock, wrapt, msgpack, nltk, nvtx, requests, httpx,
+pyzmq, flask, fastapi and nvidia-resiliency-ext. A test that lacks one of them is not judged; the run says so.
+
+## How they are run
+
+- **Worlds.** Upstream's CI runs every file with 8 ranks on 8 GPUs; so do we, with 8 processes, each with
+  the environment that torchrun would give it. One process runs a file where eight would do the same eight
+  times: it has no word of torch.distributed or Megatron's groups, or only layouts of one rank. Exceptions,
+  with reasons: `upstream/worlds.json`.
+- **A test passes** if it passes in all its ranks. When it fails in some only, or hangs, the world is
+  replaced, and the next one goes on with the next test.
+- **What the tests are told.** That there is an accelerator (`torch.cuda.is_available()` is true in the test
+  files: many skip themselves otherwise), and of tensors what Megatron is told (`is_cuda`). That there is no
+  network: what they would download is absent.
+- **Memory.** A world that would leave the machine less than a tenth of its memory is stopped, and the test
+  that it was in does not count.
+- **Groups** of a model-parallel layout that a test has destroyed are released; upstream leaves them to the
+  end.
+
+## What counts
+
+*Excluded* is a test that failed for a reason which has nothing to do with the plug-in; each rule and its
+reason are in `upstream/exclusions.json`. A rule never turns a pass into anything else, and a test that
+passed once and fails now is a regression whatever the rules say. A few tests are not even started: those
+that fill the device's memory, where it is the machine's. *Skipped* is what upstream's own marks skip. The
+quota is passed / (passed + failed). A file that cannot be imported counts as one test.
+
+A file that is not recorded was not run to its end where the baseline was taken; the first table says how
+many are.
+"""
+
+
+def write() -> None:
+    """Replace the page."""
+    unfinished = PAGE.with_suffix(".tmp")
+    unfinished.write_text(text())
+    os.replace(unfinished, PAGE)
+
+
+def text() -> str:
+    """Return the page for all baselines that are there."""
+    found = [Baseline.load(*path.stem.rsplit("-", 1)) for path in sorted(FOLDER.glob("core_v*.json"))]
+    rows = [
+        f"| {one.tree} | {one.device} | {len(one.files)} of {one.there} | {_cells(one.totals())} |"
+        for one in found
+    ]
+    head = ["| tree | device | files | passed | failed | excluded | skipped | quota |", "|---" * 8 + "|"]
+    parts = [_INTRODUCTION, "## Totals\n", "\n".join(head + rows) + "\n", *map(_section, found)]
+    return "\n".join(parts)
+
+
+def sentence(totals: dict[str, int]) -> str:
+    """Return the totals in one line."""
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in totals.items())
+    return f"{counts}; {_quota(totals)} of those that count pass"
+
+
+def _quota(totals: dict[str, int]) -> str:
+    judged = totals[PASSED] + totals[FAILED]
+    return f"{100 * totals[PASSED] / judged:.1f} %" if judged else "-"
+
+
+def _cells(totals: dict[str, int]) -> str:
+    numbers = [totals[outcome] for outcome in (PASSED, FAILED, EXCLUDED, SKIPPED)]
+    return " | ".join([*map(str, numbers), _quota(totals)])
+
+
+def _section(one: Baseline) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in one.versions.items())
+    minutes = sum(entry["seconds"] for entry in one.files.values()) / 60
+    lines = [
+        f"## {one.tree} on {one.device}\n",
+        f"{versions}; {len(one.files)} of {one.there} files, in {minutes:.0f} minutes.\n",
+    ]
+    lines += ["| folder | passed | failed | excluded | skipped | quota |", "|---|---|---|---|---|---|"]
+    lines += [f"| {folder} | {_cells(one.totals(files))} |" for folder, files in _folders(one).items()]
+    for title, outcome in (("Excluded", EXCLUDED), ("Remaining failures", FAILED)):
+        reasons = one.reasons(outcome)
+        if not reasons:
+            continue
+        lines += ["", f"{title}:\n", "| tests | reason |", "|---|---|"]
+        lines += [f"| {number} | {_cell(reason)} |" for reason, number in list(reasons.items())[:_MOST]]
+        if len(reasons) > _MOST:
+            rest = sum(list(reasons.values())[_MOST:])
+            lines.append(f"| {rest} | {len(reasons) - _MOST} other reasons: see the baseline |")
+    return "\n".join(lines) + "\n"
+
+
+def _folders(one: Baseline) -> dict[str, list[str]]:
+    folders: dict[str, list[str]] = {}
+    for file in one.files:
+        inner = file.removeprefix("tests/unit_tests/")
+        folders.setdefault(inner.partition("/")[0] if "/" in inner else "(files beside)", []).append(file)
+    return folders
+
+
+def _cell(reason: str) -> str:
+    return "`" + reason.replace("|", "\\|").replace("`", "'") + "`"

@@ -1,0 +1,36 @@
+"""A checkout of Megatron-LM 285068c8, which must come out of the tests as it went in."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_npu import upstream
+from tests.adaptors.megatron_lm import runs
+from tests.conftest import checkout as find_or_skip
+
+
+def status(checkout: Path) -> str:
+    """Return what git says has changed in the checkout; nothing where it is a plain copy."""
+    command = ["git", "-C", str(checkout), "status", "--short", "--ignored"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Iterator[Path]:
+    found = find_or_skip("megatron_lm", upstream.LEGACY_VERSION)
+    before = status(found)
+    yield found
+    assert status(found) == before, "the checkout was written to"
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """A folder with a vocabulary and a GPT dataset."""
+    folder = tmp_path_factory.mktemp("data")
+    runs.write_vocabulary(folder)
+    runs.write_dataset(folder / "text")
+    return folder

@@ -1,0 +1,89 @@
+"""The stock ``tools/preprocess_data.py``, and the script of the guide that runs it for T5 and BERT."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.adaptors.megatron_lm import runs
+from tests.end_to_end.tiny import ROOT
+
+TEXTS = [
+    "It's a test: 1,024 tokens… “quoted”, naïve café, 東京, and    blanks.\n\nA second paragraph.",
+    "Short.",
+    *(f"Line {n} says that {n} times {n} is {n * n}. It's true; isn't it?" for n in range(60)),
+]
+
+
+def test_gives_the_bytes_that_our_tool_gives(checkout, gpt2_vocab, tmp_path):
+    pytest.importorskip("nltk", reason="upstream's tool needs nltk even where no sentences are split")
+    text = tmp_path / "text.json"
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXTS))
+    files = f"--vocab-file {gpt2_vocab.vocab_file} --merge-file {gpt2_vocab.merge_file}"
+    common = f"--input {text} {files} --tokenizer-type GPT2BPETokenizer --append-eod".split()
+    script = checkout / "tools" / "preprocess_data.py"
+    theirs = ["--output-prefix", str(tmp_path / "theirs"), "--dataset-impl", "mmap"]
+    theirs += ["--chunk-size", "25", "--workers", "2"]
+    runs.succeeded(runs.run(script, [*common, *theirs]))
+    command = [sys.executable, "-m", "megatron_npu", "preprocess", *common]
+    subprocess.run([*command, "--output-prefix", str(tmp_path / "ours")], env=runs.environment(), check=True)
+    for suffix in ("bin", "idx"):
+        content = [(tmp_path / f"{name}_text_document.{suffix}").read_bytes() for name in ("theirs", "ours")]
+        assert len(content[0]) > 1000
+        assert content[0] == content[1]
+
+
+def test_script_of_t5_splits_sentences(checkout, tmp_path):
+    """WikiExtractor's files in folders become documents of sentences."""
+    pytest.importorskip("nltk", reason="sentences are split with nltk")
+    write_sentence_model(tmp_path / "nltk")
+    words = "mr the cat sat on a mat . dog ran home".split()
+    data, articles = tmp_path / "data", tmp_path / "text" / "AA"
+    data.mkdir()
+    articles.mkdir(parents=True)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (data / "bert-large-uncased-vocab.txt").write_text("\n".join([*special, *words]) + "\n")
+    (articles / "wiki_00").write_text(json.dumps({"text": "Mr. Cat sat. A dog ran home."}) + "\n")
+    (articles / "wiki_01").write_text(json.dumps({"text": "The cat ran."}) + "\n")
+    changes = {
+        "MEGATRON_LM_PATH": checkout,
+        "PYTHON": sys.executable,
+        "NLTK_DATA": tmp_path / "nltk",
+        "DATA_DIR": data,
+        "INPUT": tmp_path / "text",
+        "WORKERS": "1",
+    }
+    result = subprocess.run(
+        ["bash", str(ROOT / "tests" / "dataset_preprocess_t5.sh")],
+        env=runs.environment(**{name: str(value) for name, value in changes.items()}),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    runs.succeeded(result)
+    number = {word: len(special) + position for position, word in enumerate(words)}
+    sentences = ["mr . cat sat .", "a dog ran home .", "the cat ran ."]
+    expected = [number[word] for sentence in sentences for word in sentence.split()]
+    found = np.fromfile(data / "my-t5_text_sentence.bin", np.uint16)
+    assert found.tolist() == expected
+    lengths = sentence_lengths(data / "my-t5_text_sentence.idx", len(sentences))
+    assert lengths == [len(sentence.split()) for sentence in sentences]
+
+
+def write_sentence_model(folder: Path) -> None:
+    """Write a model of nltk's sentence splitter for English that knows one abbreviation."""
+    english = folder / "tokenizers" / "punkt_tab" / "english"
+    english.mkdir(parents=True)
+    for name in ("abbrev_types.txt", "collocations.tab", "ortho_context.tab", "sent_starters.txt"):
+        (english / name).write_text("mr\n" if name == "abbrev_types.txt" else "")
+
+
+def sentence_lengths(index: Path, sentences: int) -> list[int]:
+    """Return the first lengths that an index file tells, behind its header of 34 bytes."""
+    return np.fromfile(index, np.int32, sentences, offset=34).tolist()

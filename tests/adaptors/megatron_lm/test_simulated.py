@@ -1,0 +1,47 @@
+"""The stock ``pretrain_gpt.py`` on simulated Ascend NPUs over HCCL: the curve of one process on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.adaptors.megatron_lm import runs
+from tests.adaptors.megatron_lm.test_runs import TP2, deviation
+from tests.end_to_end import tiny
+from tests.sim.conftest import run_simulated, unavailable
+
+SBH, BSH = (f"--use-flash-attn --shape-order {order}" for order in ("SBH", "BSH"))
+CAUSAL, WINDOW = "--pre-tockens 65536 --next-tockens 65536", "--pre-tockens 8 --next-tockens 0"
+STEPS = 6
+
+
+def steps(checkout, data, layout: str) -> list[str]:
+    """Return script and flags of a short run."""
+    return [str(checkout / "pretrain_gpt.py"), *runs.flags(data), *f"--train-iters {STEPS} {layout}".split()]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(checkout, data) -> dict[str, dict[int, float]]:
+    """The curves of one process on the CPU, causal and with a sliding window."""
+    curves = {}
+    for window in (CAUSAL, WINDOW):
+        script, *flags = steps(checkout, data, window)
+        curves[window] = runs.losses(runs.succeeded(runs.run(script, flags)))
+    return curves
+
+
+@pytest.mark.parametrize(
+    ("processes", "window", "layout", "limit"),
+    [
+        (2, CAUSAL, f"{TP2} --sequence-parallel {BSH}", 1e-5),
+        (2, WINDOW, f"--use-distributed-optimizer --bf16 {SBH}", 1e-3),
+    ],
+    ids=["tp2-sp-BSH", "dp2-distributed-optimizer-bf16-window-SBH"],
+)
+def test_trains_like_the_cpu(checkout, data, on_cpu, processes, window, layout, limit):
+    if unavailable():
+        pytest.skip(unavailable())
+    command = tiny.command("run", *steps(checkout, data, f"{window} {layout}"), processes=processes)
+    result = run_simulated(*command, PYTHONDONTWRITEBYTECODE="1")
+    assert result.returncode == 0, result.stdout[-5000:]
+    assert "npu/hccl" in result.stdout
+    assert deviation(runs.losses(result.stdout), on_cpu[window]) < limit

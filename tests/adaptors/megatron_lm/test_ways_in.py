@@ -1,0 +1,49 @@
+"""A stock script without ``megatron-npu run``: an installed package's entry point, or one import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.adaptors.megatron_lm import runs
+
+
+def entry_point(checkout: Path, folder: Path) -> tuple[list[str], str]:
+    """Return a command without any mention of the plug-in, and a folder that makes it look installed."""
+    installed = folder / "megatron_npu-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron_npu\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text(
+        "[torch.backends]\nmegatron_npu = megatron_npu_autoload:arm\n"
+    )
+    return [str(checkout / "pretrain_gpt.py")], str(folder)
+
+
+def first_line(checkout: Path, folder: Path) -> tuple[list[str], str]:
+    """Return the command of a copy of the script that begins with ``import megatron_npu``."""
+    copy = folder / "pretrain_gpt.py"
+    copy.write_text("import megatron_npu\n" + (checkout / "pretrain_gpt.py").read_text())
+    return [str(copy)], str(checkout)
+
+
+@pytest.mark.parametrize("way", [entry_point, first_line])
+def test_way_in(checkout, data, tmp_path, way):
+    command, on_path = way(checkout, tmp_path)
+    environment = runs.environment()
+    environment["PYTHONPATH"] = os.pathsep.join([on_path, environment["PYTHONPATH"]])
+    flags = [*runs.flags(data), "--train-iters", "3"]
+    result = subprocess.run(
+        [sys.executable, *command, *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    output = runs.succeeded(result)
+    assert "megatron_lm 285068c8 · cpu/gloo" in output
+    assert sorted(runs.losses(output)) == [1, 2, 3]

@@ -1,0 +1,138 @@
+"""Every tensor is used exactly once; what is missing, left over or misshapen is named."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+
+from megatron_npu.conversion import hf_files, hf_gpt2, weights
+from megatron_npu.conversion.hf_llama import LLAMA
+from megatron_npu.errors import UsageError
+
+ARGS = Namespace(
+    num_layers=1,
+    num_attention_heads=2,
+    num_query_groups=2,
+    kv_channels=2,
+    tokenizer_vocab_size=5,
+    padded_vocab_size=8,
+    untie_embeddings_and_output_weights=False,
+    add_bias_linear=False,
+    rotary_interleaved=False,
+)
+H, POSITIONS = 4, 6
+
+
+def gpt2() -> dict[str, torch.Tensor]:
+    """Return the tensors of a GPT-2 as its files hold them."""
+    shapes = {
+        "wte.weight": (5, H),
+        "wpe.weight": (POSITIONS, H),
+        "h.0.ln_1.weight": (H,),
+        "h.0.ln_1.bias": (H,),
+        "h.0.attn.c_attn.weight": (H, 3 * H),
+        "h.0.attn.c_attn.bias": (3 * H,),
+        "h.0.attn.c_proj.weight": (H, H),
+        "h.0.attn.c_proj.bias": (H,),
+        "h.0.ln_2.weight": (H,),
+        "h.0.ln_2.bias": (H,),
+        "h.0.mlp.c_fc.weight": (H, 4 * H),
+        "h.0.mlp.c_fc.bias": (4 * H,),
+        "h.0.mlp.c_proj.weight": (4 * H, H),
+        "h.0.mlp.c_proj.bias": (H,),
+        "ln_f.weight": (H,),
+        "ln_f.bias": (H,),
+    }
+    generator = torch.Generator().manual_seed(0)
+    return {f"transformer.{name}": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def found(tmp_path):
+    """Return a function: tensors -> the weights of a folder with them."""
+
+    def stored(tensors: dict[str, torch.Tensor], family=hf_gpt2) -> weights.Weights:
+        sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}
+        hf_files.write(tmp_path, tensors.items(), sizes, 1 << 30)
+        return weights.weights(tmp_path, family)
+
+    return stored
+
+
+def targets() -> dict[str, torch.Tensor]:
+    """Return parameters that are not filled yet, of the shapes that the whole files give."""
+    tensors = gpt2()
+    return {
+        rule.megatron: torch.full_like(rule.join([tensors[name] for name in rule.hf]), torch.nan)
+        for rule in hf_gpt2.rules(ARGS)
+    }
+
+
+def test_whole_files_fill_every_parameter_and_come_back(found):
+    stored, filled = found(gpt2()), targets()
+    weights.check_names(stored, hf_gpt2, ARGS)
+    weights.fill(filled, stored, hf_gpt2.rules(ARGS))
+    assert not any(tensor.isnan().any() for tensor in filled.values())
+    back = dict(weights.taken_apart(filled, hf_gpt2.rules(ARGS)))
+    assert back.keys() == gpt2().keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in gpt2().items())
+
+
+def test_names_without_the_prefix_masks_and_a_tied_copy(found):
+    """As OpenAI's own files are, and as older transformers write them."""
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in gpt2().items()}
+    tensors["h.0.attn.bias"] = torch.ones(6, 6).tril()[None, None]
+    tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    stored = found(tensors)
+    weights.check_names(stored, hf_gpt2, ARGS)
+    weights.fill(targets(), stored, hf_gpt2.rules(ARGS))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop("transformer.h.0.ln_1.bias"), "lacks transformer.h.0.ln_1.bias"),
+        (lambda t: t.update({"score.weight": torch.ones(2, H)}), "has score.weight"),
+        (lambda t: t.update({"transformer.h.1.ln_1.bias": torch.ones(H)}), "has transformer.h.1.ln_1.bias"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(5, H)}), "has lm_head.weight"),
+        (
+            lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 6, 6)}),
+            "has transformer.h.0.attn.bias",
+        ),
+        (lambda t: [t.pop(name) for name in list(t)[:9]], "and 5 more"),
+    ],
+    ids=["missing", "a head", "a layer", "an untied copy", "another mask", "many"],
+)
+def test_what_is_missing_or_left_over_is_named(found, change, named):
+    tensors = gpt2()
+    change(tensors)
+    with pytest.raises(UsageError, match=r"config\.json") as caught:
+        weights.check_names(found(tensors), hf_gpt2, ARGS)
+    assert named in str(caught.value)
+
+
+def test_another_shape_is_named(found):
+    name = "transformer.h.0.mlp.c_fc.weight"
+    stored = found({**gpt2(), name: torch.ones(4 * H, H)})
+    with pytest.raises(UsageError, match=rf"{name} has the shape \[16, 4\]; expected \[4, 16\]"):
+        weights.fill(targets(), stored, hf_gpt2.rules(ARGS))
+
+
+def test_old_frequencies_of_llama_are_no_weights():
+    assert LLAMA.is_constant("model.layers.3.self_attn.rotary_emb.inv_freq", torch.ones(4))
+    assert not LLAMA.is_constant("model.layers.3.self_attn.q_norm.weight", torch.ones(4))
+
+
+def test_one_type_for_all(found):
+    tensors = gpt2()
+    assert weights.one_dtype(found(tensors), hf_gpt2.rules(ARGS)) == "fp32"
+    mixed = {**tensors, "transformer.wte.weight": tensors["transformer.wte.weight"].half()}
+    with pytest.raises(UsageError, match=r"float16, float32; .*--dtype"):
+        weights.one_dtype(found(mixed), hf_gpt2.rules(ARGS))
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    assert weights.one_dtype(found(halves), hf_gpt2.rules(ARGS)) == "bf16"

@@ -1,0 +1,213 @@
+"""Values that a body has computed from a symbol before it was patched: tables, partials, defaults, cells."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import pytest
+
+from megatron_npu.patching.engine import Engine
+from tests.unit.patching.conftest import UpstreamTree
+
+HOLDERS = '''
+import collections, dataclasses, functools
+
+def h(x=1):
+    """The one that is patched."""
+    return "stock"
+
+class Base:
+    def method(self):
+        return "stock"
+    @staticmethod
+    def static():
+        return "stock"
+
+TABLE = {"h": h, "nested": [h, {"deep": h}]}
+ORDERED = collections.OrderedDict(h=h)
+LIST = [h]
+partial = functools.partial(h)
+argument = functools.partial(lambda f: f(), f=h)
+METHODS = {"m": Base.method, "s": Base.static}
+
+def default(f=h):
+    return f()
+
+def keyword(*, f=h):
+    return f()
+
+def decorate(f):
+    @functools.wraps(f)
+    def inner():
+        return f()
+    return inner
+
+again = decorate(h)
+
+@decorate
+def decorated(f=h):
+    return f()
+
+@dataclasses.dataclass
+class Data:
+    f: object = h
+    made: object = dataclasses.field(default_factory=h)
+
+class Class:
+    attribute = staticmethod(lambda f=h: f())
+    table = {"h": h}
+    def method(self, f=h):
+        return f()
+'''
+USES = {
+    "TABLE": lambda m: m.TABLE["h"](),
+    "nested list": lambda m: m.TABLE["nested"][0](),
+    "nested dict": lambda m: m.TABLE["nested"][1]["deep"](),
+    "ORDERED": lambda m: m.ORDERED["h"](),
+    "LIST": lambda m: m.LIST[0](),
+    "partial": lambda m: m.partial(),
+    "argument of a partial": lambda m: m.argument(),
+    "method": lambda m: m.METHODS["m"](m.Base()),
+    "static method": lambda m: m.METHODS["s"](),
+    "default": lambda m: m.default(),
+    "keyword default": lambda m: m.keyword(),
+    "closure": lambda m: m.again(),
+    "default below a decorator": lambda m: m.decorated(),
+    "field": lambda m: m.Data().f(),
+    "field's default": lambda m: m.dataclasses.fields(m.Data)[0].default(),
+    "field's factory": lambda m: m.Data().made,
+    "default in a class": lambda m: m.Class.attribute(),
+    "table in a class": lambda m: m.Class.table["h"](),
+    "default of a method": lambda m: m.Class().method(),
+}
+
+
+@pytest.fixture
+def holding(upstream: UpstreamTree) -> UpstreamTree:
+    """The upstream with a module ``holders``, and wraps of what its values hold."""
+    upstream.write({"stockpkg/holders.py": HOLDERS})
+    for name in ("h", "Base.method", "Base.static"):
+        upstream.registry.wrap(f"stockpkg.holders:{name}", why="w")(lambda old: lambda *args: "patched")
+    return upstream
+
+
+def used(module: Any) -> dict[str, str]:
+    return {name: use(module) for name, use in USES.items()}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_values_are_repaired_listed_and_undone(holding: UpstreamTree, late: bool) -> None:
+    if late:
+        holding.load("holders")
+    engine = holding.engine()
+    engine.apply_loaded()
+    module = holding.load("holders")
+    assert used(module) == dict.fromkeys(USES, "patched")
+    row = engine.ledger.rows[0]
+    assert "stockpkg.holders.TABLE['h']" in row.repaired
+    assert "stockpkg.holders.again (its closure's f)" in row.repaired
+    assert [row.held for row in engine.ledger.rows] == [[], [], []]
+    engine.undo()
+    assert used(module) == dict.fromkeys(USES, "stock")
+    engine.apply_loaded()
+    assert used(module) == dict.fromkeys(USES, "patched")
+
+
+def test_again_on_a_reload(holding: UpstreamTree) -> None:
+    engine = holding.engine()
+    module = importlib.reload(holding.load("holders"))
+    assert used(module) == dict.fromkeys(USES, "patched")
+    engine.undo()
+    assert used(module) == dict.fromkeys(USES, "stock")
+
+
+def held(upstream: UpstreamTree, source: str, target: str = "h") -> tuple[Engine, list[str]]:
+    """Return what the ledger says still holds the original of ``target`` after an import of ``source``."""
+    upstream.write({"stockpkg/holders.py": f"import functools\n{source}"})
+
+    @upstream.registry.replace(f"stockpkg.holders:{target}", why="w")
+    class New:
+        pass
+
+    engine = upstream.engine()
+    upstream.load("holders")
+    assert engine.ledger.rows[0].state == "applied"
+    return engine, engine.ledger.rows[0].held
+
+
+@pytest.mark.parametrize(
+    ("source", "where"),
+    [
+        ("def h(): pass\nPAIR = (h, 1)\n", "PAIR"),
+        ("def h(): pass\nSET = {h}\n", "SET"),
+        ("def h(): pass\nNAMES = {h: 'h'}\n", "NAMES (a key)"),
+        ("def h(): pass\ncached = functools.lru_cache(h)\n", "cached (a cache)"),
+        ("def h(f): return f\npartial = functools.partial(h, h)\n", "partial (an argument)"),
+        ("class h: pass\nclass Sub(h): pass\n", "Sub (a base class)"),
+    ],
+)
+def test_what_cannot_be_repaired_is_told(
+    upstream: UpstreamTree, caplog: pytest.LogCaptureFixture, source: str, where: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine, places = held(upstream, source)
+    assert places == [f"stockpkg.holders.{where}"]
+    assert f"still held by stockpkg.holders.{where}" in engine.ledger.text()
+    assert f"stockpkg.holders:h is still held by stockpkg.holders.{where}" in caplog.text
+
+
+def test_an_imported_symbol_s_values_are_told_and_left(upstream: UpstreamTree) -> None:
+    """The module may mean the one of its true home there."""
+    _, places = held(upstream, "from stockpkg.model import gelu as h\nTABLE = {'h': h}\n")
+    assert places == ["stockpkg.holders.TABLE['h']"]
+    assert upstream.load("holders").TABLE["h"] is upstream.load("model").gelu
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class h:\n    def me(self):\n        return super(), __class__\n",
+        "def h(): pass\ndef user(x: h) -> h: pass\nclass Typed:\n    x: h\n",
+        "def h(): pass\nclass Object:\n    pass\nobject = Object()\nobject.h = h\n",
+    ],
+)
+def test_what_is_no_business_of_the_patch(upstream: UpstreamTree, source: str) -> None:
+    """The class that a body made for ``super()``, annotations, what instances hold."""
+    _, places = held(upstream, source)
+    assert places == []
+
+
+def test_the_original_that_the_new_function_calls_is_left_to_it(upstream: UpstreamTree) -> None:
+    upstream.write({"stockpkg/holders.py": "def h():\n    return 'stock'\n"})
+    upstream.registry.wrap("stockpkg.holders:h", why="w")(lambda old: lambda: ("first", old()))
+    upstream.registry.wrap("stockpkg.holders:h", why="w")(lambda old: lambda: ("second", old()))
+    engine = upstream.engine()
+    assert upstream.load("holders").h() == ("second", ("first", "stock"))
+    assert [(row.repaired, row.held) for row in engine.ledger.rows] == [([], [])] * 2
+
+
+def test_a_module_that_took_the_name_has_its_values_repaired_too(upstream: UpstreamTree) -> None:
+    upstream.write({"stockpkg/taker.py": "from stockpkg.model import gelu\nTABLE = {'gelu': gelu}\n"})
+    upstream.registry.wrap("stockpkg.model:gelu", why="w")(lambda old: lambda *args: "patched")
+    taker = upstream.load("taker")
+    engine = upstream.engine()
+    engine.apply_loaded()
+    assert taker.TABLE["gelu"](1) == "patched"
+    assert sorted(engine.ledger.rows[0].repaired) == [
+        "stockpkg.taker.TABLE['gelu']",
+        "stockpkg.taker.gelu",
+    ]
+    engine.undo()
+    assert taker.TABLE["gelu"](1) == 2
+
+
+def test_a_value_that_somebody_has_set_since_is_left_by_undo(holding: UpstreamTree) -> None:
+    engine = holding.engine()
+    module = holding.load("holders")
+    module.TABLE["h"] = module.LIST[0] = str
+    module.TABLE["nested"].clear()
+    engine.undo()
+    assert module.TABLE["h"] is module.LIST[0] is str
+    assert module.ORDERED["h"]() == "stock"

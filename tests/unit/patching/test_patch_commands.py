@@ -1,0 +1,187 @@
+"""The commands on real Megatron sources: a copy of the installed megatron-core, edited."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_npu import cli, patch_commands, plugin, upstream
+from megatron_npu.errors import UsageError
+from megatron_npu.patching.pins import Pins
+
+
+@pytest.fixture(scope="module")
+def found() -> upstream.Upstream:
+    try:
+        return upstream.find()
+    except UsageError:
+        pytest.skip("no Megatron is installed")
+
+
+@pytest.fixture
+def tree(found: upstream.Upstream, tmp_path: Path) -> Path:
+    """The patched modules of the installed Megatron, nothing else."""
+    patches = patch_commands._shipped(patch_commands._records(found), found)
+    files = {found.root / "megatron/core/package_info.py"}
+    for module in {patch.module for patch in patches}:
+        base = found.root.joinpath(*module.split("."))
+        files.add(base / "__init__.py" if base.is_dir() else base.with_suffix(".py"))
+    for path in files:
+        copy = tmp_path / "tree" / path.relative_to(found.root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    return tmp_path / "tree"
+
+
+@pytest.fixture
+def pins(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Path:
+    """Pins of ``tree`` as it is."""
+    directory = tmp_path / "pins"
+    assert patch_commands.pin(["--megatron", str(tree), "--output", str(directory)]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(plugin, "pins_directory", lambda: directory)
+    return directory
+
+
+def edit(tree: Path, old: str, new: str) -> None:
+    path = tree / "megatron/core/tensor_parallel/random.py"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def check(tree: Path, capsys: pytest.CaptureFixture, *options: str) -> tuple[int, dict]:
+    code = patch_commands.check(["--megatron", str(tree), "--json", *options])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_unchanged(tree: Path, pins: Path, capsys: pytest.CaptureFixture) -> None:
+    code, report = check(tree, capsys)
+    assert code == report["fails"] == 0
+    assert set(report["counts"]) == {"same"}
+    assert len(report["targets"]) >= 10
+
+
+def test_a_changed_comment_is_the_same(tree: Path, pins: Path, capsys: pytest.CaptureFixture) -> None:
+    edit(tree, "def _set_cuda_rng_state(", "# a remark\ndef _set_cuda_rng_state(")
+    assert check(tree, capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("new", "status"),
+    [
+        ("def _set_cuda_rng_state(extra, ", "signature_changed"),
+        ("def _set_cuda_rng_state_renamed(", "gone"),
+    ],
+)
+def test_drift(tree: Path, pins: Path, capsys: pytest.CaptureFixture, new: str, status: str) -> None:
+    edit(tree, "def _set_cuda_rng_state(", new)
+    code, report = check(tree, capsys)
+    assert code == report["fails"] == 1
+    (failing,) = [target for target in report["targets"] if target["fails"]]
+    assert failing["status"] == status
+    assert failing["file"].endswith("random.py")
+    assert patch_commands.check(["--megatron", str(tree)]) == 1
+    assert "FAILS" in capsys.readouterr().out
+
+
+def test_a_removed_module_is_drift(tree: Path, pins: Path, capsys: pytest.CaptureFixture) -> None:
+    (tree / "megatron/core/tensor_parallel/random.py").unlink()
+    assert check(tree, capsys)[0] == 1
+
+
+def test_it_is_static(tree: Path, pins: Path, capsys: pytest.CaptureFixture) -> None:
+    loaded = {name for name in sys.modules if name.partition(".")[0] == "megatron"}
+    check(tree, capsys)
+    assert {name for name in sys.modules if name.partition(".")[0] == "megatron"} == loaded
+
+
+def test_pins_of_modules_that_this_megatron_lacks_are_kept(
+    tree: Path, pins: Path, found: upstream.Upstream, capsys: pytest.CaptureFixture
+) -> None:
+    (path,) = pins.iterdir()
+    data = json.loads(path.read_text())
+    elsewhere = [patch for patch in patch_commands._records(found) if ".core." not in patch.target]
+    target, module = elsewhere[0].target, elsewhere[0].module
+    if module in data["modules"]:
+        pytest.skip("this Megatron ships the training scripts")
+    data["targets"][target] = {"fingerprint": "0" * 16, "signature": "def f()", "line": 1}
+    data["modules"][module] = "0" * 64
+    path.write_text(json.dumps(data))
+    assert patch_commands.pin(["--megatron", str(tree), "--output", str(pins)]) == 0
+    assert Pins.load(pins, found.name).of(target)[0].signature == "def f()"
+
+
+def test_static_ledger_shows_every_record_as_pending(
+    found: upstream.Upstream, capsys: pytest.CaptureFixture
+) -> None:
+    assert patch_commands.ledger(["--static", "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)["counts"]
+    assert counts["pending"] == sum(counts.values()) >= 10
+
+
+def test_the_variable_names_the_megatron_where_no_flag_does(
+    tree: Path, pins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tree))
+    assert patch_commands.check(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["root"] == str(tree)
+    assert report["pinned"] == [report["version"]]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["pin", "--megatron", str(tree), "--output", str(tmp_path / "file")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "--output" in error
+
+
+def test_a_reader_that_has_seen_enough_is_no_traceback(found: upstream.Upstream) -> None:
+    command = f"{sys.executable} -m megatron_npu check | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["check", "pin", "ledger"])
+def test_the_variable_that_names_no_folder_is_told(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("MEGATRON_LM_PATH", "/no/such/place")
+    assert cli.main([command]) == 2
+    assert "no folder /no/such/place (MEGATRON_LM_PATH)" in capsys.readouterr().err
+
+
+def test_a_host_that_there_is_not_is_told_those_there_are(
+    found: upstream.Upstream, capsys: pytest.CaptureFixture
+) -> None:
+    assert cli.main(["check", "--upstream", "rendezvous"]) == 2
+    assert "megatron_core or megatron_lm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--megatron", "no/such/place"], ["--upstream", "no_such_host"]])
+@pytest.mark.parametrize("command", ["check", "pin", "ledger"])
+def test_bad_usage_is_one_line(
+    found: upstream.Upstream, command: str, arguments: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert cli.main([command, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert arguments[1] in error
+
+
+def test_a_module_that_there_is_not_is_one_line(found: upstream.Upstream) -> None:
+    command = [sys.executable, "-m", "megatron_npu", "ledger", "--import", "megatron.core.nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert "no module megatron.core.nowhere" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,187 @@
+"""The format: read by megatron-core itself, and every way in which a dataset can be broken."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_npu.errors import UsageError
+from megatron_npu.preprocessing import indexed_dataset
+
+LENGTHS = np.array([3, 1, 4], dtype=np.int32)
+SEQUENCES = np.array([1, 0, 2], dtype=np.int64)  # sequences of each of three documents
+
+
+def write(prefix: Path, tokens: np.ndarray | None = None) -> Path:
+    tokens = np.arange(8, dtype=np.uint16) if tokens is None else tokens
+    with indexed_dataset.Writer(str(prefix), tokens.dtype) as writer:
+        writer.add(tokens.tobytes(), LENGTHS, SEQUENCES)
+        writer.finish()
+        indexed_dataset.publish([writer])
+    return prefix
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_megatron_core_reads_it(tmp_path: Path, dtype: type) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(write(tmp_path / "d", np.arange(8, dtype=dtype))), mmap=True)
+    assert [dataset[i].tolist() for i in range(len(dataset))] == [[0, 1, 2], [3], [4, 5, 6, 7]]
+    assert dataset.document_indices.tolist() == [0, 1, 1, 3]
+    assert dataset.index.dtype is dtype
+
+
+def test_megatron_core_writes_the_same_bytes(tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "core.bin"), dtype=np.uint16)
+    for tokens, lengths in (([0, 1, 2], [3]), ([], []), ([3, 4, 5, 6, 7], [1, 4])):
+        builder.add_document(tokens, lengths)
+    builder.finalize(str(tmp_path / "core.idx"))
+    ours = write(tmp_path / "ours")
+    for end in ("bin", "idx"):
+        assert (tmp_path / f"core.{end}").read_bytes() == ours.with_suffix(f".{end}").read_bytes()
+
+
+@pytest.mark.parametrize(("size", "name"), [(50257, "uint16"), (65499, "uint16"), (65500, "int32")])
+def test_token_type_is_the_one_of_megatron(size: int, name: str) -> None:
+    from megatron.core.datasets.indexed_dataset import DType
+
+    assert indexed_dataset.token_type(size) == np.dtype(DType.optimal_dtype(size)) == np.dtype(name)
+
+
+def test_summary_and_mode(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d")
+    expected = indexed_dataset.Summary(np.dtype("<u2"), 3, 3, 8, largest_token=7, sampled=False)
+    assert indexed_dataset.validate(prefix, vocab_size=8) == expected
+    for path in tmp_path.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) & 0o137 == 0  # 640 or less
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
+
+
+def test_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = write(tmp_path / "whole").with_suffix(".idx").read_bytes()
+    monkeypatch.setattr(indexed_dataset, "_CHUNK", 2)
+    assert write(tmp_path / "pieces").with_suffix(".idx").read_bytes() == whole
+    assert indexed_dataset.validate(tmp_path / "pieces").tokens == 8
+
+
+def test_a_large_dataset_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed_dataset, "_SAMPLE_BYTES", 8)
+    monkeypatch.setattr(indexed_dataset, "_SAMPLE_BLOCKS", 2)
+    summary = indexed_dataset.validate(write(tmp_path / "d"))
+    assert summary.sampled
+    assert summary.largest_token == 7  # the last block is always read
+
+
+@pytest.mark.parametrize("end", ["bin", "idx"])
+def test_missing(tmp_path: Path, end: str) -> None:
+    prefix = write(tmp_path / "d")
+    prefix.with_suffix(f".{end}").unlink()
+    with pytest.raises(UsageError, match=rf"d\.{end}: no such file"):
+        indexed_dataset.validate(prefix)
+
+
+@pytest.mark.parametrize("end", ["bin", "idx"])
+@pytest.mark.parametrize("cut", [1, 15])
+def test_truncated(tmp_path: Path, end: str, cut: int) -> None:
+    path = write(tmp_path / "d").with_suffix(f".{end}")
+    os.truncate(path, path.stat().st_size - cut)
+    with pytest.raises(UsageError, match=rf"d\.{end}: truncated\?"):
+        indexed_dataset.validate(tmp_path / "d")
+
+
+@pytest.mark.parametrize("size", [0, 5, 20, 33])
+def test_truncated_in_the_header(tmp_path: Path, size: int) -> None:
+    os.truncate(write(tmp_path / "d").with_suffix(".idx"), size)
+    with pytest.raises(UsageError, match=r"d\.idx"):
+        indexed_dataset.validate(tmp_path / "d")
+
+
+def test_too_long(tmp_path: Path) -> None:
+    path = write(tmp_path / "d").with_suffix(".bin")
+    path.write_bytes(path.read_bytes() + b"\0\0")
+    with pytest.raises(UsageError, match="18 bytes; expected 16"):
+        indexed_dataset.validate(tmp_path / "d")
+
+
+LENGTHS_AT = indexed_dataset.HEADER.size
+BEGINS_AT = LENGTHS_AT + 4 * 3
+DOCUMENTS_AT = BEGINS_AT + 8 * 3
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (0, b"X", "an indexed dataset"),
+        (9, struct.pack("<Q", 2), "version 2"),
+        (17, b"\x06", "token type 6"),
+        (18, struct.pack("<Q", 1 << 62), "bytes for its"),
+        (LENGTHS_AT, struct.pack("<i", -3), "a sequence of -3 tokens"),
+        (LENGTHS_AT, struct.pack("<i", 4), "sums of their lengths"),
+        (BEGINS_AT + 8, struct.pack("<q", 2), "sums of their lengths"),
+        (DOCUMENTS_AT, struct.pack("<q", 1), "boundaries of documents"),
+        (DOCUMENTS_AT + 8, struct.pack("<q", 3), "boundaries of documents"),
+        (DOCUMENTS_AT + 24, struct.pack("<q", 2), "boundaries of documents"),
+    ],
+)
+def test_damaged_index(tmp_path: Path, at: int, value: bytes, message: str) -> None:
+    path = write(tmp_path / "d").with_suffix(".idx")
+    content = bytearray(path.read_bytes())
+    content[at : at + len(value)] = value
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        indexed_dataset.validate(tmp_path / "d")
+
+
+def test_ids_outside_the_vocabulary(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", np.array([0, 1, 2, 3, 4, 500, 6, 7], dtype=np.uint16))
+    indexed_dataset.validate(prefix, vocab_size=501)
+    with pytest.raises(UsageError, match="token id 500; expected ids from 0 to 499"):
+        indexed_dataset.validate(prefix, vocab_size=500)
+    with pytest.raises(UsageError, match="token id -1"):
+        indexed_dataset.validate(write(tmp_path / "n", np.array([0, -1, 2, 3, 4, 5, 6, 7], dtype=np.int32)))
+
+
+def test_no_tokens(tmp_path: Path) -> None:
+    with indexed_dataset.Writer(str(tmp_path / "d"), np.dtype(np.uint16)) as writer:
+        writer.finish()
+        indexed_dataset.publish([writer])
+    with pytest.raises(UsageError, match="no tokens"):
+        indexed_dataset.validate(tmp_path / "d")
+
+
+def test_nothing_remains_of_what_was_not_published(tmp_path: Path) -> None:
+    with indexed_dataset.Writer(str(tmp_path / "d"), np.dtype(np.uint16)) as writer:
+        writer.add(b"\0\0", np.array([1]), np.array([1]))
+        writer.finish()
+        assert len(list(tmp_path.iterdir())) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_remains_when_a_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename: Callable[[Path, Path], None] = os.replace
+
+    def fail_at_last(source: Path, target: Path) -> None:
+        if target.name == "b.idx":
+            raise OSError("disk trouble")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", fail_at_last)
+    kind = np.dtype(np.uint16)
+    with (
+        indexed_dataset.Writer(f"{tmp_path}/a", kind) as one,
+        indexed_dataset.Writer(f"{tmp_path}/b", kind) as two,
+    ):
+        for writer in (one, two):
+            writer.add(bytes(16), LENGTHS, SEQUENCES)
+            writer.finish()
+        with pytest.raises(OSError, match="disk trouble"):
+            indexed_dataset.publish([one, two])
+    assert list(tmp_path.iterdir()) == []

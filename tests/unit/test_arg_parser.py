@@ -1,0 +1,131 @@
+"""The shared parser: one line that says what was expected, and help that says every default."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from megatron_npu import cli
+from megatron_npu.arg_parser import Parser, default_of, integer, number, positive, whole
+from megatron_npu.errors import UsageError
+
+
+@pytest.fixture
+def parser():
+    result = Parser("megatron-npu try", description="``try``: a command.", hint="Ask again.")
+    result.add_argument("--layers", type=positive, default=12, help="how many")
+    result.add_argument("--steps", type=whole, help="how often (default: as often as it takes)")
+    result.add_argument("--rate", "--speed", type=number, default=1e-5, help="100% of it")
+    result.add_argument("--seed", type=integer)
+    result.add_argument("--form", choices=["long", "short"])
+    result.add_argument("--keys", nargs="+", default=["text", "title"], help="names")
+    result.add_argument("--quiet", action="store_true", help="say nothing")
+    return result
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--layers", "abc"], "--layers abc; expected a whole number from 1 on. See"),
+        (["--layers", "0"], "--layers 0; expected a whole number from 1 on. See"),
+        (["--steps", "-1"], "--steps -1; expected a whole number from 0 on. See"),
+        (["--seed", "1.5"], "--seed 1.5; expected a whole number. See"),
+        (["--speed", "nan"], "--rate/--speed nan; expected a number. See"),
+        (["--form", "wide"], "--form 'wide'; expected long or short. See"),
+        (["--layer", "3"], "no flag --layer; expected --layers"),
+        (["--layers"], "--layers: expected one argument"),
+        (["stray"], "unexpected stray"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_of_words(parser, argv, told):
+    with pytest.raises(UsageError) as caught:
+        parser.parse_args(argv)
+    assert str(caught.value).startswith(told)
+    assert str(caught.value).endswith("See `megatron-npu try --help`. Ask again.")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_flag_is_named():
+    parser = Parser("megatron-npu try")
+    parser.add_argument("--layers", required=True)
+    with pytest.raises(UsageError, match=r"^the following arguments are required: --layers; expected "):
+        parser.parse_args([])
+
+
+def test_help_says_defaults_once_and_short_metavars(parser):
+    text = " ".join(parser.format_help().split())
+    assert "try: a command." in text
+    assert "--layers N how many (default: 12)" in text
+    assert "--steps N how often (default: as often as it takes)" in text
+    assert "--rate X, --speed X 100% of it (default: 1e-05)" in text
+    assert "names (default: text title)" in text
+    assert "--quiet say nothing --" not in text
+    assert "say nothing (" not in text
+
+
+# `run` hands its flags to the script.
+OURS = [name for name in cli.COMMANDS if name != "run"]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_command_complains_in_one_line(name, capsys):
+    assert cli.main([name, "--no-such-flag-anywhere"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(f"megatron-npu {name}: error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "training.arguments",
+        "preprocessing.command",
+        "evaluation.generate",
+        "evaluation.lambada",
+        "conversion.command",
+    ],
+)
+def test_every_flag_has_a_help_text(name):
+    parser = importlib.import_module(f"megatron_npu.{name}").parser()
+    for action in parser._actions:
+        assert action.help, f"{'/'.join(action.option_strings)} has no help text"
+    text = " ".join(parser.format_help().split())
+    assert "``" not in text
+    assert len([action for action in parser._actions if default_of(action)]) <= text.count("default: ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["preproces"], "no command 'preproces'; expected preprocess."),
+        (["hlep"], "no command 'hlep'; expected help."),
+        (["zzz"], "no command 'zzz'; expected run, pretrain, "),
+        (["help", "lamdba"], "no command 'lamdba'; expected lambada."),
+    ],
+)
+def test_a_misspelt_command_gets_the_nearest_one(argv, told, capsys):
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(f"megatron-npu: error: {told}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [["help"], ["--help"], ["-h"]])
+def test_help_names_commands_variables_and_torchrun(argv, capsys):
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    for name in (*cli.COMMANDS, "--version", "docs/flags.md", "torchrun --nproc-per-node N -m megatron_npu"):
+        assert name in out
+
+
+def test_help_of_a_command_is_its_own(capsys):
+    texts = []
+    for argv in (["help", "generate"], ["generate", "--help"]):
+        with pytest.raises(SystemExit):
+            cli.main(argv)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("usage: megatron-npu generate")

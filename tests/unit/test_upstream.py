@@ -1,0 +1,128 @@
+"""Finding the Megatron on the path without importing it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_npu import upstream
+from megatron_npu.errors import UsageError
+
+
+def make_core(root: Path, version: str, namespace: bool = True) -> Path:
+    """Write the few files of a megatron-core that ``upstream`` reads."""
+    core = root / "megatron" / "core"
+    core.mkdir(parents=True)
+    major, minor, patch = version.split(".")
+    (core / "package_info.py").write_text(
+        f'MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ""\n'
+    )
+    (core / "__init__.py").write_text("raise AssertionError('must not be imported')\n")
+    if not namespace:
+        (root / "megatron" / "__init__.py").write_text("raise AssertionError('must not be imported')\n")
+    return root.resolve()
+
+
+@pytest.fixture
+def path(monkeypatch):
+    """Return a function that makes the given folders the whole of ``sys.path`` for Megatron."""
+
+    def use(*roots: Path) -> None:
+        monkeypatch.setattr(sys, "path", [str(root) for root in roots])
+
+    return use
+
+
+@pytest.mark.parametrize("namespace", [True, False])
+def test_finds_the_version_unimported(tmp_path, path, namespace):
+    root = make_core(tmp_path, "0.15.3", namespace)
+    path(root)
+    found = upstream.find()
+    assert (found.name, found.version, found.root) == ("megatron_core", "0.15.3", root)
+    found.require_supported()
+
+
+def make_legacy(root: Path) -> Path:
+    """Write the file by which ``upstream`` knows the tree of 2023, in a regular package."""
+    model = root / "megatron" / "model"
+    model.mkdir(parents=True)
+    (model / "transformer.py").touch()
+    (root / "megatron" / "__init__.py").touch()
+    return root.resolve()
+
+
+def test_finds_the_legacy_tree(tmp_path):
+    found = upstream.find(make_legacy(tmp_path))
+    assert (found.name, found.version) == ("megatron_lm", "unknown"), "its files are not those of the commit"
+
+
+def test_the_legacy_tree_wins_wherever_it_is_on_the_path(tmp_path, path):
+    """As for Python: a regular package before every portion of a namespace; so nothing can mix."""
+    core, legacy = make_core(tmp_path / "core", "0.16.1"), make_legacy(tmp_path / "legacy")
+    path(core, legacy)
+    found = upstream.find()
+    assert (found.name, found.root) == ("megatron_lm", legacy)
+    found.require_supported()
+
+
+def test_none_at_all(tmp_path, path, monkeypatch):
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    path(tmp_path)
+    with pytest.raises(UsageError, match=r"no Megatron on the Python path;.*pip install megatron-core"):
+        upstream.find()
+
+
+def test_the_variable_is_named_where_it_leads_nowhere(tmp_path, path, monkeypatch):
+    path(tmp_path)
+    monkeypatch.setenv("MEGATRON_LM_PATH", "/no/such")
+    with pytest.raises(UsageError, match=r"on the Python path, nor in /no/such \(MEGATRON_LM_PATH\)"):
+        upstream.find()
+
+
+@pytest.mark.parametrize(("given_by", "told"), [("", "the path"), ("--megatron", "--megatron")])
+def test_a_named_folder_without_a_megatron(tmp_path, given_by, told):
+    """Installing another is no help to who has named one."""
+    with pytest.raises(UsageError, match=f"no Megatron in .*Correct {told}") as caught:
+        upstream.find(tmp_path, given_by)
+    assert "pip install" not in str(caught.value)
+    with pytest.raises(UsageError, match=f"no folder .*absent.*Correct {told}"):
+        upstream.find(tmp_path / "absent", given_by)
+
+
+@pytest.mark.parametrize(("version", "age"), [("0.11.0", "old"), ("0.17.0", "new"), ("1.0.0", "new")])
+def test_unsupported_versions(tmp_path, version, age):
+    found = upstream.find(make_core(tmp_path, version))
+    with pytest.raises(UsageError, match=f"{version} in .* is too {age}; expected a version from 0.12"):
+        found.require_supported()
+
+
+@pytest.mark.parametrize("namespace", [True, False])
+def test_two_megatrons(tmp_path, path, monkeypatch, namespace):
+    first = make_core(tmp_path / "a", "0.16.1", namespace)
+    second = make_core(tmp_path / "b", "0.12.1")
+    path(first, second)
+    found = upstream.find()
+    assert found.shadowed == ((second, "0.12.1"),)
+    with pytest.raises(UsageError, match=r"two Megatrons.*0\.16\.1 in .*a \(first\) and 0\.12\.1 in .*b"):
+        found.require_supported()
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(first))
+    found.require_supported()
+
+
+def test_a_checkout_beside_a_wheel_of_the_same_version(tmp_path, path):
+    path(make_core(tmp_path / "checkout", "0.16.1"), make_core(tmp_path / "wheel", "0.16.1"))
+    upstream.find().require_supported()
+
+
+def test_the_installed_megatron_core():
+    pytest.importorskip("psutil")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        installed = version("megatron-core")
+    except PackageNotFoundError:
+        pytest.skip("megatron-core is not installed")
+    assert upstream.find().version == installed
+    assert "megatron.core" not in sys.modules or hasattr(sys.modules["megatron.core"], "__version__")
