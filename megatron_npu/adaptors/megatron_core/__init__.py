@@ -1,6 +1,7 @@
 """Adaptors of megatron-core (``megatron.core.*``) and of the training scripts of the same tag.
 
-One file per upstream module, called after it. An adaptor only records patches; see ``patching``.
+One module or folder per subject; its docstring says what of upstream it connects. An adaptor only records
+patches; see ``patching``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import pkgutil
 
 
 def register() -> None:
-    """Import every adaptor of this folder, which records its patches."""
-    for module in pkgutil.iter_modules(__path__):
-        if module.name.startswith("adaptor_"):
-            importlib.import_module(f"{__name__}.{module.name}")
+    """Import every module of this folder; the adaptors among them record their patches."""
+    for module in pkgutil.walk_packages(__path__, f"{__name__}."):
+        importlib.import_module(module.name)
