@@ -92,7 +92,7 @@ def _activate() -> Context:
     _redirection.on()
     device.prepare()
     standins.install(found)
-    engine().ledger.refusals = dispatch.refusals
+    engine().ledger.fallbacks = dispatch.fallbacks
     importlib.import_module(f"megatron_npu.adaptors.{found.name}").register()
     banner.prepare(announce)
     return Context(

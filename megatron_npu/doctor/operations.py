@@ -137,7 +137,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def report() -> dict[str, object]:
-    """Test in fp32 and bf16; return failures, largest errors, those beyond the limit, and refusals."""
+    """Test in fp32 and bf16; return failures, largest errors, those beyond the limit, and fallbacks."""
     failures: dict[str, str] = {}
     largest: dict[str, float] = {}
     beyond: set[str] = set()
@@ -154,7 +154,7 @@ def report() -> dict[str, object]:
         "failures": failures,
         "largest_error": dict(sorted(largest.items())),
         "beyond_limit": sorted(beyond),
-        "refusals": [f"{name}: {reason}" for name, reason in dispatch.refusals],
+        "fallbacks": [f"{name}: {reason}" for name, reason in dispatch.fallbacks],
     }
 
 

@@ -1,8 +1,8 @@
-"""What is computed once and used again: kept with the tensor it was found out about, or per arguments.
+"""Values computed once and used again: cached on the tensor or object they were read from, or per arguments.
 
-Generation runs under ``torch.inference_mode()``, training in the same process does not. A tensor made in that
-mode can never be saved for a backward, and it does not count what is written to it: nothing is kept with
-such a tensor, and what is kept is never made in that mode.
+Generation runs under ``torch.inference_mode()``, and training in the same process does not. A tensor made in
+that mode can never be saved for a backward, and its version does not count writes: so nothing is cached on
+such a tensor, and what is cached is never made in that mode.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from torch import Tensor
 Value = TypeVar("Value")
 
 
-def kept_with(tensor: Tensor, name: str, find: Callable[[], Value], recipe: object = ()) -> Value:
-    """Return ``find()``, called once for a tensor until that is written to: every layer is handed the same.
+def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key: object = ()) -> Value:
+    """Return ``compute()``, called once until the tensor is written to; every layer gets the same value.
 
     Args:
-        tensor: what ``find`` reads; the value dies with it.
+        tensor: what ``compute`` reads; the value dies with it.
         name: of the value, one per purpose.
-        recipe: what else the value depends on; another one replaces what was kept.
+        key: what else the value depends on; another key replaces the cached value.
     """
     if tensor.is_inference():
-        return find()
+        return compute()
     attribute = _attribute(name)
-    state = (id(tensor), tensor._version, recipe)  # a deep copy takes along what was kept
-    known = getattr(tensor, attribute, None)
-    if known is not None and known[0] == state:
-        return known[1]
+    state = (id(tensor), tensor._version, key)  # the id, as a deep copy takes the cached value along
+    cached = getattr(tensor, attribute, None)
+    if cached is not None and cached[0] == state:
+        return cached[1]
     with usable_in_training():
-        value = find()
+        value = compute()
     if not (isinstance(value, Tensor) and value.data_ptr() == tensor.data_ptr()):
-        setattr(tensor, attribute, (state, value))  # but a view refers back: the two would never die
+        setattr(tensor, attribute, (state, value))  # but a view refers back: neither would ever be freed
     return value
 
 
-def kept_on(
-    owner: object, name: str, sources: Sequence[Tensor | None], find: Callable[[], Value], recipe: object = ()
+def cache_on_object(
+    owner: object, name: str, sources: Sequence[Tensor | None], compute: Callable[[], Value], key: object = ()
 ) -> Value:
-    """As ``kept_with`` for what is found in several tensors: kept on the object that holds them.
+    """As ``cache_on_tensor``, for a value read from several tensors: cached on the object that holds them.
 
     Args:
-        owner: takes attributes; a copy of it takes along what was kept, which its own tensors do not match.
-        sources: what ``find`` reads: another tensor, or one that was written to, replaces what was kept.
+        owner: takes attributes; a copy takes the cached value along, which its own tensors do not match.
+        sources: what ``compute`` reads; the value is computed anew for another or a written tensor.
     """
     if any(source is not None and source.is_inference() for source in sources):
-        return find()
-    state = (tuple(None if source is None else source._version for source in sources), recipe)
-    known = getattr(owner, _attribute(name), None)
-    if known is not None and known[0] == state and all(map(operator.is_, known[1], sources)):
-        return known[2]
+        return compute()
+    state = (tuple(None if source is None else source._version for source in sources), key)
+    cached = getattr(owner, _attribute(name), None)
+    if cached is not None and cached[0] == state and all(map(operator.is_, cached[1], sources)):
+        return cached[2]
     with usable_in_training():
-        value = find()
+        value = compute()
     setattr(owner, _attribute(name), (state, tuple(sources), value))
     return value
 
@@ -66,8 +66,8 @@ def _attribute(name: str) -> str:
     return f"_megatron_npu_{name}"
 
 
-def kept_per_arguments(maxsize: int) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a function whose results are used again as ``functools.lru_cache`` does."""
+def lru_cache_tensors(maxsize: int) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator: ``functools.lru_cache`` for functions that make tensors, usable in training."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         @functools.lru_cache(maxsize)
@@ -83,6 +83,6 @@ def kept_per_arguments(maxsize: int) -> Callable[[Callable[..., Any]], Any]:
 
 @contextlib.contextmanager
 def usable_in_training() -> Iterator[None]:
-    """Make tensors that are like any other, also where the caller is in inference mode; no graph."""
+    """Make ordinary tensors without a graph, even where the caller is in inference mode."""
     with torch.inference_mode(False), torch.no_grad():  # the first switches gradients on
         yield

@@ -17,8 +17,8 @@ Implementation = Callable[..., Any]
 Supports = Callable[..., str | None]
 
 
-class FusedPathRefusedError(UsageError):
-    """A call left its fused path although ``MEGATRON_NPU_STRICT=1`` forbids it: the command line says so."""
+class FallbackForbiddenError(UsageError):
+    """An operation fell back although ``MEGATRON_NPU_STRICT=1`` forbids it; the command line reports it."""
 
 
 OPERATIONS: list[Operation] = []
@@ -71,14 +71,14 @@ class Operation:
     def bind(self, device: str) -> None:
         """Use the implementation of ``device`` from now on.
 
-        A device without one gets the reference, which is reported as a refusal.
+        A device without one gets the reference, which is reported as a fallback.
 
         Raises:
             UsageError: ``MEGATRON_NPU_VERIFY`` names an operation that there is not.
-            FusedPathRefusedError: the device has no implementation, in strict mode.
+            FallbackForbiddenError: the device has no implementation, in strict mode.
         """
         if device not in self.implementations:
-            report_refusal(self.name, f"there is no implementation for {device}")
+            report_fallback(self.name, f"there is no implementation for {device}")
             self._bound = self.reference
             return
         function, supports = self.implementations[device]
@@ -94,7 +94,7 @@ class Operation:
         reason = supports(*args, **kwargs)
         if reason is None:
             return function(*args, **kwargs)
-        report_refusal(self.name, reason)
+        report_fallback(self.name, reason)
         return self.reference(*args, **kwargs)
 
     def _bind_and_call(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,30 +105,30 @@ class Operation:
         return self._bound(*args, **kwargs)
 
 
-# What leaves a fused path, and how often: {(operation, reason): calls}.
-refusals: dict[tuple[str, str], int] = {}
+# What was not done as it was asked for, and how often: {(operation, reason): calls}.
+fallbacks: dict[tuple[str, str], int] = {}
 
 
-def report_refusal(operation: str, reason: str, does: str = "runs unfused", remedy: str = "") -> None:
-    """Count what is not done as it was asked for; log the reason the first time.
+def report_fallback(operation: str, reason: str, does: str = "falls back", remedy: str = "") -> None:
+    """Count a fallback; log its reason the first time.
 
     Args:
-        operation: the operation, or what was asked for.
-        reason: why it is not done so.
-        does: what happens to it instead: the verb behind ``operation``.
-        remedy: what to ask for in strict mode; that mode can always be left.
+        operation: the operation, or the option that was asked for.
+        reason: why it is not done as asked.
+        does: what happens instead, as the predicate of ``operation``.
+        remedy: what to ask for in strict mode; leaving that mode is always offered.
 
     Raises:
-        FusedPathRefusedError: in strict mode.
+        FallbackForbiddenError: in strict mode.
     """
     if settings.STRICT.enabled():
         name = settings.STRICT.name
-        raise FusedPathRefusedError(
+        raise FallbackForbiddenError(
             f"{operation} {does}: {reason}",
-            f"nothing of the kind with {name}=1",
+            f"no fallback with {name}=1",
             f"{remedy.rstrip('.')}, or unset {name}." if remedy else f"Unset {name}.",
         )
-    seen = refusals.get((operation, reason), 0)
-    refusals[operation, reason] = seen + 1
+    seen = fallbacks.get((operation, reason), 0)
+    fallbacks[operation, reason] = seen + 1
     if not seen:
         logger.warning("%s %s: %s", operation, does, reason)

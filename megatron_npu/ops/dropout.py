@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.dispatch import Operation
-from megatron_npu.ops.tiling import rows_per_piece, scratch
+from megatron_npu.ops.tiling import rows_per_tile, scratch_buffers
 
 # Random bits that decide about one value on a CPU. A probability of keeping is a multiple of 2^-16 then.
 _LEVELS = 1 << 16
@@ -81,7 +81,7 @@ class _CpuBiasDropoutAdd(torch.autograd.Function):
         mask = torch.empty(rows.shape, dtype=torch.int8)
         precise = torch.promote_types(x.dtype, torch.float32)
         shift = torch.zeros(width, dtype=precise) if bias is None else bias.to(precise)
-        buffers = scratch(2, output, precise, step)
+        buffers = scratch_buffers(2, output, precise, step)
         draws = torch.empty(-(-buffers[0].numel() // 4), dtype=torch.int64)
         halves = (t.reshape(rows.shape).split(step) for t in (residual, output))
         for piece, kept, rest, out in zip(rows.split(step), mask.split(step), *halves, strict=True):
@@ -104,7 +104,7 @@ class _CpuBiasDropoutAdd(torch.autograd.Function):
         output = torch.empty_like(grad, memory_format=torch.contiguous_format)
         precise = torch.promote_types(grad.dtype, torch.float32)
         d_bias = None if bias is None else torch.zeros(bias.shape, dtype=precise)
-        (buffer,) = scratch(1, output, precise, step)
+        (buffer,) = scratch_buffers(1, output, precise, step)
         flat = (t.reshape(mask.shape).split(step) for t in (grad, output))
         for kept, g, out in zip(mask.split(step), *flat, strict=True):
             factor = buffer[: kept.size(0)].copy_(kept).mul_(ctx.scale)
@@ -121,7 +121,7 @@ def _step(width: int) -> int:
 
     Then the mask does not depend on the size of the pieces, which goes with the number of threads.
     """
-    return -(-rows_per_piece(width) // 4) * 4
+    return -(-rows_per_tile(width) // 4) * 4
 
 
 def _decide(draws: Tensor, count: int, keep: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.dispatch import Operation
-from megatron_npu.ops.tiling import row_chunks
+from megatron_npu.ops.tiling import row_slices
 
 # A factor of zero has lost its input: below this the memory-efficient backward divides by this instead.
 _SMALLEST_FACTOR = 1e-5
@@ -162,7 +162,7 @@ class _CpuNorm(torch.autograd.Function):
         else:
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             d_weight, d_bias = torch.zeros_like(factor), torch.zeros_like(factor)
-            for rows in row_chunks(*x.shape):
+            for rows in row_slices(*x.shape):
                 tensors = (dy[rows].to(factor.dtype), x[rows].to(factor.dtype), mean[rows], rstd[rows])
                 piece, of_weight, of_bias = _norm_backward(*tensors, factor, rms)
                 dx[rows] = piece
@@ -188,7 +188,7 @@ def _rms_forward(x: Tensor, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]
     """Return the RMS norm of ``[n, h]`` and 1 / rms, ``[n, 1]``."""
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     rstd = torch.empty((x.size(0), 1), dtype=factor.dtype, device=x.device)
-    for rows in row_chunks(*x.shape):
+    for rows in row_slices(*x.shape):
         norm = torch.linalg.vector_norm(x[rows], dim=-1, keepdim=True, dtype=factor.dtype)
         rstd[rows] = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
         torch.mul(x[rows] * rstd[rows], factor, out=output[rows])

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_npu.ops.caching import kept_with
+from megatron_npu.ops.caching import cache_on_tensor
 from megatron_npu.ops.dispatch import Operation
-from megatron_npu.ops.tiling import row_chunks
+from megatron_npu.ops.tiling import row_slices
 
 
 def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: float = 1.0) -> Tensor:
@@ -43,7 +43,7 @@ def _tables(angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
     Kept with the angles: Megatron gives the same to every layer of every step.
     """
-    return kept_with(angles, "rotary", lambda: _compute_tables(angles, scale), scale)
+    return cache_on_tensor(angles, "rotary", lambda: _compute_tables(angles, scale), scale)
 
 
 def _compute_tables(angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def _turn(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forth:
     size = cosine.size(-1)
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
     whole = input.device.type != "cpu" or cosine.size(0) != input.size(0)
-    for rows in [slice(None)] if whole else row_chunks(input.size(0), input.numel() // max(1, input.size(0))):
+    for rows in [slice(None)] if whole else row_slices(input.size(0), input.numel() // max(1, input.size(0))):
         x = input[rows, ..., :size].to(torch.promote_types(input.dtype, torch.float32))
         result = x * cosine[rows]
         (a, b), (sine_a, sine_b) = _pair(x, interleaved), _pair(sine[rows], interleaved)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_npu.ops.caching import kept_per_arguments
+from megatron_npu.ops.caching import lru_cache_tensors
 from megatron_npu.ops.dispatch import Operation
 
 MASKED = -10000.0  # what megatron's attention_mask_func writes; a fully masked row becomes uniform
@@ -32,7 +32,7 @@ def scale_mask_softmax(scores: Tensor, mask: Tensor | None, scale: float | None,
     return _scale_mask_softmax(scores, mask, 1.0 if scale is None else float(scale), causal)
 
 
-@kept_per_arguments(maxsize=4)  # the same shape comes back at every layer of every step
+@lru_cache_tensors(maxsize=4)  # the same shape comes back at every layer of every step
 def future_keys(queries: int, keys: int, device: torch.device) -> Tensor:
     """Return ``[1, 1, queries, keys]``, True where the key comes after the query."""
     return torch.ones((1, 1, queries, keys), dtype=torch.bool, device=device).triu_(1)
@@ -88,7 +88,7 @@ def _future_shift(scores: Tensor) -> Tensor:
     return _shift(scores.size(-2), scores.size(-1), scores.device, precise)
 
 
-@kept_per_arguments(maxsize=2)  # 64 MiB each at 4,096 tokens
+@lru_cache_tensors(maxsize=2)  # 64 MiB each at 4,096 tokens
 def _shift(queries: int, keys: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return ``[1, 1, queries, keys]``: -inf where the key comes after the query, else 0."""
     return torch.full((1, 1, queries, keys), float("-inf"), dtype=dtype, device=device).triu_(1)
@@ -119,6 +119,6 @@ def _npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Ten
     return torch_npu.npu_scaled_masked_softmax(scores, mask, scale, False)
 
 
-@kept_per_arguments(maxsize=4)
+@lru_cache_tensors(maxsize=4)
 def _nothing_masked(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.zeros((1, 1, queries, keys), dtype=torch.bool, device=device)

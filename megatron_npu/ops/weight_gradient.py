@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_npu.ops.caching import kept_per_arguments
-from megatron_npu.ops.dispatch import report_refusal
+from megatron_npu.ops.caching import lru_cache_tensors
+from megatron_npu.ops.dispatch import report_fallback
 
 _HALVES = (torch.bfloat16, torch.float16)
 _NPU_SIZE = 65536  # npu_grouped_matmul_add of torch_npu 2.13 takes sizes below
@@ -38,7 +38,7 @@ def _fits_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> bool:
     """Return whether ``npu_grouped_matmul_add_`` takes the call; report why if not."""
     reason = _beyond_npu(input, grad_output, main_grad)
     if reason is not None:
-        report_refusal("weight_gradient", reason)
+        report_fallback("weight_gradient", reason)
     return reason is None
 
 
@@ -67,7 +67,7 @@ def _accumulate_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> No
     torch_npu.npu_grouped_matmul_add_(main_grad.unsqueeze(0), grad_output, input, rows)
 
 
-@kept_per_arguments(maxsize=16)
+@lru_cache_tensors(maxsize=16)
 def _rows(count: int, device: torch.device) -> Tensor:
     """Return ``[count]`` on the device; the layers of a model share it."""
     return torch.full((1,), count, dtype=torch.int64, device=device)

@@ -48,13 +48,13 @@ class Ledger:
     """The rows of the patches, and the fast paths that were not taken.
 
     Attributes:
-        refusals: how often an operation left its fast path, by its name and the reason. Whoever counts
-            them puts its mapping here; the ledger only tells them.
+        fallbacks: how often an operation left its fast path, by its name and the reason. Whoever counts
+            them puts its mapping here; the ledger only reports them.
     """
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str, str], Row] = {}
-        self.refusals: Mapping[tuple[str, str], int] = {}
+        self.fallbacks: Mapping[tuple[str, str], int] = {}
 
     @property
     def rows(self) -> list[Row]:
@@ -82,8 +82,8 @@ class Ledger:
         """Return one line: ``29 applied, 0 drifted, 2 skipped (reason; reason)``."""
         parts = [self._part(state) for state in ("applied", "drifted", "skipped")]
         parts += [self._part(state) for state in ("failed", "pending") if self.count(state)]
-        unfused = dict.fromkeys(name for name, _ in self.refusals)
-        parts += [f"unfused: {', '.join(unfused)}"] if unfused else []
+        operations = dict.fromkeys(name for name, _ in self.fallbacks)
+        parts += [f"fallbacks: {', '.join(operations)}"] if operations else []
         return ", ".join(parts)
 
     def _part(self, state: str) -> str:
@@ -100,21 +100,21 @@ class Ledger:
             lines.append(f"{row.state:<8} {row.kind:<8} {row.target}")
             for remark in (*_remarks(row), row.why):
                 lines += textwrap.wrap(remark, 100, initial_indent=" " * 18, subsequent_indent=" " * 18)
-        lines += [f"unfused  {name}: {reason} ({count}x)" for (name, reason), count in self.refusals.items()]
+        lines += [f"fallback {name}: {reason} ({count}x)" for (name, reason), count in self.fallbacks.items()]
         return "\n".join([*lines, self.summary()])
 
     def json(self) -> str:
-        """Return the ledger as a JSON object: ``summary``, ``counts``, ``patches``, ``refusals``."""
-        refusals = [
+        """Return the ledger as a JSON object: ``summary``, ``counts``, ``patches``, ``fallbacks``."""
+        fallbacks = [
             {"operation": name, "reason": reason, "count": count}
-            for (name, reason), count in self.refusals.items()
+            for (name, reason), count in self.fallbacks.items()
         ]
         return json.dumps(
             {
                 "summary": self.summary(),
                 "counts": {state: self.count(state) for state in STATES},
                 "patches": [asdict(row) for row in self.rows],
-                "refusals": refusals,
+                "fallbacks": fallbacks,
             },
             indent=2,
         )

@@ -59,8 +59,8 @@ def test_forward_and_gradients(device, dtype, name, shape, with_bias):
 
 
 @every_operation
-def test_pieces_of_any_size(device, dtype, name, monkeypatch):
-    monkeypatch.setattr(tiling, "_PIECE_BYTES", 200)
+def test_tiles_of_any_size(device, dtype, name, monkeypatch):
+    monkeypatch.setattr(tiling, "_TILE_BYTES", 200)
     against_the_formula(name, (7, 3, 9), device, dtype, True)
 
 

@@ -1,4 +1,4 @@
-"""What is kept for reuse: until its source is written to, and never what only inference mode could use."""
+"""What is cached: until its source is written to, and never what only inference mode could use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_npu.ops import rotary, softmax
 from megatron_npu.ops.attention import attention
 from megatron_npu.ops.attention.packed_mask import documents_of
-from megatron_npu.ops.caching import kept_on, kept_per_arguments, kept_with
+from megatron_npu.ops.caching import cache_on_object, cache_on_tensor, lru_cache_tensors
 
 
 def counted_sum(calls: list[int], *tensors: Tensor | None) -> int:
@@ -20,31 +20,31 @@ def counted_sum(calls: list[int], *tensors: Tensor | None) -> int:
     return sum(int(tensor.sum()) for tensor in tensors if tensor is not None)
 
 
-def test_a_value_is_found_again_after_a_write_by_another_recipe_and_for_a_copy() -> None:
+def test_a_value_is_computed_anew_after_a_write_for_another_key_and_for_a_copy() -> None:
     source, calls = torch.ones(3), []
 
-    def value(tensor: Tensor = source, recipe: object = ()) -> int:
-        return kept_with(tensor, "sum", lambda: counted_sum(calls, tensor), recipe)
+    def value(tensor: Tensor = source, key: object = ()) -> int:
+        return cache_on_tensor(tensor, "sum", lambda: counted_sum(calls, tensor), key)
 
     assert [value(), value()] == [3, 3]
     assert len(calls) == 1
     with torch.inference_mode():  # a write in that mode to a tensor from outside counts as well
         source.add_(1)
-    assert [value(), value(recipe=1)] == [6, 6]
+    assert [value(), value(key=1)] == [6, 6]
     assert len(calls) == 3
     other = copy.deepcopy(source)
     while other._version < source._version:
         other.add_(1)
-    assert value(other, recipe=1) == int(other.sum())
+    assert value(other, key=1) == int(other.sum())
 
 
-def test_what_is_kept_on_an_object_follows_all_its_tensors() -> None:
+def test_what_is_cached_on_an_object_follows_all_its_tensors() -> None:
     ends, padded, calls = torch.ones(3), torch.ones(2), []
     owner = types.SimpleNamespace(ends=ends, padded=None)
 
     def value(holder: types.SimpleNamespace) -> int:
         sources = (holder.ends, holder.padded)
-        return kept_on(holder, "sum", sources, lambda: counted_sum(calls, *sources))
+        return cache_on_object(holder, "sum", sources, lambda: counted_sum(calls, *sources))
 
     assert [value(owner), value(owner)] == [3, 3]
     assert len(calls) == 1
@@ -61,21 +61,21 @@ def test_what_is_kept_on_an_object_follows_all_its_tensors() -> None:
 
 @pytest.mark.parametrize("made_in_inference", [False, True])
 def test_nothing_kept_is_of_inference_mode(made_in_inference: bool) -> None:
-    @kept_per_arguments(maxsize=2)
+    @lru_cache_tensors(maxsize=2)
     def table(size: int) -> Tensor:
         return torch.ones(size)
 
     with torch.inference_mode(made_in_inference):
         source = torch.zeros(3)
     with torch.inference_mode():
-        found = kept_with(source, "plus", lambda: source + 1)
-        on = kept_on(types.SimpleNamespace(), "plus", (source,), lambda: source + 1)
+        found = cache_on_tensor(source, "plus", lambda: source + 1)
+        on = cache_on_object(types.SimpleNamespace(), "plus", (source,), lambda: source + 1)
         once = table(3)
     assert table(3) is once
     assert not once.is_inference()
     assert not once.requires_grad
     assert found.is_inference() == on.is_inference() == made_in_inference
-    found = kept_with(source, "plus", lambda: source + 1)
+    found = cache_on_tensor(source, "plus", lambda: source + 1)
     assert not found.is_inference()
     assert not found.requires_grad
 

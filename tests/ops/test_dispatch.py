@@ -1,4 +1,4 @@
-"""Binding, refusals and strict mode."""
+"""Binding, fallbacks and strict mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from megatron_npu.ops import dispatch
-from megatron_npu.ops.dispatch import FusedPathRefusedError, Operation
+from megatron_npu.ops.dispatch import FallbackForbiddenError, Operation
 from tests.conftest import ROOT
 
 
@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 def operation(monkeypatch):
     """Doubles on a device that takes small numbers only; the reference says what it does."""
     monkeypatch.setattr(dispatch, "OPERATIONS", [])
-    monkeypatch.setattr(dispatch, "refusals", {})
+    monkeypatch.setattr(dispatch, "fallbacks", {})
     made = Operation("double", lambda x: ("reference", 2 * x))
     made.on("device", supports=lambda x: f"{x} is too large" if x > 9 else None)(lambda x: ("fused", x + x))
     made.bind("device")
@@ -32,13 +32,13 @@ def test_the_implementation_runs_where_it_can(operation):
 def test_a_refused_call_runs_on_the_reference_and_says_why_once(operation, caplog):
     caplog.set_level(logging.WARNING)
     assert [operation(10), operation(10)] == [("reference", 20)] * 2
-    assert dispatch.refusals == {("double", "10 is too large"): 2}
-    assert [record.getMessage() for record in caplog.records] == ["double runs unfused: 10 is too large"]
+    assert dispatch.fallbacks == {("double", "10 is too large"): 2}
+    assert [record.getMessage() for record in caplog.records] == ["double falls back: 10 is too large"]
 
 
-def test_strict_mode_makes_a_refusal_an_error(operation, monkeypatch):
+def test_strict_mode_makes_a_fallback_an_error(operation, monkeypatch):
     monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
-    with pytest.raises(FusedPathRefusedError, match="double runs unfused: 10 is too large") as refused:
+    with pytest.raises(FallbackForbiddenError, match="double falls back: 10 is too large") as refused:
         operation(10)
     assert refused.value.remedy == "Unset MEGATRON_NPU_STRICT."
     assert operation(3) == ("fused", 6)
@@ -46,11 +46,11 @@ def test_strict_mode_makes_a_refusal_an_error(operation, monkeypatch):
 
 def test_a_report_says_what_happens_and_strict_mode_what_to_ask_for(operation, monkeypatch, caplog):
     report = ("ring", "there is a window", "gathers", "Ask for gathering.")
-    dispatch.report_refusal(*report)
+    dispatch.report_fallback(*report)
     assert caplog.messages == ["ring gathers: there is a window"]
     monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
-    with pytest.raises(FusedPathRefusedError, match="ring gathers: there is a window") as refused:
-        dispatch.report_refusal(*report)
+    with pytest.raises(FallbackForbiddenError, match="ring gathers: there is a window") as refused:
+        dispatch.report_fallback(*report)
     assert refused.value.remedy == "Ask for gathering, or unset MEGATRON_NPU_STRICT."
 
 
@@ -58,7 +58,7 @@ def test_strict_mode_ends_a_command_in_one_line(tmp_path):
     """A script under ``megatron-npu run``, as any command: no traceback, exit code 2."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from megatron_npu.ops.dispatch import report_refusal\nreport_refusal('norm', 'fp64')\n"
+        "from megatron_npu.ops.dispatch import report_fallback\nreport_fallback('norm', 'fp64')\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "megatron_npu", "run", str(script)],
@@ -69,14 +69,14 @@ def test_strict_mode_ends_a_command_in_one_line(tmp_path):
     )
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("megatron-npu run: error: norm runs unfused: fp64; expected ")
+    assert line.startswith("megatron-npu run: error: norm falls back: fp64; expected ")
     assert line.endswith("Unset MEGATRON_NPU_STRICT.")
 
 
-def test_a_device_without_implementation_is_a_refusal(operation):
+def test_a_device_without_implementation_is_a_fallback(operation):
     operation.bind("elsewhere")
     assert operation(3) == ("reference", 6)
-    assert dispatch.refusals == {("double", "there is no implementation for elsewhere"): 1}
+    assert dispatch.fallbacks == {("double", "there is no implementation for elsewhere"): 1}
 
 
 def test_nothing_stands_between_when_nothing_is_asked_for(operation):

@@ -105,7 +105,7 @@ def test_the_mask_does_not_depend_on_the_pieces(device, width, monkeypatch):
     x, bias, residual = tensors((50, 3, width), device)
     results = []
     for size in (1 << 18, 400, 4):
-        monkeypatch.setattr(tiling, "_PIECE_BYTES", size)
+        monkeypatch.setattr(tiling, "_TILE_BYTES", size)
         seed(device, 9)
         results.append(bias_dropout_add(x, bias, residual, 0.5, True))
     assert torch.equal(results[0], results[1])

@@ -129,8 +129,8 @@ def test_weights_in_fp32_beside_a_16_bit_input(device, dtype):
     assert (x.grad.dtype, weight.grad.dtype, bias.grad.dtype) == (dtype, torch.float32, torch.float32)
 
 
-def test_pieces_of_any_size(device, dtype, monkeypatch):
-    monkeypatch.setattr(tiling, "_PIECE_BYTES", 200)
+def test_tiles_of_any_size(device, dtype, monkeypatch):
+    monkeypatch.setattr(tiling, "_TILE_BYTES", 200)
     torch.manual_seed(1)
     check(
         lambda x, w, b: norm.layer_norm(x, w, b, EPS),

@@ -52,8 +52,8 @@ def test_forward_and_gradient(device, dtype, shape, half, passed, interleaved, s
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_pieces_of_any_size(device, dtype, interleaved, monkeypatch):
-    monkeypatch.setattr(tiling, "_PIECE_BYTES", 200)
+def test_tiles_of_any_size(device, dtype, interleaved, monkeypatch):
+    monkeypatch.setattr(tiling, "_TILE_BYTES", 200)
     theta = torch.rand(7, 3) * 50
     angles = angles_of(theta, interleaved).to(device)
     check(
@@ -107,9 +107,9 @@ def test_bad_angles(device, size):
 )
 def test_limits_of_the_npu_kernel(monkeypatch, shape, tables, interleaved, reason):
     """The decision needs no NPU: bound to one, a call that exceeds its limits runs on the reference."""
-    monkeypatch.setattr(dispatch, "refusals", {})
+    monkeypatch.setattr(dispatch, "fallbacks", {})
     rotary._rotary.bind("npu")
     rotary.rotary(torch.randn(shape), torch.zeros(tables), interleaved)
-    ((operation, given),) = dispatch.refusals
+    ((operation, given),) = dispatch.fallbacks
     assert operation == "rotary"
     assert given.endswith(reason)

@@ -95,11 +95,11 @@ def test_memory_is_one_copy_of_the_probabilities(device, dtype):
 )
 def test_limits_of_the_npu_kernel(shape, reason, monkeypatch):
     """The decision needs no NPU: bound to one, a call that exceeds its limits runs on the reference."""
-    monkeypatch.setattr(dispatch, "refusals", {})
+    monkeypatch.setattr(dispatch, "fallbacks", {})
     softmax._scale_mask_softmax.bind("npu")
     scores = torch.randn(shape)
     probabilities = softmax.scale_mask_softmax(scores, None, None, False)
     torch.testing.assert_close(probabilities, scores.softmax(-1))
-    ((operation, given),) = dispatch.refusals
+    ((operation, given),) = dispatch.fallbacks
     assert operation == "scale_mask_softmax"
     assert given.endswith(reason)

@@ -41,7 +41,7 @@ def test_an_npu_says_what_it_cannot_add_at_once(device, rows, width, reason, mon
     x = torch.ones(rows, 2, device=device, dtype=torch.bfloat16)
     grad = torch.ones(rows, width, device=device, dtype=torch.bfloat16)
     main_grad = torch.zeros(width, 2, device=device)
-    monkeypatch.setattr(dispatch, "refusals", {})
+    monkeypatch.setattr(dispatch, "fallbacks", {})
     accumulate_weight_gradient(x, grad, main_grad)
     assert main_grad.eq(rows).all()
-    assert [(name, reason in why) for name, why in dispatch.refusals] == [("weight_gradient", True)]
+    assert [(name, reason in why) for name, why in dispatch.fallbacks] == [("weight_gradient", True)]

@@ -166,7 +166,7 @@ def _do_without_transformer_engine(args: argparse.Namespace) -> None:
     reason = "TransformerEngine is not installed"
     unsupported_options.switch_off(args, unsupported_options.DO_WITHOUT_TRANSFORMER_ENGINE, reason)
     if args.transformer_impl != "local":  # transformer_engine, the default, or since 0.16 inference_optimized
-        dispatch.report_refusal(
+        dispatch.report_fallback(
             "transformer_engine",
             "not installed: --transformer-impl local runs",
             remedy="Give --transformer-impl local",

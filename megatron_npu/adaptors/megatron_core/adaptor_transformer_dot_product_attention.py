@@ -16,7 +16,7 @@ from megatron_npu.adaptors.megatron_core.decorators import wrap
 from megatron_npu.adaptors.shared import core_attention
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.attention import attention
-from megatron_npu.ops.dispatch import report_refusal
+from megatron_npu.ops.dispatch import report_fallback
 
 _TARGET = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 # Names of AttnMaskType; padding_causal is the causal mask of packed sequences.
@@ -140,7 +140,7 @@ def _refused(self: Any, attention_bias: Tensor | None, packed_seq_params: Any) -
         return False
     if self.config.context_parallel_size > 1:
         raise NotImplementedError(f"context parallelism with {reason}: upstream's forward would ignore it")
-    report_refusal("attention", reason)
+    report_fallback("attention", reason)
     return True
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_npu import settings
 from megatron_npu.ops.attention import Packed, Window
 from megatron_npu.ops.attention.packed_mask import documents_of
-from megatron_npu.ops.caching import kept_on, kept_with
+from megatron_npu.ops.caching import cache_on_object, cache_on_tensor
 
 
 def window_of(module: Any) -> Window:
@@ -74,7 +74,7 @@ def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
         rows = torch.cat([keys[start : start + length] for start in starts])
         return torch.equal(mask, (keys > rows[:, None]).expand_as(mask))
 
-    return kept_with(mask, "causal", read, tuple(starts))
+    return cache_on_tensor(mask, "causal", read, tuple(starts))
 
 
 def documents(packed_seq_params: Any, queries: int, keys: int) -> Packed:
@@ -89,7 +89,8 @@ def documents(packed_seq_params: Any, queries: int, keys: int) -> Packed:
         key = _lengths(packed_seq_params.cu_seqlens_kv, packed_seq_params.cu_seqlens_kv_padded, keys)
         return Packed(*zip(*(pair for pair in zip(query, key, strict=True) if any(pair)), strict=True))
 
-    return kept_on(packed_seq_params, "documents", boundaries(packed_seq_params), read, (queries, keys))
+    sources = boundaries(packed_seq_params)
+    return cache_on_object(packed_seq_params, "documents", sources, read, (queries, keys))
 
 
 def boundaries(packed_seq_params: Any) -> tuple[Tensor | None, ...]:

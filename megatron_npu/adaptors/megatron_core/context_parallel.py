@@ -34,8 +34,8 @@ from megatron_npu.ops.attention.context_parallel.sequence import (
     in_order,
     starts_of_chunks,
 )
-from megatron_npu.ops.caching import kept_on, kept_with
-from megatron_npu.ops.dispatch import report_refusal
+from megatron_npu.ops.caching import cache_on_object, cache_on_tensor
+from megatron_npu.ops.dispatch import report_fallback
 
 Attend = Callable[..., Tensor]
 Communication = Literal["ring", "gather", "exchange"]
@@ -56,7 +56,7 @@ def communication_of(config: Any, cp_comm_type: str | None) -> Communication | N
     if config.context_parallel_size == 1:
         return None
     if cp_comm_type == "a2a+p2p":
-        report_refusal(
+        report_fallback(
             "--cp-comm-type a2a+p2p",
             "hierarchical context parallelism is not here",
             "runs as one ring over all ranks",
@@ -150,7 +150,7 @@ def attend_to_gathered(
 
 def _report_no_ring(reason: str) -> None:
     does = "gathers keys and values, as all_gather does"
-    report_refusal("--cp-comm-type p2p", reason, does, "Give --cp-comm-type all_gather")
+    report_fallback("--cp-comm-type p2p", reason, does, "Give --cp-comm-type all_gather")
 
 
 def _what_is_seen(
@@ -170,7 +170,7 @@ def attend_with_own_heads(
     """As ``attend_to_gathered``; this rank computes a part of the heads, over the whole sequence."""
     group = group_of(module)
     if mask is not None and not window_is_all(module):
-        mask = kept_with(mask, "whole", lambda: _whole_mask(mask, group))
+        mask = cache_on_tensor(mask, "whole", lambda: _whole_mask(mask, group))
     query, key, value = (in_order(exchange_for_sequence(t, group)) for t in (query, key, value))
     output = attend(query, key, value, **visible(module, mask, causal, query.size(1)))
     heads = output.unflatten(2, (query.size(2), -1))
@@ -232,7 +232,7 @@ def plan_of_batch(
         starts = actual if padded is None else padded.flatten().tolist()
         return plan_of(starts, actual, *recipe, device)
 
-    return kept_on(packed_seq_params, "plan", boundaries(packed_seq_params), read, recipe)
+    return cache_on_object(packed_seq_params, "plan", boundaries(packed_seq_params), read, recipe)
 
 
 def group_of(module: Any) -> dist.ProcessGroup:

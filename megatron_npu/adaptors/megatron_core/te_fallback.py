@@ -19,9 +19,9 @@ def report(asked: str) -> None:
     """Say that ``asked`` gives local layers.
 
     Raises:
-        FusedPathRefusedError: in strict mode.
+        FallbackForbiddenError: in strict mode.
     """
-    dispatch.report_refusal(
+    dispatch.report_fallback(
         "transformer_engine",
         f"not installed: {asked} gives the local layers",
         remedy="Give --transformer-impl local, or ask for the local layers' spec",

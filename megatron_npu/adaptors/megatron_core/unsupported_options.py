@@ -85,11 +85,11 @@ def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
     """Switch off what ``options`` ask for in vain, and report it.
 
     Raises:
-        FusedPathRefusedError: in strict mode.
+        FallbackForbiddenError: in strict mode.
     """
     for option in harmless:
         for field in option.fields:
             if option.asks(getattr(options, field, None)):
                 remedy = f"Leave {option.flag} away"
-                dispatch.report_refusal(option.flag.removeprefix("--"), reason, "is left out", remedy)
+                dispatch.report_fallback(option.flag.removeprefix("--"), reason, "is left out", remedy)
                 setattr(options, field, option.off)

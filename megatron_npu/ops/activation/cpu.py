@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megatron_npu.ops.activation import reference
 from megatron_npu.ops.activation.cuda import BiasGelu, Gated
 from megatron_npu.ops.activation.reference import C, K
-from megatron_npu.ops.tiling import pieces, scratch
+from megatron_npu.ops.tiling import row_tiles, scratch_buffers
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ class _BiasGelu(torch.autograd.Function):
         slopes = torch.empty_like(output) if needs_slope else output
         half = torch.tensor(0.5, dtype=shift.dtype)
         in_place = output.dtype is shift.dtype
-        buffers = scratch(2 if in_place else 4, output, shift.dtype)
-        for x, out, slope in pieces(_rows(input), _rows(output), _rows(slopes)):
+        buffers = scratch_buffers(2 if in_place else 4, output, shift.dtype)
+        for x, out, slope in row_tiles(_rows(input), _rows(output), _rows(slopes)):
             w, t, *others = (buffer[: x.size(0)] for buffer in buffers)
             p, h = (out, slope) if in_place else others  # what is written last holds what comes before
             torch.add(shift, x, alpha=K, out=w)
@@ -84,8 +84,8 @@ class _BiasGelu(torch.autograd.Function):
         if bias is None:
             return torch.mul(slopes, grad, out=output), None, None
         d_bias = torch.zeros_like(_precise(slopes, bias))
-        (buffer,) = scratch(1, output, d_bias.dtype)
-        for slope, g, out in pieces(_rows(slopes), _rows(grad), _rows(output)):
+        (buffer,) = scratch_buffers(1, output, d_bias.dtype)
+        for slope, g, out in row_tiles(_rows(slopes), _rows(grad), _rows(output)):
             product = out if out.dtype is d_bias.dtype else buffer[: out.size(0)]
             _store(torch.mul(slope, g, out=product), out, d_bias)
         return output, d_bias.to(bias.dtype), None
@@ -131,9 +131,9 @@ class _Gated(torch.autograd.Function):
         gate_bias, value_bias = _precise(input, bias).chunk(2)
         output = input.new_empty((*input.shape[:-1], input.size(-1) // 2))
         slopes = torch.empty_like(input, memory_format=torch.contiguous_format) if needs_slope else input
-        buffers = scratch(4, output, gate_bias.dtype)
+        buffers = scratch_buffers(4, output, gate_bias.dtype)
         halves = (*_rows(input).chunk(2, -1), *_rows(slopes).chunk(2, -1))
-        for out, gate, value, gate_slope, value_slope in pieces(_rows(output), *halves):
+        for out, gate, value, gate_slope, value_slope in row_tiles(_rows(output), *halves):
             z, spare, curved, slope = (buffer[: out.size(0)] for buffer in buffers)
             spare = out if out.dtype is z.dtype else spare
             torch.add(gate_bias, gate, out=z)
@@ -154,9 +154,9 @@ class _Gated(torch.autograd.Function):
         output = torch.empty_like(slopes)
         d_bias = None if bias is None else torch.zeros_like(_precise(slopes, bias))
         d_biases = (None, None) if bias is None else d_bias.chunk(2)
-        (buffer,) = scratch(1, grad, torch.promote_types(grad.dtype, torch.float32))
+        (buffer,) = scratch_buffers(1, grad, torch.promote_types(grad.dtype, torch.float32))
         halves = (*_rows(slopes).chunk(2, -1), *_rows(output).chunk(2, -1))
-        for g, *slope, d_gate, d_value in pieces(_rows(grad), *halves):
+        for g, *slope, d_gate, d_value in row_tiles(_rows(grad), *halves):
             for part, out, bias_part in zip(slope, (d_gate, d_value), d_biases, strict=True):
                 product = out if out.dtype is buffer.dtype else buffer[: out.size(0)]
                 _store(torch.mul(part, g, out=product), out, bias_part)

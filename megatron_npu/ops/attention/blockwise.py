@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.attention.layouts import from_bnsd, to_bnsd
 from megatron_npu.ops.attention.spec import Case, Segment
-from megatron_npu.ops.caching import kept_per_arguments
+from megatron_npu.ops.caching import lru_cache_tensors
 
 # Measured on a Xeon with AMX, one core, head size 64: fp32 is slower with other numbers, bf16 products
 # want taller tiles; scratch of 2^18 elements costs up to 10 %, and beyond 2^20 nothing is gained.
@@ -217,7 +217,7 @@ def _forbid_diagonals(scores: Tensor, tile: _Tile) -> None:
             scores[:, skip + 1 :, :, :width].add_(corner[: rows - skip - 1, None])
 
 
-@kept_per_arguments(maxsize=8)
+@lru_cache_tensors(maxsize=8)
 def _corner(rows: int, dtype: torch.dtype) -> Tensor:
     """``[rows, rows]``: -inf on and right of the diagonal, else 0."""
     return torch.full((rows, rows), float("-inf"), dtype=dtype, device="cpu").triu_()

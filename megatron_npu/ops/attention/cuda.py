@@ -25,7 +25,7 @@ from megatron_npu.ops.attention.spec import (
     visible_ranges,
     window_from_the_end,
 )
-from megatron_npu.ops.caching import kept_per_arguments
+from megatron_npu.ops.caching import lru_cache_tensors
 
 # Head sizes of FlexAttention's kernel templates; flash-attn 2 takes any multiple of 8 up to 256.
 _FLEX_SIZES = (16, 32, 64, 128, 256)
@@ -118,7 +118,7 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor
     ).contiguous()
 
 
-@kept_per_arguments(maxsize=16)  # the same batch comes back at every layer
+@lru_cache_tensors(maxsize=16)  # the same batch comes back at every layer
 def _cumulative(segments: tuple[Segment, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return where documents begin and the last one ends, queries and keys: two int32 ``[documents + 1]``."""
     queries, keys = [0, *(s.q1 for s in segments)], [0, *(s.k1 for s in segments)]
@@ -159,7 +159,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     )
 
 
-@kept_per_arguments(maxsize=16)
+@lru_cache_tensors(maxsize=16)
 def _block_mask(segments: tuple[Segment, ...], queries: int, keys: int, device: torch.device) -> Any:
     """Return the block mask of the documents and their diagonals, the same for all batches and heads."""
     create = _compiled("create_block_mask")

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_npu.ops.attention.layouts import bnsd_shape
 from megatron_npu.ops.attention.reference import operation
 from megatron_npu.ops.attention.spec import Case, Segment, forbidden_pairs, window_from_the_end
-from megatron_npu.ops.caching import kept_per_arguments, kept_with
+from megatron_npu.ops.caching import cache_on_tensor, lru_cache_tensors
 
 _K, _M = 1 << 10, 1 << 20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -220,7 +220,7 @@ def mask_of(call: NpuCall, query: Tensor, case: Case) -> Tensor | None:
     mask, segment, heads = case.mask, case.segments[0], case.heads
     batch = bnsd_shape(query, call.input_layout, heads)[0]
     recipe = (case.segments, batch, heads)
-    return kept_with(mask, "full", lambda: _full_mask(mask, segment, batch, heads), recipe)
+    return cache_on_tensor(mask, "full", lambda: _full_mask(mask, segment, batch, heads), recipe)
 
 
 def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor:
@@ -233,7 +233,7 @@ def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor
     return mask.expand(batch, 1 if mask.size(1) == 1 else heads, *pairs).contiguous()
 
 
-@kept_per_arguments(maxsize=8)  # one a device
+@lru_cache_tensors(maxsize=8)  # one a device
 def _compressed_mask(device: torch.device) -> Tensor:
     """The one mask of sparse modes 2, 3 and 4 on a device: 4 MiB, whatever the length of the sequence."""
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu_(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_npu.ops.caching import kept_with
+from megatron_npu.ops.caching import cache_on_tensor
 
 
 def documents_of(mask: Tensor) -> tuple[int, ...] | None:
@@ -22,7 +22,7 @@ def documents_of(mask: Tensor) -> tuple[int, ...] | None:
     Returns:
         The lengths, those of the first row of the batch first; None if the mask says anything else.
     """
-    return kept_with(mask, "documents", lambda: _read(mask))
+    return cache_on_tensor(mask, "documents", lambda: _read(mask))
 
 
 def _read(mask: Tensor) -> tuple[int, ...] | None:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_npu.ops.caching import kept_per_arguments
+from megatron_npu.ops.caching import lru_cache_tensors
 
 Window = tuple[int | None, int | None]
 Offset = int | Literal["end"]
@@ -129,7 +129,7 @@ def forbidden_pairs(segment: Segment, device: torch.device) -> Tensor | None:
     )
 
 
-@kept_per_arguments(maxsize=4)  # the same few shapes come back at every layer of every step
+@lru_cache_tensors(maxsize=4)  # the same few shapes come back at every layer of every step
 def _forbidden_pairs(
     queries: int, keys: int, low: int | None, high: int | None, device: torch.device
 ) -> Tensor:

@@ -185,9 +185,9 @@ def main() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     for communication in COMMUNICATION:
         for name, case in CASES.items():
-            dispatch.refusals.clear()
+            dispatch.fallbacks.clear()
             compare(communication, *case)
-            gathered = [reason for _, reason in dispatch.refusals]
+            gathered = [reason for _, reason in dispatch.fallbacks]
             assert gathered == [NO_RING[name]] * (communication == "p2p") if name in NO_RING else not gathered
             say(f"equal: {communication} {name}")
         for name, case in PACKED.items():

@@ -116,7 +116,7 @@ def heard() -> Callable[[], int]:
     from megatron_npu.ops import dispatch
 
     def count() -> int:
-        return sum(calls for (what, _), calls in dispatch.refusals.items() if what == "transformer_engine")
+        return sum(calls for (what, _), calls in dispatch.fallbacks.items() if what == "transformer_engine")
 
     before = count()
     return lambda: count() - before

@@ -450,9 +450,9 @@ def test_other_softmaxes_are_upstreams_and_said(softmax_type, monkeypatch):
     stock.load_state_dict(ours.state_dict())
     leaves = qkv()
     torch.testing.assert_close(ours(*leaves, None), stock(*leaves, None))
-    assert dispatch.refusals["attention", f"softmax_type={softmax_type}"] >= 1
+    assert dispatch.fallbacks["attention", f"softmax_type={softmax_type}"] >= 1
     monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
-    with pytest.raises(dispatch.FusedPathRefusedError, match=softmax_type):
+    with pytest.raises(dispatch.FallbackForbiddenError, match=softmax_type):
         ours(*leaves, None)
 
 

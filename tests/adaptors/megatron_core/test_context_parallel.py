@@ -55,15 +55,15 @@ def config():
     [(None, "ring"), ("p2p", "ring"), ("all_gather", "gather"), ("allgather", "gather"), ("a2a", "exchange")],
 )
 def test_each_way_to_communicate_is_the_one_asked_for(config, monkeypatch, asked, given) -> None:
-    monkeypatch.setattr(dispatch, "refusals", {})
+    monkeypatch.setattr(dispatch, "fallbacks", {})
     assert context_parallel.communication_of(config, asked) == given
-    assert not dispatch.refusals
+    assert not dispatch.fallbacks
 
 
 def test_what_is_not_there_is_reported_or_refused(config, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(dispatch, "refusals", {})
+    monkeypatch.setattr(dispatch, "fallbacks", {})
     assert context_parallel.communication_of(config, "a2a+p2p") == "ring"
-    assert list(dispatch.refusals) == [
+    assert list(dispatch.fallbacks) == [
         ("--cp-comm-type a2a+p2p", "hierarchical context parallelism is not here")
     ]
     assert "--cp-comm-type a2a+p2p runs as one ring over all ranks: " in caplog.text

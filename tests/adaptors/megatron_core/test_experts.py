@@ -71,7 +71,7 @@ def test_fusions_of_transformer_engine_are_left_out_and_said(option, monkeypatch
     config = make_config(**MIXTURE, **{option: True})
     assert getattr(config, option) is False
     flag = option.replace("_", "-")
-    assert dispatch.refusals[flag, "TransformerEngine is not installed"] >= 1
+    assert dispatch.fallbacks[flag, "TransformerEngine is not installed"] >= 1
     monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
-    with pytest.raises(dispatch.FusedPathRefusedError, match=flag):
+    with pytest.raises(dispatch.FallbackForbiddenError, match=flag):
         make_config(**MIXTURE, **{option: True})

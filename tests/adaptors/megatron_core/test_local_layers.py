@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_npu.errors import UsageError
-from megatron_npu.ops.dispatch import FusedPathRefusedError
+from megatron_npu.ops.dispatch import FallbackForbiddenError
 from tests.adaptors.comparison import here
 from tests.adaptors.megatron_core import local_layers_worker as worker
 from tests.adaptors.megatron_core.conftest import make_config
@@ -161,7 +161,7 @@ def test_the_norm_alone() -> None:
 def test_strict_mode_refuses(monkeypatch) -> None:
     monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
     for module, asked, arguments, local, local_arguments in worker.SAME:
-        with pytest.raises(FusedPathRefusedError, match=asked):
+        with pytest.raises(FallbackForbiddenError, match=asked):
             worker.specified(module, asked, arguments)
         worker.specified(module, local, local_arguments)
 

@@ -34,8 +34,8 @@ def test_it_trains(single) -> None:
 
 
 def test_it_says_that_transformer_engine_is_not_there(single) -> None:
-    assert "transformer_engine runs unfused: not installed" in single.stdout
-    assert re.search(r"^megatron_npu .* unfused: transformer_engine$", single.stdout, re.MULTILINE)
+    assert "transformer_engine falls back: not installed" in single.stdout
+    assert re.search(r"^megatron_npu .* fallbacks: transformer_engine$", single.stdout, re.MULTILINE)
 
 
 def test_strict_mode_refuses_that(tree: Path, tmp_path: Path) -> None:

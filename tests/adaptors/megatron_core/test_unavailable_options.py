@@ -12,7 +12,7 @@ import pytest
 from megatron_npu.adaptors.megatron_core import unsupported_options
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
-from megatron_npu.ops.dispatch import FusedPathRefusedError
+from megatron_npu.ops.dispatch import FallbackForbiddenError
 from tests.adaptors.megatron_core.conftest import make_config
 from tests.adaptors.megatron_core.stock import losses, pretrain
 from tests.conftest import checkout
@@ -36,16 +36,16 @@ def armed() -> None:
 
 @pytest.mark.parametrize("asked", GRAPHS, ids=lambda asked: "-".join(map(str, *asked.items())))
 def test_no_graph_is_captured_without_cuda(asked, monkeypatch) -> None:
-    monkeypatch.setattr(dispatch, "refusals", {})
+    monkeypatch.setattr(dispatch, "fallbacks", {})
     config = make_config(**asked, use_te_rng_tracker=True)
     assert not config.enable_cuda_graph
     assert not config.external_cuda_graph
     assert config.cuda_graph_impl == "none"
     assert not config.use_te_rng_tracker
     (name,) = asked
-    assert {what for what, _ in dispatch.refusals} == {name.replace("_", "-"), "te-rng-tracker"}
+    assert {what for what, _ in dispatch.fallbacks} == {name.replace("_", "-"), "te-rng-tracker"}
     monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
-    with pytest.raises(FusedPathRefusedError, match="no CUDA graphs on the"):
+    with pytest.raises(FallbackForbiddenError, match="no CUDA graphs on the"):
         make_config(**asked)
 
 
@@ -103,7 +103,7 @@ def test_the_stock_script_trains_without_graphs(tmp_path: Path) -> None:
     assert "NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=1: without TransformerEngine" in said
     for option in ("enable-cuda-graph", "te-rng-tracker"):
         assert f"{option} is left out: " in done.stdout
-    assert "transformer_engine runs unfused: " in done.stdout
+    assert "transformer_engine falls back: " in done.stdout
 
 
 @pytest.mark.parametrize(

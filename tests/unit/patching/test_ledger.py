@@ -34,11 +34,11 @@ def test_forms(upstream: UpstreamTree) -> None:
     upstream.registry.constant("stockpkg.model:LIMIT", 7, why="a | b", until="later")
     engine = upstream.engine()
     upstream.load("model")
-    engine.ledger.refusals = {("attention", "window on cpu"): 3}
+    engine.ledger.fallbacks = {("attention", "window on cpu"): 3}
     data = json.loads(engine.ledger.json())
     assert data["counts"]["applied"] == 1
     assert data["patches"][0]["target"] == "stockpkg.model:LIMIT"
-    assert data["refusals"] == [{"operation": "attention", "reason": "window on cpu", "count": 3}]
+    assert data["fallbacks"] == [{"operation": "attention", "reason": "window on cpu", "count": 3}]
     table = engine.ledger.markdown().splitlines()
     assert len({line.replace("\\|", "").count("|") for line in table}) == 1
     text = engine.ledger.text()
@@ -47,11 +47,11 @@ def test_forms(upstream: UpstreamTree) -> None:
     assert text.endswith(engine.ledger.summary())
 
 
-def test_the_summary_names_each_operation_that_ran_unfused_once() -> None:
+def test_the_summary_names_each_operation_that_fell_back_once() -> None:
     ledger = Ledger()
-    assert "unfused" not in ledger.summary()
-    ledger.refusals = {("norm", "fp64"): 2, ("norm", "cpu"): 1, ("softmax", "width 31"): 4}
-    assert ledger.summary().endswith("unfused: norm, softmax")
+    assert "fallbacks" not in ledger.summary()
+    ledger.fallbacks = {("norm", "fp64"): 2, ("norm", "cpu"): 1, ("softmax", "width 31"): 4}
+    assert ledger.summary().endswith("fallbacks: norm, softmax")
 
 
 def test_equal_reasons_are_told_once() -> None:
