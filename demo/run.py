@@ -19,6 +19,8 @@ from pathlib import Path
 
 from fetch import fetch
 
+from megatron_npu import files
+
 PROJECT = Path(__file__).resolve().parent.parent
 RUN = PROJECT / "runs" / "demo"
 DATA, CHECKPOINT = RUN / "data", RUN / "checkpoint"
@@ -136,9 +138,7 @@ def write_summary() -> dict:
         "plot": relative(run["plot"]),
         "sample": relative(RUN / "sample.txt"),
     }
-    temporary = RUN / "summary.json.tmp"
-    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    temporary.rename(RUN / "summary.json")
+    files.write(RUN / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 

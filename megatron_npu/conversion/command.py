@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
-import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_npu import plugin
+from megatron_npu import files, plugin
 from megatron_npu.arg_parser import Parser, number, positive
 from megatron_npu.conversion import families, hf_files, tokenizer_files, verify, weights
 from megatron_npu.conversion.config import NAME as CONFIG
@@ -74,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     initialize.quieten()
     plugin.install()
     convert = _to_megatron if args.target == "megatron" else _to_hf
-    with _appearing(Path(args.destination)) as part:
+    with files.new_folder(args.destination) as part:
         for line in convert(args, part):
             print(line, flush=True)
     print(f"wrote {args.destination}")
@@ -99,22 +97,6 @@ def _check(args: Namespace) -> None:
     destination = Path(args.destination)
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise UsageError(f"{destination} exists", "a new folder", "Give another name, or remove it.")
-
-
-@contextlib.contextmanager
-def _appearing(destination: Path) -> Iterator[Path]:
-    """Give a hidden folder that becomes ``destination`` if the block ends well, and else is removed."""
-    destination = destination.absolute()
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    part = destination.parent / f".{destination.name}.partial"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    try:
-        yield part
-        os.replace(part, destination)  # also onto an empty folder
-        checkpoint_files.sync_directory(destination.parent)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 # -- to Megatron --------------------------------------------------------------------------------------------
@@ -143,7 +125,7 @@ def _to_megatron(given: Namespace, part: Path) -> Iterator[str]:
     precision = [f"--{dtype}"] if dtype != "fp32" else []
     moved = [word.replace(str(part), str(final)) for word in tokenizer]
     line = shlex.join([*model_flags, *moved, *precision])
-    checkpoint_files.write_atomically(part / FLAGS, line + "\n")
+    files.write(part / FLAGS, line + "\n")
     yield from _proven(given, part, source, family, dtype)
     yield f"{tokenizer[1]}; vocabulary {vocabulary}, padded to {args.padded_vocab_size}"
     yield f"the model's flags, also in {FLAGS}: {line}"
@@ -196,7 +178,7 @@ def _to_hf(given: Namespace, part: Path) -> Iterator[str]:
         values = family.config(args)
         kept = tokenizer_files.bring_back(root, args, part)
         named = {**kept, **values, "torch_dtype": str(weights.DTYPES[dtype]).removeprefix("torch.")}
-        checkpoint_files.write_atomically(part / CONFIG, json.dumps(named, indent=2, sort_keys=True) + "\n")
+        files.write(part / CONFIG, json.dumps(named, indent=2, sort_keys=True) + "\n")
         _write(part, dict(model.unwrap(module).named_parameters()), family, args, dtype, given.max_shard_gb)
     yield from _proven(given, root, part, family, dtype)
     yield f"{values['architectures'][0]}; {args.tokenizer_type}"

@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from megatron_npu import files
 from megatron_npu.conversion import config
 from megatron_npu.errors import UsageError
 from megatron_npu.tokenization.gpt2_bpe import END_OF_TEXT, GPT2Tokenizer
@@ -76,9 +77,7 @@ def bring_back(root: Path, args: Namespace, destination: Path) -> dict[str, Any]
         "model_max_length": args.max_position_embeddings,
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
     }
-    checkpoint_files.write_atomically(
-        destination / "tokenizer_config.json", json.dumps(described, indent=2) + "\n"
-    )
+    files.write(destination / "tokenizer_config.json", json.dumps(described, indent=2) + "\n")
     end = GPT2Tokenizer(args.vocab_file, args.merge_file).eod
     return {"bos_token_id": end, "eos_token_id": end}
 

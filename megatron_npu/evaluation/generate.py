@@ -6,11 +6,10 @@ import argparse
 import contextlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
-from megatron_npu import devices, plugin
+from megatron_npu import devices, files, plugin
 from megatron_npu.arg_parser import Parser, integer, number
 from megatron_npu.errors import UsageError
 from megatron_npu.training import (
@@ -61,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         merge_file=args.merge_file,
     )
     if args.output:
-        checkpoint_files.write_atomically(Path(args.output), text + "\n")
+        files.write(args.output, text + "\n")
     else:
         print(text)
     return 0

@@ -11,13 +11,13 @@ import ast
 import copy
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_npu import files
 from megatron_npu.patching.registry import REPLACEMENTS, Patch
 
 FORMAT = 1
@@ -279,9 +279,7 @@ class PinFile:
         }
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{self.upstream}-{self.version}.json"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        files.write(path, json.dumps(data, indent=2) + "\n")
         return path
 
 

@@ -29,6 +29,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megatron_npu import files
 from megatron_npu.errors import UsageError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -60,7 +61,7 @@ class Writer:
     def __init__(self, prefix: str, dtype: np.dtype) -> None:
         self.prefix, self.dtype = prefix, dtype
         self.tokens = 0
-        self._parts = {end: Path(f"{prefix}.{end}.{os.getpid()}.partial") for end in ("bin", "idx")}
+        self._parts = {end: files.partial_file(Path(f"{prefix}.{end}")) for end in ("bin", "idx")}
         self._lengths = array("i")
         self._sequences_of_documents = array("q")
         self._bin = _create(self._parts["bin"])
@@ -90,12 +91,12 @@ class Writer:
 
     def finish(self) -> None:
         """Write the index, still under its temporary name; both files are on disk afterwards."""
-        _sync(self._bin)
+        files.sync(self._bin)
         self._bin.close()
         with _create(self._parts["idx"]) as stream:
             for piece in self._index():
                 stream.write(piece)
-            _sync(stream)
+            files.sync(stream)
 
     def _index(self) -> Iterator[bytes]:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
@@ -123,7 +124,7 @@ def publish(writers: Sequence[Writer]) -> None:
             index.unlink(missing_ok=True)
             os.replace(writer._parts["bin"], data)
             os.replace(writer._parts["idx"], index)
-            _sync_directory(index.parent)
+            files.sync_directory(index.parent)
     except BaseException:
         for path in touched:
             path.unlink(missing_ok=True)
@@ -132,19 +133,6 @@ def publish(writers: Sequence[Writer]) -> None:
 
 def _create(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640), "wb", buffering=1 << 20)
-
-
-def _sync(stream: BinaryIO) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _begins(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from megatron_npu import settings
+from megatron_npu import files, settings
 from megatron_npu.errors import UsageError
 
 
@@ -64,14 +63,7 @@ def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
         _wait_for(lock, name)
         if final.is_dir():
             return final
-        # The lock is ours: a directory under the temporary name is the rest of an interrupted attempt.
-        partial = root() / f"{name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        try:
+        # the lock is ours, so that what has the temporary name is the rest of an interrupted attempt
+        with files.new_folder(final) as partial:
             prepare(partial)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        partial.rename(final)
     return final

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megatron_npu import settings
+from megatron_npu import files, settings
 from megatron_npu.sim import build
 
 # Counted beside the launches by compute.cpp: copies between host and device, and tensor.item().
@@ -104,10 +104,8 @@ def _write_report(path: Path) -> None:
     rank = os.environ.get("RANK")
     if rank is not None:
         path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
     content = {"total_launches": counts.total_launches, **asdict(counts)}
-    partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    partial.replace(path)
+    files.write(path, json.dumps(content, indent=1))
 
 
 def _read() -> Counts:

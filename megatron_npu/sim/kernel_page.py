@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import os
 from pathlib import Path
 
+from megatron_npu import files
 from megatron_npu.sim import kernels
 from megatron_npu.sim.kernels.checker import Limit, Limits
 from megatron_npu.sim.kernels.limits import LIMITS
@@ -104,9 +104,7 @@ def _rows(limits: tuple[Limit, ...]) -> list[str]:
 
 def main() -> None:
     """Write the page."""
-    temporary = PAGE.with_suffix(".tmp")
-    temporary.write_text(page(), encoding="utf-8")
-    os.replace(temporary, PAGE)
+    files.write(PAGE, page())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices
+from megatron_npu import devices, files
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_failures, checkpoint_files, dist_ckpt_versions, vocab_padding
 from megatron_npu.training.model import unwrap
@@ -60,7 +60,7 @@ def save(args: Namespace, state: State, position: Position, common: Mapping[str,
 
     root = Path(args.save)
     place = checkpoint_files.directory(root, position.iteration)
-    part = root / f".{place.name}.partial"
+    part = files.partial_folder(place)
     if dist.get_rank() == 0:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -75,7 +75,7 @@ def save(args: Namespace, state: State, position: Position, common: Mapping[str,
         checkpoint_files.describe(part, _description(args, position, metadata))
         shutil.rmtree(place, ignore_errors=True)  # left behind if a run was killed right here
         part.rename(place)
-        checkpoint_files.sync_directory(root)
+        files.sync_directory(root)
         checkpoint_files.set_latest(root, position.iteration)
     dist.barrier()
     return place

@@ -7,12 +7,12 @@ what ``megatron.core.dist_checkpointing`` writes, each has ``arguments.json``: t
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_npu import files
 from megatron_npu.errors import UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -110,7 +110,7 @@ def near(root: str | Path, path: str | None) -> str | None:
 def describe(path: Path, found: Found) -> None:
     """Write the description of a checkpoint into ``path``."""
     values = {name: value for name, value in vars(found).items() if name != "path"}
-    write_atomically(path / DESCRIPTION, json.dumps(values, indent=1))
+    files.write(path / DESCRIPTION, json.dumps(values, indent=1))
 
 
 def plain_arguments(args: Namespace) -> dict[str, Any]:
@@ -123,33 +123,10 @@ def release(root: str | Path, path: Path) -> Path:
     """Make a checkpoint the one that no run has trained here; return its new place."""
     place = Path(root) / RELEASE
     path.rename(place)
-    write_atomically(Path(root) / TRACKER, f"{RELEASE}\n")
+    files.write(Path(root) / TRACKER, f"{RELEASE}\n")
     return place
 
 
 def set_latest(root: str | Path, iteration: int) -> None:
     """Make the tracker name ``iteration``."""
-    write_atomically(Path(root) / TRACKER, f"{iteration}\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file that is at any time either the old one or the whole new one."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with open(part, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    files.write(Path(root) / TRACKER, f"{iteration}\n")

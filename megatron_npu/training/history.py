@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from megatron_npu import files
 
 
 @dataclass
@@ -73,7 +74,5 @@ def draw(history: History, path: Path) -> None:
     rate.set_xlabel("iteration")
     for axes in (loss, rate):
         axes.grid(alpha=0.3)
-    part = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with open(part, "wb") as stream:
+    with files.writing(path) as stream:
         FigureCanvasAgg(figure).print_png(stream)
-    os.replace(part, path)

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_npu import devices, plugin
+from megatron_npu import devices, files, plugin
 from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     arguments,
     checkpoint,
-    checkpoint_files,
     data,
     flops,
     history,
@@ -175,7 +174,7 @@ def _report(args: Namespace, outcome: loop.Outcome, journal: log.Log) -> Summary
     if args.save and args.rank == 0:
         path = Path(args.save) / "summary.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint_files.write_atomically(path, json.dumps(asdict(summary), indent=1) + "\n")
+        files.write(path, json.dumps(asdict(summary), indent=1) + "\n")
     return summary
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_npu import files
 from tests.adaptors.megatron_core import stock
 from tests.end_to_end import tiny
 
@@ -143,9 +143,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _write(path: Path, content: dict) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(part, path)
+    files.write(path, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_npu import files
 from megatron_npu.sim import build, cache, elf
 
 
@@ -69,8 +70,9 @@ def test_a_failed_preparation_leaves_nothing_and_can_be_repeated(own_cache):
 
 
 def test_the_rest_of_an_interrupted_attempt_is_replaced(own_cache):
-    (own_cache / "thing.partial").mkdir(parents=True)
-    (own_cache / "thing.partial" / "rest").write_text("")
+    partial = files.partial_folder(own_cache / "thing")
+    partial.mkdir(parents=True)
+    (partial / "rest").write_text("")
     assert sorted(p.name for p in cache.prepared("thing", _prepare_slowly).iterdir()) == ["first", "second"]
 
 

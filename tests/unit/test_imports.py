@@ -93,6 +93,7 @@ FORBIDDEN = {
         *WIRING,
         *(tool for tool in TOOLS if tool != "megatron_npu.sim"),
     ],
+    "files.py": ["torch", "megatron", "megatron_npu"],
     "settings.py": ["torch", "megatron", "megatron_npu.devices", "megatron_npu.ops", "megatron_npu.adaptors"],
     "upstream.py": ["torch", "megatron", "megatron_npu.adaptors", *ABOVE_ADAPTORS],
     "plugin.py": ["torch", "megatron", "megatron_npu.runner", "megatron_npu.patch_commands", *TOOLS],
@@ -125,6 +126,14 @@ def test_imports_point_downward(room):
         for name in imports(file):
             for forbidden in FORBIDDEN[room]:
                 assert not f"{name}.".startswith(f"{forbidden}."), f"{file} imports {name}"
+
+
+def test_patching_imports_nothing_of_the_rest_but_files():
+    allowed = ("megatron_npu.patching.", "megatron_npu.files.")
+    for file in (PACKAGE / "patching").rglob("*.py"):
+        for name in imports(file):
+            if name.partition(".")[0] == "megatron_npu":
+                assert f"{name}.".startswith(allowed), f"{file} imports {name}"
 
 
 def test_the_plug_in_imports_neither_torch_nor_megatron():

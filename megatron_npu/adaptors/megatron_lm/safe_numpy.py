@@ -5,10 +5,11 @@ It stands in those modules' globals under the name ``np``; every other name is n
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy
+
+from megatron_npu import files
 
 
 def __getattr__(name: str) -> Any:
@@ -31,7 +32,5 @@ def save(file: str, array: Any, **_: Any) -> None:
         ValueError: the array holds Python objects.
     """
     name = file if file.endswith(".npy") else file + ".npy"
-    unfinished = f"{name}.{os.getpid()}.part"
-    with open(unfinished, "wb") as stream:
+    with files.writing(name) as stream:
         numpy.save(stream, array, allow_pickle=False)
-    os.replace(unfinished, name)

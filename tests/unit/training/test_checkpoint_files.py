@@ -48,17 +48,3 @@ def test_a_description_that_was_cut_off_is_refused(tmp_path, found):
     description.write_text(description.read_text()[:50])
     with pytest.raises(UsageError, match=r"arguments\.json"):
         checkpoint_files.find(tmp_path)
-
-
-def test_a_write_that_fails_leaves_the_old_text(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    checkpoint_files.write_atomically(path, "old")
-    monkeypatch.setattr(checkpoint_files.os, "replace", _fail)
-    with pytest.raises(OSError, match="full"):
-        checkpoint_files.write_atomically(path, "new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def _fail(*_: object) -> None:
-    raise OSError("the disk is full")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from megatron_npu import files
 
 from . import exclusions
 from .results import COLLECTION, EXCLUDED, FAILED, PASSED, SKIPPED, FileResult, Result
@@ -39,10 +40,7 @@ class Baseline:
 
     def save(self) -> None:
         self.files = dict(sorted(self.files.items()))
-        path = path_for(self.tree, self.device)
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(vars(self), indent=1) + "\n")
-        os.replace(unfinished, path)
+        files.write(path_for(self.tree, self.device), json.dumps(vars(self), indent=1) + "\n")
 
     def outcomes(self, file: str) -> dict[str, str]:
         """Return the recorded outcome of each test of a file."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from megatron_npu import files
 
 from .baseline import FOLDER, Baseline
 from .results import EXCLUDED, FAILED, PASSED, SKIPPED
@@ -65,9 +66,7 @@ many are.
 
 def write() -> None:
     """Replace the page."""
-    unfinished = PAGE.with_suffix(".tmp")
-    unfinished.write_text(text())
-    os.replace(unfinished, PAGE)
+    files.write(PAGE, text())
 
 
 def text() -> str:

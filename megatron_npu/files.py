@@ -1,0 +1,87 @@
+"""Files and folders that appear whole or not at all. Imports the standard library only.
+
+What is being written has a temporary name beside its final one, so that renaming it is one step for the file
+system: ``NAME.PID.partial`` for a file, ``.NAME.partial`` for a folder. Modes follow the user's umask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, BinaryIO
+
+
+def partial_file(path: Path) -> Path:
+    """Return the temporary name of a file; it has the process's number, so that ranks do not meet."""
+    return path.with_name(f"{path.name}.{os.getpid()}.partial")
+
+
+def partial_folder(path: Path) -> Path:
+    """Return the temporary name of a folder, the same for all ranks that write into it."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write(path: str | Path, content: str | bytes) -> None:
+    """Write a file that is at any time either the old one or the whole new one.
+
+    Args:
+        path: its final name.
+        content: text is encoded as UTF-8.
+    """
+    with writing(path) as stream:
+        stream.write(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[BinaryIO]:
+    """Give a binary stream whose content becomes ``path`` if the block ends well, and else is removed."""
+    path = Path(path)
+    partial = partial_file(path)
+    try:
+        with open(partial, "wb") as stream:
+            yield stream
+            sync(stream)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def new_folder(path: str | Path) -> Iterator[Path]:
+    """Give an empty folder that becomes ``path`` if the block ends well, and else is removed.
+
+    What an attempt that was killed has left is removed first. Only one process may do this at a time.
+
+    Raises:
+        OSError: ``path`` exists and is not an empty folder.
+    """
+    path = Path(path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_folder(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    sync_directory(path.parent)
+
+
+def sync(stream: IO[bytes]) -> None:
+    """Bring what was written to a file to disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Bring the names in a folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,87 @@
+"""What is written is there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_npu import files
+
+
+@pytest.mark.parametrize("content", ["Grüße\n", b"\x00\xff"])
+def test_a_file_has_its_content_and_nothing_else_is_left(tmp_path: Path, content: str | bytes) -> None:
+    files.write(tmp_path / "file", content)
+    written = (tmp_path / "file").read_bytes()
+    assert written == (content if isinstance(content, bytes) else content.encode("utf-8"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_write_that_fails_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    files.write(path, "old")
+    monkeypatch.setattr(files.os, "replace", _fail)
+    with pytest.raises(OSError, match="full"):
+        files.write(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_old_file_stays_until_the_block_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    files.write(path, "old")
+    with pytest.raises(KeyboardInterrupt), files.writing(path) as stream:  # noqa: PT012
+        stream.write(b"half of the n")
+        assert path.read_text() == "old"
+        assert files.partial_file(path).exists()
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_umask_is_respected(tmp_path: Path) -> None:
+    former = os.umask(0o027)
+    try:
+        files.write(tmp_path / "file", "text")
+    finally:
+        os.umask(former)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_folder_appears_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder"
+    with files.new_folder(path) as partial:
+        (partial / "a").write_text("")
+        assert not path.exists()
+    assert [each.name for each in path.iterdir()] == ["a"]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="full"), files.new_folder(tmp_path / "folder") as partial:  # noqa: PT012
+        (partial / "a").write_text("")
+        _fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rest_of_a_killed_attempt_does_not_enter_a_folder(tmp_path: Path) -> None:
+    partial = files.partial_folder(tmp_path / "folder")
+    partial.mkdir()
+    (partial / "rest").write_text("")
+    with files.new_folder(tmp_path / "folder"):
+        pass
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
+def test_a_folder_with_content_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "old").write_text("")
+    with pytest.raises(OSError, match="not empty"), files.new_folder(tmp_path / "folder"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert (tmp_path / "folder" / "old").exists()
+
+
+def _fail(*_: object) -> None:
+    raise OSError("the disk is full")
