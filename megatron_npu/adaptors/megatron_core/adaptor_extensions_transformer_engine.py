@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_npu.adaptors.megatron_core import te_fallback
-from megatron_npu.adaptors.megatron_core.adaptor_transformer_torch_norm import Norm
 from megatron_npu.adaptors.megatron_core.decorators import replace, transformer_engine_present
+from megatron_npu.adaptors.megatron_core.norm import Norm
 
 
 @replace(

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu.adaptors.megatron_core.adaptor_transformer_torch_norm import Norm
 from megatron_npu.adaptors.megatron_core.decorators import transformer_engine_present, wrap
+from megatron_npu.adaptors.megatron_core.norm import Norm
 from megatron_npu.adaptors.megatron_core.te_fallback import instead, named
 
 _MODULE = "megatron.core.models.T5.t5_spec"

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_npu.adaptors.megatron_core.adaptor_transformer_torch_norm import Norm
 from megatron_npu.adaptors.megatron_core.decorators import transformer_engine_present, wrap
+from megatron_npu.adaptors.megatron_core.norm import Norm
 
 
 @wrap(

@@ -66,7 +66,7 @@ def test_every_local_spec_has_our_norm():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import transformer_block
 
-    from megatron_npu.adaptors.megatron_core.adaptor_transformer_torch_norm import Norm
+    from megatron_npu.adaptors.megatron_core.norm import Norm
 
     for normalization in ("LayerNorm", "RMSNorm"):
         spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization=normalization).submodules

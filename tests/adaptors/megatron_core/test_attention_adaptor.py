@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_npu import settings
-from megatron_npu.adaptors.megatron_core import attention_mask, context_parallel
+from megatron_npu.adaptors.megatron_core.attention import attention_mask, context_parallel
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.attention import packed_mask
 from tests.adaptors.comparison import here, load_stock, same_gradients

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu.adaptors.megatron_core import context_parallel
+from megatron_npu.adaptors.megatron_core.attention import context_parallel
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.attention.context_parallel.packed import tokens_of_rank

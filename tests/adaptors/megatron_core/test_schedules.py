@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_npu.adaptors.megatron_core.adaptor_pipeline_parallel_schedules import refuse_batched_p2p
+from megatron_npu.adaptors.megatron_core.pipeline_parallel import refuse_batched_p2p
 from megatron_npu.errors import UsageError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_core import context_parallel
-from megatron_npu.adaptors.megatron_core.attention_mask import documents, visible, window_of
+from megatron_npu.adaptors.megatron_core.attention import context_parallel
+from megatron_npu.adaptors.megatron_core.attention.attention_mask import documents, visible, window_of
 from megatron_npu.adaptors.megatron_core.decorators import wrap
 from megatron_npu.adaptors.shared import core_attention
 from megatron_npu.errors import UsageError

@@ -1,4 +1,7 @@
-"""``megatron.core.tensor_parallel.layers``: the embedding, and weights initialised on the host."""
+"""Where the vocabulary is split: cross entropy and its fused twin, and the embedding.
+
+Connects ``tensor_parallel.cross_entropy``, ``fusions.fused_cross_entropy`` and ``tensor_parallel.layers``.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,47 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_npu import devices
-from megatron_npu.adaptors.megatron_core.decorators import wrap
+from megatron_npu.adaptors.megatron_core.decorators import replace, wrap
+from megatron_npu.ops import cross_entropy
 from megatron_npu.ops.embedding import vocab_parallel_embedding
+
+_WHY = "upstream holds an fp32 softmax of the whole logits from forward to backward; ours O(tokens)"
+
+
+@replace("megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy", why=_WHY)
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
+) -> Tensor:
+    """``[s, b, v/p]`` logits and ``[s, b]`` targets to the ``[s, b]`` loss, fp32."""
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+    group = get_tensor_model_parallel_group()
+    return _loss(vocab_parallel_logits, target, group, label_smoothing)
+
+
+@replace(
+    "megatron.core.fusions.fused_cross_entropy:fused_vocab_parallel_cross_entropy",
+    why=_WHY + "; upstream also rounds every gradient to bf16, fp32 models included",
+)
+def fused_vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, tp_group: ProcessGroup
+) -> Tensor:
+    """As ``vocab_parallel_cross_entropy``, the group given."""
+    return _loss(vocab_parallel_logits, target, tp_group, 0.0)
+
+
+def _loss(logits: Tensor, target: Tensor, group: ProcessGroup, label_smoothing: float) -> Tensor:
+    return cross_entropy.vocab_parallel_cross_entropy(
+        logits,
+        target,
+        vocab_start=group.rank() * logits.size(-1),
+        vocab_size=group.size() * logits.size(-1),
+        group=group,
+        label_smoothing=label_smoothing,
+    )
 
 
 @wrap(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_core.attention_mask import (
+from megatron_npu.adaptors.megatron_core.attention.attention_mask import (
     boundaries,
     documents,
     rows_are_causal,

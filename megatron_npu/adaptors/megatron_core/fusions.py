@@ -1,0 +1,89 @@
+"""Fused element-wise functions: ``megatron.core.fusions``' bias_gelu, bias_geglu, bias_swiglu, bias_dropout.
+
+And ``megatron.core.jit``, whose ``jit_fuser`` compiles them upstream.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, constant, replace, wrap
+from megatron_npu.ops import activation, dropout
+
+constant(
+    "megatron.core.fusions.fused_bias_gelu:bias_gelu_impl",
+    activation.bias_gelu,
+    devices=WITHOUT_CUDA,
+    why="eight element-wise passes, and a bias gradient added up in 16 bits; on cuda upstream compiles it",
+)
+
+
+@replace(
+    "megatron.core.fusions.fused_bias_geglu:bias_geglu_impl",
+    devices=WITHOUT_CUDA,
+    why="a chain of passes, and a bias gradient added up in 16 bits; on cuda upstream compiles it",
+)
+def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
+    """``[s, b, 2h]`` (or ``[t, 2h]``) and the ``[2h]`` bias to ``[s, b, h]``."""
+    return activation.geglu(input, bias)
+
+
+_WHY = "a chain of element-wise passes; on cuda upstream compiles it"
+
+
+@wrap("megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl", devices=WITHOUT_CUDA, why=_WHY)
+def bias_swiglu_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Take every call but those that store or move the input in a way of their own."""
+
+    @functools.wraps(original)
+    def implementation(input: Tensor, bias: Tensor | None, *options: Any, **named: Any) -> Tensor:
+        if any(options) or any(named.values()):  # fp8_input_store, cpu_offload_input
+            return original(input, bias, *options, **named)
+        return activation.swiglu(input, bias)
+
+    return implementation
+
+
+@replace("megatron.core.fusions.fused_bias_swiglu:swiglu", devices=WITHOUT_CUDA, why=_WHY)
+def swiglu(y: Tensor) -> Tensor:
+    """``[t, 2h]`` to ``[t, h]``; called by the weighted variant of MoE."""
+    return activation.swiglu(y)
+
+
+@replace("megatron.core.fusions.fused_bias_swiglu:swiglu_back", devices=WITHOUT_CUDA, why=_WHY)
+def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
+    """Gradient of ``swiglu`` for ``y``; called by the weighted variant of MoE."""
+    return activation.swiglu_backward(g, y)
+
+
+@replace(
+    "megatron.core.fusions.fused_bias_dropout:_bias_dropout_add_func",
+    devices=WITHOUT_CUDA,
+    why="three passes and one draw per value; on cuda upstream compiles it",
+)
+def bias_dropout_add(
+    x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, training: bool
+) -> Tensor:
+    """``[s, b, h]`` and the ``[h]`` bias, added to the ``[s, b, h]`` residual after dropout."""
+    x, bias = x_with_bias
+    return dropout.bias_dropout_add(x, bias, residual, prob, training)
+
+
+Function = TypeVar("Function", bound=Callable)
+
+
+@replace(
+    "megatron.core.jit:jit_fuser",
+    devices=WITHOUT_CUDA,
+    early=True,
+    why="torch.compile needs a C++ compiler on cpu and fails in torch_npu's inductor; "
+    "the functions it would fuse are replaced by fused operations instead",
+    until="torch_npu's inductor compiles megatron-core's fusions",
+)
+def jit_fuser(function: Function) -> Function:
+    """Leave the function as it is."""
+    return function

@@ -1,0 +1,59 @@
+"""``megatron.core.transformer.moe``: grouped matrix products of the experts, and the router."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import (
+    constant,
+    installed,
+    replace,
+    transformer_engine_present,
+)
+from megatron_npu.ops.grouped_matmul import grouped_matmul
+
+_MODULE = "megatron.core.transformer.moe.grouped_gemm_util"
+
+
+def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+    """``[t, k]`` and ``[e, k, n]`` (``[e, n, k]`` with ``trans_b``) to ``[t, n]``; ``batch_sizes`` ``[e]``.
+
+    Raises:
+        NotImplementedError: ``trans_a``, which megatron-core never sets.
+    """
+    if trans_a:
+        raise NotImplementedError("grouped_gemm's trans_a")
+    return grouped_matmul(a, b.transpose(1, 2) if trans_b else b, batch_sizes)
+
+
+_stand_in = partial(
+    constant,
+    condition=partial(installed, "grouped_gemm"),
+    why="the experts of --moe-grouped-gemm need TransformerEngine or the package grouped_gemm, which is CUDA",
+)
+_stand_in(f"{_MODULE}:ops", SimpleNamespace(gmm=gmm))
+_stand_in(f"{_MODULE}:grouped_gemm", SimpleNamespace(ops=SimpleNamespace(gmm=gmm)))
+
+
+_TARGET = "megatron.core.transformer.moe.moe_utils:router_gating_linear"
+_WHY = "upstream asks whether a name is None that only exists where TransformerEngine is installed: NameError"
+
+
+@replace(_TARGET, versions=">=0.15", condition=transformer_engine_present, why=_WHY)
+def router_gating_linear(
+    inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype
+) -> Tensor:
+    """``[..., h]`` and ``[e, h]`` to ``[..., e]`` in ``router_dtype``; gradients in the inputs' dtypes."""
+    bias = None if bias is None else bias.to(router_dtype)
+    return F.linear(inp.to(router_dtype), weight.to(router_dtype), bias)
+
+
+@replace(_TARGET, versions=">=0.13,<0.15", condition=transformer_engine_present, why=_WHY)
+def router_gating_linear_without_bias(inp: Tensor, weight: Tensor, router_dtype: torch.dtype) -> Tensor:
+    """As ``router_gating_linear``; the router has a bias from 0.15 on."""
+    return F.linear(inp.to(router_dtype), weight.to(router_dtype))
