@@ -9,7 +9,7 @@ import sys
 
 from megatron_npu import __version__, settings
 from megatron_npu.errors import UsageError
-from megatron_npu.patching.engine import DriftError
+from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
 
 # name -> (module:function taking the remaining arguments and returning an exit code, help)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron_npu import settings, spawned_processes
 from megatron_npu.patching import banner
-from megatron_npu.patching.engine import Context, Engine
+from megatron_npu.patching.engine import Engine
+from megatron_npu.patching.module_patch import Context
 from megatron_npu.patching.pins import Pins
 from megatron_npu.patching.registry import registry
 
@@ -66,9 +67,9 @@ def announce() -> None:
     """Say once, on rank 0, which upstream and device run and how many patches are applied."""
     from megatron_npu import __version__, devices
 
-    if int(os.environ.get("RANK", "0")):
-        return
     context, device = engine().context, devices.current()
+    if context is None or int(os.environ.get("RANK", "0")):
+        return
     print(
         f"megatron_npu {__version__} · {context.upstream} {context.version} · "
         f"{device.name}/{device.backend} · {engine().ledger.summary()}",

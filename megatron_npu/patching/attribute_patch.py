@@ -1,11 +1,11 @@
-"""The mechanics of one change: find the slot of a symbol, make its new value, set it, put it back."""
+"""The mechanics of a change: find the slot of a symbol, make its new value, set it, put it back."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections.abc import Iterator, Set
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 from megatron_npu.patching.registry import Patch
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
-MAIN_MODULES = ("__main__", "__mp_main__")  # the second is the main module in a spawned child
 
 
 @dataclass
@@ -34,6 +33,11 @@ class Change:
     def __str__(self) -> str:
         return f"{self.owner.__name__}.{self.name}"
 
+    @property
+    def target(self) -> str:
+        """The patched symbol: ``package.module:Qual.name``."""
+        return f"{self.module.__name__}:{self.qualname}"
+
     def make(self) -> None:
         """Set the new value."""
         setattr(self.owner, self.name, self.new)
@@ -47,6 +51,44 @@ class Change:
         else:
             setattr(self.owner, self.name, self.old)
         return True
+
+
+class ChangeLog:
+    """The changes that are in force, in the order in which they were made. Any thread may add and undo."""
+
+    def __init__(self) -> None:
+        self._changes: list[Change] = []
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        """Take a new lock: after a fork, a thread that held the old one does not exist."""
+        # Held while a change is made and noted, or undone and forgotten: the list keeps their order. It comes
+        # after every import lock: a thread patches with the lock of its module held, but what is done under
+        # this one imports nothing, so who has it waits for no other thread.
+        self._lock = threading.RLock()
+
+    def make(self, change: Change) -> None:
+        """Make ``change`` and note it."""
+        with self._lock:
+            change.make()
+            self._changes.append(change)
+
+    def undo(self, changes: Iterable[Change]) -> list[Change]:
+        """Undo ``changes`` in reverse order and forget them; return those that were no longer in force."""
+        with self._lock:
+            changes = list(changes)
+            refused = [change for change in reversed(changes) if not change.undo()]
+            gone = set(map(id, changes))
+            self._changes = [change for change in self._changes if id(change) not in gone]
+        return refused
+
+    def all(self) -> list[Change]:
+        """Return all changes, in order."""
+        return self._changes.copy()
+
+    def slots(self) -> set[tuple[int, str]]:
+        """Return (id of the owner, name) of everything that was set."""
+        return {(id(change.owner), change.name) for change in self.all()}
 
 
 @dataclass(frozen=True)
@@ -133,31 +175,3 @@ def _made(original: Any, factory: Any) -> Any:
     if closure and isinstance(original, FunctionType) and not hasattr(result, "__wrapped__"):
         functools.update_wrapper(result, original)
     return result
-
-
-def is_shared_by_identity(value: Any, module: str) -> bool:
-    """Return whether other modules that hold ``value`` hold it because ``module`` defines it.
-
-    True of functions and classes that ``module`` itself defines. Never of plain values, which may be equal
-    by chance, nor of what ``module`` imported: others may have it from its true home.
-    """
-    return callable(value) and getattr(value, "__module__", None) == module
-
-
-def holders(values: Set[int], prefixes: tuple[str, ...]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Yield every (module, name, value) of upstream and the main module whose value has one of the ids."""
-    # copy() is atomic, list(….items()) is not: other threads import meanwhile
-    for module_name, module in sys.modules.copy().items():
-        if not isinstance(module, ModuleType):
-            continue
-        if not (module_name in MAIN_MODULES or is_under(module_name, prefixes)):
-            continue
-        names = vars(module).copy()
-        if values.isdisjoint(map(id, names.values())):  # almost always; much faster than the loop below
-            continue
-        yield from ((module, name, value) for name, value in names.items() if id(value) in values)
-
-
-def is_under(name: str, prefixes: tuple[str, ...]) -> bool:
-    """Return whether the module ``name`` is one of ``prefixes`` or inside one."""
-    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)

@@ -21,8 +21,9 @@ class Row:
         state: ``pending`` (the module was not imported), ``applied``, ``skipped``, ``drifted`` (applied
             although upstream has changed) or ``failed``.
         reason: why it is in that state, or what else is worth knowing; may be empty.
-        repaired: ``module.name`` of the names and values that held the original and were repaired.
-        held: the values that hold the original still and could not be repaired: who calls them is unpatched.
+        repaired: ``module.name`` of the names that held the original and hold the new object now.
+        held: the tables, defaults and the like that hold the original still: who calls it there gets
+            upstream's own.
         late: it was applied to a module that had been imported before.
     """
 

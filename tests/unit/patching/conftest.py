@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_npu.patching.engine import Context, Engine
+from megatron_npu.patching.engine import Engine
+from megatron_npu.patching.module_patch import Context
 from megatron_npu.patching.pins import Pins
 from megatron_npu.patching.registry import Registry
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_npu.patching.engine import DriftError, PatchError
+from megatron_npu.patching.module_patch import DriftError, PatchError
 from megatron_npu.patching.pins import Pins, SourceTree
 from tests.unit.patching.conftest import MODEL, UpstreamTree
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megatron_npu.patching import attribute_patch
+from megatron_npu.patching import repair
 from tests.unit.patching.conftest import UpstreamTree, forget
 
 GELU = "stockpkg.model:gelu"
@@ -247,7 +247,7 @@ def test_modules_appear_while_holders_are_sought(monkeypatch) -> None:
     thresholds = gc.get_threshold()
     gc.set_threshold(1)
     try:
-        assert not list(attribute_patch.holders({id(import_one)}, ("stockpkg",)))
+        assert not list(repair.holders({id(import_one)}, "stockpkg".__eq__))
     finally:
         gc.callbacks.remove(import_one)
         gc.set_threshold(*thresholds)
@@ -279,12 +279,15 @@ def test_from_a_zip_file(patched: UpstreamTree, monkeypatch: pytest.MonkeyPatch)
     assert patched.load("user").gelu(1) == WRAPPED
 
 
-def test_patch_now_imports_and_takes_up_later_records(patched: UpstreamTree) -> None:
+def test_undo_and_apply_take_up_later_records(patched: UpstreamTree) -> None:
     engine = patched.engine()
-    engine.patch_now("stockpkg.model")
-    patched.registry.constant("stockpkg.model:LIMIT", 7, why="w")
-    engine.patch_now("stockpkg.model")
     model = patched.load("model")
+    patched.registry.constant("stockpkg.model:LIMIT", 7, why="w")
+    engine.apply_loaded()
+    assert (model.gelu(1), model.LIMIT) == (WRAPPED, 3)
+    assert [row.state for row in engine.ledger.rows] == ["applied", "pending"]
+    engine.undo()
+    engine.apply_loaded()
     assert (model.gelu(1), model.LIMIT) == (WRAPPED, 7)
     engine.undo()
     assert (model.gelu(1), model.LIMIT) == (2, 3)
@@ -365,3 +368,17 @@ def test_a_reload_that_fails_is_not_called_applied(patched: UpstreamTree) -> Non
         importlib.reload(model)
     assert engine.ledger.rows[0].state == "failed"
     assert model.gelu(1) == 2
+
+
+def test_a_module_of_two_names_is_repaired_once(
+    patched: UpstreamTree, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The main module of a spawned process goes by ``__main__`` and ``__mp_main__``."""
+    user = patched.load("user")
+    monkeypatch.setitem(sys.modules, "stockpkg.alias", user)
+    engine = patched.engine()
+    engine.apply_loaded()
+    assert engine.ledger.rows[0].repaired == ["stockpkg.user.gelu"]
+    engine.undo()
+    assert user.gelu(1) == 2
+    assert not caplog.records

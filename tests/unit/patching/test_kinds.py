@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_npu.patching.engine import PatchError
+from megatron_npu.patching.module_patch import PatchError
 from tests.unit.patching.conftest import UpstreamTree
 
 T = "stockpkg.model:"

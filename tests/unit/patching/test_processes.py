@@ -11,7 +11,8 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 SETUP = """
-from megatron_npu.patching.engine import Context, Engine
+from megatron_npu.patching.engine import Engine
+from megatron_npu.patching.module_patch import Context
 from megatron_npu.patching.registry import Registry
 
 registry = Registry()

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_npu.patching.engine import Context, Engine
+from megatron_npu.patching.engine import Engine
+from megatron_npu.patching.module_patch import Context
 from megatron_npu.patching.registry import Registry
 
 PREFIX = "undopkg"
@@ -93,13 +94,14 @@ def test_undo_restores_everything(modules: tuple[ModuleType, ModuleType], steps:
             if step == "patch":
                 record(registry, target, kind)
             elif step == "apply":
-                engine.patch_now(f"{PREFIX}.model")
+                engine.apply_loaded()
             elif step == "take":
                 importlib.reload(user)
             else:
                 engine.undo()
                 assert_same(snapshot(model, user, classes), before)
-        engine.patch_now(f"{PREFIX}.model")
+        engine.undo()  # what was recorded since the last apply is taken up by the next one
+        engine.apply_loaded()
         assert engine.ledger.count("applied") == len(engine.ledger.rows)
     finally:
         engine.undo()

@@ -1,0 +1,104 @@
+"""The import system's side: have something run in place of a module's body, or when a body has ended.
+
+A finder in front of ``sys.meta_path`` lets the other finders find a module and hooks the loader that they
+return. So nothing happens when somebody merely asks whether a package exists.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Run = Callable[[ModuleType], None]
+
+
+class Finder:
+    """Finds nothing itself: hooks the loader that the other finders return.
+
+    Args:
+        covers: tells whether the module of a dotted name is to be hooked.
+        execute: called with the loader's ``exec_module`` and the module, in place of the former.
+    """
+
+    def __init__(self, covers: Callable[[str], bool], execute: Callable[[Run, ModuleType], None]) -> None:
+        self.covers, self.execute = covers, execute
+        self._asking = threading.local()
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec that the other finders find, its loader hooked."""
+        if not self.covers(name):
+            return None
+        names: set[str] = self._asking.__dict__.setdefault("names", set())
+        if name in names:  # a finder that asks the others, as this one does, asks us in turn
+            return None
+        names.add(name)
+        try:
+            spec = self._ask_others(name, path, target)
+        finally:
+            names.remove(name)
+        if spec is not None:
+            self._hook(spec.loader)
+        return spec
+
+    def _ask_others(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find and finder is not self else None
+            if spec is not None:
+                return spec
+        return None
+
+    def _hook(self, loader: Any) -> None:
+        """Hook ``loader`` once. Namespace packages have no body; loaders of built-in modules are classes."""
+        run = getattr(loader, "exec_module", None)
+        if run is None or isinstance(loader, type):
+            return
+        if not (isinstance(run, _Hook) and run.finder is self):
+            loader.exec_module = _Hook(loader, self)
+
+
+class _Hook:
+    """Stands on a loader instance as its ``exec_module``; the loader keeps its type.
+
+    Copying or pickling gives the loader's own method back, so a copied loader is an ordinary one.
+    """
+
+    def __init__(self, loader: Any, finder: Finder) -> None:
+        self._loader, self._run, self.finder = loader, loader.exec_module, finder
+
+    def __call__(self, module: ModuleType) -> None:
+        self.finder.execute(self._run, module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._loader, "exec_module")
+
+
+class _WatchedSpec(ModuleSpec):
+    """The spec of a module whose body is running: tells when the import system declares it finished."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            callbacks = self.__dict__.pop("_callbacks")
+            super().__setattr__("__class__", ModuleSpec)  # it is an ordinary one again
+            for callback in callbacks:
+                callback()
+
+
+def is_initializing(module: ModuleType) -> bool:
+    """Return whether the body of ``module`` is still running."""
+    return bool(getattr(module.__spec__, "_initializing", False))
+
+
+def when_initialized(module: ModuleType, callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the body of ``module``, which is running, has ended."""
+    spec: Any = module.__spec__
+    if type(spec) is ModuleSpec:
+        vars(spec)["_callbacks"] = []
+        spec.__class__ = _WatchedSpec
+    if isinstance(spec, _WatchedSpec):
+        vars(spec)["_callbacks"].append(callback)

@@ -1,0 +1,225 @@
+"""Patching one module whose body has run: compared with the pins, changed, its importers repaired."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import ModuleType
+
+from megatron_npu.patching import repair
+from megatron_npu.patching.attribute_patch import MISSING, Change, ChangeLog, bare, find_slot, new_value
+from megatron_npu.patching.captured_references import captures
+from megatron_npu.patching.ledger import Ledger, Row
+from megatron_npu.patching.pins import Pins, Source, Verdict, compare
+from megatron_npu.patching.registry import REPLACEMENTS, Patch
+
+logger = logging.getLogger(__name__)
+
+CHECK_COMMAND = "megatron-npu check --megatron PATH"
+IN_FORCE = ("applied", "drifted")  # the states of a patch that is in place
+
+
+class DriftError(Exception):
+    """Upstream is not what a patch was written against."""
+
+
+class PatchError(Exception):
+    """A patch cannot be applied through a fault of its own."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is known once the upstream is found.
+
+    Attributes:
+        upstream, version: name and version of upstream.
+        device: name of the device.
+        pins: the pins of upstream; None switches the drift check off.
+        drift: ``error`` raises ``DriftError``; ``warn`` logs and applies what can be applied.
+    """
+
+    upstream: str
+    version: str
+    device: str
+    pins: Pins | None = None
+    drift: str = "error"
+
+
+@dataclass
+class ModulePatch:
+    """The patching of one module: all of its patches are applied, or none.
+
+    Attributes:
+        module: the module.
+        context: the upstream, the device, the pins.
+        ledger: where the state of each patch is told.
+        log: where the changes are noted, so that they can be undone.
+        covers: tells whether a module of that name belongs to upstream.
+        late: the module was imported before the plug-in; others may have used it.
+        made: the changes made here; other threads patch other modules meanwhile.
+    """
+
+    module: ModuleType
+    context: Context
+    ledger: Ledger
+    log: ChangeLog
+    covers: Callable[[str], bool]
+    late: bool
+    made: list[Change] = field(default_factory=list)
+
+    def apply(self, patches: Iterable[Patch]) -> list[repair.Offer]:
+        """Apply those of ``patches`` that are wanted on this device.
+
+        Returns:
+            The new objects that others may take by value from now on.
+
+        Raises:
+            DriftError: upstream has changed too far for a patch, and ``Context.drift`` is ``error``.
+            PatchError: a patch cannot be applied, and ``Context.drift`` is ``error``.
+        """
+        wanted = [patch for patch in patches if self._is_wanted(patch)]
+        if not wanted:
+            return []
+        verdicts = self._check(wanted)
+        try:
+            for qualname in _deepest_first(wanted):
+                self._apply_target([patch for patch in wanted if patch.qualname == qualname], verdicts)
+            return self._repair()
+        except BaseException:
+            self.log.undo(self.made)
+            for row in map(self.ledger.row, wanted):
+                if row.state in IN_FORCE:
+                    row.settle("pending", "taken back: another patch of the module failed")
+            raise
+
+    def _is_wanted(self, patch: Patch) -> bool:
+        row = self.ledger.row(patch)
+        reason = patch.reason_to_skip(self.context.device)
+        if reason is not None:
+            row.settle("skipped", reason)
+        elif patch.early and self.late and row.state != "applied":
+            row.settle("failed", "the module was imported before the plug-in, and importers have used it")
+            logger.warning("%s: %s", patch.target, row.reason)
+        else:
+            return True
+        return False
+
+    # --- drift ---
+
+    def _check(self, patches: list[Patch]) -> dict[str, Verdict]:
+        """Return the verdicts by target and kind; none without pins or without a source file."""
+        source = _source(self.module)
+        if self.context.pins is None or source is None:
+            return {}
+        verdicts = [(patch, compare(patch, source, self.context.pins)) for patch in patches]
+        failing = [(patch, verdict) for patch, verdict in verdicts if verdict.fails]
+        if failing:
+            message = _drift_message([verdict for _, verdict in failing], self.context)
+            if self.context.drift == "error":
+                for patch, verdict in failing:
+                    self.ledger.row(patch).settle("failed", verdict.detail)
+                raise DriftError(message)
+            logger.warning("%s", message)
+        return {patch.target + patch.kind: verdict for patch, verdict in verdicts}
+
+    def _fail(self, patches: list[Patch], reason: str, cause: BaseException | None = None) -> None:
+        for patch in patches:
+            self.ledger.row(patch).settle("failed", reason)
+        if self.context.drift == "error":
+            raise PatchError(f"{patches[0].target} ({patches[0].origin}): {reason}") from cause
+        logger.warning("%s (%s): %s", patches[0].target, patches[0].origin, reason)
+
+    # --- one target ---
+
+    def _apply_target(self, group: list[Patch], verdicts: dict[str, Verdict]) -> None:
+        """Apply all patches of one target: the replacement, then what calls the original, set at once."""
+        qualname = group[0].qualname
+        slot = find_slot(self.module, qualname)
+        verdict = verdicts.get(group[0].target + group[0].kind)
+        if slot is None and verdict is not None and verdict.status != "gone":
+            for patch in group:
+                self.ledger.row(patch).settle("skipped", f"defined on a condition, not met ({verdict.place})")
+            return
+        if slot is None:
+            return self._fail(group, f"gone from {_file(self.module)}: no such name")
+        value = slot.current
+        try:
+            for patch in sorted(group, key=lambda patch: patch.kind not in REPLACEMENTS):
+                value = new_value(patch, value)
+            self._make(Change(self.module, qualname, slot.owner, slot.name, slot.own, value))
+        except Exception as error:
+            return self._fail(group, f"cannot be patched: {error!r}", error)
+        for patch in group:
+            self._settle(self.ledger.row(patch), verdicts.get(patch.target + patch.kind))
+
+    def _make(self, change: Change) -> None:
+        self.log.make(change)
+        self.made.append(change)
+
+    def _settle(self, row: Row, verdict: Verdict | None) -> None:
+        if verdict is not None and verdict.fails:
+            return row.settle("drifted", f"{verdict.detail} ({verdict.place})", late=self.late)
+        reason = f"{verdict.detail} ({verdict.place})" if verdict and verdict.drifted else ""
+        if verdict is None or verdict.status == "no_pin":
+            reason = "no pin"
+        elif verdict.drifted:
+            logger.warning("%s: %s", row.target, reason)
+        row.settle("applied", reason, late=self.late)
+
+    # --- whoever holds the original ---
+
+    def _repair(self) -> list[repair.Offer]:
+        """Give the new objects to those who took the old ones by value; tell who holds one otherwise."""
+        changes = self.made.copy()
+        repairs, offers = repair.find_repairs(self.module, changes, self.log.slots(), self.covers)
+        for change in repairs:
+            self._make(change)
+            for row in self._rows_of(change):
+                row.repaired.append(str(change))
+        for holder in {id(module): module for module in (self.module, *(c.owner for c in repairs))}.values():
+            self._tell_captures(holder, changes)
+        return offers
+
+    def _tell_captures(self, holder: ModuleType, changes: list[Change]) -> None:
+        originals: dict[int, Change] = {}
+        for change in changes:
+            if callable(bare(change.old)) and change.old is not MISSING and change.old is not change.new:
+                originals |= {id(bare(change.old)): change, id(change.old): change}
+        ours = {id(value) for change in changes for value in (change.new, bare(change.new))}
+        for place, value in captures(holder, originals, ours):
+            change = originals[id(value)]
+            logger.warning("%s is still held by %s", change.target, place)
+            for row in self._rows_of(change):
+                row.held.append(place)
+
+    def _rows_of(self, change: Change) -> list[Row]:
+        rows = self.ledger.rows
+        return [row for row in rows if row.target == change.target and row.state in IN_FORCE]
+
+
+def _deepest_first(patches: Iterable[Patch]) -> list[str]:
+    """Return the qualified names, members before the class that holds them."""
+    names = dict.fromkeys(patch.qualname for patch in patches)
+    return sorted(names, key=lambda name: -name.count("."))
+
+
+def _source(module: ModuleType) -> Source | None:
+    origin = getattr(module.__spec__, "origin", None)
+    try:
+        return Source(module.__name__, origin) if origin and origin.endswith(".py") else None
+    except OSError:
+        return None
+
+
+def _file(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or module.__name__
+
+
+def _drift_message(verdicts: list[Verdict], context: Context) -> str:
+    lines = [f"{verdict.target} ({verdict.place}): {verdict.detail}" for verdict in verdicts]
+    return (
+        f"{context.upstream} {context.version} is not what these patches were written against:\n  "
+        + "\n  ".join(lines)
+        + f"\nLook further with: {CHECK_COMMAND}"
+    )

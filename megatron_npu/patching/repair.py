@@ -1,0 +1,94 @@
+"""Names taken by value: whoever wrote ``from module import f`` before ``f`` was patched holds the old one.
+
+That happens in a circular import, in which a sibling's body runs before that of ``module`` has ended, and
+when upstream was imported before the plug-in. Such names are found by identity.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from megatron_npu.patching.attribute_patch import Change
+
+MAIN_MODULES = ("__main__", "__mp_main__")  # the second is the main module in a spawned child
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A new object that importers take by value from now on.
+
+    Attributes:
+        name: the name under which they find it.
+        new: the object.
+        old: what they get back on undo.
+    """
+
+    name: str
+    new: Any
+    old: Any
+
+
+def find_repairs(
+    module: ModuleType, made: Iterable[Change], slots: Set[tuple[int, str]], covers: Callable[[str], bool]
+) -> tuple[list[Change], list[Offer]]:
+    """Find in one sweep who took the old objects of ``module`` by value, and what others may take by value.
+
+    Args:
+        made: the changes that patching ``module`` has made.
+        slots: the slots that are patched at all (see ``ChangeLog.slots``).
+        covers: tells whether a module of that name belongs to upstream.
+
+    Returns:
+        The changes that repair the names, and the new objects to take back on undo. A new object that has
+        a home of its own in upstream is not among the latter: who holds it may mean it.
+    """
+    changes = list(made)
+    own = [change for change in changes if change.owner is module]
+    olds = {id(change.old): change for change in own if is_shared_by_identity(change.old, module.__name__)}
+    news = {id(change.new) for change in own if callable(change.new)}
+    repairs: dict[tuple[int, str], Change] = {}  # by slot: one module may go by two names
+    for holder, name, value in holders(news | olds.keys(), covers):
+        change = olds.get(id(value))
+        if change is not None:
+            repairs[id(holder), name] = Change(module, change.qualname, holder, name, value, change.new)
+        elif (id(holder), name) not in slots:
+            news.discard(id(value))
+    offers = [Offer(change.name, change.new, change.old) for change in changes if id(change.new) in news]
+    return list(repairs.values()), offers
+
+
+def take_back(offers: Iterable[Offer], covers: Callable[[str], bool]) -> None:
+    """Give the old objects to the modules that took the new ones by value."""
+    originals: dict[int, dict[str, Any]] = {}
+    for offer in offers:
+        originals.setdefault(id(offer.new), {}).setdefault(offer.name, offer.old)
+    for holder, name, value in holders(originals.keys(), covers):
+        named = originals[id(value)]  # one new object may stand for several: the name tells which
+        setattr(holder, name, named.get(name, next(iter(named.values()))))
+
+
+def is_shared_by_identity(value: Any, module: str) -> bool:
+    """Return whether other modules that hold ``value`` hold it because ``module`` defines it.
+
+    True of functions and classes that ``module`` itself defines. Never of plain values, which may be equal
+    by chance, nor of what ``module`` imported: others may have it from its true home.
+    """
+    return callable(value) and getattr(value, "__module__", None) == module
+
+
+def holders(values: Set[int], covers: Callable[[str], bool]) -> Iterator[tuple[ModuleType, str, Any]]:
+    """Yield every (module, name, value) of upstream and the main module whose value has one of the ids."""
+    # copy() is atomic, list(….items()) is not: other threads import meanwhile
+    for module_name, module in sys.modules.copy().items():
+        if not isinstance(module, ModuleType):
+            continue
+        if not (module_name in MAIN_MODULES or covers(module_name)):
+            continue
+        names = vars(module).copy()
+        if values.isdisjoint(map(id, names.values())):  # almost always; much faster than the loop below
+            continue
+        yield from ((module, name, value) for name, value in names.items() if id(value) in values)
