@@ -27,13 +27,15 @@ class Number:
     Attributes:
         expected: what is taken, as a message names it.
         kind: what Python reads the text with.
-        least: the smallest number that is taken; None: any finite one.
+        least: the smallest number that is taken; -inf: any finite one.
+        most: the largest number that is taken; inf: any finite one.
         metavar: the letter that stands for it in ``--help``.
     """
 
     expected: str
     kind: type[int] | type[float]
-    least: float | None = None
+    least: float = -math.inf
+    most: float = math.inf
     metavar: str = "N"
 
     def __call__(self, text: str) -> int | float:
@@ -46,7 +48,7 @@ class Number:
             value = self.kind(text)
         except ValueError:
             raise Unfit(text, self.expected) from None
-        if not math.isfinite(value) or (self.least is not None and value < self.least):
+        if not math.isfinite(value) or not self.least <= value <= self.most:
             raise Unfit(text, self.expected)
         return value
 
@@ -55,6 +57,22 @@ positive = Number("a whole number from 1 on", int, 1)
 whole = Number("a whole number from 0 on", int, 0)
 integer = Number("a whole number", int)
 number = Number("a number", float, metavar="X")
+
+_BYTES_OF = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def byte_size(text: str) -> int:
+    """Return the bytes that ``65536``, ``512M`` or ``64GB`` names; a ``type`` for ``add_argument``, too.
+
+    Raises:
+        Unfit: the text names no positive number of bytes.
+    """
+    amount = text.upper().removesuffix("B")
+    digits = amount.rstrip("KMG")
+    unit = amount[len(digits) :]
+    if unit not in _BYTES_OF or not digits.isdecimal() or not int(digits):
+        raise Unfit(text, "bytes, or a number with K, M or G")
+    return int(digits) * _BYTES_OF[unit]
 
 
 class _Help(argparse.HelpFormatter):

@@ -1,48 +1,87 @@
-"""Every environment variable and every extra flag of the plug-in, once, with its help text.
+"""Every environment variable of the plug-in, once, with its help text.
 
 Nothing else in the package reads ``os.environ`` for a ``MEGATRON_NPU_*`` name; ``check`` refuses a name that
 is not here, which would otherwise do nothing, silently. (Torch's entry point, outside the package, looks at
-``MEGATRON_NPU_AUTOLOAD`` itself: importing the package is what that may forbid.)
+``MEGATRON_NPU_AUTOLOAD`` itself: whether the package is imported at all depends on it.)
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_npu.arg_parser import whole
+from megatron_npu.arg_parser import Number, Unfit, byte_size, positive, whole
 from megatron_npu.errors import UsageError
+
+VARIABLES: list[Variable] = []
+"""All of them, in the order of their declaration."""
+
+# The chips up to the 910 series that torch_npu 2.13 tells apart, from the names in its library.
+_CHIPS = (
+    *("Ascend310B1", "Ascend310B2", "Ascend310B3", "Ascend310B4"),
+    *("Ascend310P1", "Ascend310P2", "Ascend310P3", "Ascend310P4", "Ascend310P5", "Ascend310P7"),
+    *("Ascend910A", "Ascend910PremiumA", "Ascend910ProA", "Ascend910ProB"),
+    *("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B4", "Ascend910B4-1"),
+    *("Ascend910_9362", "Ascend910_9363", "Ascend910_9372"),
+    *("Ascend910_9381", "Ascend910_9382", "Ascend910_9391", "Ascend910_9392"),
+)
+
+_FEW = 8  # more choices than this are not listed where some of them resemble what was given
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: its name, default, admitted values (empty: any) and help text."""
+    """One environment variable. Declaring one adds it to ``VARIABLES``.
+
+    Attributes:
+        name: of the variable.
+        default: the value where it is unset or empty.
+        help: what it is for, in a sentence.
+        choices: the admitted values; empty: any that ``type`` takes.
+        type: reads the text, as a ``type`` of ``argparse`` does; raises ``Unfit`` at what it does not take.
+    """
 
     name: str
     default: str
     help: str
     choices: tuple[str, ...] = ()
+    type: Callable[[str], object] = str
+
+    def __post_init__(self) -> None:
+        VARIABLES.append(self)
 
     def get(self) -> str:
-        """Return the value in force.
+        """Return the text in force, which ``value`` has checked."""
+        self.value()
+        return self._text()
+
+    def value(self) -> object:
+        """Return what ``type`` makes of the text in force: a number, for instance.
 
         Raises:
-            UsageError: the variable is set to something that ``choices`` does not list.
+            UsageError: the variable is set to something that ``choices`` or ``type`` does not admit.
         """
-        value = os.environ.get(self.name, "").strip() or self.default
-        if self.choices and value not in self.choices:
+        text = self._text()
+        if self.choices and text not in self.choices:
+            near = difflib.get_close_matches(text, self.choices) if len(self.choices) > _FEW else []
             raise UsageError(
-                f"{self.name}={value}",
-                " or ".join(self.choices),
+                f"{self.name}={text}",
+                " or ".join(near or self.choices),
                 f"Set {self.name} to one of these or unset it (default: {self.default}).",
             )
-        return value
+        try:
+            return self.type(text)
+        except Unfit as unfit:
+            raise UsageError(f"{self.name}={text}", unfit.expected, f"Default: {self.default}.") from None
 
     def enabled(self) -> bool:
         """Return whether an on/off variable is on."""
         return self.get() == "1"
+
+    def _text(self) -> str:
+        return os.environ.get(self.name, "").strip() or self.default
 
 
 DEVICE = Variable(
@@ -101,14 +140,23 @@ SIM_CACHE = Variable(
     "",
     "Where the simulator keeps the wheel and the compiled shim (default: the user's cache directory).",
 )
-SIM_DEVICES = Variable("MEGATRON_NPU_SIM_DEVICES", "8", "Number of simulated NPUs that a process sees.")
+SIM_DEVICES = Variable(
+    "MEGATRON_NPU_SIM_DEVICES",
+    "8",
+    "Number of simulated NPUs that a process sees.",
+    type=Number("a whole number from 1 to 64", int, 1, 64),
+)
 SIM_SOC = Variable(
-    "MEGATRON_NPU_SIM_SOC", "Ascend910B2", "The chip that is simulated; torch_npu chooses code paths by it."
+    "MEGATRON_NPU_SIM_SOC",
+    "Ascend910B2",
+    "The chip that is simulated; torch_npu chooses code paths by it.",
+    _CHIPS,
 )
 SIM_MEMORY = Variable(
     "MEGATRON_NPU_SIM_MEMORY",
     "64G",
     "Memory of each simulated NPU: bytes, or a number with K, M, G. Allocating more is out-of-memory.",
+    type=byte_size,
 )
 SIM_MEMCHECK = Variable(
     "MEGATRON_NPU_SIM_MEMCHECK",
@@ -125,13 +173,17 @@ SIM_VERBOSE = Variable(
     "MEGATRON_NPU_SIM_VERBOSE", "0", "Print calls of CANN functions that nobody wrote out.", ("0", "1")
 )
 SIM_HCCL_TIMEOUT = Variable(
-    "MEGATRON_NPU_SIM_HCCL_TIMEOUT", "300", "Seconds after which a simulated collective gives up."
+    "MEGATRON_NPU_SIM_HCCL_TIMEOUT",
+    "300",
+    "Seconds after which a simulated collective gives up.",
+    type=positive,
 )
 SIM_HCCL_DELAY = Variable(
-    "MEGATRON_NPU_SIM_HCCL_DELAY", "0", "Microseconds by which every collective is late: shows missing waits."
+    "MEGATRON_NPU_SIM_HCCL_DELAY",
+    "0",
+    "Microseconds by which every collective is late: shows missing waits.",
+    type=whole,
 )
-
-VARIABLES = tuple(value for value in list(globals().values()) if isinstance(value, Variable))
 
 
 def check() -> None:
@@ -150,7 +202,6 @@ def check() -> None:
     for variable in VARIABLES:
         variable.get()
     verified_operations()
-    simulator_values()
 
 
 # What MEGATRON_NPU_VERIFY may name: the operations of megatron_npu/ops and their groups. Written out, as
@@ -183,113 +234,3 @@ def verified_operations() -> frozenset[str]:
             f"Correct or remove {', '.join(unknown)}.",
         )
     return names
-
-
-# The chips up to the 910 series that torch_npu 2.13 tells apart, from the names in its library.
-CHIPS = """
-    Ascend310B1 Ascend310B2 Ascend310B3 Ascend310B4
-    Ascend310P1 Ascend310P2 Ascend310P3 Ascend310P4 Ascend310P5 Ascend310P7
-    Ascend910A Ascend910PremiumA Ascend910ProA Ascend910ProB
-    Ascend910B1 Ascend910B2 Ascend910B2C Ascend910B3 Ascend910B4 Ascend910B4-1
-    Ascend910_9362 Ascend910_9363 Ascend910_9372 Ascend910_9381 Ascend910_9382 Ascend910_9391 Ascend910_9392
-""".split()
-
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def simulator_values() -> dict[str, str]:
-    """Return what the simulator's C++ side is told: short name -> value (see csrc/runtime.h, ``setting``).
-
-    Raises:
-        UsageError: a number is none, or not positive where it must be; no such chip.
-    """
-    return {
-        "devices": str(_count(SIM_DEVICES, 1, 64)),
-        "soc": _chip(),
-        "memory": str(_bytes(SIM_MEMORY)),
-        "memcheck": SIM_MEMCHECK.get(),
-        "verbose": SIM_VERBOSE.get(),
-        "hccl_timeout": str(_count(SIM_HCCL_TIMEOUT, 1)),
-        "hccl_delay": str(_count(SIM_HCCL_DELAY, 0)),
-    }
-
-
-def _chip() -> str:
-    name = SIM_SOC.get()
-    if name not in CHIPS:
-        near = difflib.get_close_matches(name, CHIPS, n=3) or CHIPS
-        raise UsageError(f"{SIM_SOC.name}={name}", " or ".join(near), f"Default: {SIM_SOC.default}.")
-    return name
-
-
-def _count(variable: Variable, least: int, most: int | None = None) -> int:
-    value = variable.get()
-    if not value.isdecimal() or int(value) < least or (most is not None and int(value) > most):
-        admitted = f"from {least} on" if most is None else f"from {least} to {most}"
-        raise UsageError(
-            f"{variable.name}={value}", f"a whole number {admitted}", f"Default: {variable.default}."
-        )
-    return int(value)
-
-
-def _bytes(variable: Variable) -> int:
-    value = variable.get().upper().removesuffix("B")
-    number, unit = (value[:-1], value[-1]) if value[-1:] in _UNITS and value else (value, "")
-    if not number.isdecimal() or not int(number):
-        raise UsageError(
-            f"{variable.name}={variable.get()}",
-            "bytes, or a number with K, M or G",
-            f"Default: {variable.default}.",
-        )
-    return int(number) * _UNITS[unit]
-
-
-@dataclass
-class AttentionOptions:
-    """The flags that the plug-in adds to Megatron's own, as set for this process.
-
-    Attributes:
-        pre_tokens: ``--pre-tockens``: query i sees key j only if j >= i - pre_tokens. None: no limit.
-        next_tokens: ``--next-tockens``: query i sees key j only if j <= i + next_tokens. None: no limit.
-        shape_order: ``--shape-order``: layout handed to the fused attention, ``SBH`` or ``BSH``.
-    """
-
-    pre_tokens: int | None = None
-    next_tokens: int | None = None
-    shape_order: str = "SBH"
-
-    def take(self, args: argparse.Namespace) -> None:
-        """Take the values of the parsed flags that ``add_attention_flags`` declared."""
-        self.pre_tokens, self.next_tokens = args.pre_tokens, args.next_tokens
-        self.shape_order = args.shape_order
-
-
-ATTENTION = AttentionOptions()
-
-
-def add_attention_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare the extra flags: both spellings, Megatron-LM's users write ``tockens``."""
-    add = parser.add_argument_group(title="fused attention").add_argument
-    add(
-        "--pre-tockens",
-        "--pre-tokens",
-        type=whole,
-        dest="pre_tokens",
-        metavar="P",
-        help="query i sees keys from i - P on (default: all)",
-    )
-    add(
-        "--next-tockens",
-        "--next-tokens",
-        type=whole,
-        dest="next_tokens",
-        metavar="N",
-        help="query i sees keys up to i + N, the causal mask still holding (default: all)",
-    )
-    add(
-        "--shape-order",
-        choices=["SBH", "BSH"],
-        default="SBH",
-        help="layout given to the fused attention; the results are the same",
-    )

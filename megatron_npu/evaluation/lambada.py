@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_npu import devices, settings
+from megatron_npu import devices
 from megatron_npu.arg_parser import Parser, positive
+from megatron_npu.attention_flags import add_attention_flags
 from megatron_npu.errors import UsageError
 from megatron_npu.evaluation.generate import restored
 from megatron_npu.training import initialize
@@ -41,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     add("--fp16", action="store_true", help="compute in fp16 (default: the precision of the training)")
     add("--bf16", action="store_true", help="compute in bf16 (default: the precision of the training)")
     add("--use-flash-attn", action="store_true", help="= --attention-backend flash")
-    settings.add_attention_flags(result)
+    add_attention_flags(result)
     result.set_defaults(shape_order=None)
     return result
 

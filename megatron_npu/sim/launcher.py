@@ -12,6 +12,7 @@ from megatron_npu import settings
 from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
 from megatron_npu.sim import build, cache, site
+from megatron_npu.sim.settings import simulator_values
 
 BOOT = Path(__file__).resolve().parent / "boot"
 _INTERRUPTED = 130  # what a shell reports of a command that Ctrl-C ended
@@ -57,7 +58,7 @@ def prepare() -> dict[str, str]:
     Raises:
         UsageError: see ``site.prepare`` and ``build.runtime``; or a real CANN is here.
     """
-    settings.simulator_values()  # refuse a bad number before minutes of preparation
+    simulator_values()  # refuse a bad number before minutes of preparation
     if build.present("libascendcl.so"):
         raise UsageError(
             "a real CANN on the library path (libascendcl.so loads)",

@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_npu import settings
 from megatron_npu.arg_parser import Parser, integer, number, positive, whole
+from megatron_npu.attention_flags import add_attention_flags
 
 Add = Callable[..., Any]
 
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for title, add_flags in _GROUPS:
         add_flags(result.add_argument_group(title).add_argument)
-    settings.add_attention_flags(result)
+    add_attention_flags(result)
     return result
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices, settings
+from megatron_npu import attention_flags, devices
 
 
 def quieten() -> None:
@@ -79,10 +79,9 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def _attention_options(args: Namespace) -> Iterator[None]:
-    options = settings.ATTENTION
-    before = dict(vars(options))
-    options.take(args)
+    before = attention_flags.CURRENT
+    attention_flags.CURRENT = attention_flags.AttentionFlags.from_args(args)
     try:
         yield
     finally:
-        vars(options).update(before)
+        attention_flags.CURRENT = before

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import cli, settings, upstream
+from megatron_npu import attention_flags, cli, settings, upstream
 from megatron_npu.errors import UsageError
 from tests.end_to_end import tiny
 
@@ -174,7 +174,7 @@ def test_every_variable_is_documented(variable):
 
 def test_every_flag_of_ours_is_documented():
     parser = argparse.ArgumentParser(add_help=False)
-    settings.add_attention_flags(parser)
+    attention_flags.add_attention_flags(parser)
     flags = [flag for action in parser._actions for flag in action.option_strings]
     assert {"--pre-tockens", "--next-tockens", "--shape-order"} <= set(flags)
     assert set(flags) <= set(FLAGS.findall(TEXTS[ROOT / "docs" / "flags.md"]))

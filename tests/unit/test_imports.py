@@ -22,6 +22,7 @@ TOOLS = [
     "megatron_npu.sim",
 ]
 ABOVE_ADAPTORS = [*WIRING, *TOOLS]
+ROOMS_OF_TORCH = ["megatron_npu.devices", "megatron_npu.ops", "megatron_npu.adaptors"]
 ENTRANCES = ["megatron_npu.cli", "megatron_npu.runner", "megatron_npu.doctor", "megatron_npu.sim"]
 
 # room -> what its files may import, by first two dotted parts or by top-level name
@@ -94,7 +95,8 @@ FORBIDDEN = {
         *(tool for tool in TOOLS if tool != "megatron_npu.sim"),
     ],
     "files.py": ["torch", "megatron", "megatron_npu"],
-    "settings.py": ["torch", "megatron", "megatron_npu.devices", "megatron_npu.ops", "megatron_npu.adaptors"],
+    "settings.py": ["torch", "megatron", *ROOMS_OF_TORCH, *ABOVE_ADAPTORS],
+    "attention_flags.py": ["torch", "megatron", *ROOMS_OF_TORCH, *ABOVE_ADAPTORS],
     "upstream.py": ["torch", "megatron", "megatron_npu.adaptors", *ABOVE_ADAPTORS],
     "plugin.py": ["torch", "megatron", "megatron_npu.runner", "megatron_npu.patch_commands", *TOOLS],
     "runner.py": ["torch", "megatron", "megatron_npu.adaptors", *TOOLS],

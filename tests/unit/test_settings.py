@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from megatron_npu import settings
+from megatron_npu.arg_parser import Unfit, byte_size
 from megatron_npu.errors import UsageError
 from tests.end_to_end import tiny
 
@@ -42,7 +43,7 @@ def test_what_would_do_nothing_is_refused(monkeypatch, name, value, told):
 
 def test_every_variable_is_listed_once():
     declared = [value for value in vars(settings).values() if isinstance(value, settings.Variable)]
-    assert list(settings.VARIABLES) == declared
+    assert declared == settings.VARIABLES
     assert len({variable.name for variable in declared}) == len(declared)
 
 
@@ -55,3 +56,18 @@ def test_a_misspelt_variable_stops_every_way_in(start):
     done = subprocess.run(start, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "MEGATRON_NPU_DEVISE, which is no setting; expected MEGATRON_NPU_DEVICE." in done.stderr
+
+
+def test_a_value_is_what_the_simulator_is_told(monkeypatch):
+    from megatron_npu.sim.settings import simulator_values
+
+    monkeypatch.setenv("MEGATRON_NPU_SIM_MEMORY", "2gb")
+    monkeypatch.setenv("MEGATRON_NPU_SIM_DEVICES", "64")
+    told = simulator_values()
+    assert (told["memory"], told["devices"], told["soc"]) == (str(2 << 30), "64", settings.SIM_SOC.default)
+
+
+@pytest.mark.parametrize("text", ["", "0", "K", "4KM", "-1G", "1.5G", "4T"])
+def test_what_is_no_number_of_bytes_is_refused(text):
+    with pytest.raises(Unfit, match="bytes, or a number with K, M or G"):
+        byte_size(text)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu import devices, settings
+from megatron_npu import attention_flags, devices
 from megatron_npu.adaptors.megatron_core import unsupported_options
 from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, transformer_engine_present, wrap
 from megatron_npu.errors import UsageError
@@ -28,7 +28,7 @@ def add_attention_flags(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = original(parser)
-        settings.add_attention_flags(parser)
+        attention_flags.add_attention_flags(parser)
         return parser
 
     return add_megatron_arguments
@@ -44,7 +44,7 @@ def take_flags(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
-        settings.ATTENTION.take(args)
+        attention_flags.CURRENT = attention_flags.AttentionFlags.from_args(args)
         if transformer_engine_present() is None:
             _do_without_transformer_engine(args)
         return original(args, *rest, **kwargs)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu import settings
+from megatron_npu import attention_flags
 from megatron_npu.adaptors.megatron_lm.decorators import WITHOUT_CUDA, wrap
 
 
@@ -22,7 +22,7 @@ def add_attention_flags(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = original(parser)
-        settings.add_attention_flags(parser)
+        attention_flags.add_attention_flags(parser)
         return parser
 
     return _add_training_args
@@ -46,12 +46,12 @@ def accept_local_rank_with_a_dash(original: Callable[..., Any]) -> Callable[...,
 
 @wrap("megatron.arguments:parse_args", why="the flags of the fused attention take effect once parsed")
 def publish_attention_flags(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy the flags to ``settings.ATTENTION``."""
+    """Copy the flags to ``attention_flags.CURRENT``."""
 
     @functools.wraps(original)
     def parse_args(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed = original(*args, **kwargs)
-        settings.ATTENTION.take(parsed)
+        attention_flags.CURRENT = attention_flags.AttentionFlags.from_args(parsed)
         return parsed
 
     return parse_args

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu import settings
+from megatron_npu import attention_flags
 from megatron_npu.adaptors.megatron_lm.decorators import replace, watch, wrap
 from megatron_npu.adaptors.shared.core_attention import attend, dropout_generator
 from megatron_npu.ops.attention import Window
@@ -58,7 +58,7 @@ def forward(
 
 def _window() -> Window:
     """Return how far a query sees: ``--pre-tockens`` and ``--next-tockens``."""
-    return settings.ATTENTION.pre_tokens, settings.ATTENTION.next_tokens
+    return attention_flags.CURRENT.pre_tokens, attention_flags.CURRENT.next_tokens
 
 
 def _more_is_masked_than_the_future() -> bool:

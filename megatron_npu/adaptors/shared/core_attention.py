@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu import settings
+from megatron_npu import attention_flags
 from megatron_npu.ops.attention import attention
 
 
@@ -16,7 +16,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
 
     The heads stay a dimension of their own: SBH and SBND are the same memory.
     """
-    if settings.ATTENTION.shape_order == "SBH":
+    if attention_flags.CURRENT.shape_order == "SBH":
         return attention(query, key, value, layout="SBND", **kwargs).contiguous()
     query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     return attention(query, key, value, layout="BSND", **kwargs).transpose(0, 1).contiguous()

@@ -19,7 +19,7 @@
 
 namespace sim {
 
-// The value of a setting, as megatron_npu/settings.py: simulator_values() names it; `otherwise` if unset.
+// The value of a setting, as megatron_npu/sim/settings.py: simulator_values() names it; `otherwise` if unset.
 std::string setting(const std::string& name, const std::string& otherwise);
 int64_t setting(const std::string& name, int64_t otherwise);
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_npu import devices, settings  # noqa: E402
+from megatron_npu import attention_flags, devices  # noqa: E402
 from megatron_npu.ops import dispatch  # noqa: E402
 
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -97,9 +97,7 @@ def layer_of(kind: str, communication: str, options: dict) -> DotProductAttentio
 
 
 def set_flags(flags: dict) -> None:
-    settings.ATTENTION.pre_tokens, settings.ATTENTION.next_tokens = (
-        flags.get(name) for name in ("pre_tokens", "next_tokens")
-    )
+    attention_flags.CURRENT = attention_flags.AttentionFlags(**flags)
 
 
 def tensors(batch: int) -> list[torch.Tensor]:

@@ -10,8 +10,9 @@ import types
 import pytest
 import torch
 
-from megatron_npu import settings
+from megatron_npu import attention_flags
 from megatron_npu.adaptors.megatron_core.attention import attention_mask, context_parallel
+from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.attention import packed_mask
 from tests.adaptors.comparison import here, load_stock, same_gradients
@@ -63,7 +64,7 @@ def qkv(queries=12, keys=12, heads=4, groups=4, dtype=torch.float32):
     ids=lambda changes: "-".join(changes) or "causal",
 )
 def test_attention(changes, shape_order, monkeypatch):
-    monkeypatch.setattr(settings.ATTENTION, "shape_order", shape_order)
+    monkeypatch.setattr(attention_flags, "CURRENT", AttentionFlags(shape_order=shape_order))
     ours, stock = attention_pair(**changes)
     leaves = qkv(groups=changes.get("num_query_groups", 4))
     mask = None
@@ -272,19 +273,17 @@ def test_window_flags_reach_the_attention(monkeypatch):
     _, stock = attention_pair(window_size=(3, 0))
     free, plain = attention_pair()
     leaves = qkv()
-    monkeypatch.setattr(settings.ATTENTION, "pre_tokens", 3)
-    monkeypatch.setattr(settings.ATTENTION, "next_tokens", 0)
+    monkeypatch.setattr(attention_flags, "CURRENT", AttentionFlags(3, 0))
     for mask in (None, document_mask([12], [12])):
         torch.testing.assert_close(free(*leaves, mask), stock(*leaves, None))
-    monkeypatch.setattr(settings.ATTENTION, "pre_tokens", 65536)
-    monkeypatch.setattr(settings.ATTENTION, "next_tokens", 65536)
+    monkeypatch.setattr(attention_flags, "CURRENT", AttentionFlags(65536, 65536))
     torch.testing.assert_close(free(*leaves, None), plain(*leaves, None))
 
 
 def test_window_flags_leave_cross_attention_alone(monkeypatch):
     ours, stock = attention_pair(attention_type="cross", mask_type="no_mask")
     leaves = qkv(queries=6)
-    monkeypatch.setattr(settings.ATTENTION, "pre_tokens", 1)
+    monkeypatch.setattr(attention_flags, "CURRENT", AttentionFlags(1))
     same_gradients(ours(*leaves, None), stock(*leaves, None), leaves)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu import settings
+from megatron_npu import attention_flags
 from megatron_npu.ops.attention import Packed, Window
 from megatron_npu.ops.attention.packed_mask import documents_of
 from megatron_npu.ops.caching import cache_on_object, cache_on_tensor
@@ -17,7 +17,7 @@ from megatron_npu.ops.caching import cache_on_object, cache_on_tensor
 def window_of(module: Any) -> Window:
     """Return how far a query sees: ``--pre-tockens/--next-tockens`` if given, else ``config.window_size``."""
     if _flags_hold(module):
-        return settings.ATTENTION.pre_tokens, settings.ATTENTION.next_tokens
+        return attention_flags.CURRENT.pre_tokens, attention_flags.CURRENT.next_tokens
     size = _configured_window(module)
     if size is None:
         return None, None
@@ -27,7 +27,7 @@ def window_of(module: Any) -> Window:
 
 def _flags_hold(module: Any) -> bool:
     """Return whether the flags say what this layer's queries see: positions in two sequences are not near."""
-    limits = settings.ATTENTION.pre_tokens, settings.ATTENTION.next_tokens
+    limits = attention_flags.CURRENT.pre_tokens, attention_flags.CURRENT.next_tokens
     return limits != (None, None) and module.attention_type != "cross"
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from megatron_npu import settings
+from megatron_npu import attention_flags
+from megatron_npu.attention_flags import AttentionFlags
 from tests.adaptors.comparison import here, leaf, load_stock, same_gradients
 
 
@@ -37,7 +40,7 @@ def future(queries, keys):
 
 @pytest.fixture(params=["SBH", "BSH"], autouse=True)
 def shape_order(request, monkeypatch):
-    monkeypatch.setattr(settings.ATTENTION, "shape_order", request.param)
+    monkeypatch.setattr(attention_flags, "CURRENT", AttentionFlags(shape_order=request.param))
 
 
 @pytest.mark.parametrize("scaling", [False, True])
@@ -81,8 +84,8 @@ def check_decoder_of_t5(modules, args):
 
 def check_window(modules, monkeypatch):
     """The flags restrict what a query sees, in cross-attention nothing."""
-    monkeypatch.setattr(settings.ATTENTION, "pre_tokens", 4)
-    monkeypatch.setattr(settings.ATTENTION, "next_tokens", 0)
+    flags = dataclasses.replace(attention_flags.CURRENT, pre_tokens=4, next_tokens=0)
+    monkeypatch.setattr(attention_flags, "CURRENT", flags)
     ours, stock = core_attention(modules)
     leaves, mask = qkv(), future(13, 13)
     same_gradients(ours(*leaves, mask), stock(*leaves, mask | ~mask.new_ones(13, 13).triu(-4)), leaves)

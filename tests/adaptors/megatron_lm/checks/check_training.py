@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_npu import devices, settings
+from megatron_npu import attention_flags, devices
 from megatron_npu.adaptors.megatron_lm import adaptor_optimizer_optimizer, adaptor_schedules
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.adam import FusedAdam
@@ -38,8 +38,7 @@ class Evil:
 def parse(monkeypatch):
     from megatron.arguments import parse_args
 
-    for name in ("pre_tokens", "next_tokens", "shape_order"):
-        monkeypatch.setattr(settings.ATTENTION, name, getattr(settings.ATTENTION, name))
+    monkeypatch.setattr(attention_flags, "CURRENT", attention_flags.CURRENT)
 
     def with_flags(*flags):
         monkeypatch.setattr(sys, "argv", ["check", *runs.flags(DATA), *flags])
@@ -51,9 +50,9 @@ def parse(monkeypatch):
 @pytest.mark.parametrize("spelling", ["tockens", "tokens"])
 def check_attention_flags(parse, spelling):
     parse(f"--pre-{spelling}=2048", f"--next-{spelling}", "0", "--shape-order=BSH")
-    assert vars(settings.ATTENTION) == {"pre_tokens": 2048, "next_tokens": 0, "shape_order": "BSH"}
+    assert attention_flags.AttentionFlags(2048, 0, "BSH") == attention_flags.CURRENT
     parse()
-    assert (settings.ATTENTION.pre_tokens, settings.ATTENTION.next_tokens) == (None, None)
+    assert (attention_flags.CURRENT.pre_tokens, attention_flags.CURRENT.next_tokens) == (None, None)
 
 
 @pytest.mark.parametrize("flag", ["--pre-tockens=-1", "--next-tockens=many", "--shape-order=HSB"])

@@ -1,0 +1,24 @@
+"""The settings of the simulator as its C++ side reads them."""
+
+from __future__ import annotations
+
+from megatron_npu import settings
+
+_TOLD = {
+    "devices": settings.SIM_DEVICES,
+    "soc": settings.SIM_SOC,
+    "memory": settings.SIM_MEMORY,
+    "memcheck": settings.SIM_MEMCHECK,
+    "verbose": settings.SIM_VERBOSE,
+    "hccl_timeout": settings.SIM_HCCL_TIMEOUT,
+    "hccl_delay": settings.SIM_HCCL_DELAY,
+}
+
+
+def simulator_values() -> dict[str, str]:
+    """Return what the simulator's C++ side is told: short name -> value (see csrc/runtime.h, ``setting``).
+
+    Raises:
+        UsageError: a variable has a value that it does not admit.
+    """
+    return {name: str(variable.value()) for name, variable in _TOLD.items()}
