@@ -1,4 +1,4 @@
-"""``megatron.core.utils``: questions about TransformerEngine where it is not installed."""
+"""``megatron.core.utils``: packed sequences under context parallelism."""
 
 from __future__ import annotations
 
@@ -6,22 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from packaging.version import Version
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_core.decorators import replace, transformer_engine_present, wrap
+from megatron_npu.adaptors.megatron_core.decorators import transformer_engine_present, wrap
 from megatron_npu.ops.attention.context_parallel.packed import tokens_of_rank
-
-
-@replace(
-    "megatron.core.utils:get_te_version",
-    condition=transformer_engine_present,
-    why="0.12 imports TransformerEngine for the answer, 0.13 to 0.16 give None, which cannot be compared: "
-    "loading a checkpoint asks, and the check of --rotary-interleaved",
-)
-def get_te_version() -> Version:
-    """Return version 0, older than any that is asked for."""
-    return Version("0")
 
 
 @wrap(

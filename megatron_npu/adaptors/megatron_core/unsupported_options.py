@@ -7,9 +7,18 @@ speed of launches alone is switched off, and that is reported.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+from megatron_npu import devices
+from megatron_npu.adaptors.megatron_core.decorators import (
+    WITHOUT_CUDA,
+    installed,
+    transformer_engine_present,
+    wrap,
+)
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 
@@ -93,3 +102,59 @@ def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
                 remedy = f"Leave {option.flag} away"
                 dispatch.report_fallback(option.flag.removeprefix("--"), reason, "is left out", remedy)
                 setattr(options, field, option.off)
+
+
+@wrap(
+    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    condition=transformer_engine_present,
+    why="without TransformerEngine fp8 is silently another precision; overlapped communication, its "
+    "cross-entropy and the fusions of experts end in an assertion, a NameError or an ImportError",
+)
+def without_transformer_engine(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Refuse what changes the run; leave out, and say so, what changes only how layers are launched."""
+
+    @functools.wraps(original)
+    def check(self: Any) -> None:
+        refuse(self, NEED_TRANSFORMER_ENGINE)
+        reason = "TransformerEngine is not installed"
+        switch_off(self, DO_WITHOUT_TRANSFORMER_ENGINE, reason)
+        original(self)
+
+    return check
+
+
+@wrap(
+    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    devices=WITHOUT_CUDA,
+    why="CUDA graphs are captured from CUDA streams: the first step ends in an assertion",
+)
+def without_cuda_graphs(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Launch every kernel by itself, and say so."""
+
+    @functools.wraps(original)
+    def check(self: Any) -> None:
+        reason = f"there are no CUDA graphs on the {devices.current().name} device"
+        switch_off(self, CUDA_GRAPHS, reason)
+        original(self)
+
+    return check
+
+
+@wrap(
+    "megatron.core.models.mamba.mamba_model:MambaModel.__init__",
+    condition=partial(installed, "mamba_ssm"),
+    why="its layers are mamba_ssm's kernels, which are CUDA's: without the package an AttributeError of None "
+    "or an ImportError in the middle of the model, by version",
+)
+def refuse_without_mamba_ssm(original: Callable[..., None]) -> Callable[..., None]:
+    """Refuse before anything is built."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        raise UsageError(
+            "a Mamba model without the packages mamba-ssm and causal-conv1d, which are for CUDA",
+            "a model whose layers there are kernels for",
+            "Train a transformer (pretrain_gpt.py), or use CUDA and install them.",
+        )
+
+    return __init__

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_npu.adaptors.megatron_core.adaptor_training_checkpointing import with_other_experts
+from megatron_npu.adaptors.megatron_core.checkpointing import with_other_experts
 from megatron_npu.errors import UsageError
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_npu.adaptors.megatron_core import adaptor_training_arguments
+from megatron_npu.adaptors.megatron_core import arguments
 from megatron_npu.errors import UsageError
 from tests.adaptors.comparison import here
 
@@ -33,7 +33,7 @@ def test_fp32_parameters_are_not_offloaded(flags, refused):
 
     given = {"optimizer_cpu_offload": True, "bf16": False, "fp16": False, **flags}
     args = argparse.Namespace(**given)
-    validate = adaptor_training_arguments.refuse_offload_in_fp32(validated)
+    validate = arguments.refuse_offload_in_fp32(validated)
     if refused:
         with pytest.raises(UsageError, match="--optimizer-cpu-offload with fp32 parameters; expected --bf16"):
             validate(args)

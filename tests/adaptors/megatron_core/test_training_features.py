@@ -92,7 +92,7 @@ def _arguments(**values) -> argparse.Namespace:
 
 
 def test_tools_of_cuda_are_refused_before_anything_is_built() -> None:
-    from megatron_npu.adaptors.megatron_core.adaptor_training_arguments import refuse_tools_of_cuda
+    from megatron_npu.adaptors.megatron_core.arguments import refuse_tools_of_cuda
 
     validate = refuse_tools_of_cuda(lambda args: args)
     with pytest.raises(UsageError, match=f"--profile alone on the {here().type} device"):
@@ -152,7 +152,7 @@ def test_a_parameter_that_a_recomputed_function_returns_stays_a_leaf() -> None:
 @pytest.mark.skipif("here().type == 'cuda'", reason="upstream's assertion holds there")
 def test_allow_no_cuda_may_be_positional(monkeypatch) -> None:
     """As the fourth argument of ``initialize_megatron``, or not given at all."""
-    from megatron_npu.adaptors.megatron_core.adaptor_training_initialize import allow_no_cuda
+    from megatron_npu.adaptors.megatron_core.start import allow_no_cuda
 
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")

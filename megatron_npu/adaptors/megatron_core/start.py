@@ -1,4 +1,4 @@
-"""``megatron.training.initialize`` of a Megatron-LM checkout."""
+"""The start of a training run: initialisation, process groups, dataset helpers, signals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, replace, wrap
 from megatron_npu.adaptors.shared import rendezvous
 
@@ -39,3 +42,32 @@ def allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 )
 def load(args: Any) -> None:
     """Build nothing."""
+
+
+@replace(
+    "megatron.core.parallel_state:get_nccl_options",
+    devices=WITHOUT_CUDA,
+    why="torch has ProcessGroupNCCL only where it was built with CUDA; FSDP asks it for streams "
+    "of high priority",
+)
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> None:
+    """Return None: gloo and HCCL have no options of NCCL."""
+
+
+@replace(
+    "megatron.core.datasets.utils:compile_helpers",
+    why="it runs make inside the checkout, for whichever python3-config is first on the path, and ends the "
+    "process if that fails; helpers_cpp is compiled already or a stand-in",
+)
+def compile_helpers() -> None:
+    """Build nothing."""
+
+
+@replace(
+    "megatron.training.dist_signal_handler:get_device",
+    devices=WITHOUT_CUDA,
+    why="it knows nccl and gloo: any other backend, HCCL too, is a RuntimeError without a word",
+)
+def get_device(local_rank: int | None = None) -> torch.device:
+    """Return the device of this process, whose tensors its backend gathers."""
+    return devices.current().torch_device()

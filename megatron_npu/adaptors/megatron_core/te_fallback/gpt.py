@@ -1,7 +1,4 @@
-"""``megatron.core.models.gpt.gpt_layer_specs``: the local spec, for who asks for another one, too.
-
-And a flag that stock scripts forget.
-"""
+"""Layer specs of GPT, its experts and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_npu.adaptors.megatron_core.decorators import transformer_engine_present, wrap
-from megatron_npu.adaptors.megatron_core.te_fallback import instead, named, without
+from megatron_npu.adaptors.megatron_core.te_fallback.redirect import instead, named, without
 
 _MODULE = "megatron.core.models.gpt.gpt_layer_specs"
 _WHY = "without TransformerEngine it ends in a NameError"
@@ -65,3 +62,24 @@ def with_qk_l2_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 def _flag_given() -> bool:
     script = sys.modules.get("megatron.training.global_vars")  # absent where megatron-core is a library
     return getattr(getattr(script, "_GLOBAL_ARGS", None), "qk_l2_norm", False)
+
+
+wrap(
+    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs:get_gpt_heterogeneous_layer_spec",
+    condition=transformer_engine_present,
+    why="asked for TransformerEngine without it, its layers are None",
+)(without("use_te"))
+
+
+wrap(
+    "megatron.core.models.gpt.moe_module_specs:get_moe_module_spec",
+    condition=transformer_engine_present,
+    why="its default is TransformerEngine: a NameError in 0.12, layers of a mock since",
+)(without("use_te"))
+
+
+wrap(
+    "megatron.core.transformer.multi_token_prediction:get_mtp_layer_spec",
+    condition=transformer_engine_present,
+    why="asked for TransformerEngine without it, it ends in an AssertionError or a NameError",
+)(without("use_transformer_engine"))

@@ -1,7 +1,4 @@
-"""``megatron.core.distributed.fsdp.src.megatron_fsdp``: --use-megatron-fsdp.
-
-Before 0.14 it was ``megatron.core.distributed.custom_fsdp`` and --use-custom-fsdp.
-"""
+"""Fully sharded data parallelism, Megatron's own and torch's: ``core.distributed``."""
 
 from __future__ import annotations
 
@@ -11,9 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed import device_mesh as meshes
+from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_npu.adaptors.megatron_core.decorators import wrap
+from megatron_npu import devices
+from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, constant, wrap
 from megatron_npu.errors import UsageError
 
 _DISTRIBUTED = "megatron.core.distributed"
@@ -85,3 +85,36 @@ def names_from_mesh(original: Callable[..., list[str]]) -> Callable[..., list[st
         return [*own, *(name for name in flattened if name not in own)]
 
     return get_mesh_names
+
+
+class Mesh:
+    """In place of ``DeviceMesh``, of which upstream uses ``from_group`` alone."""
+
+    @staticmethod
+    def from_group(group: ProcessGroup | list[ProcessGroup], device_type: str, **options: Any) -> DeviceMesh:
+        """Return a mesh of this process's device, whatever ``device_type`` says."""
+        return DeviceMesh.from_group(group, devices.current().torch_device().type, **options)
+
+
+constant(
+    "megatron.core.distributed.torch_fully_sharded_data_parallel:DeviceMesh",
+    Mesh,
+    devices=WITHOUT_CUDA,
+    why="upstream names the device of the mesh cuda",
+)
+
+
+@wrap(
+    "megatron.core.distributed.data_parallel_base:_BaseDataParallel.finish_grad_sync",
+    versions=">=0.16",
+    why="finalize_model_grads passes force_all_reduce, which 0.16 has forgotten here: torch's FSDP, which "
+    "has no method of its own, ends in a TypeError",
+)
+def accept_force_all_reduce(original: Callable[[Any], None]) -> Callable[..., None]:
+    """Take the argument, which means nothing where nothing is reduced."""
+
+    @functools.wraps(original)
+    def finish_grad_sync(self: Any, force_all_reduce: bool = False) -> None:
+        original(self)
+
+    return finish_grad_sync

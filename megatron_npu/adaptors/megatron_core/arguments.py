@@ -1,4 +1,4 @@
-"""``megatron.training.arguments``: the flags of the fused attention; a machine without TransformerEngine."""
+"""``megatron.training.arguments``: the flags of the fused attention; what the device or the machine lacks."""
 
 from __future__ import annotations
 
