@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_npu import devices
 from megatron_npu.devices.redirect import Redirection
-from megatron_npu.ops.attention.packed_mask import documents_of
+from megatron_npu.ops.attention.packed_mask import sequence_lengths
 
 
 def mask_of(*lengths: int) -> Tensor:
@@ -58,9 +58,9 @@ def receive_twice(rank: int, store: Path, result: Path) -> None:
     read = {}
     for way in WAYS:
         buffer = mask_of(8)
-        assert documents_of(buffer) == (8,)
+        assert sequence_lengths(buffer) == (8,)
         way(buffer.view(torch.uint8), mask_of(3, 5).view(torch.uint8), rank)
-        read[way.__name__] = documents_of(buffer)
+        read[way.__name__] = sequence_lengths(buffer)
     weight = torch.ones(2, requires_grad=True)
     square = (weight * 2).square()
     version = square._version

@@ -46,7 +46,7 @@ def formula(query, key, value, scale, pairs):
 def packed_formula(query, key, value, scale, packed, causal, window, offset):
     """The same for ``[t, n, d]``: every document on its own."""
     outputs, q, k = [], 0, 0
-    for queries, keys in zip(packed.query, packed.key, strict=True):
+    for queries, keys in zip(packed.query_lengths, packed.key_lengths, strict=True):
         position = keys - queries if offset == "end" else offset
         parts = (query[q : q + queries], key[k : k + keys], value[k : k + keys])
         dense = (t.transpose(0, 1)[None] for t in parts)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_npu.ops.attention import Packed, attention
+from megatron_npu.ops.attention import PackedSequences, attention
 from tests.ops.attention_formula import LAYOUTS, formula, in_layout, packed_formula, visible
 from tests.ops.tolerances import assert_near
 
@@ -129,9 +129,9 @@ lengths = st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(sum)
 def test_packed(device, dtype, query, data, groups, causal, window, offset):
     """TND: documents of any length, also empty, of queries and of keys."""
     same = st.lists(st.integers(0, 9), min_size=len(query), max_size=len(query)).filter(sum)
-    packed = Packed(tuple(query), tuple(data.draw(st.just(query) | same, label="keys")))
+    packed = PackedSequences(tuple(query), tuple(data.draw(st.just(query) | same, label="keys")))
     heads, key_heads = groups
-    shapes = [(sum(packed.query), heads, 8)] + [(sum(packed.key), key_heads, 8)] * 2
+    shapes = [(sum(packed.query_lengths), heads, 8)] + [(sum(packed.key_lengths), key_heads, 8)] * 2
     call = {"causal": causal, "window": window, "offset": offset}
     compare(
         dtype,
@@ -145,7 +145,7 @@ def test_packed(device, dtype, query, data, groups, causal, window, offset):
 def test_packed_rows(device, layout):
     """Documents within the rows of a batch: the document mask of --reset-attention-mask."""
     shapes = [(2, 4, 12, 8), (2, 2, 12, 8), (2, 2, 12, 8)]
-    packed = Packed((5, 7, 12), (5, 7, 12))
+    packed = PackedSequences((5, 7, 12), (5, 7, 12))
     options = {"num_heads": 4} if layout in ("SBH", "BSH") else {}
     same = torch.zeros(2, 1, 12, 12, dtype=torch.bool)
     same[0, :, :5, :5] = same[0, :, 5:, 5:] = same[1] = True
@@ -222,14 +222,14 @@ def test_nothing_to_attend_to(device, dtype, queries, keys, batch, causal):
 
 def test_no_documents_at_all(device):
     tensors = leaves(torch.float32, device, *[(0, 2, 8)] * 3)
-    assert attention(*tensors, layout="TND", scale=SCALE, packed=Packed((), ())).shape == (0, 2, 8)
+    assert attention(*tensors, layout="TND", scale=SCALE, packed=PackedSequences((), ())).shape == (0, 2, 8)
 
 
 def test_lengths_may_be_lists(device):
     tensors = leaves(torch.float32, device, *[(7, 2, 8)] * 3)
     call = {"layout": "TND", "scale": SCALE, "causal": True}
-    lists = attention(*tensors, packed=Packed([3, 4], [3, 4]), **call)
-    assert torch.equal(lists, attention(*tensors, packed=Packed((3, 4), (3, 4)), **call))
+    lists = attention(*tensors, packed=PackedSequences([3, 4], [3, 4]), **call)
+    assert torch.equal(lists, attention(*tensors, packed=PackedSequences((3, 4), (3, 4)), **call))
 
 
 @pytest.mark.parametrize(
@@ -267,10 +267,13 @@ def test_no_gradient_is_needed(device, dtype):
         ({"window": (-1, 0)}, "window is not negative"),
         ({"dropout_p": 1.0}, "dropout_p"),
         ({"mask": torch.zeros(4, 4)}, "boolean"),
-        ({"packed": Packed((3,), (3,))}, "documents of 3 queries"),
-        ({"packed": Packed((4, 4), (8,))}, "2 documents of queries, 1 of keys"),
-        ({"packed": Packed((9, -1), (8, 0))}, "negative length"),
-        ({"packed": Packed((8,), (8,)), "mask": torch.zeros(4, 4, dtype=torch.bool)}, "take no mask"),
+        ({"packed": PackedSequences((3,), (3,))}, "documents of 3 queries"),
+        ({"packed": PackedSequences((4, 4), (8,))}, "2 documents of queries, 1 of keys"),
+        ({"packed": PackedSequences((9, -1), (8, 0))}, "negative length"),
+        (
+            {"packed": PackedSequences((8,), (8,)), "mask": torch.zeros(4, 4, dtype=torch.bool)},
+            "take no mask",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_npu.ops.attention import Packed, attention, blockwise, cpu, reference
+from megatron_npu.ops.attention import PackedSequences, attention, blockwise, cpu, reference
 from megatron_npu.ops.attention.spec import Case, Segment, dense_segments, packed_segments, visible_ranges
 from tests.ops.attention_formula import formula, visible
 from tests.ops.tolerances import assert_near
@@ -92,7 +92,7 @@ def test_limits_that_forbid_nothing_are_dropped():
     assert wide == Segment(0, 8192, 0, 8192, None, 0)
     tensor = torch.empty(8192, 1, 1, 8, device="meta")
     assert cpu.torch_has_a_kernel(tensor, tensor, Case("SBND", 1, 1, 1.0, (wide,)))
-    documents = packed_segments(Packed((3, 5), (3, 5)), True, (4, None), 0)
+    documents = packed_segments(PackedSequences((3, 5), (3, 5)), True, (4, None), 0)
     assert {s.low for s in documents} == {None}
 
 
@@ -129,8 +129,8 @@ WINDOWS = {
     "window": lambda s: {"causal": True, "window": (100, 0)},
     "both sides": lambda s: {"window": (60, 40)},
     "dropout": lambda s: {"causal": True, "window": (100, 0), "dropout_p": 0.1},
-    "packed": lambda s: {"causal": True, "packed": Packed((64,) * (s // 64), (64,) * (s // 64))},
-    "packed window": lambda s: {"causal": True, "packed": Packed((s,), (s,)), "window": (50, None)},
+    "packed": lambda s: {"causal": True, "packed": PackedSequences((64,) * (s // 64), (64,) * (s // 64))},
+    "packed window": lambda s: {"causal": True, "packed": PackedSequences((s,), (s,)), "window": (50, None)},
 }
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
-from megatron_npu.ops.attention import Packed, attention, cuda, reference
+from megatron_npu.ops.attention import PackedSequences, attention, cuda, reference
 from megatron_npu.ops.attention.cuda import Kernel, choose
 from megatron_npu.ops.attention.spec import Case, dense_segments, packed_segments
 from tests.ops.attention_formula import formula, packed_formula, visible
@@ -39,14 +39,14 @@ def choice(
         shapes = [(1, 4, queries, size), (1, 4, keys, size), (1, 4, keys, value_size)]
     else:
         layout, segments = "TND", packed_segments(packed, causal, window, offset)
-        shapes = [(sum(packed.query), 4, size), *[(sum(packed.key), 4, size)] * 2]
+        shapes = [(sum(packed.query_lengths), 4, size), *[(sum(packed.key_lengths), 4, size)] * 2]
     tensors = [torch.empty(s, dtype=dtype, device="meta") for s in shapes]
     case = Case(layout, 4, 4, 1.0, segments, packed is not None, mask, dropout_p)
     return choose(*tensors, case, flash_attn)
 
 
 MASK = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
-DOCUMENTS = Packed((3, 5), (3, 5))
+DOCUMENTS = PackedSequences((3, 5), (3, 5))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_sdpa_and_flex_see_what_the_case_says(
 
 
 def test_flex_sees_documents(cuda_on_the_host):
-    packed = Packed((3, 0, 7, 5), (4, 2, 7, 9))
+    packed = PackedSequences((3, 0, 7, 5), (4, 2, 7, 9))
     tensors = [torch.randn(t, 2, 16) for t in (15, 22, 22)]
     call = {"causal": True, "window": (2, None), "offset": "end"}
     with warnings.catch_warnings():
@@ -178,7 +178,7 @@ def documented_flash_attn():
         {"causal": True, "window": (3, 0)},
         {"window": (3, 2)},
         {"packed": DOCUMENTS, "causal": True, "window": (1, None)},
-        {"packed": Packed((3, 5), (4, 9)), "causal": True, "offset": "end"},
+        {"packed": PackedSequences((3, 5), (4, 9)), "causal": True, "offset": "end"},
     ],
     ids=str,
 )
@@ -187,7 +187,10 @@ def test_what_flash_attn_is_told(cuda_on_the_host, monkeypatch, call):
     monkeypatch.setitem(sys.modules, "flash_attn", documented_flash_attn())
     packed = call.get("packed")
     if packed:
-        tensors = [torch.randn(sum(n), 2, 16).bfloat16() for n in (packed.query, packed.key, packed.key)]
+        tensors = [
+            torch.randn(sum(n), 2, 16).bfloat16()
+            for n in (packed.query_lengths, packed.key_lengths, packed.key_lengths)
+        ]
     else:
         tensors = [torch.randn(8, 2, 2, 16).bfloat16() for _ in range(3)]
     actual = attention(*tensors, layout="TND" if packed else "SBND", scale=0.3, **call)

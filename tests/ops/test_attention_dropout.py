@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_npu.ops.attention import Packed, attention
+from megatron_npu.ops.attention import PackedSequences, attention
 from tests.ops.attention_formula import visible
 from tests.ops.tolerances import assert_near
 
@@ -116,7 +116,7 @@ def test_recomputing_drops_the_same_weights(device, case):
 
 def test_packed_documents(device):
     """Each document draws its own; what is dropped stays within the document."""
-    packed = Packed((SIZE // 2, SIZE // 2), (SIZE // 2, SIZE // 2))
+    packed = PackedSequences((SIZE // 2, SIZE // 2), (SIZE // 2, SIZE // 2))
     zero = torch.zeros(SIZE, 4, SIZE, device=device)
     identity = torch.eye(SIZE, device=device)[:, None].expand(SIZE, 4, SIZE).contiguous()
     weights = seeded(1, zero, zero, identity, layout="TND", packed=packed).cpu().transpose(0, 1)

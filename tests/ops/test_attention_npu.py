@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_npu.ops.attention import Packed, npu
+from megatron_npu.ops.attention import PackedSequences, npu
 from megatron_npu.ops.attention.npu import UNLIMITED, NpuCall, npu_call
 from megatron_npu.ops.attention.spec import Case, dense_segments, packed_segments
 from tests.ops.attention_formula import visible
@@ -42,7 +42,7 @@ def call_for(
         value = (keys, batch, key_heads, value_size or size)
     else:
         layout, segments = "TND", packed_segments(packed, causal, window, offset)
-        shapes = [(sum(packed.query), heads, size), (sum(packed.key), key_heads, size)]
+        shapes = [(sum(packed.query_lengths), heads, size), (sum(packed.key_lengths), key_heads, size)]
         value = shapes[1]
     tensors = [torch.empty(s, dtype=dtype, device="meta") for s in (*shapes, value)]
     case = Case(layout, heads, key_heads, 0.25, segments, packed is not None, mask, dropout_p)
@@ -62,10 +62,15 @@ def call_for(
         ({"window": (2, 3)}, 4, 2, 3),
         ({"queries": 1, "keys": 9, "causal": True, "offset": "end"}, 0, UNLIMITED, UNLIMITED),
         ({"mask": torch.zeros(1, 1, 8, 8, dtype=torch.bool), "causal": True}, 1, UNLIMITED, UNLIMITED),
-        ({"packed": Packed((3, 5), (3, 5))}, 0, UNLIMITED, UNLIMITED),
-        ({"packed": Packed((3, 5), (3, 5)), "causal": True}, 2, UNLIMITED, UNLIMITED),
-        ({"packed": Packed((3, 5), (4, 9)), "causal": True, "offset": "end"}, 3, UNLIMITED, UNLIMITED),
-        ({"packed": Packed((3, 5), (3, 5)), "causal": True, "window": (1, None)}, 4, 1, 0),
+        ({"packed": PackedSequences((3, 5), (3, 5))}, 0, UNLIMITED, UNLIMITED),
+        ({"packed": PackedSequences((3, 5), (3, 5)), "causal": True}, 2, UNLIMITED, UNLIMITED),
+        (
+            {"packed": PackedSequences((3, 5), (4, 9)), "causal": True, "offset": "end"},
+            3,
+            UNLIMITED,
+            UNLIMITED,
+        ),
+        ({"packed": PackedSequences((3, 5), (3, 5)), "causal": True, "window": (1, None)}, 4, 1, 0),
     ],
     ids=str,
 )
@@ -108,9 +113,9 @@ def test_modes_mean_what_the_case_means(queries, keys, causal, window, offset):
         ({"heads": 257, "key_heads": 257}, "number of heads 257, 1 to 256"),
         ({"size": 769}, "head size 769, 1 to 768"),
         ({"queries": (1 << 20) + 1}, "number of queries 1048577"),
-        ({"packed": Packed((1,) * 1025, (1,) * 1025)}, "1025 packed documents"),
-        ({"packed": Packed((4,), (2,)), "causal": True, "offset": "end"}, "see no key"),
-        ({"packed": Packed((4, 4), (4, 6)), "window": (1, 1)}, "lie differently"),
+        ({"packed": PackedSequences((1,) * 1025, (1,) * 1025)}, "1025 packed documents"),
+        ({"packed": PackedSequences((4,), (2,)), "causal": True, "offset": "end"}, "see no key"),
+        ({"packed": PackedSequences((4, 4), (4, 6)), "window": (1, 1)}, "lie differently"),
         ({"queries": 4, "keys": 4, "window": (0, 0), "offset": 9}, "a band of -9 tokens before"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -122,7 +127,7 @@ def test_refusals(case, reason):
 def test_arguments():
     call = call_for(8, 10, heads=6, key_heads=2, dropout_p=0.25, causal=True)
     assert call == NpuCall("SBH", 6, 0.25, 0.75, sparse_mode=2)
-    packed = call_for(packed=Packed((3, 0, 0, 5), (3, 0, 2, 5)), causal=True)
+    packed = call_for(packed=PackedSequences((3, 0, 0, 5), (3, 0, 2, 5)), causal=True)
     assert packed.input_layout == "TND"
     assert packed.lengths == ((3, 3, 8), (3, 5, 10))  # ends; a document of nothing is left out
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_npu.ops import rotary, softmax
 from megatron_npu.ops.attention import attention
-from megatron_npu.ops.attention.packed_mask import documents_of
+from megatron_npu.ops.attention.packed_mask import sequence_lengths
 from megatron_npu.ops.caching import cache_on_object, cache_on_tensor, lru_cache_tensors
 
 
@@ -84,9 +84,9 @@ def test_a_write_in_inference_mode_is_seen() -> None:
     """Such a tensor counts no writes, so that what is known of it holds for one call only."""
     with torch.inference_mode():
         mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).triu(1)
-        assert documents_of(mask) == (4,)
+        assert sequence_lengths(mask) == (4,)
         mask[..., 2:, :2] = True
-        assert documents_of(mask) == (2, 2)
+        assert sequence_lengths(mask) == (2, 2)
 
 
 # Sizes that no other test has: what is kept per arguments is made here, in inference mode.

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import transformer_engine_present, wrap
-from megatron_npu.ops.attention.context_parallel.packed import tokens_of_rank
+from megatron_npu.ops.attention.context_parallel.packed import token_indices
 
 
 @wrap(
@@ -37,7 +37,7 @@ def cut_packed_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         batch, params = original(batch, cu_seqlens, cu_seqlens_padded, max_seqlen, cp_size=1, cp_rank=0)
         if size > 1:
             bounds = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-            index = tokens_of_rank(bounds.flatten().tolist(), size, rank)
+            index = token_indices(bounds.flatten().tolist(), size, rank)
             for name in batch.keys() - _WHOLE:
                 batch[name] = batch[name].index_select(1, index.to(batch[name].device))
         return batch, params

@@ -13,9 +13,16 @@ from torch import Tensor
 from megatron_npu.ops.attention import checks, cpu, cuda, npu  # noqa: F401  (devices register themselves)
 from megatron_npu.ops.attention.layouts import bnsd_shape, from_tokens, to_tokens
 from megatron_npu.ops.attention.reference import operation, unfused
-from megatron_npu.ops.attention.spec import Case, Offset, Packed, Window, dense_segments, packed_segments
+from megatron_npu.ops.attention.spec import (
+    Case,
+    Offset,
+    PackedSequences,
+    Window,
+    dense_segments,
+    packed_segments,
+)
 
-__all__ = ["Offset", "Packed", "Window", "attention"]
+__all__ = ["Offset", "PackedSequences", "Window", "attention"]
 
 
 def attention(
@@ -30,7 +37,7 @@ def attention(
     window: Window = (None, None),
     offset: Offset = 0,
     mask: Tensor | None = None,
-    packed: Packed | None = None,
+    packed: PackedSequences | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Return the attention of ``query`` over ``key`` and ``value``, contiguous, in the layout of ``query``.
@@ -76,7 +83,9 @@ def attention(
     queries, keys = bnsd_shape(query, layout, heads)[2], bnsd_shape(key, layout, key_heads)[2]
     if packed is not None:
         checks.check_lengths(packed, queries, keys)
-        documents = Packed(tuple(packed.query), tuple(packed.key))  # lists are as good, but not hashable
+        documents = PackedSequences(
+            tuple(packed.query_lengths), tuple(packed.key_lengths)
+        )  # lists are as good, but not hashable
         segments = packed_segments(documents, causal, window, offset)
     else:
         segments = dense_segments(queries, keys, causal, window, offset)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.ops.attention.layouts import HEADLESS, LAYOUTS, bnsd_shape
-from megatron_npu.ops.attention.spec import Packed, Window
+from megatron_npu.ops.attention.spec import PackedSequences, Window
 
 
 def head_counts(query: Tensor, key: Tensor, layout: str, num_heads: int | None) -> tuple[int, int]:
@@ -61,7 +61,7 @@ def check_limits(window: Window, mask: Tensor | None, dropout_p: float) -> None:
         raise ValueError(f"dropout_p must be in [0, 1), given {dropout_p}")
 
 
-def check_packed(packed: Packed | None, layout: str, mask: Tensor | None) -> None:
+def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | None) -> None:
     """Raise ValueError unless ``packed`` is there for TND, and alone in saying what is visible."""
     if packed is None:
         if layout == "TND":
@@ -69,16 +69,18 @@ def check_packed(packed: Packed | None, layout: str, mask: Tensor | None) -> Non
         return
     if mask is not None:
         raise ValueError("packed sequences take no mask: their lengths say what is visible")
-    if len(packed.query) != len(packed.key):
-        raise ValueError(f"{len(packed.query)} documents of queries, {len(packed.key)} of keys")
-
-
-def check_lengths(packed: Packed, queries: int, keys: int) -> None:
-    """Raise ValueError unless the documents cover the tokens."""
-    if min((*packed.query, *packed.key), default=0) < 0:
-        raise ValueError("a document has a negative length")
-    if sum(packed.query) != queries or sum(packed.key) != keys:
+    if len(packed.query_lengths) != len(packed.key_lengths):
         raise ValueError(
-            f"documents of {sum(packed.query)} queries and {sum(packed.key)} keys, "
+            f"{len(packed.query_lengths)} documents of queries, {len(packed.key_lengths)} of keys"
+        )
+
+
+def check_lengths(packed: PackedSequences, queries: int, keys: int) -> None:
+    """Raise ValueError unless the documents cover the tokens."""
+    if min((*packed.query_lengths, *packed.key_lengths), default=0) < 0:
+        raise ValueError("a document has a negative length")
+    if sum(packed.query_lengths) != queries or sum(packed.key_lengths) != keys:
+        raise ValueError(
+            f"documents of {sum(packed.query_lengths)} queries and {sum(packed.key_lengths)} keys, "
             f"given {queries} and {keys} tokens"
         )

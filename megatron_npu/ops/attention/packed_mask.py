@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_npu.ops.caching import cache_on_tensor
 
 
-def documents_of(mask: Tensor) -> tuple[int, ...] | None:
+def sequence_lengths(mask: Tensor) -> tuple[int, ...] | None:
     """Return the lengths of the documents of a causal document mask, row of the batch by row.
 
     Megatron builds its masks itself and hands over s² booleans even for plain causal attention. A mask that

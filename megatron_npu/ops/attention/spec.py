@@ -15,14 +15,15 @@ Window = tuple[int | None, int | None]
 Offset = int | Literal["end"]
 
 
-class Packed(NamedTuple):
-    """Lengths of the documents that lie one behind the other, in tokens, on the host.
+class PackedSequences(NamedTuple):
+    """Lengths, in tokens, of sequences that lie one behind the other (thd); numbers of the host.
 
-    Document n of the queries attends to document n of the keys and to nothing else. A length may be 0.
+    They are the differences of ``cu_seqlens``. Sequence n of the queries attends to sequence n of the keys
+    and to nothing else. A length may be 0.
     """
 
-    query: tuple[int, ...]
-    key: tuple[int, ...]
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
 
 
 class Segment(NamedTuple):
@@ -88,10 +89,12 @@ def dense_segments(
 
 
 @lru_cache(maxsize=16)  # the same batch comes back at every layer
-def packed_segments(packed: Packed, causal: bool, window: Window, offset: Offset) -> tuple[Segment, ...]:
+def packed_segments(
+    packed: PackedSequences, causal: bool, window: Window, offset: Offset
+) -> tuple[Segment, ...]:
     """Return the segment of each document; documents without queries are kept, in order."""
     spans, q, k = [], 0, 0
-    for queries, keys in zip(packed.query, packed.key, strict=True):
+    for queries, keys in zip(packed.query_lengths, packed.key_lengths, strict=True):
         spans.append((q, q + queries, k, k + keys))
         q, k = q + queries, k + keys
     return tuple(_limited(spans or [(0, 0, 0, 0)], causal, window, offset))

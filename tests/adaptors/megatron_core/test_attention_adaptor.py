@@ -121,7 +121,7 @@ def document_mask(*rows):
 def test_document_masks_are_recognised(rows, lengths):
     ours, stock = attention_pair()
     leaves, mask = qkv(), document_mask(*rows)
-    assert packed_mask.documents_of(mask) == lengths
+    assert packed_mask.sequence_lengths(mask) == lengths
     same_gradients(ours(*leaves, mask), stock(*leaves, mask), leaves)
 
 
@@ -139,7 +139,7 @@ def other_masks():
 def test_other_masks_are_applied_as_they_are(name):
     """Also where the module is causal: upstream then takes the mask alone."""
     mask = other_masks()[name]
-    assert packed_mask.documents_of(mask) is None
+    assert packed_mask.sequence_lengths(mask) is None
     ours, stock = attention_pair()
     leaves = qkv()
     same_gradients(ours(*leaves, mask), stock(*leaves, mask), leaves)

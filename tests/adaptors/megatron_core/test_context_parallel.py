@@ -11,7 +11,7 @@ import pytest
 from megatron_npu.adaptors.megatron_core.attention import context_parallel
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
-from megatron_npu.ops.attention.context_parallel.packed import tokens_of_rank
+from megatron_npu.ops.attention.context_parallel.packed import token_indices
 from tests.adaptors.megatron_core.conftest import make_config
 from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
@@ -79,6 +79,6 @@ def test_heads_that_cannot_be_dealt_out_are_refused(config) -> None:
 
 @pytest.mark.parametrize(("starts", "rank", "tokens"), [([0, 4, 12], 0, [0, 3, 4, 5, 10, 11])])
 def test_each_document_is_cut_into_chunks(starts, rank, tokens) -> None:
-    assert tokens_of_rank(starts, 2, rank).tolist() == tokens
+    assert token_indices(starts, 2, rank).tolist() == tokens
     with pytest.raises(UsageError, match="multiples of 4"):
-        tokens_of_rank([0, 4, 11], 2, rank)
+        token_indices([0, 4, 11], 2, rank)

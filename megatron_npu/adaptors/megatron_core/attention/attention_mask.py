@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_npu import attention_flags
-from megatron_npu.ops.attention import Packed, Window
-from megatron_npu.ops.attention.packed_mask import documents_of
+from megatron_npu.ops.attention import PackedSequences, Window
+from megatron_npu.ops.attention.packed_mask import sequence_lengths
 from megatron_npu.ops.caching import cache_on_object, cache_on_tensor
 
 
@@ -46,13 +46,13 @@ def visible(module: Any, mask: Tensor | None, causal: bool, batch: int) -> dict[
         return {"offset": "end"}
     if mask is None:
         return {"causal": causal, "offset": "end"}
-    lengths = documents_of(mask)
+    lengths = sequence_lengths(mask)
     if lengths is None:
         return {"mask": mask, "offset": "end"}
     lengths *= batch // mask.size(0)
     if len(lengths) == batch:
         return {"causal": True}
-    return {"causal": True, "packed": Packed(lengths, lengths)}
+    return {"causal": True, "packed": PackedSequences(lengths, lengths)}
 
 
 def window_is_all(module: Any) -> bool:
@@ -77,17 +77,19 @@ def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
     return cache_on_tensor(mask, "causal", read, tuple(starts))
 
 
-def documents(packed_seq_params: Any, queries: int, keys: int) -> Packed:
+def documents(packed_seq_params: Any, queries: int, keys: int) -> PackedSequences:
     """Return the lengths on the host, found once per batch: every layer is handed the same object.
 
     Padding between documents, and behind the last one, is a document of its own: it sees itself only, and
     nobody reads what becomes of it.
     """
 
-    def read() -> Packed:
+    def read() -> PackedSequences:
         query = _lengths(packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded, queries)
         key = _lengths(packed_seq_params.cu_seqlens_kv, packed_seq_params.cu_seqlens_kv_padded, keys)
-        return Packed(*zip(*(pair for pair in zip(query, key, strict=True) if any(pair)), strict=True))
+        return PackedSequences(
+            *zip(*(pair for pair in zip(query, key, strict=True) if any(pair)), strict=True)
+        )
 
     sources = boundaries(packed_seq_params)
     return cache_on_object(packed_seq_params, "documents", sources, read, (queries, keys))

@@ -24,15 +24,15 @@ from megatron_npu.adaptors.megatron_core.attention.attention_mask import (
 )
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.attention import Window
-from megatron_npu.ops.attention.context_parallel.packed import Plan, plan_of
+from megatron_npu.ops.attention.context_parallel.packed import PackedSharding, packed_sharding
 from megatron_npu.ops.attention.context_parallel.ring import ring_attention
 from megatron_npu.ops.attention.context_parallel.sequence import (
-    by_rank,
-    exchange_for_heads,
-    exchange_for_sequence,
-    gather,
-    in_order,
-    starts_of_chunks,
+    a2a_gather_heads,
+    a2a_gather_sequence,
+    all_gather,
+    chunk_starts,
+    to_rank_order,
+    to_sequence_order,
 )
 from megatron_npu.ops.caching import cache_on_object, cache_on_tensor
 from megatron_npu.ops.dispatch import report_fallback
@@ -137,9 +137,9 @@ def attend_to_gathered(
         attend: ``ops.attention`` with what the module decides, ``[sq, b, n, d]`` to ``[sq, b, n * d]``.
     """
     group = group_of(module)
-    chunk, starts = query.size(0) // 2, starts_of_chunks(query.size(0), group)
+    chunk, starts = query.size(0) // 2, chunk_starts(query.size(0), group)
     causal, mask = _what_is_seen(module, mask, causal, group, query.size(0))
-    key, value = (in_order(gather(t, group)) for t in (key, value))
+    key, value = (to_sequence_order(all_gather(t, group)) for t in (key, value))
     rows = (None, None) if mask is None else mask.chunk(2, dim=2)
     outputs = []
     for part, row, start in zip(query.chunk(2), rows, starts, strict=True):
@@ -159,7 +159,7 @@ def _what_is_seen(
     """Return whether queries see no later key, and the mask, if it says more than that."""
     if window_is_all(module):
         return False, None
-    if mask is not None and rows_are_causal(mask, starts_of_chunks(tokens, group)):
+    if mask is not None and rows_are_causal(mask, chunk_starts(tokens, group)):
         return True, None
     return causal and mask is None, mask
 
@@ -171,10 +171,10 @@ def attend_with_own_heads(
     group = group_of(module)
     if mask is not None and not window_is_all(module):
         mask = cache_on_tensor(mask, "whole", lambda: _whole_mask(mask, group))
-    query, key, value = (in_order(exchange_for_sequence(t, group)) for t in (query, key, value))
+    query, key, value = (to_sequence_order(a2a_gather_sequence(t, group)) for t in (query, key, value))
     output = attend(query, key, value, **visible(module, mask, causal, query.size(1)))
     heads = output.unflatten(2, (query.size(2), -1))
-    return exchange_for_heads(by_rank(heads, group.size()), group).flatten(2)
+    return a2a_gather_heads(to_rank_order(heads, group.size()), group).flatten(2)
 
 
 def attend_packed(
@@ -202,12 +202,12 @@ def attend_packed(
     """
     plan = plan_of_batch(packed_seq_params, key.size(0), causal, group, key.device)
     if communication == "exchange":
-        whole = documents(packed_seq_params, *[plan.order.numel()] * 2)
-        parts = (exchange_for_sequence(t, group).flatten(0, 1) for t in (query, key, value))
-        query, key, value = (t.index_select(0, plan.order) for t in parts)
+        whole = documents(packed_seq_params, *[plan.sequence_order.numel()] * 2)
+        parts = (a2a_gather_sequence(t, group).flatten(0, 1) for t in (query, key, value))
+        query, key, value = (t.index_select(0, plan.sequence_order) for t in parts)
         output = attend(query, key, value, packed=whole).unflatten(1, (query.size(1), -1))
         by_rank = output.index_select(0, plan.rank_order).unflatten(0, (group.size(), -1))
-        return exchange_for_heads(by_rank, group).flatten(1)
+        return a2a_gather_heads(by_rank, group).flatten(1)
     if communication == "ring":
         _report_no_ring("packed sequences")
     if limited and not causal:
@@ -216,21 +216,21 @@ def attend_packed(
             "two of the three",
             "Use --cp-comm-type a2a.",
         )
-    key, value = (gather(t, group).flatten(0, 1).index_select(0, plan.keys) for t in (key, value))
-    return attend(query, key, value, packed=plan.parts)
+    key, value = (all_gather(t, group).flatten(0, 1).index_select(0, plan.visible_keys) for t in (key, value))
+    return attend(query, key, value, packed=plan.packed)
 
 
 def plan_of_batch(
     packed_seq_params: Any, tokens: int, causal: bool, group: dist.ProcessGroup, device: torch.device
-) -> Plan:
+) -> PackedSharding:
     """Return the plan, made once per batch: every layer is handed the same parameters."""
     recipe = (tokens, causal, group.size(), group.rank())
 
-    def read() -> Plan:
+    def read() -> PackedSharding:
         actual = packed_seq_params.cu_seqlens_kv.flatten().tolist()
         padded = packed_seq_params.cu_seqlens_kv_padded
         starts = actual if padded is None else padded.flatten().tolist()
-        return plan_of(starts, actual, *recipe, device)
+        return packed_sharding(starts, actual, *recipe, device)
 
     return cache_on_object(packed_seq_params, "plan", boundaries(packed_seq_params), read, recipe)
 
@@ -258,4 +258,4 @@ def group_of_batch(module: Any, packed_seq_params: Any) -> dist.ProcessGroup | N
 def _whole_mask(mask: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[b, 1, s / cp, s]`` of each rank's queries to ``[b, 1, s, s]``."""
     rows = mask.movedim(2, 0).to(torch.uint8)  # gloo has no bool
-    return in_order(gather(rows, group)).movedim(0, 2).bool().contiguous()
+    return to_sequence_order(all_gather(rows, group)).movedim(0, 2).bool().contiguous()

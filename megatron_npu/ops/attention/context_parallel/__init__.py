@@ -1,1 +1,6 @@
-"""Attention over a sequence whose tokens are spread over the ranks of a context-parallel group."""
+"""Attention over a sequence whose tokens are shared out over the ranks of a context-parallel group.
+
+``ring`` is ``--cp-comm-type p2p``: keys and values travel from rank to rank. ``sequence`` has what
+``all_gather`` and ``a2a`` need: collectives with gradients, and the load-balanced order of chunks. ``packed``
+says which tokens of packed sequences a rank holds, and which keys those see.
+"""

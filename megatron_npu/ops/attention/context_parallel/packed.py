@@ -1,91 +1,106 @@
-"""Packed documents, each of which is cut over ranks: which tokens a rank has, and what they see."""
+"""Packed sequences, each of them cut over the ranks: which tokens a rank holds, and which keys they see."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_npu.errors import UsageError
-from megatron_npu.ops.attention.spec import Packed
+from megatron_npu.ops.attention.spec import PackedSequences
 
 
-class Plan(NamedTuple):
-    """How the tokens of packed documents lie on the ranks, and what this rank's see.
+class PackedSharding(NamedTuple):
+    """Where the tokens of packed sequences lie on the ranks, and what the queries of this rank see.
 
     Attributes:
-        order: ``[t]``, where the tokens of the packed sequence lie when ranks' parts follow one another.
-        rank_order: ``[t]``, its inverse.
-        keys: the tokens among ranks' parts that each half document of this rank sees, one after another.
-        parts: lengths of the half documents, and of the keys that each sees.
+        sequence_order: ``[t]`` int64; indexing the ranks' tokens, one rank after the other, with it brings
+            them into the order of the packed sequences.
+        rank_order: ``[t]`` int64, the inverse: the packed sequences, rank by rank.
+        visible_keys: int64; indexes the ranks' tokens, too: the keys that each chunk of this rank sees, chunk
+            by chunk.
+        packed: lengths of this rank's chunks, and of the keys that each of them sees.
     """
 
-    order: Tensor
+    sequence_order: Tensor
     rank_order: Tensor
-    keys: Tensor
-    parts: Packed
+    visible_keys: Tensor
+    packed: PackedSequences
 
 
-def plan_of(
-    starts: list[int],
-    actual: list[int],
+def packed_sharding(
+    cu_seqlens_padded: Sequence[int],
+    cu_seqlens: Sequence[int],
     tokens: int,
     causal: bool,
-    size: int,
-    rank: int,
+    cp_size: int,
+    cp_rank: int,
     device: torch.device,
-) -> Plan:
-    """Lay out documents that begin at ``starts`` (the last is the end) and, without padding, at ``actual``.
+) -> PackedSharding:
+    """Return how packed sequences are shared out, its tensors on ``device``.
 
     Args:
-        tokens: on each of ``size`` ranks.
+        cu_seqlens_padded: where the sequences begin, and the end of the last one, with their padding.
+        cu_seqlens: the same without padding.
+        tokens: held by each of the ``cp_size`` ranks.
         causal: no query sees a later key.
+        cp_size: number of ranks that share the sequences.
+        cp_rank: this one.
+        device: of the result.
 
     Raises:
-        UsageError: the documents are not all tokens, or one of them is not a multiple of 2·cp long.
+        UsageError: the sequences are not all tokens, or one of them is not a multiple of 2·cp long.
     """
-    rank_order = torch.cat([tokens_of_rank(starts, size, other) for other in range(size)])
-    if rank_order.numel() != tokens * size:
+    rank_order = torch.cat([token_indices(cu_seqlens_padded, cp_size, rank) for rank in range(cp_size)])
+    if rank_order.numel() != tokens * cp_size:
         raise UsageError(
-            f"packed documents that end at {starts[-1]}, and {tokens} tokens on each of {size} ranks",
+            f"packed documents that end at {cu_seqlens_padded[-1]}, "
+            f"and {tokens} tokens on each of {cp_size} ranks",
             "the same number of tokens in both",
             "Let the last boundary of cu_seqlens_q_padded be the end of the tokens.",
         )
-    order = torch.empty_like(rank_order)
-    order[rank_order] = torch.arange(rank_order.numel())
-    queries, keys, seen = [], [], []
-    for i in range(len(starts) - 1):
-        chunk = (starts[i + 1] - starts[i]) // (2 * size)
-        for part in (rank, 2 * size - 1 - rank):
-            length = (part + 1) * chunk if causal else actual[i + 1] - actual[i]
-            queries.append(chunk)
-            keys.append(length)
-            seen.append(order[starts[i] : starts[i] + length])
-    pairs = [pair for pair in zip(queries, keys, strict=True) if any(pair)]
-    parts = Packed(*zip(*pairs, strict=True))
-    return Plan(order.to(device), rank_order.to(device), torch.cat(seen).to(device), parts)
+    sequence_order = torch.empty_like(rank_order)
+    sequence_order[rank_order] = torch.arange(rank_order.numel())
+    lengths, visible_keys = [], []
+    actual = [end - start for start, end in itertools.pairwise(cu_seqlens)]
+    for (start, end), length in zip(itertools.pairwise(cu_seqlens_padded), actual, strict=True):
+        chunk = (end - start) // (2 * cp_size)
+        for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            keys = (number + 1) * chunk if causal else length
+            visible_keys.append(sequence_order[start : start + keys])
+            if chunk or keys:
+                lengths.append((chunk, keys))
+    packed = PackedSequences(*zip(*lengths, strict=True))
+    return PackedSharding(
+        sequence_order.to(device), rank_order.to(device), torch.cat(visible_keys).to(device), packed
+    )
 
 
-def tokens_of_rank(starts: list[int], size: int, rank: int) -> Tensor:
-    """Return which tokens of packed documents a rank holds, ``[t / cp]`` int64, on the host.
+def token_indices(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
+    """Return which tokens of packed sequences a rank holds, ``[t / cp]`` int64, on the host.
 
     Args:
-        starts: where the documents begin; the last is the end.
+        cu_seqlens: where the sequences begin, and the end of the last one, with their padding.
+        cp_size: number of ranks that share the sequences.
+        cp_rank: which of them.
 
     Raises:
-        UsageError: a document is not a multiple of 2·cp long.
+        UsageError: a sequence is not a multiple of 2·cp long.
     """
-    lengths = [end - start for start, end in itertools.pairwise(starts)]
-    if any(length % (2 * size) for length in lengths):
+    bounds = list(itertools.pairwise(cu_seqlens))
+    if any((end - start) % (2 * cp_size) for start, end in bounds):
         raise UsageError(
-            f"packed documents of {lengths} tokens, context-parallel size {size}",
-            f"multiples of {2 * size}: each rank has two chunks of each",
+            f"packed documents of {[end - start for start, end in bounds]} tokens, "
+            f"context-parallel size {cp_size}",
+            f"multiples of {2 * cp_size}: each rank has two chunks of each",
             "Pad the documents and set cu_seqlens_q_padded and cu_seqlens_kv_padded.",
         )
-    chunks = []
-    for start, length in zip(starts, lengths, strict=False):
-        document = torch.arange(start, start + length).chunk(2 * size)
-        chunks += [document[rank], document[2 * size - 1 - rank]] if length else []
-    return torch.cat(chunks)
+    held = []
+    for start, end in bounds:
+        if end > start:
+            chunks = torch.arange(start, end).chunk(2 * cp_size)
+            held += [chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]]
+    return torch.cat(held)

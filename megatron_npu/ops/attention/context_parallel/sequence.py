@@ -1,7 +1,7 @@
-"""A sequence that is cut over ranks: gathered, or exchanged for heads, and brought into order.
+"""A sequence that is cut over the ranks: gathered (``all_gather``), swapped for heads (``a2a``), reordered.
 
-The balanced order of megatron-core: a sequence is cut into 2·cp equal chunks, and rank r has the chunks r and
-2·cp - 1 - r, one behind the other.
+The load-balanced order of megatron-core: a sequence is cut into 2·cp equal chunks, and rank r has the chunks
+r and 2·cp - 1 - r, one behind the other. "By rank" means ``[cp, s / cp, ...]``: the chunks of each rank.
 """
 
 from __future__ import annotations
@@ -13,44 +13,51 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def starts_of_chunks(tokens: int, group: dist.ProcessGroup) -> tuple[int, int]:
+def chunk_starts(tokens: int, group: dist.ProcessGroup) -> tuple[int, int]:
     """Return where in the sequence the two chunks of this rank's ``tokens`` begin."""
     size, rank, chunk = group.size(), group.rank(), tokens // 2
     return rank * chunk, (2 * size - 1 - rank) * chunk
 
 
-def gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[s / cp, ...]`` of each to ``[cp, s / cp, ...]`` on all; gradients are summed where they belong."""
-    return _Gather.apply(part, group)
+def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather ``[s / cp, ...]`` of each rank to ``[cp, s / cp, ...]`` on all; backward reduce-scatters."""
+    return _AllGather.apply(part, group)
 
 
-def exchange_for_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[s / cp, ..., n, d]`` to ``[cp, s / cp, ..., n / cp, d]``: every rank's tokens, this rank's heads.
+def a2a_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return every rank's tokens of this rank's heads: the all-to-all before attention.
 
     DeepSpeed-Ulysses, Jacobs et al. 2023.
+
+    Args:
+        part: ``[s / cp, ..., n, d]``; cp divides n.
+        group: the ranks that share the sequence.
+
+    Returns:
+        ``[cp, s / cp, ..., n / cp, d]``.
     """
-    heads = part.unflatten(-2, (group.size(), -1)).movedim(-3, 0)
-    return _Exchange.apply(heads, group)
+    by_head = part.unflatten(-2, (group.size(), -1)).movedim(-3, 0)
+    return _AllToAll.apply(by_head, group)
 
 
-def exchange_for_heads(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The inverse: ``[cp, s / cp, ..., n / cp, d]`` to ``[s / cp, ..., n, d]``."""
-    return _Exchange.apply(by_rank, group).movedim(0, -3).flatten(-3, -2)
+def a2a_gather_heads(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Undo ``a2a_gather_sequence``, after attention: from ``[cp, s / cp, ..., n / cp, d]`` back."""
+    return _AllToAll.apply(by_rank, group).movedim(0, -3).flatten(-3, -2)
 
 
-def in_order(by_rank: Tensor) -> Tensor:
-    """Bring ``[cp, s / cp, ...]``, the chunks of each rank, into the order of the sequence, ``[s, ...]``."""
+def to_sequence_order(by_rank: Tensor) -> Tensor:
+    """Bring ``[cp, s / cp, ...]`` into the order of the sequence, ``[s, ...]``."""
     first, second = by_rank.unflatten(1, (2, -1)).unbind(1)
     return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
 
-def by_rank(sequence: Tensor, size: int) -> Tensor:
-    """Bring ``[s, ...]`` into the chunks of each rank, ``[cp, s / cp, ...]``."""
-    first, second = sequence.unflatten(0, (2, size, -1)).unbind(0)
+def to_rank_order(sequence: Tensor, cp_size: int) -> Tensor:
+    """Undo ``to_sequence_order``: ``[s, ...]`` to ``[cp, s / cp, ...]``."""
+    first, second = sequence.unflatten(0, (2, cp_size, -1)).unbind(0)
     return torch.cat([first, second.flip(0)], dim=1)
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     """All-gather along a new first dimension; backward sums each rank's gradients where they belong."""
 
     @staticmethod
@@ -67,7 +74,7 @@ class _Gather(torch.autograd.Function):
         return output, None
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """All-to-all along the first dimension ``[cp, ...]``; its gradient is another."""
 
     @staticmethod
@@ -79,4 +86,4 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(grad, ctx.group), None
+        return _AllToAll.apply(grad, ctx.group), None
