@@ -9,68 +9,19 @@ import pytest
 from megatron_npu import cli, upstream
 from megatron_npu.adaptors import megatron_lm
 from megatron_npu.patching.registry import registry
-
-# The adaptors of the guide's list, and the functions that each is to adapt.
-LISTED = {
-    "adaptor_arguments": ("megatron.arguments:_add_training_args",),
-    "adaptor_core_cross_entropy": (
-        "megatron.core.tensor_parallel.cross_entropy:_VocabParallelCrossEntropy.forward",
-        "megatron.core.tensor_parallel.cross_entropy:_VocabParallelCrossEntropy.backward",
-    ),
-    "adaptor_core_layers": ("megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",),
-    "adaptor_core_tensor_parallel": ("megatron.core.tensor_parallel.random:_set_cuda_rng_state",),
-    "adaptor_core_utils": ("megatron.core.utils:_kernel_make_viewless_tensor",),
-    "adaptor_data_gpt_dataset": ("megatron.data.gpt_dataset:_build_index_mappings",),
-    "adaptor_initialize": ("megatron.initialize:set_jit_fusion_options",),
-    "adaptor_model_fused_layer_norm": (
-        "megatron.model.fused_layer_norm:MixedFusedLayerNorm.__init__",
-        "megatron.model.fused_layer_norm:MixedFusedLayerNorm.forward",
-    ),
-    "adaptor_model_fused_softmax": (
-        "megatron.model.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available",
-        "megatron.model.fused_softmax:FusedScaleMaskSoftmax.forward_fused_softmax",
-    ),
-    "adaptor_model_module": (
-        "megatron.model.module:fp32_to_float16",
-        "megatron.model.module:float16_to_fp32",
-    ),
-    "adaptor_model_transformer": (
-        "megatron.model.transformer:ParallelMLP.__init__",
-        "megatron.model.transformer:ParallelMLP.forward",
-        "megatron.model.transformer:CoreAttention.forward",
-        "megatron.model.transformer:FlashSelfAttention",
-        "megatron.model.transformer:ParallelAttention.__init__",
-        "megatron.model.transformer:ParallelAttention.forward",
-    ),
-    "adaptor_optimizer_clip_grads": ("megatron.optimizer.clip_grads:clip_grad_norm_fp32",),
-    "adaptor_optimizer_distrib_optimizer": (
-        "megatron.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
-        "megatron.optimizer.distrib_optimizer:DistributedOptimizer.build_model_and_main_param_groups",
-    ),
-    "adaptor_optimizer_optimizer": (
-        "megatron.optimizer.optimizer:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
-        "megatron.optimizer:Adam",
-        "megatron.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
-    ),
-    "adaptor_p2p_communication": ("megatron.p2p_communication:_communicate",),
-    "adaptor_schedules": (
-        "megatron.schedules:backward_step",
-        "megatron.schedules:forward_backward_no_pipelining",
-        "megatron.schedules:deallocate_output_tensor",
-    ),
-}
+from tests.adaptors.megatron_lm.appendix import LISTED
 
 
 @pytest.mark.parametrize("adaptor", LISTED)
 def test_listed_functions_have_their_adaptor(adaptor):
     megatron_lm.register()
-    for target in LISTED[adaptor]:
+    for target, room in LISTED[adaptor].items():
         upstreams = ("", "megatron_lm")
         patches = [
             patch for patch in registry.patches if patch.target == target and patch.upstream in upstreams
         ]
         assert patches, target
-        assert {patch.origin.split(".")[3] for patch in patches} == {adaptor}
+        assert {patch.origin.split(".")[3] for patch in patches} == {room}
 
 
 def test_pins_are_those_of_the_checkout(checkout, capsys):

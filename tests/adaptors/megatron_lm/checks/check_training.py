@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_npu import attention_flags, devices
-from megatron_npu.adaptors.megatron_lm import adaptor_optimizer_optimizer, adaptor_schedules
+from megatron_npu.adaptors.megatron_lm import mixed_precision
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.adam import FusedAdam
 from tests.adaptors.comparison import here, leaf
@@ -88,7 +88,7 @@ def check_start_compiles_nothing():
 
     assert fused_kernels.load(None) is None
     assert megatron.training.set_jit_fusion_options is set_jit_fusion_options
-    assert set_jit_fusion_options.__module__.endswith("adaptor_initialize")
+    assert set_jit_fusion_options.__module__.endswith("megatron_lm.start")
     assert helpers.__name__ == "megatron_npu.standins.dataset_helpers"
 
 
@@ -219,7 +219,7 @@ def check_overflow_flag_of_the_device(training, monkeypatch, flag):
     optimizer = fp16_optimizer(training)
     monkeypatch.setattr(devices.current(), "overflowed", lambda: flag)
     check = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
-    assert adaptor_optimizer_optimizer.heed_overflow_flag(check)(optimizer) == flag
+    assert mixed_precision.heed_overflow_flag(check)(optimizer) == flag
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -227,7 +227,7 @@ def check_overflow_flag_is_cleared_once_a_step(training, monkeypatch, scaled):
     cleared = []
     monkeypatch.setattr(devices.current(), "clear_overflow", lambda: cleared.append(1))
     optimizer = fp16_optimizer(training) if scaled else training()[1]
-    schedule = adaptor_schedules.clear_overflow_first(lambda *args, **kwargs: (args, kwargs))
+    schedule = mixed_precision.clear_overflow_first(lambda *args, **kwargs: (args, kwargs))
     assert schedule("step", "data", "model", optimizer, None, forward_only=False) == (
         ("step", "data", "model", optimizer, None),
         {"forward_only": False},

@@ -1,4 +1,4 @@
-"""``megatron.core.parallel_state``: models that ``tools/checkpoint_util.py`` builds without groups."""
+"""What ``tools/checkpoint_util.py`` calls, and does not find at this commit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ from typing import Any
 import torch
 
 from megatron_npu.adaptors.megatron_lm.decorators import wrap
+
+
+@wrap(
+    "megatron.checkpointing:load_args_from_checkpoint",
+    why="tools/checkpoint_util.py calls it, and then mpu.parallel_state.set_...: at this commit mpu is "
+    "parallel_state itself",
+)
+def name_parallel_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``mpu.parallel_state`` be ``mpu`` for the tool that asks for it next."""
+
+    @functools.wraps(original)
+    def load_args_from_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core import mpu
+
+        mpu.parallel_state = mpu
+        return original(*args, **kwargs)
+
+    return load_args_from_checkpoint
 
 
 @wrap(

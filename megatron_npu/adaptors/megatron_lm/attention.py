@@ -1,4 +1,4 @@
-"""``megatron.model.transformer``: attention and MLP of every model of this tree."""
+"""Core attention of every model of this tree, and the softmax for what does not go through it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_npu import attention_flags
-from megatron_npu.adaptors.megatron_lm.decorators import replace, watch, wrap
+from megatron_npu.adaptors.megatron_lm.decorators import replace, wrap
 from megatron_npu.adaptors.shared.core_attention import attend, dropout_generator
+from megatron_npu.ops import softmax
 from megatron_npu.ops.attention import Window
-from megatron_npu.ops.dropout import bias_dropout_add
 
 _MODULE = "megatron.model.transformer"
-
-watch(
-    f"{_MODULE}:ParallelMLP.__init__",
-    why="it only builds the two linear layers; the activation is adapted in megatron.model.fused_bias_gelu",
-)
-watch(
-    f"{_MODULE}:ParallelMLP.forward",
-    why="its activation is adapted where it is defined, in megatron.model.fused_bias_gelu",
-)
-watch(
-    f"{_MODULE}:ParallelAttention.forward",
-    why="it splits heads and keeps the key-value cache; all arithmetic is in CoreAttention",
-)
 
 
 @replace(
@@ -137,27 +124,36 @@ def initialise_fused(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-_COMPILED_ANEW = (
-    "three passes; and TorchScript compiles it in every process anew, rounding bf16 otherwise until it has: "
-    "a resumed run would not be the interrupted one to the bit"
+_WHY = "upstream's kernels are CUDA extensions that it compiles at start"
+
+
+@replace("megatron.model.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available", why=_WHY)
+def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
+    """Return whether ``forward_fused_softmax`` means the same as upstream's torch path for this call."""
+    return self.scaled_masked_softmax_fusion and (self.attn_mask_type.name != "causal" or sq == sk)
+
+
+@replace("megatron.model.fused_softmax:FusedScaleMaskSoftmax.forward_fused_softmax", why=_WHY)
+def forward_fused_softmax(self: Any, input: Tensor, mask: Tensor | None) -> Tensor:
+    """``[b, n, sq, sk]`` scores to probabilities of the same shape and dtype.
+
+    A causal mask that forbids more than the future (``--reset-attention-mask``) counts; upstream's causal
+    kernel ignores it.
+    """
+    causal = self.attn_mask_type.name == "causal"
+    return softmax.scale_mask_softmax(input, mask, self.scale, causal)
+
+
+@wrap(
+    "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
+    why="it takes a view of the gradient, which fused attention leaves in its own order of dimensions (the "
+    "query of cross-attention)",
 )
+def with_contiguous_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Bring the gradient into the order of the output first."""
 
+    @functools.wraps(original)
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return original(ctx, grad_output.contiguous())
 
-@replace(f"{_MODULE}:bias_dropout_add_fused_train", why=_COMPILED_ANEW)
-def bias_dropout_add_fused_train(x: Tensor, bias: Tensor, residual: Tensor, prob: float) -> Tensor:
-    """``residual + dropout(x + bias)``, ``[s, b, h]`` throughout; no random number is drawn for prob 0."""
-    return _bias_dropout_add(x, bias, residual, prob, True)
-
-
-@replace(f"{_MODULE}:bias_dropout_add_fused_inference", why=_COMPILED_ANEW)
-def bias_dropout_add_fused_inference(x: Tensor, bias: Tensor, residual: Tensor, prob: float) -> Tensor:
-    """``residual + x + bias``, ``[s, b, h]`` throughout."""
-    return _bias_dropout_add(x, bias, residual, prob, False)
-
-
-def _bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, prob: float, training: bool) -> Tensor:
-    # upstream hands over bias.expand_as(residual), whose base is the parameter [h] itself
-    base = bias._base
-    if base is not None and base.shape == bias.shape[-1:] and not any(bias.stride()[:-1]):
-        return bias_dropout_add(x, base, residual, prob, training)
-    return bias_dropout_add(x + bias, None, residual, prob, training)
+    return backward

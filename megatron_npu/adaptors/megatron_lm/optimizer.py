@@ -1,4 +1,4 @@
-"""``megatron.optimizer.distrib_optimizer``."""
+"""``megatron.optimizer``: many tensors in one call, and buffers as today's torch reinterprets them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron_npu.adaptors.megatron_lm.decorators import watch, wrap
+from megatron_npu.adaptors.megatron_lm.decorators import replace, wrap
+from megatron_npu.ops import multi_tensor
+
+
+@replace(
+    "megatron.optimizer.optimizer:_multi_tensor_copy_this_to_that",
+    why="upstream copies bf16 tensor by tensor: a launch for each parameter of the model",
+)
+def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
+    """Copy each tensor of ``this`` to its partner in ``that``."""
+    multi_tensor.copy_all(this, that, overflow_buf)
+
 
 _TARGET = "megatron.optimizer.distrib_optimizer:DistributedOptimizer"
-
-watch(
-    f"{_TARGET}.build_model_and_main_param_groups",
-    why="it sorts parameters by type(), which names torch.cuda inside Megatron",
-)
 
 
 @wrap(

@@ -1,4 +1,4 @@
-"""``megatron.training``."""
+"""Generators: the device's behind the RNG tracker, the host's for initial weights."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
+import torch
 
 from megatron_npu import devices
-from megatron_npu.adaptors.megatron_lm.decorators import constant, wrap
+from megatron_npu.adaptors.megatron_lm.decorators import WITHOUT_CUDA, replace, wrap
+
+
+@replace(
+    "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+    devices=WITHOUT_CUDA,
+    why="upstream queues the change until CUDA is initialised, which never happens: fork() would neither set "
+    "nor restore a state, and nothing would fail",
+)
+def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
+    """Put ``new_state`` into the generator of this process's device, now."""
+    devices.current().set_rng_state(new_state)
 
 
 @wrap(
@@ -27,18 +38,3 @@ def build_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
 
     return get_model
-
-
-class HostDistributedDataParallel(DistributedDataParallel):
-    """torch's DDP without ``device_ids``, which it refuses for a module in upstream memory."""
-
-    def __init__(self, module: Any, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
-        super().__init__(module, **kwargs)
-
-
-constant(
-    "megatron.training:torchDDP",
-    HostDistributedDataParallel,
-    devices=("cpu",),
-    why="--DDP-impl torch passes device_ids, which torch refuses for modules on the cpu",
-)

@@ -100,24 +100,6 @@ def _environment(values: dict[str, str | None]) -> Iterator[None]:
 
 
 @wrap(
-    "megatron.checkpointing:load_args_from_checkpoint",
-    why="tools/checkpoint_util.py calls it, and then mpu.parallel_state.set_...: at this commit mpu is "
-    "parallel_state itself",
-)
-def name_parallel_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``mpu.parallel_state`` be ``mpu`` for the tool that asks for it next."""
-
-    @functools.wraps(original)
-    def load_args_from_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core import mpu
-
-        mpu.parallel_state = mpu
-        return original(*args, **kwargs)
-
-    return load_args_from_checkpoint
-
-
-@wrap(
     "megatron.checkpointing:load_checkpoint",
     why="without the optimizer's state upstream refreshes its fp32 weights for fp16 only: with bf16 the "
     "first step puts the initial weights back",

@@ -1,4 +1,4 @@
-"""``megatron.core.tensor_parallel.random`` and ``.utils``."""
+"""What travels between the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -8,19 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_npu import devices
-from megatron_npu.adaptors.megatron_lm.decorators import WITHOUT_CUDA, replace, wrap
-
-
-@replace(
-    "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
-    devices=WITHOUT_CUDA,
-    why="upstream queues the change until CUDA is initialised, which never happens: fork() would neither set "
-    "nor restore a state, and nothing would fail",
-)
-def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
-    """Put ``new_state`` into the generator of this process's device, now."""
-    devices.current().set_rng_state(new_state)
+from megatron_npu.adaptors.megatron_lm.decorators import WITHOUT_CUDA, wrap
 
 
 @wrap(

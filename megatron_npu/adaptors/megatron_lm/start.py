@@ -1,4 +1,4 @@
-"""``megatron.initialize``."""
+"""What happens once, before the first step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu.adaptors.megatron_lm.decorators import WITHOUT_CUDA, replace, wrap
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_npu.adaptors.megatron_lm.decorators import WITHOUT_CUDA, constant, replace, wrap
 from megatron_npu.adaptors.shared import rendezvous
+from megatron_npu.patching import banner
 
 
 @wrap(
@@ -52,3 +55,41 @@ def meet_oneself(original: Callable[..., Any]) -> Callable[..., Any]:
 )
 def set_jit_fusion_options() -> None:
     """Leave torch's defaults."""
+
+
+@replace(
+    "megatron.fused_kernels:load",
+    why="it compiles CUDA kernels with nvcc, inside the checkout; every one of them has an operation here",
+)
+def load(args: Any) -> None:
+    """Build nothing."""
+
+
+@wrap(
+    "megatron.schedules:get_forward_backward_func",
+    why="asked for before each step: the place to say once what was patched",
+)
+def announce_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Print the ledger's one line on rank 0 before the first step."""
+
+    @functools.wraps(original)
+    def get_forward_backward_func() -> Any:
+        banner.before_step()
+        return original()
+
+    return get_forward_backward_func
+
+
+class HostDistributedDataParallel(DistributedDataParallel):
+    """torch's DDP without ``device_ids``, which it refuses for a module in upstream memory."""
+
+    def __init__(self, module: Any, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
+        super().__init__(module, **kwargs)
+
+
+constant(
+    "megatron.training:torchDDP",
+    HostDistributedDataParallel,
+    devices=("cpu",),
+    why="--DDP-impl torch passes device_ids, which torch refuses for modules on the cpu",
+)

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from megatron_npu.adaptors.megatron_lm import safe_numpy
-from megatron_npu.adaptors.megatron_lm.decorators import constant, replace, watch
-
-watch(
-    "megatron.data.gpt_dataset:_build_index_mappings",
-    why="megatron.data.helpers is ours (megatron_npu.standins.dataset_helpers), and so is the module's np",
-)
+from megatron_npu.adaptors.megatron_lm.decorators import constant, replace
 
 _WITH_INDEX_FILES = (
     "megatron.data.gpt_dataset",

@@ -1,0 +1,82 @@
+"""16-bit training: what crosses the model's border, and overflows that only the device's flag knows of."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_npu import devices
+from megatron_npu.adaptors.megatron_lm.decorators import WITHOUT_CUDA, replace, wrap
+
+_WHY = (
+    "upstream compares with torch.cuda's tensor types as they were when it was imported; the dtype says it "
+    "on every device"
+)
+
+
+@replace("megatron.model.module:fp32_to_float16", devices=WITHOUT_CUDA, why=_WHY)
+def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Convert every fp32 tensor of a nested tuple or list; leave everything else as it is."""
+    return _convert(val, (torch.float32,), float16_convertor)
+
+
+@replace("megatron.model.module:float16_to_fp32", devices=WITHOUT_CUDA, why=_WHY)
+def float16_to_fp32(val: Any) -> Any:
+    """Convert every fp16 or bf16 tensor of a nested tuple or list to fp32."""
+    return _convert(val, (torch.float16, torch.bfloat16), torch.Tensor.float)
+
+
+def _convert(val: Any, dtypes: tuple[torch.dtype, ...], convertor: Callable[..., Any]) -> Any:
+    from megatron.model.module import conversion_helper
+
+    def convert(leaf: Any) -> Any:
+        return convertor(leaf) if isinstance(leaf, torch.Tensor) and leaf.dtype in dtypes else leaf
+
+    return conversion_helper(val, convert)
+
+
+@wrap(
+    "megatron.optimizer.optimizer:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
+    devices=("npu",),
+    why="Ascend chips before 910B saturate instead of returning inf: only the overflow flag tells",
+)
+def heed_overflow_flag(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an overflow that only the device's flag knows of visible to upstream's check."""
+
+    @functools.wraps(original)
+    def _unscale_main_grads_and_check_for_nan(self: Any) -> bool:
+        if devices.current().overflowed():
+            # upstream resets its own flag first; these gradients are thrown away in any case
+            self._collect_main_grad_data_for_unscaling()[0].fill_(float("inf"))
+        return original(self)
+
+    return _unscale_main_grads_and_check_for_nan
+
+
+def clear_overflow_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Clear the device's overflow flag before the first micro-batch of a step with loss scaling."""
+
+    @functools.wraps(original)
+    def schedule(
+        forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if getattr(optimizer, "grad_scaler", None) is not None:
+            devices.current().clear_overflow()
+        return original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
+
+    return schedule
+
+
+for _name in (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+):
+    wrap(
+        f"megatron.schedules:{_name}",
+        devices=("npu",),
+        why="Ascend chips before 910B set a flag on overflow, which stays until it is cleared",
+    )(clear_overflow_first)

@@ -1,0 +1,54 @@
+"""Functions that run as upstream wrote them, although one may expect a patch; their pins are compared."""
+
+from megatron_npu.adaptors.megatron_lm.decorators import watch
+
+watch(
+    "megatron.core.utils:_kernel_make_viewless_tensor",
+    why="assigning .data across shapes works on every device since torch 2.1 / torch_npu 2.1",
+)
+watch(
+    "megatron.data.gpt_dataset:_build_index_mappings",
+    why="megatron.data.helpers is ours (megatron_npu.standins.dataset_helpers), and so is the module's np",
+)
+watch(
+    "megatron.model.transformer:ParallelMLP.__init__",
+    why="it only builds the two linear layers; the activation is adapted in megatron.model.fused_bias_gelu",
+)
+watch(
+    "megatron.model.transformer:ParallelMLP.forward",
+    why="its activation is adapted where it is defined, in megatron.model.fused_bias_gelu",
+)
+watch(
+    "megatron.model.transformer:ParallelAttention.forward",
+    why="it splits heads and keeps the key-value cache; all arithmetic is in CoreAttention",
+)
+watch(
+    "megatron.optimizer.clip_grads:clip_grad_norm_fp32",
+    why="amp_C's multi_tensor_l2norm and multi_tensor_scale are operations here, and a tensor's type() names "
+    "torch.cuda inside Megatron",
+)
+watch(
+    "megatron.optimizer.distrib_optimizer:DistributedOptimizer.build_model_and_main_param_groups",
+    why="it sorts parameters by type(), which names torch.cuda inside Megatron",
+)
+watch(
+    "megatron.optimizer:Adam",
+    why="it is apex's FusedAdam: the real one where apex is installed, else our operation under that name",
+)
+watch(
+    "megatron.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
+    why="it sorts parameters by type(), which names torch.cuda inside Megatron",
+)
+watch(
+    "megatron.p2p_communication:_communicate",
+    why="batched sends work on HCCL, NCCL and gloo; what gloo needs is in gather_split_1d_tensor and in the "
+    "redirection of isend",
+)
+watch(
+    "megatron.schedules:backward_step",
+    why="an overflow is looked for once a step, in the schedules and the optimizer, not once a micro-batch",
+)
+watch(
+    "megatron.schedules:deallocate_output_tensor",
+    why="shrinking .data works on every device; a pending gloo send keeps the memory that it reads",
+)
