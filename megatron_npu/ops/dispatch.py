@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_npu import devices, settings
 from megatron_npu.errors import UsageError
@@ -15,6 +15,23 @@ logger = logging.getLogger(__name__)
 
 Implementation = Callable[..., Any]
 Supports = Callable[..., str | None]
+
+
+class Unsupported(NamedTuple):
+    """What a plan is where the implementation does not take the call."""
+
+    reason: str
+
+
+Plan = Callable[..., Any | Unsupported]
+
+
+class Registered(NamedTuple):
+    """The implementation of a device, and what is asked before each call: one of the two, or nothing."""
+
+    function: Implementation
+    supports: Supports | None
+    plan: Plan | None
 
 
 class FallbackForbiddenError(UsageError):
@@ -28,9 +45,9 @@ class Operation:
     """An operation: its name, its plain-torch reference and the implementations of the devices.
 
     Calling it runs the implementation of this process's device, bound at the first call. Where that
-    implementation refuses the call (``supports`` returns a reason), the reference runs and the reason
-    is reported once; in strict mode it is an error. ``MEGATRON_NPU_VERIFY`` puts a comparison with the
-    reference around the implementation when it is bound; without it nothing is in between.
+    implementation refuses the call (``supports`` returns a reason, or ``plan`` an ``Unsupported``), the
+    reference runs and the reason is reported once; in strict mode it is an error. ``MEGATRON_NPU_VERIFY``
+    puts a comparison with the reference around the implementation; without it nothing is in between.
 
     Args:
         name: what reports call it.
@@ -51,19 +68,25 @@ class Operation:
         self.group = group or name
         self.draws = draws
         self.reference = reference
-        self.implementations: dict[str, tuple[Implementation, Supports | None]] = {}
+        self.implementations: dict[str, Registered] = {}
         self._bound: Implementation = self._bind_and_call
         OPERATIONS.append(self)
 
-    def on(self, *names: str, supports: Supports | None = None) -> Callable[[Implementation], Implementation]:
+    def on(
+        self, *names: str, supports: Supports | None = None, plan: Plan | None = None
+    ) -> Callable[[Implementation], Implementation]:
         """Register the decorated function as the implementation for the named devices.
 
-        ``supports`` is given the arguments of a call and returns why the function cannot take it, or None.
+        Args:
+            names: the devices.
+            supports: given the arguments of a call, returns why the function cannot take it, or None.
+            plan: instead of ``supports``, where finding that out decides how the call is made: returns
+                ``Unsupported``, or anything else, which the function is given as ``plan``.
         """
 
         def register(function: Implementation) -> Implementation:
             for name in names:
-                self.implementations[name] = (function, supports)
+                self.implementations[name] = Registered(function, supports, plan)
             return function
 
         return register
@@ -81,9 +104,12 @@ class Operation:
             report_fallback(self.name, f"there is no implementation for {device}")
             self._bound = self.reference
             return
-        function, supports = self.implementations[device]
-        if verify.watches(self.name, self.group):
-            function = verify.beside(self.name, function, self.reference, self.draws)
+        function, supports, plan = self.implementations[device]
+        verified = verify.watches(self.name, self.group)
+        if plan is not None:
+            self._bound = functools.partial(self._planned, function, plan, verified)
+            return
+        function = self._verified(function) if verified else function
         self._bound = function if supports is None else functools.partial(self._guarded, function, supports)
 
     def unbind(self) -> None:
@@ -96,6 +122,20 @@ class Operation:
             return function(*args, **kwargs)
         report_fallback(self.name, reason)
         return self.reference(*args, **kwargs)
+
+    def _planned(
+        self, function: Implementation, plan: Plan, verified: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        planned = plan(*args, **kwargs)
+        if isinstance(planned, Unsupported):
+            report_fallback(self.name, planned.reason)
+            return self.reference(*args, **kwargs)
+        if verified:  # the reference takes no plan
+            return self._verified(functools.partial(function, plan=planned))(*args, **kwargs)
+        return function(*args, **kwargs, plan=planned)
+
+    def _verified(self, function: Implementation) -> Implementation:
+        return verify.beside(self.name, function, self.reference, self.draws)
 
     def _bind_and_call(self, *args: Any, **kwargs: Any) -> Any:
         self.bind(devices.current().name)

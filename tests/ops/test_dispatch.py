@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.dispatch import FallbackForbiddenError, Operation
@@ -86,3 +87,44 @@ def test_nothing_stands_between_when_nothing_is_asked_for(operation):
     operation.on("plain")(implementation)
     operation.bind("plain")
     assert operation._bound is implementation
+
+
+@pytest.fixture
+def planned(operation):
+    """Doubles in as many steps as were planned; counts the plans."""
+    plans = []
+
+    def plan(x):
+        plans.append(x)
+        return dispatch.Unsupported(f"{x} is too large") if x > 9 else f"{x} steps"
+
+    operation.on("planning", plan=plan)(lambda x, plan: (plan, x + x))
+    operation.plans = plans
+    return operation
+
+
+def test_what_is_planned_once_is_handed_to_the_implementation(planned):
+    planned.bind("planning")
+    assert planned(3) == ("3 steps", 6)
+    assert planned.plans == [3]
+
+
+def test_an_unsupported_call_falls_back_on_the_reference(planned, monkeypatch):
+    planned.bind("planning")
+    assert planned(10) == ("reference", 20)
+    assert dispatch.fallbacks == {("double", "10 is too large"): 1}
+    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
+    with pytest.raises(FallbackForbiddenError, match="10 is too large"):
+        planned(10)
+
+
+def test_a_planned_call_is_verified_like_any_other(monkeypatch):
+    monkeypatch.setattr(dispatch, "OPERATIONS", [])
+    monkeypatch.setattr(dispatch.verify, "findings", {})
+    monkeypatch.setattr(dispatch.verify, "watches", lambda name, group: True)
+    made = dispatch.Operation("double", lambda x: 2 * x)
+    made.on("device", plan=lambda x: 0.5)(lambda x, plan: 2 * x + plan)
+    made.bind("device")
+    assert torch.equal(made(torch.ones(2)), torch.full((2,), 2.5))
+    ((operation, _, what), finding) = dispatch.verify.findings.popitem()
+    assert (operation, what, finding.largest) == ("double", "output", 0.25)
