@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from megatron_npu.ops.dispatch import Operation
 from megatron_npu.ops.tiling import rows_per_tile, scratch_buffers
 
-# Random bits that decide about one value on a CPU. A probability of keeping is a multiple of 2^-16 then.
-_LEVELS = 1 << 16
+# On a CPU 16 random bits decide about one value, so a probability of keeping is a multiple of 2^-16.
+KEEP_LEVELS = 1 << 16
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, training: bool) -> Tensor:
@@ -43,6 +43,31 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
     return (x if bias is None else x.add_(bias)).add_(residual)
 
 
+def keep_mask_bits(
+    draws: Tensor,
+    shape: tuple[int, ...],
+    keep: int,
+    out: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return a random mask on the CPU: 1 with probability ``keep / KEEP_LEVELS``, else 0.
+
+    Four decisions come from each 64-bit draw, which is four times as fast as torch's ``bernoulli_``.
+
+    Args:
+        draws: int64 scratch memory of at least a quarter of the mask's size; overwritten.
+        shape: of the mask.
+        keep: a whole number from 1 to ``KEEP_LEVELS``.
+        out: where to write the mask, of any dtype and of that shape; None: int16, in the memory of ``draws``.
+        generator: None is torch's default generator for the CPU.
+    """
+    count = torch.Size(shape).numel()
+    bits = draws[: -(-count // 4)].random_(-(1 << 63), None, generator=generator)
+    decisions = bits.view(torch.int16)[:count].view(shape)
+    # le, not lt: keep - 32768 is no int16 where everything is kept
+    return torch.le(decisions, keep - KEEP_LEVELS // 2 - 1, out=decisions if out is None else out)
+
+
 def _needs_grad(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
@@ -59,18 +84,18 @@ _bias_dropout_add.on("cuda", "npu")(_composed)
 @_bias_dropout_add.on("cpu")
 def _cpu(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
     """Keep with the multiple of 2^-16 that is next to 1 - p, and scale by exactly that: no bias."""
-    keep = round((1.0 - p) * _LEVELS)
+    keep = round((1.0 - p) * KEEP_LEVELS)
     plain_bias = bias is None or bias.shape == x.shape[-1:]
-    if not 0 < keep < _LEVELS or not plain_bias or residual.shape != x.shape:
+    if not 0 < keep < KEEP_LEVELS or not plain_bias or residual.shape != x.shape:
         return _composed(x, bias, residual, p)
     return _CpuBiasDropoutAdd.apply(x, bias, residual, keep)
 
 
 class _CpuBiasDropoutAdd(torch.autograd.Function):
-    """In pieces that stay in cache, with four decisions taken from each 64-bit draw.
+    """In tiles that stay in cache, with a mask from ``keep_mask_bits``.
 
-    torch's ``bernoulli_`` takes most of the time that stock Megatron spends here: it draws 64 bits or more
-    for each value, one at a time.
+    Stock Megatron spends most of its time here in torch's ``bernoulli_``, which draws 64 bits or more for
+    each value, one at a time.
     """
 
     @staticmethod
@@ -84,16 +109,16 @@ class _CpuBiasDropoutAdd(torch.autograd.Function):
         buffers = scratch_buffers(2, output, precise, step)
         draws = torch.empty(-(-buffers[0].numel() // 4), dtype=torch.int64)
         halves = (t.reshape(rows.shape).split(step) for t in (residual, output))
-        for piece, kept, rest, out in zip(rows.split(step), mask.split(step), *halves, strict=True):
-            value, factor = (buffer[: piece.size(0)] for buffer in buffers)
+        for tile, kept, rest, out in zip(rows.split(step), mask.split(step), *halves, strict=True):
+            value, factor = (buffer[: tile.size(0)] for buffer in buffers)
             factor = out if out.dtype is precise else factor
-            torch.add(shift, piece, out=value)
-            decisions = _decide(draws, piece.numel(), keep).view(piece.shape)
+            torch.add(shift, tile, out=value)
+            decisions = keep_mask_bits(draws, tile.shape, keep)
             kept.copy_(decisions)
             value.mul_(factor.copy_(decisions))
-            torch.add(rest, value, alpha=_LEVELS / keep, out=out)
+            torch.add(rest, value, alpha=KEEP_LEVELS / keep, out=out)
         ctx.save_for_backward(mask, bias)
-        ctx.scale = _LEVELS / keep
+        ctx.scale = KEEP_LEVELS / keep
         return output
 
     @staticmethod
@@ -117,14 +142,8 @@ class _CpuBiasDropoutAdd(torch.autograd.Function):
 
 
 def _step(width: int) -> int:
-    """Return the rows of a piece: a multiple of 4, so that no draw is split between two pieces.
+    """Return the rows of a tile: a multiple of 4, so that no draw is split between two tiles.
 
-    Then the mask does not depend on the size of the pieces, which goes with the number of threads.
+    Then the mask does not depend on the size of the tiles, which grows with the number of threads.
     """
     return -(-rows_per_tile(width) // 4) * 4
-
-
-def _decide(draws: Tensor, count: int, keep: int) -> Tensor:
-    """Return ``[count]`` of 0 and 1, int16, in the memory of ``draws``; 1 with probability keep / 65536."""
-    bits = draws[: -(-count // 4)].random_(-(1 << 63), None).view(torch.int16)[:count]
-    return torch.lt(bits, keep - _LEVELS // 2, out=bits)

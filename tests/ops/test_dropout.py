@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_npu import devices
 from megatron_npu.ops import tiling
-from megatron_npu.ops.dropout import bias_dropout_add
+from megatron_npu.ops.dropout import KEEP_LEVELS, bias_dropout_add, keep_mask_bits
 from tests.ops.proof import RELAXED, check, rows_of
 from tests.ops.tolerances import TOLERANCE, assert_near
 
@@ -167,3 +167,12 @@ def test_refuses_what_is_no_probability(device):
     x, bias, residual = tensors((4, 2, 8), device)
     with pytest.raises(ValueError, match=r"p must be in \[0, 1\], given 1.5"):
         bias_dropout_add(x, bias, residual, 1.5, True)
+
+
+def test_mask_bits_at_the_ends_of_the_range():
+    """Everything is kept at the highest level; one of 65,536 values at the lowest, on average."""
+    draws = torch.empty(1 << 16, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(1)
+    full = torch.empty(1 << 18, dtype=torch.float32)
+    assert keep_mask_bits(draws, full.shape, KEEP_LEVELS, full, generator).all()
+    assert 0 < int(keep_mask_bits(draws, (512, 511), 1, generator=generator).sum()) < 20
