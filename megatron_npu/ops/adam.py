@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -38,9 +37,9 @@ class FusedAdam(FusedOptimizer):
 
     Drop-in for ``apex.optimizers.FusedAdam``, same order of arguments: ``step`` is one integer per
     parameter group, state is ``exp_avg`` and ``exp_avg_sq`` in fp32. ``load_state_dict`` also takes what
-    ``torch.optim.Adam`` and ``AdamW`` saved; ``torch_state_dict`` goes the other way. Megatron's
-    distributed optimizer relies on exactly that; on torch's own AdamW its resume is wrong (megatron-core
-    0.16: one shared step tensor, counted once per parameter).
+    ``torch.optim.Adam`` and ``AdamW`` saved. Megatron's distributed optimizer relies on exactly that form; on
+    torch's own AdamW its resume is wrong (megatron-core 0.16: one shared step tensor, counted once per
+    parameter).
 
     Args:
         params: parameters or groups.
@@ -142,24 +141,6 @@ class FusedAdam(FusedOptimizer):
                 raise ValueError(f"parameters of one group are at different steps: {sorted(steps)}")
             if steps:
                 group["step"] = steps.pop()
-
-    def torch_state_dict(self) -> dict[str, Any]:
-        """Return a state dict that ``torch.optim.AdamW`` (or ``Adam``, by ``adam_w_mode``) loads.
-
-        Raises:
-            ValueError: bias correction is off, which torch's optimizers cannot express.
-        """
-        result = copy.copy(self.state_dict())
-        result["state"] = {key: dict(state) for key, state in result["state"].items()}
-        result["param_groups"] = [dict(group) for group in result["param_groups"]]
-        for group in result["param_groups"]:
-            if not group.pop("bias_correction"):
-                raise ValueError("torch's Adam always corrects the bias of its moments, this one does not")
-            step = float(group.pop("step", 0))
-            for key in group["params"]:
-                if key in result["state"]:
-                    result["state"][key]["step"] = torch.tensor(step)
-        return result
 
 
 # What Megatron passes explicitly although it is how this class works anyway.

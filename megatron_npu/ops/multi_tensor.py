@@ -1,4 +1,4 @@
-"""Whole lists of tensors in one call: norm, scale, axpby, with the calling convention of ``amp_C``.
+"""Whole lists of tensors in one call: norm and scale, with the calling convention of ``amp_C``.
 
 Every function is called as ``function(chunk_size, overflow, tensor_lists, ...)``. ``chunk_size`` is part of
 apex's convention and not used; ``overflow`` is one integer on the device, set to 1 where a function checks
@@ -122,28 +122,6 @@ def _local(tensors: list[Tensor]) -> list[Tensor]:
         return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
 
 
-def multi_tensor_axpby(
-    chunk_size: int,
-    overflow: Tensor | None,
-    tensor_lists: TensorLists,
-    a: float,
-    b: float,
-    arg_to_check: int = -1,
-) -> None:
-    """Write ``a * x + b * y`` into the third list, of the first two; in fp32, and rounded once.
-
-    Args:
-        arg_to_check: which input is checked for inf and nan: 0 is x, 1 is y, -1 both.
-    """
-    xs, ys, targets = tensor_lists
-    if overflow is not None:
-        for checked in ([xs], [ys], [xs, ys])[arg_to_check]:
-            overflow.logical_or_(~_all_finite(checked))
-    for x, y, target in zip(xs, ys, targets, strict=True):
-        precise = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
-        target.copy_(torch.add(x.to(precise) * a, y.to(precise), alpha=b))
-
-
 def unscale(tensors: list[Tensor], found: Tensor, factor: float | Tensor) -> None:
     """Multiply the tensors by ``factor`` in place; set ``found`` if a value was inf or nan. One pass.
 
@@ -164,11 +142,3 @@ def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         kinds.setdefault(tensor.dtype, []).append(tensor)
     return list(kinds.values())
-
-
-def _all_finite(tensors: list[Tensor]) -> Tensor:
-    """Return whether the largest magnitude of every tensor is finite (nan is the largest of all)."""
-    filled = [t for t in tensors if t.numel()]
-    if not filled:
-        return torch.tensor(True)
-    return torch.isfinite(torch.stack([n.float() for n in torch._foreach_norm(filled, float("inf"))])).all()

@@ -1,4 +1,4 @@
-"""The amp_C surface: norms, scaling with its check, axpby, on lists of tensors."""
+"""The amp_C surface: norms, scaling with its check, on lists of tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 
 from megatron_npu.ops.multi_tensor import (
     MultiTensorApply,
-    multi_tensor_axpby,
     multi_tensor_l2norm,
     multi_tensor_scale,
     unscale,
@@ -131,26 +130,6 @@ def test_scale_takes_a_tensor(device):
     expected = [v * 0.25 for v in values]
     multi_tensor_scale(0, flag(device), [values, values], torch.tensor(0.25, device=device))
     assert all(map(torch.equal, values, expected))
-
-
-@pytest.mark.parametrize(("check", "expected"), [(-1, 1), (0, 0), (1, 1)])
-def test_axpby(device, check, expected):
-    xs, ys = tensors(device), tensors(device, torch.float16)
-    ys[2][0] = float("inf")
-    targets, overflow = [torch.empty_like(x) for x in xs], flag(device)
-    apply(multi_tensor_axpby, overflow, [xs, ys, targets], 2.0, -3.0, check)
-    for x, y, target in zip(xs, ys, targets, strict=True):
-        torch.testing.assert_close(target, 2.0 * x - 3.0 * y.float())
-    assert overflow.item() == expected
-
-
-def test_axpby_rounds_once(device):
-    """Neither a product nor a sum of 16 bits is rounded, or overflows, on its way to the target."""
-    x = torch.tensor([60000.0, 1.0009765625], dtype=torch.float16, device=device)
-    y, target = x.clone(), torch.empty_like(x)
-    multi_tensor_axpby(0, flag(device), [[x], [y], [target]], 1.7, -0.7)
-    expected = (x.float() * 1.7 - y.float() * 0.7).half()
-    torch.testing.assert_close(target, expected, rtol=2**-10, atol=0)
 
 
 def test_unscale(device, dtype):

@@ -36,7 +36,10 @@ SUITES = {
         175,
     ),
     "what torch's names for CUDA mean": (
-        [f"tests/unit/devices/test_{name}.py" for name in ("autocast", "loaders", "namespace", "placement")],
+        [
+            f"tests/unit/devices/test_{name}.py"
+            for name in ("autocast", "device_arguments", "loaders", "namespace", "overflow")
+        ],
         [],
         130,
     ),

@@ -1,6 +1,7 @@
 """Activations of the MLP, with the bias of the layer before them: GELU, SwiGLU and GEGLU.
 
-Each keeps only its inputs for backward. One file per device; ``reference`` says what they compute.
+Each keeps only its inputs for backward. One file per device, ``native`` for what devices share; ``reference``
+says what they compute.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from megatron_npu.ops.activation import cpu, cuda, npu, reference  # noqa: F401  (each device registers itself)
 
-__all__ = ["bias_gelu", "bias_gelu_exact", "geglu", "swiglu", "swiglu_backward"]
+__all__ = ["bias_gelu", "geglu", "swiglu", "swiglu_backward"]
 
 
 def bias_gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -23,12 +24,7 @@ def bias_gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
 
     The tanh form is what upstream trains with; the exact (erf) form would change the model silently.
     """
-    return reference.bias_gelu(input, bias, "tanh")
-
-
-def bias_gelu_exact(input: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``gelu(input + bias)`` with erf: what upstream's ``erf_gelu`` and unfused ``F.gelu`` compute."""
-    return reference.bias_gelu(input, bias, "none")
+    return reference.bias_gelu(input, bias)
 
 
 def swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,10 +1,11 @@
-"""Activations on a CPU: chains of simple kernels, in fp32, on pieces that stay in a core's cache.
+"""Activations on a CPU: chains of simple kernels, in fp32, on tiles that stay in a core's cache.
 
 torch's kernel for the tanh form of GELU evaluates a slower tanh than ``torch.tanh``, and on 16 bits every
-kernel converts: a chain on one fp32 piece wins although it has more steps. Buffers are used again.
+kernel converts: a chain on one fp32 tile wins although it has more steps. Buffers are used again.
 
-Backward keeps the slope in place of the input, which nothing else needs: the same memory, and the curve is
-evaluated once. With 16 bits the slope is rounded, so a gradient is within two roundings of the exact one.
+Forward keeps the slope for backward in place of the input, which nothing else needs: the same memory, and the
+curve is evaluated once. With 16 bits the slope is rounded: a gradient is within two roundings of the exact
+one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.activation import reference
-from megatron_npu.ops.activation.cuda import BiasGelu, Gated
+from megatron_npu.ops.activation.native import Gated
 from megatron_npu.ops.activation.reference import C, K
 from megatron_npu.ops.tiling import row_tiles, scratch_buffers
 
@@ -37,7 +38,7 @@ def _needs_slope(input: Tensor, bias: Tensor | None) -> bool:
 
 
 def _store(product: Tensor, output: Tensor, d_bias: Tensor | None) -> None:
-    """Round a finished piece of the gradient, and add it to the bias's before that."""
+    """Round a finished tile of the gradient, and add it to the bias's before that."""
     if product is not output:
         output.copy_(product)
     if d_bias is not None:
@@ -92,10 +93,8 @@ class _BiasGelu(torch.autograd.Function):
 
 
 @reference.bias_gelu.on("cpu")
-def _bias_gelu(input: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    if approximate == "tanh":
-        return _BiasGelu.apply(input, bias, _needs_slope(input, bias))
-    return BiasGelu.apply(input, bias, approximate)  # torch's erf form is fast
+def _bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
+    return _BiasGelu.apply(input, bias, _needs_slope(input, bias))
 
 
 # Writes the activation of z, and its slope unless that is None; z is left as it is, spare is not.

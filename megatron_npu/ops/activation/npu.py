@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.activation import reference
-from megatron_npu.ops.activation.cuda import bias_gradient, with_bias
+from megatron_npu.ops.activation.native import bias_gradient, with_bias
 
 
 class _BiasGelu(torch.autograd.Function):
@@ -23,20 +23,19 @@ class _BiasGelu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:
         import torch_npu
 
         z = with_bias(input, bias)
         ctx.save_for_backward(z, bias)
-        ctx.approximate = approximate
-        return torch_npu.npu_gelu(z, approximate=approximate)
+        return torch_npu.npu_gelu(z, approximate="tanh")
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         z, bias = ctx.saved_tensors
-        result = torch.ops.npu.npu_gelu_backward(grad.contiguous(), z, approximate=ctx.approximate)
-        return result, bias_gradient(result, bias), None
+        result = torch.ops.npu.npu_gelu_backward(grad.contiguous(), z, approximate="tanh")
+        return result, bias_gradient(result, bias)
 
 
 reference.bias_gelu.on("npu")(_BiasGelu.apply)

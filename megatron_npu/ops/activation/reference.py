@@ -22,11 +22,8 @@ def _gelu_tanh(z: Tensor) -> Tensor:
     return 0.5 * z * (1 + torch.tanh(K * (z + C * z**3)))
 
 
-def _bias_gelu(input: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """``approximate`` is ``tanh`` or ``none``, torch's names of the two forms."""
-    z = _with_bias(input, bias)
-    exact = approximate == "none"
-    return (0.5 * z * (1 + torch.erf(z / math.sqrt(2))) if exact else _gelu_tanh(z)).to(input.dtype)
+def _bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
+    return _gelu_tanh(_with_bias(input, bias)).to(input.dtype)
 
 
 def _swiglu(input: Tensor, bias: Tensor | None) -> Tensor:

@@ -9,29 +9,30 @@ import sys
 import pytest
 import torch
 
-from megatron_npu.ops import overflow
+from megatron_npu import devices, settings
 
 
-def test_inf_and_nan_are_left_to_the_numbers(device):
-    torch.full((2,), 3e38, device=device).mul_(10)
-    overflow.clear()
-    assert not overflow.happened()
+def test_inf_and_nan_are_left_to_the_numbers() -> None:
+    device = devices.NpuDevice() if settings.SIM.enabled() else devices.CpuDevice()
+    torch.full((2,), 3e38, device=device.torch_device()).mul_(10)
+    device.clear_overflow()
+    assert not device.overflowed()
 
 
-def test_a_saturating_npu_is_asked(device):
+@pytest.mark.skipif(not settings.SIM.enabled(), reason="needs an NPU")
+def test_a_saturating_npu_is_asked() -> None:
     """The kernels are called; a simulated NPU never saturates, so that the answer is no."""
-    if device != "npu":
-        pytest.skip("needs an NPU")
     code = """
 import torch, torch_npu
-from megatron_npu.ops import overflow
+from megatron_npu import devices
 asked = []
 for name in ("npu_get_float_status", "npu_clear_float_status"):
     kernel = getattr(torch_npu, name)
     setattr(torch_npu, name, lambda t, kernel=kernel, name=name: (asked.append(name), kernel(t))[1])
-assert overflow._saturates()
-overflow.clear()
-assert overflow.happened() is False
+assert not torch_npu.npu.utils.is_support_inf_nan()
+device = devices.NpuDevice()
+device.clear_overflow()
+assert device.overflowed() is False
 assert asked == ["npu_clear_float_status", "npu_get_float_status"], asked
 """
     environment = {**os.environ, "INF_NAN_MODE_FORCE_DISABLE": "1", "INF_NAN_MODE_ENABLE": "0"}

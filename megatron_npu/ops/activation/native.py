@@ -1,0 +1,72 @@
+"""Activations by torch's own kernels, with nothing but the inputs kept: what devices share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def with_bias(input: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``input + bias`` in the dtype of ``input``."""
+    return input if bias is None else (input + bias).to(input.dtype)
+
+
+def bias_gradient(grad: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return the sum of ``grad`` over its rows, added up in fp32, in the dtype of ``bias``."""
+    if bias is None:
+        return None
+    precise = torch.promote_types(grad.dtype, torch.float32)
+    return grad.reshape(-1, grad.size(-1)).sum(0, dtype=precise).to(bias.dtype)
+
+
+class BiasGelu(torch.autograd.Function):
+    """``F.gelu`` of the sum, which backward forms again."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(input, bias)
+        return F.gelu(with_bias(input, bias), approximate="tanh")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        input, bias = ctx.saved_tensors
+        z = with_bias(input, bias)
+        result = torch.ops.aten.gelu_backward(grad, z, approximate="tanh")
+        return result, bias_gradient(result, bias)
+
+
+class Gated(torch.autograd.Function):
+    """``curve(a) * b`` for ``input + bias = [a, b]``; ``curve`` is ``silu`` or ``gelu``."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None, curve: str) -> Tensor:
+        ctx.save_for_backward(input, bias)
+        ctx.curve = curve
+        gate, value = with_bias(input, bias).chunk(2, -1)
+        return _value(curve, gate).mul_(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        input, bias = ctx.saved_tensors
+        gate, value = with_bias(input, bias).chunk(2, -1)
+        output = torch.empty_like(input, memory_format=torch.contiguous_format)
+        d_gate, d_value = output.chunk(2, -1)
+        torch.mul(grad, _value(ctx.curve, gate), out=d_value)
+        d_gate.copy_(_gradient(ctx.curve, grad * value, gate))
+        return output, bias_gradient(output, bias), None
+
+
+def _value(curve: str, gate: Tensor) -> Tensor:
+    return F.silu(gate) if curve == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def _gradient(curve: str, grad: Tensor, gate: Tensor) -> Tensor:
+    if curve == "silu":
+        return torch.ops.aten.silu_backward(grad, gate)
+    return torch.ops.aten.gelu_backward(grad, gate, approximate="tanh")
