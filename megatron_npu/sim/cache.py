@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
 
 from megatron_npu import files, settings
 from megatron_npu.errors import UsageError
@@ -27,24 +26,32 @@ def say(text: str) -> None:
     print(f"megatron-npu sim: {text}", file=sys.stderr, flush=True)
 
 
-def _lock_file(name: str) -> TextIO:
+@contextlib.contextmanager
+def _lock(name: str) -> Iterator[None]:
+    """Let one process at a time into the block; who has to wait says so.
+
+    Raises:
+        UsageError: the cache cannot be written to.
+    """
+    from filelock import FileLock, Timeout  # torch requires it; not above: every start imports this module
+
+    lock = FileLock(root() / f"{name}.lock")
     try:
         root().mkdir(parents=True, exist_ok=True)
-        return (root() / f"{name}.lock").open("w")
+        lock.acquire(blocking=False)
+    except Timeout:
+        say(f"waiting for another process that prepares {name}")
+        lock.acquire()
     except OSError as error:
         raise UsageError(
             f"the simulator's cache {root()} ({error.strerror})",
             "a directory that can be made and written to",
             f"Name another one with {settings.SIM_CACHE.name}.",
         ) from error
-
-
-def _wait_for(lock: TextIO, name: str) -> None:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say(f"waiting for another process that prepares {name}")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        lock.release()
 
 
 def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
@@ -59,11 +66,9 @@ def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
     final = root() / name
     if final.is_dir():
         return final
-    with _lock_file(name) as lock:
-        _wait_for(lock, name)
-        if final.is_dir():
-            return final
-        # the lock is ours, so that what has the temporary name is the rest of an interrupted attempt
-        with files.new_folder(final) as partial:
-            prepare(partial)
+    with _lock(name):
+        if not final.is_dir():
+            # the lock is ours, so what has the temporary name was left by an interrupted attempt
+            with files.new_folder(final) as partial:
+                prepare(partial)
     return final

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_npu.sim import kernel_page, kernels
+from megatron_npu.sim import kernels
 from megatron_npu.sim.kernels.checker import LimitError, NotSimulatedError
 from megatron_npu.sim.kernels.limits import LIMITS
 from megatron_npu.sim.kernels.registry import KERNELS
@@ -108,7 +108,3 @@ def on_device(value: object) -> object:
         value = value.to(torch.int32)
     memory = value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
     return memory.npu().as_strided(value.shape, value.stride(), value.storage_offset())
-
-
-def test_the_page_of_the_documentation_is_up_to_date():
-    assert kernel_page.PAGE.read_text(encoding="utf-8") == kernel_page.page()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import multiprocessing
 import shutil
 import subprocess
@@ -12,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from megatron_npu import files
+from megatron_npu.errors import UsageError
 from megatron_npu.sim import build, cache, elf
 
 
@@ -44,8 +45,7 @@ def test_one_of_many_processes_prepares_and_all_see_it_complete(own_cache):
 
 def test_who_waits_for_another_process_says_so(own_cache, capsys):
     own_cache.mkdir()
-    with (own_cache / "thing.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(own_cache / "thing.lock"):
         waiting = threading.Thread(target=cache.prepared, args=("thing", _prepare_slowly))
         waiting.start()
         said, end = "", time.monotonic() + 60
@@ -103,6 +103,19 @@ def test_symbols_of_a_shared_library(tmp_path):
     assert "defined" in library.defined
     assert {"other", "absent"} <= library.undefined
     assert not {"puts", "weak", "defined"} & library.undefined  # versioned, weak, its own
+
+
+def test_a_symbol_with_a_binding_of_three_words(monkeypatch):
+    """What ``readelf`` says of C++'s unique symbols in a file that is not marked as one of GNU's."""
+    listing = "  7: 000000000001f0a8     8 OBJECT  <OS specific>: 10 DEFAULT   24 _ZGVN1s\n"
+    monkeypatch.setattr(subprocess, "check_output", lambda *_, **__: listing)
+    assert elf.read(Path("lib.so")) == elf.SharedLibrary(defined={"_ZGVN1s"})
+
+
+def test_a_machine_without_readelf_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"no readelf on PATH; .*apt install binutils"):
+        elf.read(tmp_path / "lib.so")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
