@@ -9,6 +9,7 @@ from megatron_npu.patching.registry import Recorder, registry
 
 UPSTREAM = "megatron_core"
 WITHOUT_CUDA = ("npu", "cpu")
+NOT_FIXED = "no version up to 0.16.1 has the fix, and no issue has been filed upstream"  # ``until`` of a bug
 
 _recorder = Recorder(registry, UPSTREAM)
 replace, around, wrap = _recorder.replace, _recorder.around, _recorder.wrap

@@ -5,14 +5,18 @@ And ``megatron.core.jit``, whose ``jit_fuser`` compiles them upstream.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, constant, replace, wrap
+from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, around, constant, replace
 from megatron_npu.ops import activation, dropout
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_SWIGLU = "megatron.core.fusions.fused_bias_swiglu"
+_WHY_SWIGLU = "a chain of element-wise passes; on cuda upstream compiles it"
 
 constant(
     "megatron.core.fusions.fused_bias_gelu:bias_gelu_impl",
@@ -32,29 +36,26 @@ def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
     return activation.geglu(input, bias)
 
 
-_WHY = "a chain of element-wise passes; on cuda upstream compiles it"
+@around(f"{_SWIGLU}:bias_swiglu_impl", devices=WITHOUT_CUDA, why=_WHY_SWIGLU)
+def bias_swiglu_impl(
+    original: Callable[..., Tensor], input: Tensor, bias: Tensor | None, *options: Any, **named: Any
+) -> Tensor:
+    """``[s, b, 2h]`` (or ``[t, 2h]``) and the ``[2h]`` bias to ``[s, b, h]``.
+
+    Upstream keeps the calls that store the input in fp8, or move it to the host, for the backward pass.
+    """
+    if any(options) or any(named.values()):  # fp8_input_store, cpu_offload_input
+        return original(input, bias, *options, **named)
+    return activation.swiglu(input, bias)
 
 
-@wrap("megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl", devices=WITHOUT_CUDA, why=_WHY)
-def bias_swiglu_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Take every call but those that store or move the input in a way of their own."""
-
-    @functools.wraps(original)
-    def implementation(input: Tensor, bias: Tensor | None, *options: Any, **named: Any) -> Tensor:
-        if any(options) or any(named.values()):  # fp8_input_store, cpu_offload_input
-            return original(input, bias, *options, **named)
-        return activation.swiglu(input, bias)
-
-    return implementation
-
-
-@replace("megatron.core.fusions.fused_bias_swiglu:swiglu", devices=WITHOUT_CUDA, why=_WHY)
+@replace(f"{_SWIGLU}:swiglu", devices=WITHOUT_CUDA, why=_WHY_SWIGLU)
 def swiglu(y: Tensor) -> Tensor:
     """``[t, 2h]`` to ``[t, h]``; called by the weighted variant of MoE."""
     return activation.swiglu(y)
 
 
-@replace("megatron.core.fusions.fused_bias_swiglu:swiglu_back", devices=WITHOUT_CUDA, why=_WHY)
+@replace(f"{_SWIGLU}:swiglu_back", devices=WITHOUT_CUDA, why=_WHY_SWIGLU)
 def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
     """Gradient of ``swiglu`` for ``y``; called by the weighted variant of MoE."""
     return activation.swiglu_backward(g, y)
@@ -71,9 +72,6 @@ def bias_dropout_add(
     """``[s, b, h]`` and the ``[h]`` bias, added to the ``[s, b, h]`` residual after dropout."""
     x, bias = x_with_bias
     return dropout.bias_dropout_add(x, bias, residual, prob, training)
-
-
-Function = TypeVar("Function", bound=Callable)
 
 
 @replace(

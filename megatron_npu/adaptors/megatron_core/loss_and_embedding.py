@@ -5,7 +5,6 @@ Connects ``tensor_parallel.cross_entropy``, ``fusions.fused_cross_entropy`` and 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_npu import devices
-from megatron_npu.adaptors.megatron_core.decorators import replace, wrap
+from megatron_npu.adaptors.megatron_core.decorators import around, replace
 from megatron_npu.ops import cross_entropy
 from megatron_npu.ops.embedding import vocab_parallel_embedding
 
@@ -53,49 +52,45 @@ def _loss(logits: Tensor, target: Tensor, group: ProcessGroup, label_smoothing: 
     )
 
 
-@wrap(
+@around(
     "megatron.core.tensor_parallel.layers:_initialize_affine_weight_cpu",
     devices=("cpu",),
     why="--use-cpu-initialization draws from the host's generator; on a cpu the default one is the device's",
 )
-def initialize_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
+def initialize_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Draw the whole weight from the host's generator, the same on every tensor-parallel rank."""
-
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        with devices.current().host_rng():
-            return original(*args, **kwargs)
-
-    return initialize
+    with devices.current().host_rng():
+        return original(*args, **kwargs)
 
 
-@wrap(
+@around(
     "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
     why="upstream indexes with boolean masks, whose size the host has to wait for on npu and cuda; on a cpu "
     "torch adds the gradients of a frequent token up in 16 bits",
 )
-def embed_without_waiting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Look up, then combine the parts as upstream does; its deterministic mode keeps its own lookup."""
+def embed_without_waiting(original: Callable[..., Tensor], self: Any, input_: Tensor) -> Tensor:
+    """``[b, s]`` token ids to ``[b, s, h]``, or to ``[s / tp, b, h]`` under sequence parallelism.
 
-    @functools.wraps(original)
-    def forward(self: Any, input_: Tensor) -> Tensor:
-        if self.deterministic_mode:
-            return original(self, input_)
-        from megatron.core.tensor_parallel import mappings
+    The ranks' parts are combined as upstream does it, whose deterministic mode keeps its own lookup.
+    """
+    if self.deterministic_mode:
+        return original(self, input_)
+    part = vocab_parallel_embedding(
+        input_,
+        self.weight,
+        self.vocab_start_index,
+        self.vocab_end_index,
+        split=self.weight.size(0) != self.num_embeddings,
+    )
+    return _combined(self, part)
 
-        group = getattr(self, "tp_group", None)  # an argument since 0.13
-        part = vocab_parallel_embedding(
-            input_,
-            self.weight,
-            self.vocab_start_index,
-            self.vocab_end_index,
-            split=self.weight.size(0) != self.num_embeddings,
-        )
-        groups = {} if group is None else {"group": group}
-        if self.reduce_scatter_embeddings:  # [b, s, h] to this rank's [s / tp, b, h]
-            return mappings.reduce_scatter_to_sequence_parallel_region(
-                part.transpose(0, 1).contiguous(), **groups
-            )
-        return mappings.reduce_from_tensor_model_parallel_region(part, **groups)
 
-    return forward
+def _combined(embedding: Any, part: Tensor) -> Tensor:
+    from megatron.core.tensor_parallel import mappings
+
+    group = getattr(embedding, "tp_group", None)  # an argument since 0.13
+    groups = {} if group is None else {"group": group}
+    if embedding.reduce_scatter_embeddings:
+        part = part.transpose(0, 1).contiguous()
+        return mappings.reduce_scatter_to_sequence_parallel_region(part, **groups)
+    return mappings.reduce_from_tensor_model_parallel_region(part, **groups)

@@ -1,4 +1,7 @@
-"""``megatron.core.transformer.moe``: grouped matrix products of the experts, and the router."""
+"""``megatron.core.transformer.moe``: grouped matrix products of the experts, and the router.
+
+Connects ``moe.grouped_gemm_util``, upstream's door to the package grouped_gemm, and ``moe.moe_utils``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import (
+    NOT_FIXED,
     constant,
     installed,
     replace,
@@ -17,7 +21,7 @@ from megatron_npu.adaptors.megatron_core.decorators import (
 )
 from megatron_npu.ops.grouped_matmul import grouped_matmul
 
-_MODULE = "megatron.core.transformer.moe.grouped_gemm_util"
+_MOE = "megatron.core.transformer.moe"
 
 
 def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
@@ -31,20 +35,26 @@ def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_
     return grouped_matmul(a, b.transpose(1, 2) if trans_b else b, batch_sizes)
 
 
-_stand_in = partial(
+_grouped_gemm = partial(
     constant,
     condition=partial(installed, "grouped_gemm"),
     why="the experts of --moe-grouped-gemm need TransformerEngine or the package grouped_gemm, which is CUDA",
 )
-_stand_in(f"{_MODULE}:ops", SimpleNamespace(gmm=gmm))
-_stand_in(f"{_MODULE}:grouped_gemm", SimpleNamespace(ops=SimpleNamespace(gmm=gmm)))
+_grouped_gemm(f"{_MOE}.grouped_gemm_util:ops", SimpleNamespace(gmm=gmm))
+_grouped_gemm(f"{_MOE}.grouped_gemm_util:grouped_gemm", SimpleNamespace(ops=SimpleNamespace(gmm=gmm)))
+
+_router = partial(
+    replace,
+    f"{_MOE}.moe_utils:router_gating_linear",
+    condition=transformer_engine_present,
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="upstream asks whether a name is None that exists only where TransformerEngine is installed: "
+    "NameError",
+)
 
 
-_TARGET = "megatron.core.transformer.moe.moe_utils:router_gating_linear"
-_WHY = "upstream asks whether a name is None that only exists where TransformerEngine is installed: NameError"
-
-
-@replace(_TARGET, versions=">=0.15", condition=transformer_engine_present, why=_WHY)
+@_router(versions=">=0.15")
 def router_gating_linear(
     inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype
 ) -> Tensor:
@@ -53,7 +63,7 @@ def router_gating_linear(
     return F.linear(inp.to(router_dtype), weight.to(router_dtype), bias)
 
 
-@replace(_TARGET, versions=">=0.13,<0.15", condition=transformer_engine_present, why=_WHY)
+@_router(versions=">=0.13,<0.15")
 def router_gating_linear_without_bias(inp: Tensor, weight: Tensor, router_dtype: torch.dtype) -> Tensor:
     """As ``router_gating_linear``; the router has a bias from 0.15 on."""
     return F.linear(inp.to(router_dtype), weight.to(router_dtype))

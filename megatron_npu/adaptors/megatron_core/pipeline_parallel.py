@@ -1,50 +1,43 @@
-"""``megatron.core.pipeline_parallel.schedules``: where every training step passes."""
+"""``megatron.core.pipeline_parallel.schedules``: every training step passes through it."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu.adaptors.megatron_core.decorators import wrap
+from megatron_npu.adaptors.megatron_core.decorators import around
 from megatron_npu.errors import UsageError
 from megatron_npu.patching import banner
 
 
-@wrap(
+@around(
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-    why="asked for before each step: the place to say once what was patched",
+    why="called before each step: the place to say once what was patched",
 )
-def announce_first(original: Callable[..., Any]) -> Callable[..., Any]:
+def announce_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Print the ledger's one line on rank 0 before the first step."""
-
-    @functools.wraps(original)
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        banner.before_step()
-        return original(*args, **kwargs)
-
-    return get_forward_backward_func
+    banner.before_step()
+    return original(*args, **kwargs)
 
 
-@wrap(
+@around(
     "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
     why="with two stages a rank is its neighbour's neighbour on both sides, and batched sends carry no tag: "
     "the activations of two chunks are exchanged, the loss is wrong and nothing fails",
     devices=("cpu",),
 )
-def refuse_batched_p2p(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse the combination; only ``megatron.training.arguments`` guards against it upstream."""
+def refuse_batched_p2p(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse the combination; upstream only ``megatron.training.arguments`` guards against it.
 
-    @functools.wraps(original)
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        chunks = kwargs["model"]
-        config = chunks[0].config
-        if len(chunks) > 1 and config.pipeline_model_parallel_size == 2 and config.batch_p2p_comm:
-            raise UsageError(
-                "interleaved pipeline of 2 stages with batch_p2p_comm=True",
-                "overlap_p2p_comm=True and batch_p2p_comm=False, which are correct",
-                "Set both in the TransformerConfig (stock scripts: leave overlapped p2p on).",
-            )
-        return original(*args, **kwargs)
-
-    return schedule
+    Raises:
+        UsageError: two stages of several chunks each, which would send in batches.
+    """
+    chunks = kwargs["model"]
+    config = chunks[0].config
+    if len(chunks) > 1 and config.pipeline_model_parallel_size == 2 and config.batch_p2p_comm:
+        raise UsageError(
+            "interleaved pipeline of 2 stages with batch_p2p_comm=True",
+            "overlap_p2p_comm=True and batch_p2p_comm=False, which are correct",
+            "Set both in the TransformerConfig (stock scripts: leave overlapped p2p on).",
+        )
+    return original(*args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,11 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.decorators import (
+    NOT_FIXED,
     WITHOUT_CUDA,
+    around,
     replace,
     transformer_engine_present,
-    wrap,
 )
 
 
@@ -29,39 +29,36 @@ def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: b
     devices.current().set_rng_state(new_state)
 
 
-@wrap(
+@around(
     "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
     versions=">=0.13",
     condition=transformer_engine_present,
-    why="upstream takes its own default, fp8=False, for fp8: the recomputation of moe_act and mla_up_proj "
-    "ends in a NameError without TransformerEngine",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="upstream takes fp8=False, its own default, to ask for fp8: without TransformerEngine the "
+    "recomputation of moe_act and mla_up_proj ends in a NameError",
 )
-def without_fp8(original: Callable[..., None]) -> Callable[..., None]:
-    """Say None for no fp8."""
-
-    @functools.wraps(original)
-    def initialise(self: Any, fp8: Any = None) -> None:
-        original(self, fp8 or None)
-
-    return initialise
+def false_is_no_fp8(original: Callable[..., None], self: Any, fp8: Any = None) -> None:
+    """Pass None for no fp8."""
+    original(self, fp8 or None)
 
 
-@wrap(
+@around(
     "megatron.core.tensor_parallel.random:checkpoint",
-    why="an MLP returns its bias beside its output; returned by a checkpoint, that parameter is no leaf any "
-    "more, and its backward pass calls itself until memory ends: --recompute-modules mlp",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="an MLP returns its bias together with its output; a checkpoint makes that parameter a non-leaf, and "
+    "its backward pass calls itself until memory runs out: --recompute-modules mlp",
 )
-def without_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
+def checkpoint_returns_aliases(
+    original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Return aliases of parameters from the function that is recomputed."""
 
-    @functools.wraps(original)
-    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def returning_aliases(*inputs: Any) -> Any:
-            return tree_map_only(torch.nn.Parameter, _alias, function(*inputs))
+    def returning_aliases(*inputs: Any) -> Any:
+        return tree_map_only(torch.nn.Parameter, _alias, function(*inputs))
 
-        return original(returning_aliases, *args, **kwargs)
-
-    return checkpoint
+    return original(returning_aliases, *args, **kwargs)
 
 
 def _alias(parameter: torch.nn.Parameter) -> torch.Tensor:

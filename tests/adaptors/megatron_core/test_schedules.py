@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from megatron_npu.errors import UsageError
 )
 def test_batched_sends_are_refused_where_two_chunks_share_both_ways(stages, chunks, batched, refused):
     config = SimpleNamespace(pipeline_model_parallel_size=stages, batch_p2p_comm=batched)
-    schedule = refuse_batched_p2p(lambda **arguments: len(arguments["model"]))
+    schedule = functools.partial(refuse_batched_p2p, lambda **arguments: len(arguments["model"]))
     model = [SimpleNamespace(config=config)] * chunks
     if not refused:
         assert schedule(model=model) == chunks

@@ -1,4 +1,4 @@
-"""Which attention runs: TransformerEngine's switches (``LanguageModule``), the dynamic inference engine's.
+"""Which attention runs: TransformerEngine's switches and the dynamic inference engine's.
 
 Connects ``models.common.language_module.language_module`` and ``transformer.attention``.
 """
@@ -9,10 +9,9 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn
 
-from megatron_npu.adaptors.megatron_core.decorators import installed, transformer_engine_present, wrap
+from megatron_npu.adaptors.megatron_core.decorators import around, installed, transformer_engine_present
 from megatron_npu.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -20,22 +19,17 @@ logger = logging.getLogger(__name__)
 _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
-@wrap(
+@around(
     "megatron.core.models.common.language_module.language_module:LanguageModule._set_attention_backend",
     condition=transformer_engine_present,
     why="it demands that NVTE_FLASH_ATTN and the like, which launch scripts export for TransformerEngine, "
     "are those of --attention-backend, and exports them: a second model with another backend is refused, too",
 )
-def leave_switches_alone(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Neither read nor export them: nobody asks without TransformerEngine. Say so where they are set."""
-
-    @functools.wraps(original)
-    def _set_attention_backend(self: Any) -> None:
-        given = tuple(f"{name}={os.environ[name]}" for name in _SWITCHES if name in os.environ)
-        if given:
-            _say(" ".join(given))
-
-    return _set_attention_backend
+def leave_switches_alone(original: Callable[[Any], None], self: Any) -> None:
+    """Neither read nor export them: without TransformerEngine nobody does. Say so where one is set."""
+    given = tuple(f"{name}={os.environ[name]}" for name in _SWITCHES if name in os.environ)
+    if given:
+        _say(" ".join(given))
 
 
 @functools.cache
@@ -43,35 +37,29 @@ def _say(given: str) -> None:
     logger.warning("%s: without TransformerEngine only --attention-backend chooses the attention", given)
 
 
-_MODULE = "megatron.core.transformer.attention"
-
-
-def refused(original: Callable[..., Any]) -> Callable[..., NoReturn]:
-    """Say what the engine needs, and what works without.
+@around(
+    "megatron.core.transformer.attention:is_fa_min_version",
+    versions=">=0.13",
+    condition=functools.partial(installed, "flash_attn", "flash_attn_3", "flashattn_hopper"),
+    why="nothing but flash-attn reads the dynamic engine's cache; where it is absent, asking for its version "
+    "is a ModuleNotFoundError in the middle of the model",
+)
+@around(
+    "megatron.core.transformer.attention:Attention.flash_decode_and_prefill",
+    versions="<0.13",
+    condition=functools.partial(installed, "nvidia_chunked_flash_attn"),
+    why="nothing but flash-attn reads the dynamic engine's cache; where it is absent 0.12 calls None",
+)
+def refuse_dynamic_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
+    """Say what the engine needs, and what works without it.
 
     The static engine of 0.16 tries the dynamic one first, and takes its own way when that fails.
+
+    Raises:
+        UsageError: always.
     """
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise UsageError(
-            "the dynamic inference engine without the package flash-attn, which is for CUDA",
-            "an engine that works without it",
-            "Use a static one: gpt_static_inference.py, or run_text_generation_server.py.",
-        )
-
-    return refuse
-
-
-wrap(
-    f"{_MODULE}:is_fa_min_version",
-    versions=">=0.13",
-    condition=partial(installed, "flash_attn", "flash_attn_3", "flashattn_hopper"),
-    why="nothing but flash-attn reads the dynamic engine's cache; where it is absent the question for its "
-    "version is a ModuleNotFoundError in the middle of the model",
-)(refused)
-wrap(
-    f"{_MODULE}:Attention.flash_decode_and_prefill",
-    versions="<0.13",
-    condition=partial(installed, "nvidia_chunked_flash_attn"),
-    why="nothing but flash-attn reads the dynamic engine's cache; where it is absent 0.12 calls None",
-)(refused)
+    raise UsageError(
+        "the dynamic inference engine without the package flash-attn, which is for CUDA",
+        "an engine that works without it",
+        "Use a static one: gpt_static_inference.py, or run_text_generation_server.py.",
+    )

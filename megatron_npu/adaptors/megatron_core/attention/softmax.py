@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_core.decorators import replace
+from megatron_npu.adaptors.megatron_core.decorators import installed, replace
 from megatron_npu.ops import softmax
 
-_WHY = "upstream's kernels are apex extensions for CUDA"
-
-
-def _apex_kernels_present() -> str | None:
-    if importlib.util.find_spec("scaled_masked_softmax_cuda") is not None:
-        return "apex's scaled_masked_softmax_cuda is installed"
-    return None
-
-
-@replace(
-    "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available",
-    why=_WHY,
-    condition=_apex_kernels_present,
+_SOFTMAX = "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax"
+_replace = partial(
+    replace,
+    condition=partial(installed, "scaled_masked_softmax_cuda"),
+    why="upstream's kernels are apex extensions for CUDA",
 )
+
+
+@_replace(f"{_SOFTMAX}.is_kernel_available")
 def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
     """Return whether ``forward_fused_softmax`` means the same as upstream's torch path for this call."""
     if not self.scaled_masked_softmax_fusion or getattr(self, "window_size", None) is not None:
@@ -32,11 +27,7 @@ def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int
     return self.attn_mask_type.name != "causal" or (mask is None and sq == sk)
 
 
-@replace(
-    "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward_fused_softmax",
-    why=_WHY,
-    condition=_apex_kernels_present,
-)
+@_replace(f"{_SOFTMAX}.forward_fused_softmax")
 def forward_fused_softmax(self: Any, input: Tensor, mask: Tensor | None) -> Tensor:
     """``[b, n, sq, sk]`` scores to probabilities of the same shape and dtype."""
     causal = self.attn_mask_type.name == "causal"
