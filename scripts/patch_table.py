@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from megatron_npu import files
+from megatron_npu.patching.ledger import until
 from megatron_npu.patching.registry import ALL_DEVICES, Patch, registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +28,7 @@ def table(upstream: str) -> str:
     patches = sorted(
         (patch for patch in registry.patches if patch.upstream == upstream), key=lambda p: p.target
     )
-    lines = ["| upstream | what | devices | adaptor | why |", "|---|---|---|---|---|"]
+    lines = ["| upstream | what | devices | adaptor | why | until |", "|---|---|---|---|---|---|"]
     return "\n".join([*lines, *(_row(patch, folder) for patch in patches)])
 
 
@@ -37,8 +38,8 @@ def _row(patch: Patch, folder: Path) -> str:
         kind += f", {patch.versions}"
     devices = "all" if set(patch.devices) == set(ALL_DEVICES) else ", ".join(patch.devices)
     adaptor = Path(patch.where.rpartition(":")[0])
-    file = adaptor.relative_to(folder) if adaptor.is_relative_to(folder) else Path(adaptor.name)
-    cells = (f"`{patch.target}`", kind, devices, f"`{file.as_posix()}`", patch.why)
+    file = adaptor.relative_to(folder if adaptor.is_relative_to(folder) else folder.parent)
+    cells = (f"`{patch.target}`", kind, devices, f"`{file.as_posix()}`", patch.why, until(patch))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

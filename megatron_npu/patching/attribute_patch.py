@@ -156,7 +156,13 @@ def _like(raw: Any, value: Any) -> Any:
 
 
 def _call_around(original: Any, function: Any) -> Any:
-    """Return a function that calls ``function`` with the original before the arguments."""
+    """Return a function that calls ``function`` with the original before the arguments.
+
+    Raises:
+        TypeError: the original is a class, which a function cannot stand for.
+    """
+    if isinstance(original, type):
+        raise TypeError(f"{original.__name__} is a class: it takes wrap, not around")
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:

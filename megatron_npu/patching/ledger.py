@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from megatron_npu.patching.registry import Patch
 
+_OF_PATCH = ("target", "kind", "origin", "why", "until", "upstream_bug", "devices")
 STATES = ("applied", "drifted", "skipped", "failed", "pending")
 
 
@@ -17,7 +18,7 @@ class Row:
     """The state of one patch.
 
     Attributes:
-        target, kind, origin, why, until, devices: as in its ``Patch``.
+        target, kind, origin, why, until, upstream_bug, devices: as in its ``Patch``.
         state: ``pending`` (the module was not imported), ``applied``, ``skipped``, ``drifted`` (applied
             although upstream has changed) or ``failed``.
         reason: why it is in that state, or what else is worth knowing; may be empty.
@@ -32,6 +33,7 @@ class Row:
     origin: str
     why: str
     until: str
+    upstream_bug: bool
     devices: tuple[str, ...]
     state: str = "pending"
     reason: str = ""
@@ -54,7 +56,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[str, str, str, str], Row] = {}
+        self._rows: dict[tuple[object, ...], Row] = {}
         self.fallbacks: Mapping[tuple[str, str], int] = {}
 
     @property
@@ -64,16 +66,15 @@ class Ledger:
 
     def row(self, patch: Patch) -> Row:
         """Return the row of ``patch``; a new one is pending."""
-        key = _key(patch)
-        row = self._rows.get(key)
+        row = self._rows.get(patch.key)
         if row is None:
-            row = Row(patch.target, patch.kind, patch.origin, patch.why, patch.until, patch.devices)
-            row = self._rows.setdefault(key, row)  # another thread may have entered one meanwhile
+            row = Row(**{name: getattr(patch, name) for name in _OF_PATCH})
+            row = self._rows.setdefault(patch.key, row)  # another thread may have entered one meanwhile
         return row
 
     def keep(self, patches: Iterable[Patch]) -> None:
         """Make the rows those of ``patches``, in their order; what is known of them is kept."""
-        self._rows = {_key(patch): self.row(patch) for patch in patches}
+        self._rows = {patch.key: self.row(patch) for patch in patches}
 
     def count(self, state: str) -> int:
         """Return the number of rows in ``state``."""
@@ -99,7 +100,7 @@ class Ledger:
         lines = []
         for row in self.rows:
             lines.append(f"{row.state:<8} {row.kind:<8} {row.target}")
-            for remark in (*_remarks(row), row.why):
+            for remark in (*_remarks(row), row.why, *([f"until {until(row)}"] if row.until else [])):
                 lines += textwrap.wrap(remark, 100, initial_indent=" " * 18, subsequent_indent=" " * 18)
         lines += [f"fallback {name}: {reason} ({count}x)" for (name, reason), count in self.fallbacks.items()]
         return "\n".join([*lines, self.summary()])
@@ -125,13 +126,14 @@ class Ledger:
         lines = ["| target | kind | devices | state | why | until |", "|---|---|---|---|---|---|"]
         for row in self.rows:
             state = "; ".join([row.state, *_remarks(row)])
-            cells = (f"`{row.target}`", row.kind, ", ".join(row.devices), state, row.why, row.until)
+            cells = (f"`{row.target}`", row.kind, ", ".join(row.devices), state, row.why, until(row))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         return "\n".join(lines)
 
 
-def _key(patch: Patch) -> tuple[str, str, str, str]:
-    return patch.target, patch.kind, patch.origin, patch.where
+def until(patch: Patch | Row) -> str:
+    """Return in words when a patch may be removed, and whether it cures a bug of upstream; may be empty."""
+    return f"{patch.until} (upstream bug)" if patch.upstream_bug else patch.until
 
 
 def _remarks(row: Row) -> list[str]:

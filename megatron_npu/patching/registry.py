@@ -1,6 +1,6 @@
 """Patches as records: what is changed, by whom, for which devices and versions, and why.
 
-Recording a patch changes nothing. The engine (``hooks``) applies the records of a module when that
+Recording a patch changes nothing. The engine (``engine``) applies the records of a module when that
 module's body has run.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from dataclasses import replace as replaced
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -22,12 +23,12 @@ Make = TypeVar("Make")
 
 
 class PatchConflict(Exception):  # noqa: N818 - the name says what happened
-    """Two replacements of one target could be in force at once."""
+    """Two replacements of one target could be in force at the same time."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to one upstream symbol.
+    """One change to one upstream symbol. Adaptors do not make it; the decorators below do.
 
     Attributes:
         target: ``package.module:Qual.name``.
@@ -40,11 +41,14 @@ class Patch:
         versions: PEP 440 specifier of upstream versions; empty means all.
         why: the reason for the patch.
         origin: the module of the adaptor that asked for it, and its function if it is one of that module.
-        until: when it may be removed.
+        until: when it may be removed; empty means never.
         upstream_bug: it cures a fault of upstream on any device.
         early: it must be in place before importers run (a decorator, say), so applying it late fails.
         condition: asked when the module is patched; a returned text is the reason to skip.
-        where: ``file:line`` of the record; tells a repeated registration from a second one.
+        where: ``file:line`` of the record.
+        nth: how many records before it were made at the same place with the same words: a loop may make
+            several.
+        run: the run of the adaptor's body that made the record; a body that is imported anew is another.
     """
 
     target: str
@@ -60,6 +64,8 @@ class Patch:
     early: bool = False
     condition: Callable[[], str | None] | None = None
     where: str = ""
+    nth: int = 0
+    run: Any = field(default=None, compare=False, repr=False)
 
     @property
     def module(self) -> str:
@@ -70,6 +76,11 @@ class Patch:
     def qualname(self) -> str:
         """The dotted name of the target inside its module."""
         return self.target.partition(":")[2]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells the patch from every other one, and is the same when its adaptor is imported anew."""
+        return (*_likeness(self), self.nth)
 
     def is_for(self, upstream: str, version: str) -> bool:
         """Return whether the patch is meant for this version of ``upstream``."""
@@ -163,12 +174,19 @@ class _Decorators:
     def replace(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
         """Record the decorated function or class as the new ``target``.
 
-        A plain function takes the place of a static or class method inside the same descriptor, and the
-        place of a property as its getter.
+        For a body that is wrong on these devices as a whole. A plain function takes the place of a static or
+        class method inside the same descriptor, and the place of a property as its getter. ::
+
+            @replace("megatron.core.transformer.torch_norm:L2Norm.forward", why="five passes over its input")
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return norm.rms_norm(x, x.new_ones(x.size(-1)), self.eps)
 
         Args:
-            target: ``package.module:Qual.name``.
-            options: ``why``, ``devices``, ``versions`` and others: see ``Options``.
+            target: ``package.module:Qual.name``; a method is ``Class.method``.
+            options: ``why`` (required), ``devices``, ``versions``, ``until`` and others: see ``Options``.
+
+        Returns:
+            A decorator that returns what it is given.
 
         Raises:
             PatchConflict: another replacement of ``target`` could be in force at the same time.
@@ -179,14 +197,28 @@ class _Decorators:
     def around(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
         """Record the decorated function to be called in place of ``target``, with the original first.
 
-        A function is written ``def f(original, *args, **kwargs)``, a method ``def f(original, self, ...)``;
-        it calls ``original(self, ...)`` when and if it likes. Name, signature and docstring stay upstream's.
-        The original of a static or class method is its function, that of a property its getter. Several
-        of one target stack in order of registration, on top of a replacement.
+        For what is done before or after the original, or in some cases only. It calls ``original`` when and
+        if it likes, and survives a change of upstream's body, which a replacement does not. Name, signature
+        and docstring stay upstream's. ::
+
+            @around("megatron.training.arguments:add_megatron_arguments", why="the fused attention's flags")
+            def add_flags(original, parser):
+                return attention_flags.add_attention_flags(original(parser))
+
+            @around("megatron.core.transformer.torch_norm:L2Norm.forward", why="...")
+            def forward(original, self, x):  # a method: self comes after the original
+                return original(self, x.float()).type_as(x)
+
+        The original of a static or class method is its function (so a class method passes ``cls`` on), that
+        of a property its getter. Several of one target stack in order of registration, the last outermost,
+        on top of a replacement. A class takes ``wrap`` instead.
 
         Args:
-            target: ``package.module:Qual.name``.
-            options: ``why``, ``devices``, ``versions`` and others: see ``Options``.
+            target: ``package.module:Qual.name``; a method is ``Class.method``.
+            options: ``why`` (required), ``devices``, ``versions``, ``until`` and others: see ``Options``.
+
+        Returns:
+            A decorator that returns what it is given.
 
         Raises:
             ValueError: ``target`` or an option is malformed, or ``why`` is empty.
@@ -197,11 +229,20 @@ class _Decorators:
         """Record the decorated factory: it gets the original and returns the new object.
 
         For what ``around`` cannot say: a class made from upstream's class, or work that is done once, when
-        the module is patched. It stacks as ``around`` does.
+        the module is patched. It stacks as ``around`` does. ::
+
+            @wrap("megatron.core.transformer.torch_norm:L2Norm", why="...")
+            def with_fused_forward(original: type) -> type:
+                class L2Norm(original):
+                    ...
+                return L2Norm
 
         Args:
-            target: ``package.module:Qual.name``.
-            options: ``why``, ``devices``, ``versions`` and others: see ``Options``.
+            target: ``package.module:Qual.name``; a method is ``Class.method``.
+            options: ``why`` (required), ``devices``, ``versions``, ``until`` and others: see ``Options``.
+
+        Returns:
+            A decorator that returns what it is given.
 
         Raises:
             ValueError: ``target`` or an option is malformed, or ``why`` is empty.
@@ -214,7 +255,7 @@ class _Decorators:
         Args:
             target: ``package.module:Qual.name``.
             value: what it becomes.
-            options: ``why``, ``devices``, ``versions`` and others: see ``Options``.
+            options: ``why`` (required), ``devices``, ``versions``, ``until`` and others: see ``Options``.
 
         Raises:
             PatchConflict: another replacement of ``target`` could be in force at the same time.
@@ -225,12 +266,12 @@ class _Decorators:
     def watch(self, target: str, **options: Unpack[Options]) -> None:
         """Record that ``target`` runs as upstream wrote it, although one may expect a patch.
 
-        The ledger shows it as skipped, and its pin is still compared: if upstream changes the function,
-        ``check`` tells, and the reason has to be thought over.
+        The ledger shows it as skipped. It is pinned as the patches are: when upstream changes the function,
+        ``megatron-npu check`` says so, and whoever reads ``why`` can tell whether it still holds.
 
         Args:
             target: ``package.module:Qual.name``.
-            options: ``why``, ``devices``, ``versions`` and others: see ``Options``.
+            options: ``why`` (required), ``devices``, ``versions``, ``until`` and others: see ``Options``.
 
         Raises:
             ValueError: ``target`` or an option is malformed, or ``why`` is empty.
@@ -244,19 +285,26 @@ class _Decorators:
         fields["devices"] = tuple(fields.get("devices", ALL_DEVICES))
         asking = caller.f_globals.get("__name__", "?")  # the adaptor, whoever made the function
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        run = caller.f_globals.get("__spec__") or caller.f_globals
 
-        def record(make: Make) -> Make:
+        def decorate(make: Make) -> Make:
             name = getattr(make, "__qualname__", "") if getattr(make, "__module__", "") == asking else ""
             origin = f"{asking}.{name}" if name and kind != "constant" else asking
-            self.add(Patch(target=target, kind=kind, make=make, origin=origin, where=where, **fields))
+            record = Patch(target=target, kind=kind, make=make, origin=origin, where=where, run=run, **fields)
+            self.add(record)
             return make
 
-        return record
+        return decorate
 
 
 @dataclass
 class Recorder(_Decorators):
-    """The decorators of a registry with ``upstream`` filled in."""
+    """The decorators of a registry with ``upstream`` filled in; adaptors use those of their upstream.
+
+    Args:
+        registry: where the patches go.
+        upstream: the upstream of patches that do not name one.
+    """
 
     registry: Registry
     upstream: str
@@ -285,14 +333,18 @@ class Registry(_Decorators):
             ValueError: the record is malformed.
         """
         _validate(patch)
+        alike = 0
         for position, other in enumerate(self.patches):
-            if other.target != patch.target:
+            if _likeness(other) != _likeness(patch):
                 continue
-            if _identity(other) == _identity(patch):
-                self.patches[position] = patch
+            if other.make is patch.make or other.run is not patch.run:
+                self.patches[position] = replaced(patch, nth=other.nth)
                 return
-            _refuse_conflict(other, patch)
-        self.patches.append(patch)
+            alike += 1
+        for other in self.patches:
+            if other.target == patch.target:
+                _refuse_conflict(other, patch)
+        self.patches.append(replaced(patch, nth=alike))
 
     def for_module(self, name: str) -> list[Patch]:
         """Return the patches of the module ``name``, in order of registration."""
@@ -307,11 +359,11 @@ class Registry(_Decorators):
         self.patches = [patch for patch in self.patches if wanted(patch)]
 
 
-def _identity(patch: Patch) -> tuple[str, ...]:
-    """Return what tells the same record, made anew, from another one of the same target."""
+def _likeness(patch: Patch) -> tuple[str, ...]:
+    """Return what a record and the same made anew have in common: place, words, the name of ``make``."""
     made = patch.make if patch.kind != "constant" else None
     name = f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}"
-    return patch.where, patch.kind, patch.why, name
+    return patch.target, patch.kind, patch.where, patch.why, name
 
 
 def _validate(patch: Patch) -> None:

@@ -60,3 +60,19 @@ def test_equal_reasons_are_told_once() -> None:
         registry.constant(f"m:{name}", 1, why="w")
         ledger.row(registry.patches[-1]).settle("skipped", "apex is here" if name < "c" else "")
     assert ledger.summary() == "0 applied, 0 drifted, 3 skipped (apex is here)"
+
+
+def test_every_form_says_until_when_and_that_it_is_a_bug_of_upstream() -> None:
+    registry, ledger = Registry(), Ledger()
+    registry.constant("m:a", 1, why="w", until="the issue 7 is closed", upstream_bug=True)
+    registry.constant("m:b", 1, why="w", until="0.17")
+    registry.constant("m:c", 1, why="w")
+    ledger.keep(registry.patches)
+    text = ledger.text()
+    assert "until the issue 7 is closed (upstream bug)\n" in text
+    assert "until 0.17\n" in text
+    assert text.count("until") == 2
+    untils = [line.split("|")[-2].strip() for line in ledger.markdown().splitlines()[2:]]
+    assert untils == ["the issue 7 is closed (upstream bug)", "0.17", ""]
+    told = [(row["until"], row["upstream_bug"]) for row in json.loads(ledger.json())["patches"]]
+    assert told == [("the issue 7 is closed", True), ("0.17", False), ("", False)]

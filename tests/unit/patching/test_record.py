@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import partial
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from megatron_npu.patching.ledger import Ledger
 from megatron_npu.patching.registry import Patch, PatchConflict, Registry, admits, versions_overlap
 
 
@@ -53,7 +61,7 @@ def test_replacements_that_never_meet_are_admitted(one: dict, other: dict) -> No
     assert len(registry.for_module("a.b")) == 2
 
 
-def test_any_host_meets_every_host() -> None:
+def test_any_upstream_meets_every_upstream() -> None:
     registry = Registry()
     registry.replace("a.b:f", why="w")(first)
     with pytest.raises(PatchConflict):
@@ -138,7 +146,7 @@ def test_reasons_to_skip() -> None:
     assert make_patch(condition=lambda: "apex is here").reason_to_skip("cpu") == "apex is here"
 
 
-def test_a_patch_is_for_versions_of_a_host() -> None:
+def test_a_patch_is_for_versions_of_an_upstream() -> None:
     assert make_patch(upstream="").is_for("any", "1.0")
     assert make_patch(upstream="a").is_for("a", "1.0")
     assert not make_patch(upstream="b").is_for("a", "1.0")
@@ -160,3 +168,88 @@ def test_records_know_where_they_come_from() -> None:
     constant, wrap = registry.patches
     assert constant.origin == wrap.origin.rpartition(".")[0] == __name__
     assert constant.where.startswith(__file__)
+
+
+def without(name: str) -> Callable[[Any], Any]:
+    """Return a wrap, as the helpers of adaptors do."""
+    return lambda original: lambda *args: (name, *original(*args))
+
+
+def test_two_wraps_of_one_helper_on_one_line_are_two_records() -> None:
+    r = Registry()
+    r.wrap("m.x:f", why="a")(without("a")); r.wrap("m.x:f", why="b")(without("b"))  # noqa: E702  # fmt: skip
+    assert [patch.why for patch in r.patches] == ["a", "b"]
+
+
+def test_wraps_of_a_loop_on_one_line_are_so_many_records() -> None:
+    registry, ledger = Registry(), Ledger()
+    for name in "abc":
+        registry.wrap("m.x:f", why="the same for all")(without(name))
+    original: Any = lambda: ()  # noqa: E731
+    assert [patch.make(original)() for patch in registry.patches] == [("a",), ("b",), ("c",)]
+    ledger.keep(registry.patches)
+    assert len(ledger.rows) == 3
+    ledger.row(registry.patches[1]).settle("applied")
+    assert [row.state for row in ledger.rows] == ["pending", "applied", "pending"]
+
+
+ADAPTOR = """
+def without(name):
+    return lambda original: lambda *args: (name, *original(*args))
+
+for name in "ab":
+    registry.wrap("m.x:f", why="w")(without(name))
+registry.constant("m.x:C", object(), why="w")
+
+@registry.replace("m.x:g", why="w")
+def g():
+    return RUN
+"""
+
+
+def test_an_adaptor_that_is_imported_anew_takes_its_own_places() -> None:
+    registry, ledger = Registry(), Ledger()
+    for run in range(3):
+        scope = {"__name__": "adaptor", "__spec__": ModuleSpec("adaptor", None), "registry": registry}
+        exec(compile(ADAPTOR, "adaptor.py", "exec"), scope | {"RUN": run})
+        ledger.keep(registry.patches)
+        ledger.rows[0].settle("applied")
+    assert [patch.target for patch in registry.patches] == ["m.x:f", "m.x:f", "m.x:C", "m.x:g"]
+    assert [patch.make(lambda: ())() for patch in registry.patches[:2]] == [("a",), ("b",)]
+    assert registry.patches[3].make() == 2
+    assert [row.state for row in ledger.rows] == ["applied", "pending", "pending", "pending"]
+
+
+def test_constants_of_a_loop_on_one_line_conflict() -> None:
+    registry, refused = Registry(), []
+    for value in (object(), object()):
+        try:
+            registry.constant("m.x:C", value, why="w")
+        except PatchConflict:
+            refused.append(value)
+    assert len(refused) == len(registry.patches) == 1
+
+
+def test_the_origin_is_who_asked_and_not_the_helper() -> None:
+    registry, ledger = Registry(), Ledger()
+    scope = {"__name__": "helper"}
+    exec("def without(flag):\n    return lambda original: original", scope)
+    helped: Any = scope["without"]
+    registry.wrap("m.x:f", why="w")(helped("a"))
+    registry.wrap("m.x:f", why="w")(partial(helped, "b"))
+    registry.around("m.x:f", why="w")(first)
+    ledger.keep(registry.patches)
+    assert [row["origin"] for row in json.loads(ledger.json())["patches"]] == [
+        __name__,
+        __name__,
+        f"{__name__}.first",
+    ]
+    assert {Path(patch.where.rpartition(":")[0]) for patch in registry.patches} == {Path(__file__)}
+
+
+def test_the_cure_of_an_upstream_bug_says_until_when() -> None:
+    registry = Registry()
+    with pytest.raises(ValueError, match="until when"):
+        registry.around("m.x:f", why="w", upstream_bug=True)(first)
+    registry.around("m.x:f", why="w", upstream_bug=True, until="0.17")(first)
+    assert (registry.patches[0].upstream_bug, registry.patches[0].until) == (True, "0.17")
