@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron_npu.sim.kernels import layouts, randomness
 from megatron_npu.sim.kernels.dropout import unpack_bits
 
-ADD_AFTER_SCALE = 0  # pse_type: scale · q·kᵀ + pse
-ADD_BEFORE_SCALE = 1  # pse_type, the default: scale · (q·kᵀ + pse)
+ADD_BEFORE_SCALE = 1  # pse_type, the default: scale · (q·kᵀ + pse); 0 is scale · q·kᵀ + pse
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from megatron_npu.sim.kernels.limits import (
     rotary,
     softmax,
     status,
-    transpose,
 )
 
 # in the order of the generated page
@@ -37,7 +36,6 @@ FAMILIES = (
     rotary,
     optimizer,
     status,
-    transpose,
     casting,
     linear,
     cross_entropy,
