@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from megatron_npu import plugin, settings, upstream
+from megatron_npu import files, plugin, settings, upstream
 from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.ledger import Ledger
@@ -70,10 +70,13 @@ def pin(argv: list[str]) -> int:
     shipped = _shipped(records, found)
     pinned, missing = SourceTree(found.root).pin(shipped, found.name, found.version)
     _keep_absent(pinned, {patch.module for patch in records if patch not in shipped}, directory)
+    path = directory / pinned.name
     try:
-        print(f"{pinned.write(directory)}: {len(pinned.targets)} targets pinned")
+        directory.mkdir(parents=True, exist_ok=True)
+        files.write(path, pinned.json())
     except OSError as error:
         raise UsageError(f"{directory} ({error})", "a folder that can be written", "See --output.") from error
+    print(f"{path}: {len(pinned.targets)} targets pinned")
     for target in missing:
         print(f"{target}: not there, not pinned", file=sys.stderr)
     return int(bool(missing))
@@ -159,9 +162,8 @@ def _load_pins(found: Upstream) -> Pins:
 
 
 def _keep_absent(pinned: PinFile, modules: set[str], directory: Path) -> None:
-    path = directory / f"{pinned.upstream}-{pinned.version}.json"
     try:
-        former = PinFile.read(path)
+        former = PinFile.read(directory / pinned.name)
     except PinError:  # there is none, or nothing in it can be kept
         return
     for target, old in former.targets.items():

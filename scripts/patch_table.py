@@ -11,7 +11,8 @@ import importlib
 import sys
 from pathlib import Path
 
-from megatron_npu import files
+from marked import finish, inserted
+
 from megatron_npu.patching.ledger import until
 from megatron_npu.patching.registry import ALL_DEVICES, Patch, registry
 
@@ -58,35 +59,12 @@ def listed_table() -> str:
     return "\n".join(lines)
 
 
-def updated(page: str, upstream: str) -> str:
-    """Return the text of a page with its tables in their places.
-
-    Raises:
-        ValueError: the page lacks one of the comment lines.
-    """
-    page = _filled(page, BEGIN, END, table(upstream))
-    return _filled(page, LISTED_BEGIN, LISTED_END, listed_table()) if LISTED_BEGIN in page else page
-
-
-def _filled(page: str, first: str, last: str, content: str) -> str:
-    before, begin, rest = page.partition(first)
-    _, end, after = rest.partition(last)
-    if not begin or not end:
-        raise ValueError(f"the page needs the lines {first} and {last}")
-    return f"{before}{first}\n\n{content}\n\n{last}{after}"
-
-
 def main(argv: list[str]) -> int:
     """Write the page, or check it."""
-    check = "--check" in argv
     upstream, page = [word for word in argv if word != "--check"]
     path = Path(page)
-    old = path.read_text(encoding="utf-8")
-    new = updated(old, upstream)
-    if check:
-        return int(new != old)
-    files.write(path, new)
-    return 0
+    text = inserted(path.read_text(encoding="utf-8"), BEGIN, table(upstream), END)
+    return finish({path: text}, check="--check" in argv)
 
 
 if __name__ == "__main__":

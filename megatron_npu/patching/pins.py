@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_npu import files
 from megatron_npu.patching.registry import REPLACEMENTS, Patch
 
 FORMAT = 1
@@ -268,8 +267,13 @@ class PinFile:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PinError(f"{path} is not a readable pin file: {error}") from error
 
-    def write(self, directory: Path) -> Path:
-        """Write ``<upstream>-<version>.json`` into ``directory``, at once or not at all; return its path."""
+    @property
+    def name(self) -> str:
+        """The name of its file: ``<upstream>-<version>.json``."""
+        return f"{self.upstream}-{self.version}.json"
+
+    def json(self) -> str:
+        """Return the content of its file; equal pins give equal text."""
         data = {
             "format": FORMAT,
             "upstream": self.upstream,
@@ -277,10 +281,7 @@ class PinFile:
             "modules": dict(sorted(self.modules.items())),
             "targets": {target: asdict(pin) for target, pin in sorted(self.targets.items())},
         }
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"{self.upstream}-{self.version}.json"
-        files.write(path, json.dumps(data, indent=2) + "\n")
-        return path
+        return json.dumps(data, indent=2) + "\n"
 
 
 @dataclass

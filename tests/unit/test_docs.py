@@ -85,7 +85,9 @@ def test_the_page_lists_every_patch(name, page):
     assert done.returncode == 0, f"run it without --check: {done.stderr}"
 
 
-@pytest.mark.parametrize("script", ["pretrain_flags.py", "benchmark_tables.py", "simulator_kernels.py"])
+@pytest.mark.parametrize(
+    "script", ["pretrain_flags.py", "benchmark_tables.py", "rooms.py", "simulator_kernels.py"]
+)
 def test_the_generated_page_is_up_to_date(script):
     command = [sys.executable, str(ROOT / "scripts" / script), "--check"]
     done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, timeout=300)

@@ -9,99 +9,11 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "megatron_npu"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "megatron_npu"
+sys.path.insert(0, str(ROOT / "scripts"))
 
-# what stands above the adaptors: the wiring, the commands and the tools
-WIRING = ["megatron_npu.plugin", "megatron_npu.runner", "megatron_npu.patch_commands", "megatron_npu.cli"]
-TOOLS = [
-    "megatron_npu.training",
-    "megatron_npu.preprocessing",
-    "megatron_npu.evaluation",
-    "megatron_npu.conversion",
-    "megatron_npu.doctor",
-    "megatron_npu.sim",
-]
-ABOVE_ADAPTORS = [*WIRING, *TOOLS]
-ROOMS_OF_TORCH = ["megatron_npu.devices", "megatron_npu.ops", "megatron_npu.adaptors"]
-ENTRANCES = ["megatron_npu.cli", "megatron_npu.runner", "megatron_npu.doctor", "megatron_npu.sim"]
-
-# room -> what its files may import, by first two dotted parts or by top-level name
-FORBIDDEN = {
-    "patching": [
-        "megatron",
-        "torch",
-        "torch_npu",
-        "megatron_npu.adaptors",
-        "megatron_npu.ops",
-        "megatron_npu.devices",
-        "megatron_npu.settings",
-        *ABOVE_ADAPTORS,
-    ],
-    "devices": [
-        "megatron",
-        "megatron_npu.ops",
-        "megatron_npu.adaptors",
-        "megatron_npu.patching",
-        *ABOVE_ADAPTORS,
-    ],
-    "ops": ["megatron", "megatron_npu.adaptors", "megatron_npu.patching", *ABOVE_ADAPTORS],
-    "standins": ["megatron", "megatron_npu.adaptors", "megatron_npu.patching", *ABOVE_ADAPTORS],
-    "adaptors": ["torch_npu", *ABOVE_ADAPTORS],
-    "training": [
-        "torch_npu",
-        "megatron_npu.adaptors",
-        "megatron_npu.patching",
-        "megatron_npu.evaluation",
-        "megatron_npu.conversion",
-        *ENTRANCES,
-    ],
-    "tokenization": ["torch", "megatron", "megatron_npu.adaptors", "megatron_npu.ops", *ABOVE_ADAPTORS],
-    "preprocessing": [
-        "megatron",
-        "torch",
-        "megatron_npu.plugin",
-        "megatron_npu.training",
-        "megatron_npu.evaluation",
-        "megatron_npu.conversion",
-        *ENTRANCES,
-    ],
-    "evaluation": [
-        "torch_npu",
-        "megatron_npu.adaptors",
-        "megatron_npu.patching",
-        "megatron_npu.conversion",
-        *ENTRANCES,
-    ],
-    "conversion": ["torch_npu", "megatron_npu.adaptors", "megatron_npu.patching", *ENTRANCES],
-    "doctor": [
-        "megatron",
-        "megatron_npu.adaptors",
-        "megatron_npu.cli",
-        "megatron_npu.training",
-        "megatron_npu.evaluation",
-        "megatron_npu.conversion",
-        "megatron_npu.preprocessing",
-        "megatron_npu.sim",
-    ],
-    # it imitates the device under the plug-in, so it must not lean on what it serves to test
-    "sim": [
-        "megatron",
-        "megatron_npu.patching",
-        "megatron_npu.devices",
-        "megatron_npu.ops",
-        "megatron_npu.standins",
-        "megatron_npu.adaptors",
-        *WIRING,
-        *(tool for tool in TOOLS if tool != "megatron_npu.sim"),
-    ],
-    "files.py": ["torch", "megatron", "megatron_npu"],
-    "settings.py": ["torch", "megatron", *ROOMS_OF_TORCH, *ABOVE_ADAPTORS],
-    "attention_flags.py": ["torch", "megatron", *ROOMS_OF_TORCH, *ABOVE_ADAPTORS],
-    "upstream.py": ["torch", "megatron", "megatron_npu.adaptors", *ABOVE_ADAPTORS],
-    "plugin.py": ["torch", "megatron", "megatron_npu.runner", "megatron_npu.patch_commands", *TOOLS],
-    "runner.py": ["torch", "megatron", "megatron_npu.adaptors", *TOOLS],
-    "patch_commands.py": ["torch", "megatron", "megatron_npu.cli", *TOOLS],
-}
+from rooms import HEAVY, ROOMS, Room  # noqa: E402
 
 
 def imports(file: Path) -> set[str]:
@@ -115,27 +27,54 @@ def imports(file: Path) -> set[str]:
     return names
 
 
-def test_every_folder_has_its_rule():
-    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()} <= FORBIDDEN.keys()
+def files_of(room: Room) -> list[Path]:
+    """Return the sources of a room."""
+    place = PACKAGE / room.name
+    return [place] if place.is_file() else sorted(place.rglob("*.py"))
 
 
-@pytest.mark.parametrize("room", FORBIDDEN)
+def test_every_folder_and_file_is_a_room():
+    there = {path.name + "/" for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    there |= {path.name for path in PACKAGE.glob("*.py")}
+    assert there == {room.name for room in ROOMS}
+
+
+def test_the_table_itself_points_downward():
+    below: set[str] = set()
+    for room in ROOMS:
+        assert set(room.may.split()) <= below, room.name
+        assert set(room.heavy) <= set(HEAVY), room.name
+        below.add(room.module)
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
 def test_imports_point_downward(room):
-    place = PACKAGE / room
-    files = [place] if place.is_file() else sorted(place.rglob("*.py"))
+    rooms = {other.module for other in ROOMS}
+    allowed = {room.module, *room.may.split()}
+    files = files_of(room)
     assert files
     for file in files:
         for name in imports(file):
-            for forbidden in FORBIDDEN[room]:
-                assert not f"{name}.".startswith(f"{forbidden}."), f"{file} imports {name}"
+            top, _, rest = name.partition(".")
+            assert top not in HEAVY or top in room.heavy, f"{file} imports {name}"
+            used = rest.partition(".")[0]
+            if top == "megatron_npu" and used in rooms:
+                assert used in allowed, f"{file} imports {name}: is scripts/rooms.py to allow it?"
 
 
-def test_patching_imports_nothing_of_the_rest_but_files():
-    allowed = ("megatron_npu.patching.", "megatron_npu.files.")
-    for file in (PACKAGE / "patching").rglob("*.py"):
+@pytest.mark.parametrize("room", ["patching", "errors", "files", "spawned_processes"])
+def test_the_lowest_rooms_import_nothing_of_the_project(room):
+    (lowest,) = [other for other in ROOMS if other.module == room]
+    for file in files_of(lowest):
         for name in imports(file):
-            if name.partition(".")[0] == "megatron_npu":
-                assert f"{name}.".startswith(allowed), f"{file} imports {name}"
+            assert not name.startswith("megatron_npu") or name.startswith(f"megatron_npu.{room}"), file
+
+
+def test_packaging_is_all_that_patching_needs():
+    (patching,) = [room for room in ROOMS if room.module == "patching"]
+    used = {name.partition(".")[0] for file in files_of(patching) for name in imports(file)}
+    own = {"megatron_npu", "packaging", "typing_extensions"}  # the last for type checkers only
+    assert used - own <= set(sys.stdlib_module_names)
 
 
 def test_the_plug_in_imports_neither_torch_nor_megatron():

@@ -43,6 +43,7 @@ def pins(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     """Pins of ``tree`` as it is."""
     directory = tmp_path / "pins"
     assert patch_commands.pin(["--megatron", str(tree), "--output", str(directory)]) == 0
+    assert [path.suffix for path in directory.iterdir()] == [".json"]  # and no partial file
     capsys.readouterr()
     monkeypatch.setattr(plugin, "pins_directory", lambda: directory)
     return directory
@@ -161,14 +162,14 @@ def test_the_variable_that_names_no_folder_is_told(
     assert "no folder /no/such/place (MEGATRON_LM_PATH)" in capsys.readouterr().err
 
 
-def test_a_host_that_there_is_not_is_told_those_there_are(
+def test_an_upstream_that_there_is_not_is_told_those_there_are(
     found: upstream.Upstream, capsys: pytest.CaptureFixture
 ) -> None:
     assert cli.main(["check", "--upstream", "rendezvous"]) == 2
     assert "megatron_core or megatron_lm" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--megatron", "no/such/place"], ["--upstream", "no_such_host"]])
+@pytest.mark.parametrize("arguments", [["--megatron", "no/such/place"], ["--upstream", "no_such_upstream"]])
 @pytest.mark.parametrize("command", ["check", "pin", "ledger"])
 def test_bad_usage_is_one_line(
     found: upstream.Upstream, command: str, arguments: list[str], capsys: pytest.CaptureFixture

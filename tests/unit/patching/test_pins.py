@@ -200,17 +200,18 @@ def test_round_trip(tree: Path, tmp_path: Path) -> None:
     patches = [patch_of("pkg.a:f"), patch_of("pkg:X"), patch_of("pkg.a:gone"), patch_of("pkg.b:f")]
     pinned, missing = SourceTree(tree).pin(patches, "upstream", "1.0")
     assert missing == ["pkg.a:gone", "pkg.b:f"]
-    path = pinned.write(tmp_path / "pins")
+    path = tmp_path / pinned.name
+    path.write_text(pinned.json())
     assert path.name == "upstream-1.0.json"
-    assert list(path.parent.iterdir()) == [path]
     assert PinFile.read(path) == pinned
     assert list(json.loads(path.read_text())["targets"]) == ["pkg.a:f", "pkg:X"]
     assert pinned.targets["pkg.a:f"] == Pin(print_of(PLAIN), "def f(x, y=1)", 2)
 
 
-def test_pins_of_another_host_are_not_loaded(tmp_path: Path) -> None:
+def test_pins_of_another_upstream_are_not_loaded(tmp_path: Path) -> None:
     for upstream in ("upstream", "upstream-other", "else"):
-        PinFile(upstream, "1.0").write(tmp_path)
+        pinned = PinFile(upstream, "1.0")
+        (tmp_path / pinned.name).write_text(pinned.json())
     assert [file.upstream for file in Pins.load(tmp_path, "upstream").files] == ["upstream"]
     assert Pins.load(tmp_path / "absent", "upstream").files == []
 
