@@ -20,7 +20,7 @@ from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.config import Config, read
 from megatron_npu.conversion.families import Family
 from megatron_npu.errors import UsageError
-from megatron_npu.evaluation.generate import restored
+from megatron_npu.tokenization import flags as tokenizer_flags
 from megatron_npu.training import (
     arguments,
     checkpoint,
@@ -30,6 +30,7 @@ from megatron_npu.training import (
     stock_arguments,
     validation,
 )
+from megatron_npu.training.restore import restored
 
 FLAGS = "flags.txt"
 _SIDES = ("hf", "megatron")
@@ -56,8 +57,7 @@ def parser() -> argparse.ArgumentParser:
         help="pad the vocabulary to a multiple of N (to megatron)",
     )
     add("--max-shard-gb", type=number, default=5.0, help="largest file of weights in 10^9 bytes (to hf)")
-    add("--vocab-file", help="where the tokenizer's file is now, if it has moved (from megatron)")
-    add("--merge-file", help="where the tokenizer's file is now, if it has moved (from megatron)")
+    tokenizer_flags.add_gpt2_files(add, ", if it has moved since the training (from megatron)")
     return result
 
 
@@ -157,7 +157,7 @@ def _save(args: Namespace, family: Family, found: weights.Weights) -> None:
 
 def _name_final_paths(part: Path, final: Path) -> None:
     """Let the checkpoint's description name the places that its files are going to have."""
-    found = checkpoint_files.find(part)
+    found = checkpoint_files.existing(part)
     moved = {
         name: str(final / Path(path).relative_to(part))
         for name in ("save", "vocab_file", "merge_file", "tokenizer_model")

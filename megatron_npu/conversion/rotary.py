@@ -45,6 +45,6 @@ def keys(args: Namespace) -> dict[str, object]:
 
 
 def _scaling(args: Namespace) -> dict[str, object] | None:
-    if not getattr(args, "use_rope_scaling", False):  # absent in checkpoints older than the flag
+    if not args.use_rope_scaling:
         return None
     return {"rope_type": "llama3", "factor": args.rope_scaling_factor, **_LLAMA3}

@@ -21,7 +21,7 @@ def must_be(args: Namespace, flag: str, value: object, *, name: str = "", shown:
         UsageError: it has another value.
     """
     name = name or flag[2:].replace("-", "_")
-    found = getattr(args, name, value)  # absent: the checkpoint is older than the flag
+    found = getattr(args, name)
     if found != value:
         raise UsageError(
             f"the checkpoint was trained with {flag} ({name} {found}), which cannot be converted",

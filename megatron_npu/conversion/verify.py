@@ -18,8 +18,8 @@ from megatron_npu import devices
 from megatron_npu.conversion import weights
 from megatron_npu.conversion.families import Family
 from megatron_npu.errors import UsageError
-from megatron_npu.evaluation.generate import restored
 from megatron_npu.training.model import unwrap
+from megatron_npu.training.restore import restored
 
 # Of the largest logit. fp32 has 6e-8; sums of thousands of terms through dozens of layers leave about 1e-5.
 BOUND = 1e-4

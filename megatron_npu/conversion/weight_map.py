@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_npu.training import vocab_padding
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -53,15 +55,13 @@ def stacked(megatron: str, hf: Sequence[str]) -> Rule:
 def padded(megatron: str, hf: str, rows: int, padded_rows: int) -> Rule:
     """Return the rule of a weight [padded V, h], of which Hugging Face keeps the first V rows alone.
 
-    The other rows are the mean of the real ones. The exponential of the mean of all logits is at most the
-    mean of their exponentials, so that a padding row takes at most 1/V of what the softmax sums. Zeros would
-    give the logit 0, which is the likeliest token of a model whose other logits are far below (GPT-2's are).
+    The other rows are the mean of the real ones (``training.vocab_padding`` says why).
     """
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
         (weight,) = tensors
-        mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
-        return torch.cat([weight, mean.expand(padded_rows - rows, -1)])
+        row = vocab_padding.mean_row(weight, rows).to(weight.dtype)
+        return torch.cat([weight, row.expand(padded_rows - rows, -1)])
 
     return Rule(megatron, (hf,), join, lambda tensor: [tensor[:rows]])
 

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron_npu import devices, files, plugin
+from megatron_npu import devices, files
 from megatron_npu.arg_parser import Parser, integer, number
 from megatron_npu.errors import UsageError
-from megatron_npu.training import (
-    checkpoint,
-    checkpoint_files,
-    initialize,
-    model,
-    stock_checkpoints,
-    tokenizers,
-)
-from megatron_npu.training.tokenizers import Tokenizer
+from megatron_npu.tokenization import flags
+from megatron_npu.training import initialize
+from megatron_npu.training.restore import restored
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,8 +26,7 @@ def parser() -> argparse.ArgumentParser:
     add("--top-k", type=integer, default=0, help="draw among the N likeliest tokens; 0: all")
     add("--top-p", type=number, default=0.0, help="draw among the fewest tokens that have this probability")
     add("--seed", type=integer, default=1234, help="of the random draws")
-    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json (default: as in training)")
-    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt (default: as in training)")
+    flags.add_gpt2_files(add, " (default: as in training)")
     add("--output", metavar="FILE", help="write the text there instead of printing it")
     return result
 
@@ -126,69 +117,6 @@ def _check_sampling(num_tokens: int, temperature: float, top_k: int, top_p: floa
             raise UsageError(f"{flag} {value}", expected, "Change it.")
 
 
-@contextlib.contextmanager
-def restored(
-    load: str, vocab_file: str | None = None, merge_file: str | None = None, **changes: object
-) -> Iterator[tuple[Namespace, torch.nn.Module, Tokenizer]]:
-    """Hold a trained model in evaluation mode, with its flags and tokenizer, in this one process.
-
-    Whatever the layout that it was trained in, it is put together here.
-
-    Args:
-        load: directory that a run saved into, the driver's or a stock script's.
-        vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
-        changes: flags of the run to be changed, by their names in its arguments.
-
-    Raises:
-        UsageError: no such checkpoint, or its tokenizer's files are missing.
-    """
-    plugin.install()
-    found = stock_checkpoints.find(load)
-    if found is None:
-        raise UsageError(
-            f"--load {load}: no checkpoint there",
-            f"a directory with {checkpoint_files.TRACKER}",
-            "Correct the path.",
-        )
-    args = _alone({**found.arguments, **changes})
-    for name, given in (("vocab_file", vocab_file), ("merge_file", merge_file), ("tokenizer_model", None)):
-        # a checkpoint written before --tokenizer-model was added has no such argument
-        setattr(args, name, given or checkpoint_files.near(load, getattr(args, name, None)))
-    tokenizer = tokenizers.build(args)
-    _pad(args, tokenizer)
-    with initialize.session(args):
-        config = model.transformer_config(args)
-        gpt = model.on_device(args, config, model.gpt(args, config, None, True, True))
-        checkpoint.load_weights([gpt], found.path)
-        yield args, gpt.eval(), tokenizer
-
-
-def _alone(arguments: dict[str, object]) -> Namespace:
-    """Return the flags of a run, but for one process."""
-    alone = {
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "context_parallel_size": 1,
-        "sequence_parallel": False,
-        "world_size": 1,
-        "rank": 0,
-        "local_rank": 0,
-        "recompute_granularity": None,
-        "recompute_method": None,
-        "recompute_num_layers": None,
-    }
-    return Namespace(**{**arguments, **alone})
-
-
-def _pad(args: Namespace, tokenizer: Tokenizer) -> None:
-    """Set the sizes of the vocabulary for one process."""
-    if "tokenizer_vocab_size" not in args:  # a stock script does not write it down
-        args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, tokenizer)
-    multiple = args.make_vocab_size_divisible_by
-    args.padded_vocab_size = -(-args.tokenizer_vocab_size // multiple) * multiple
-
-
 @torch.no_grad()
 def _steps(gpt: torch.nn.Module, ids: list[int], number: int) -> Iterator[torch.Tensor]:
     """Yield, up to ``number`` times, the logits [vocabulary] of what follows ``ids``, fp32 on the host.
@@ -211,9 +139,16 @@ def _steps(gpt: torch.nn.Module, ids: list[int], number: int) -> Iterator[torch.
 def choose(
     logits: torch.Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
 ) -> int:
-    """Return a token drawn from logits [vocabulary]; the likeliest for temperature 0 or top_k 1.
+    """Return a token drawn from the probabilities that logits mean; the likeliest if nothing is to be drawn.
 
     With both limits, ``top_p`` counts what ``top_k`` has left.
+
+    Args:
+        logits: [vocabulary], fp32 on the host.
+        temperature: the logits are divided by it; 0: the likeliest token.
+        top_k: draw among so many likeliest tokens; 0: all; 1: the likeliest token.
+        top_p: draw among the fewest tokens whose probabilities sum to it, from 0 to 1; 0: all.
+        generator: of the draw, on the host.
     """
     if temperature == 0 or top_k == 1:
         return int(logits.argmax())

@@ -17,8 +17,9 @@ from megatron_npu import devices
 from megatron_npu.arg_parser import Parser, positive
 from megatron_npu.attention_flags import add_attention_flags
 from megatron_npu.errors import UsageError
-from megatron_npu.evaluation.generate import restored
+from megatron_npu.tokenization import flags
 from megatron_npu.training import initialize
+from megatron_npu.training.restore import restored
 from megatron_npu.training.tokenizers import Tokenizer, continuation
 
 
@@ -37,8 +38,7 @@ def parser() -> argparse.ArgumentParser:
     add("--valid-data", required=True, metavar="FILE", help="JSON lines with a passage as text")
     add("--strict-lambada", action="store_true", help="ask for the whole last word, not for its last token")
     add("--micro-batch-size", type=positive, default=4, help="passages read at once")
-    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json (default: as in training)")
-    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt (default: as in training)")
+    flags.add_gpt2_files(add, " (default: as in training)")
     add("--fp16", action="store_true", help="compute in fp16 (default: the precision of the training)")
     add("--bf16", action="store_true", help="compute in bf16 (default: the precision of the training)")
     add("--use-flash-attn", action="store_true", help="= --attention-backend flash")

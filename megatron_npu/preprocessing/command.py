@@ -18,6 +18,7 @@ from megatron_npu.arg_parser import Parser, positive
 from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import indexed_dataset, jsonl
 from megatron_npu.preprocessing.encoder import GPT2Files, HuggingFaceFiles, Recipe, Result, encode_all
+from megatron_npu.tokenization import flags
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,15 +28,12 @@ def parser() -> argparse.ArgumentParser:
     add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines; also .gz, .xz, .bz2, .zst")
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text")
-    add(
-        "--tokenizer-type",
-        choices=["GPT2BPETokenizer", "HuggingFaceTokenizer"],
-        default="GPT2BPETokenizer",
-        help="GPT-2's, or a tokenizer.json",
+    flags.add_tokenizer(
+        add,
+        ["GPT2BPETokenizer", "HuggingFaceTokenizer"],
+        "GPT-2's, or a tokenizer.json",
+        vocab_file_aliases=["--vocab"],
     )
-    add("--vocab-file", "--vocab", metavar="FILE", help="GPT-2's vocab.json")
-    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
-    add("--tokenizer-model", metavar="DIR", help="with the tokenizer.json of a HuggingFaceTokenizer")
     add(
         "--tokenizer-hf-include-special-tokens",
         action="store_true",

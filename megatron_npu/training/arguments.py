@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_npu.arg_parser import Parser, integer, number, positive, whole
 from megatron_npu.attention_flags import add_attention_flags
+from megatron_npu.tokenization import flags
 
 Add = Callable[..., Any]
 
@@ -307,15 +308,11 @@ def _data(add: Add) -> None:
         metavar="A,B,C",
         help="parts of the documents for training, validation and test",
     )
-    add(
-        "--tokenizer-type",
-        choices=["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"],
-        default="GPT2BPETokenizer",
-        help="NullTokenizer: data that is numbers already",
+    flags.add_tokenizer(
+        add,
+        ["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"],
+        "NullTokenizer: data that is numbers already",
     )
-    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
-    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
-    add("--tokenizer-model", metavar="DIR", help="with the tokenizer.json of a HuggingFaceTokenizer")
     add(
         "--vocab-size",
         type=positive,

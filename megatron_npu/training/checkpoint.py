@@ -103,7 +103,7 @@ def load(args: Namespace, state: State) -> Position:
     """
     from megatron.core import dist_checkpointing
 
-    found = checkpoint_files.find(args.load)
+    found = checkpoint_files.existing(args.load)
     path = str(found.path)
     with checkpoint_failures.reading(path):
         metadata = dist_ckpt_versions.saved_metadata(path, found.optimizer_sharding)
@@ -203,8 +203,7 @@ def _state_dict(
 
 def _same_ranks(args: Namespace, found: checkpoint_files.Found) -> bool:
     """Return whether each rank finds its own generators: tensor and pipeline sizes are the same."""
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    same = all(found.arguments.get(size) == getattr(args, size) for size in sizes)
+    same = checkpoint_files.same_model_parallel_sizes(found, args)
     if not same and dist.get_rank() == 0:
         print(" the layout has changed: random numbers begin anew from --seed", flush=True)
     return same

@@ -1,4 +1,6 @@
-"""Checkpoints as files: names, tracker, description; neither torch nor Megatron is needed to read them.
+"""Checkpoints as files: names, tracker, description, and whether a run can go on from one.
+
+Neither torch nor Megatron is needed to read them.
 
 ``<dir>/latest_checkpointed_iteration.txt`` names the newest ``<dir>/iter_0000010/``, as in Megatron. Beside
 what ``megatron.core.dist_checkpointing`` writes, each has ``arguments.json``: the run's flags and position.
@@ -20,6 +22,31 @@ RELEASE = "release"  # Megatron's name, in tracker and directory, for weights th
 DESCRIPTION = "arguments.json"
 FILES = ("common.pt", "metadata.json", ".metadata")  # of megatron-core, beside those with the weights
 CARRIED = "hf"  # in a converted checkpoint: the tokenizer's files, and others that came with the weights
+# What decides the shapes of the weights and what is computed with them: (attribute, its flag).
+_SAME_MODEL = (
+    ("num_layers", "--num-layers"),
+    ("hidden_size", "--hidden-size"),
+    ("num_attention_heads", "--num-attention-heads"),
+    ("num_query_groups", "--num-query-groups"),
+    ("kv_channels", "--kv-channels"),
+    ("ffn_hidden_size", "--ffn-hidden-size"),
+    ("tokenizer_vocab_size", "the vocabulary's size"),
+    ("position_embedding_type", "--position-embedding-type"),
+    ("normalization", "--normalization"),
+    ("layernorm_zero_centered_gamma", "--apply-layernorm-1p"),
+    ("layernorm_epsilon", "--norm-epsilon"),
+    ("rotary_percent", "--rotary-percent"),
+    ("rotary_base", "--rotary-base"),
+    ("rotary_interleaved", "--rotary-interleaved"),
+    ("use_rope_scaling", "--use-rope-scaling"),
+    ("rope_scaling_factor", "--rope-scaling-factor"),
+    ("swiglu", "--swiglu"),
+    ("add_bias_linear", "--disable-bias-linear"),
+    ("add_qkv_bias", "--add-qkv-bias"),
+    ("qk_layernorm", "--qk-layernorm"),
+    ("untie_embeddings_and_output_weights", "--untie-embeddings-and-output-weights"),
+)
+_MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -60,6 +87,25 @@ def find(root: str | Path) -> Found | None:
     return None if place is None else _read(place)
 
 
+def existing(root: str | Path) -> Found:
+    """Return the newest checkpoint under ``root``.
+
+    Raises:
+        UsageError: there is none, or it cannot be read.
+    """
+    found = find(root)
+    if found is None:
+        raise no_checkpoint(root)
+    return found
+
+
+def no_checkpoint(root: str | Path) -> UsageError:
+    """Return the error for a directory that was to have a checkpoint."""
+    return UsageError(
+        f"--load {root}: no checkpoint there", f"a directory with {TRACKER}", "Correct the path."
+    )
+
+
 def newest(root: str | Path) -> Path | None:
     """Return the directory of the newest checkpoint under ``root``, None if there is none.
 
@@ -76,7 +122,7 @@ def newest(root: str | Path) -> Path | None:
     if not path.is_dir():
         raise UsageError(
             f"{tracker} names {path.name}, which is not there",
-            "the name of a checkpoint beside it",
+            "the name of a checkpoint in the same directory",
             "Write the iteration of one that is complete into the file.",
         )
     return path
@@ -130,3 +176,71 @@ def release(root: str | Path, path: Path) -> Path:
 def set_latest(root: str | Path, iteration: int) -> None:
     """Make the tracker name ``iteration``."""
     files.write(Path(root) / TRACKER, f"{iteration}\n")
+
+
+def require_same_model(found: Found, args: Namespace) -> None:
+    """Check that a checkpoint holds the model that the flags describe.
+
+    Args:
+        found: the checkpoint.
+        args: the flags of the run that is to load it, with what follows from them.
+
+    Raises:
+        UsageError: naming the flags that differ.
+    """
+    names = list(_SAME_MODEL)
+    if args.position_embedding_type == "learned_absolute":
+        names.append(("max_position_embeddings", "--max-position-embeddings"))
+    if args.add_bias_linear and not args.swiglu:
+        names.append(("bias_gelu_fusion", "--no-bias-gelu-fusion"))  # which computes another form of GELU
+    differing = [
+        f"{flag} {_shown(getattr(args, name))} (the checkpoint: {_shown(found.arguments.get(name))})"
+        for name, flag in names
+        if found.arguments.get(name) != getattr(args, name)
+    ]
+    if differing:
+        raise UsageError(
+            f"--load {found.path} holds another model: {', '.join(differing)}",
+            "the checkpoint's values",
+            "Give the flags that it was trained with, or load another checkpoint.",
+        )
+
+
+def _shown(value: object) -> object:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return value
+
+
+def same_model_parallel_sizes(found: Found, args: Namespace) -> bool:
+    """Return whether a run has the tensor- and pipeline-parallel sizes that a checkpoint was saved with."""
+    return all(found.arguments.get(size) == getattr(args, size) for size in _MODEL_PARALLEL_SIZES)
+
+
+def require_loadable_optimizer(found: Found, args: Namespace) -> None:
+    """Check that the optimizer of a checkpoint can go on in a run's layout.
+
+    Args:
+        found: the checkpoint, which has an optimizer.
+        args: the flags of the run that is to load it, with what follows from them.
+
+    Raises:
+        UsageError: it is of the other kind, or sharded for other sizes.
+    """
+    kinds = {True: "the distributed optimizer", False: "the plain optimizer"}
+    distributed = bool(found.arguments.get("use_distributed_optimizer"))
+    if distributed != args.use_distributed_optimizer:
+        raise UsageError(
+            f"--load {found.path} was saved with {kinds[distributed]}, this run has "
+            f"{kinds[args.use_distributed_optimizer]}",
+            "the same kind",
+            "Change --use-distributed-optimizer, or give --no-load-optim.",
+        )
+    same = same_model_parallel_sizes(found, args)
+    if distributed and not same and found.optimizer_sharding == "dp_reshardable":
+        sizes = (f"{name.replace('_', ' ')} {found.arguments.get(name)}" for name in _MODEL_PARALLEL_SIZES)
+        raise UsageError(
+            f"--load {found.path}: its distributed optimizer can change the data-parallel size only",
+            " and ".join(sizes),
+            "Give --no-load-optim, or save it with --dist-ckpt-optim-fully-reshardable.",
+        )

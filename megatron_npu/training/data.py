@@ -7,7 +7,7 @@ between tensor-parallel ranks; stages in the middle of a pipeline read nothing.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_npu import devices
 from megatron_npu.errors import UsageError
 from megatron_npu.training import tokenizers
-from megatron_npu.training.validation import blend
 
 Batch = dict[str, torch.Tensor]
 
@@ -68,6 +67,32 @@ def samples(args: Namespace) -> Samples:
             "a directory for them (default: one beside the data, with their name)",
             "Give --data-cache-path DIR.",
         ) from error
+
+
+def blend(words: Sequence[str]) -> tuple[list[float] | None, list[str]]:
+    """Read ``--data-path``: prefixes alone, or a weight before each; return weights (or None) and prefixes.
+
+    Raises:
+        UsageError: weights before some prefixes only, or one that is not above 0.
+    """
+    weights = [_number(word) for word in words[::2]]
+    if all(weight is None for weight in weights):
+        return None, list(words)
+    known = [weight for weight in weights if weight is not None]
+    if len(words) % 2 or len(known) < len(weights) or min(known) <= 0:
+        raise UsageError(
+            f"--data-path {' '.join(words)}",
+            "prefixes, or a weight above 0 before each prefix",
+            "Write for example --data-path 0.7 first 0.3 second.",
+        )
+    return known, list(words[1::2])
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _leave_out_unread_parts(args: Namespace, config: Any) -> None:

@@ -1,7 +1,7 @@
 """What a run says: lines like Megatron's, JSON lines, TensorBoard, a progress bar; all from rank 0.
 
 Between two log events a step costs two Python appends: losses stay on the device, and one reduction for the
-whole interval brings them together.
+whole interval (``loss.means``) brings them together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_npu import devices
 from megatron_npu.training import flops
@@ -39,35 +38,13 @@ class Interval:
     skipped: int = 0
 
 
-def mean_losses(losses: list[torch.Tensor]) -> list[float]:
-    """Return the loss of each iteration, averaged over the tokens of all processes, on every process.
-
-    Args:
-        losses: for each iteration [2]: sum of losses and number of tokens; what processes before the last
-            pipeline stage give does not count.
-    """
-    from megatron.core import parallel_state
-
-    total = torch.stack(losses)
-    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        dist.broadcast(
-            total,
-            parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-    sums, tokens = total.cpu().double().unbind(1)
-    return (sums / tokens).tolist()
-
-
 class Clock:
     """Seconds of training alone: stopped during evaluation and saving."""
 
     def __init__(self) -> None:
         self.total = 0.0
         self._lap = 0.0
-        self._since: float | None = None
+        self._since = time.perf_counter()
 
     def start(self) -> None:
         """Go on."""
@@ -146,26 +123,41 @@ class Log:
         iteration: int,
         samples: int,
         interval: Interval,
+        losses: list[float],
         seconds: float,
         learning_rate: float,
         scale: float,
-    ) -> list[float]:
-        """Report the iterations up to ``iteration``; all ranks must call this. Returns their losses."""
-        losses = mean_losses(interval.losses)
-        if self.speaks:
-            row = _row(self.args, samples, interval, losses, seconds, learning_rate, scale)
-            self.say(line(self.args, iteration, row))
-            self.write("train", iteration, row)
-            first = iteration - len(losses) + 1
-            for number, loss in enumerate(losses):
-                self.scalars(first + number, [("lm loss", loss)])
-            names = ("learning_rate", "grad_norm", "loss_scale", "tokens_per_second", "tflops_per_device")
-            named = ((name.replace("_", "-"), row[name]) for name in names)
-            self.scalars(iteration, [(name, value) for name, value in named if value is not None])
-        return losses
+    ) -> None:
+        """Report the iterations of an interval: a line, a JSON object and TensorBoard's curves.
+
+        Args:
+            iteration: the last of them, counted from 1 since the run first began.
+            samples: training samples that all ranks together have used since then.
+            interval: what happened in them.
+            losses: their mean training losses over all processes, in nats a token (``loss.means``).
+            seconds: that all of them took together, evaluation and saving left out.
+            learning_rate: of the last one.
+            scale: the loss scale after the last one; 1 without fp16.
+        """
+        if not self.speaks:
+            return
+        row = _row(self.args, samples, interval, losses, seconds, learning_rate, scale)
+        self.say(line(self.args, iteration, row))
+        self.write("train", iteration, row)
+        first = iteration - len(losses) + 1
+        for number, loss in enumerate(losses):
+            self.scalars(first + number, [("lm loss", loss)])
+        names = ("learning_rate", "grad_norm", "loss_scale", "tokens_per_second", "tflops_per_device")
+        named = ((name.replace("_", "-"), row[name]) for name in names)
+        self.scalars(iteration, [(name, value) for name, value in named if value is not None])
 
     def validation(self, iteration: int, loss: float) -> None:
-        """Report an evaluation."""
+        """Report an evaluation.
+
+        Args:
+            iteration: after which the model was evaluated.
+            loss: mean over the validation samples, in nats a token; its perplexity is reported, too.
+        """
         perplexity = perplexity_of(loss)
         self.say(
             f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | "

@@ -8,7 +8,6 @@ import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_npu import devices
-from megatron_npu.training import checkpoint, checkpoint_failures, data
+from megatron_npu.training import checkpoint, checkpoint_failures, data, loss
 from megatron_npu.training.checkpoint import Position, State
-from megatron_npu.training.log import Clock, Interval, Log, mean_losses
+from megatron_npu.training.log import Clock, Interval, Log
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -155,11 +154,10 @@ class Trainer:
         """Run one global batch; return this process's sum of losses and tokens, [2]."""
         model = self.state.model
         single = len(model) == 1
-        if batches is None:
-            batches = [None] * len(model)
+        iterators: list[Iterator[data.Batch] | None] = [*batches] if batches else [None] * len(model)
         outputs = self.forward_backward(
             forward_step_func=_forward_step,
-            data_iterator=batches[0] if single else batches,
+            data_iterator=iterators[0] if single else iterators,
             model=model[0] if single else model,
             num_microbatches=self.args.num_microbatches,
             seq_length=self.args.seq_length,
@@ -191,10 +189,12 @@ class Trainer:
             return
         groups = self.state.optimizer.param_groups
         seconds = self.clock.lap()
-        losses = self.log.training(
+        losses = loss.means(self.interval.losses)
+        self.log.training(
             self.position.iteration,
             self.position.train_samples,
             self.interval,
+            losses,
             seconds,
             learning_rate=groups[0]["lr"] if groups else 0.0,
             scale=self.state.optimizer.get_loss_scale().item(),
@@ -216,14 +216,14 @@ class Trainer:
         with _synchronised(args, self.state.model), torch.no_grad():
             for chunk in self.state.model:
                 chunk.eval()
-            losses = [self._forward(batches, forward_only=True) for _ in range(args.eval_iters)]
+            sums = [self._forward(batches, forward_only=True) for _ in range(args.eval_iters)]
             for chunk in self.state.model:
                 chunk.train()
-        (loss,) = mean_losses([torch.stack(losses).sum(0)])
+        (mean,) = loss.means([torch.stack(sums).sum(0)])
         samples = args.eval_iters * args.global_batch_size
         self.position = checkpoint.advance(self.position, valid=samples)
-        self.outcome.validation_loss = loss
-        self.log.validation(self.position.iteration, loss)
+        self.outcome.validation_loss = mean
+        self.log.validation(self.position.iteration, mean)
         self.clock.start()
 
     def _save(self) -> None:
@@ -281,21 +281,7 @@ def _forward_step(batches: Iterator[data.Batch] | None, model: torch.nn.Module) 
         batch.get("attention_mask"),
         labels=batch.get("labels"),
     )
-    return output, partial(_loss, batch.get("loss_mask"))
-
-
-def _loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the sum of the losses, the number of tokens, and both for the log, [2].
-
-    The number of tokens tells megatron-core how to average: over the tokens of this process's part of the
-    micro batch, or with --calculate-per-token-loss over those of the whole batch. Without it, gradients
-    would be counted once for each context-parallel rank.
-    """
-    mask = mask.view(-1).float()
-    loss = torch.dot(output.view(-1).float(), mask)
-    tokens = mask.sum()
-    # stack copies: megatron-core divides the loss in place
-    return loss, tokens.to(torch.int), torch.stack([loss.detach(), tokens])
+    return output, lambda losses: loss.masked_sum(batch["loss_mask"], losses)
 
 
 @contextlib.contextmanager

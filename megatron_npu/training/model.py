@@ -8,6 +8,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_npu import devices
 from megatron_npu.errors import UsageError
@@ -85,9 +86,8 @@ def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bo
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
-        # a checkpoint written before these flags were added has no such arguments
-        rope_scaling=getattr(args, "use_rope_scaling", False),
-        rope_scaling_factor=getattr(args, "rope_scaling_factor", 8.0),
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
         **_stage(stage),
     )
 
@@ -220,22 +220,23 @@ class Parameters:
     without_embeddings: int
 
 
-def count(args: Namespace) -> Parameters:
-    """Return the numbers of weights, counted from the shapes (padding of the vocabulary included)."""
-    hidden, ffn = args.hidden_size, args.ffn_hidden_size
-    queries = args.kv_channels * args.num_attention_heads
-    keys_values = 2 * args.kv_channels * args.num_query_groups
-    norm = hidden * (2 if args.normalization == "LayerNorm" else 1)
-    gate = 2 if args.swiglu else 1
-    layer = hidden * (queries + keys_values) + queries * hidden + (gate + 1) * hidden * ffn + 2 * norm
-    if args.add_bias_linear:
-        layer += hidden + gate * ffn + hidden
-    if args.add_bias_linear or args.add_qkv_bias:
-        layer += queries + keys_values
-    if args.qk_layernorm:
-        layer += 2 * args.kv_channels * (2 if args.normalization == "LayerNorm" else 1)
-    body = args.num_layers * layer + norm
-    embeddings = args.padded_vocab_size * hidden * (2 if args.untie_embeddings_and_output_weights else 1)
-    if args.position_embedding_type == "learned_absolute":
-        embeddings += args.max_position_embeddings * hidden
-    return Parameters(body + embeddings, body)
+def count(model: list[DistributedDataParallel]) -> Parameters:
+    """Return the numbers of weights of the whole model (padding of the vocabulary included).
+
+    A collective: all ranks must call it. Each counts its share as megatron-core's norm of the gradients does:
+    without the last stage's copy of a tied embedding, and what all tensor-parallel ranks have on the first.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+
+    own = torch.zeros(2, dtype=torch.int64)
+    for chunk in map(unwrap, model):
+        for name, parameter in chunk.named_parameters():
+            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
+                in_body = name.startswith("decoder.")
+                own += torch.tensor([parameter.numel(), parameter.numel() * in_body])
+    counts = own.to(devices.current().torch_device())
+    dist.all_reduce(counts, group=parallel_state.get_model_parallel_group())
+    total, body = counts.tolist()
+    return Parameters(total, body)

@@ -136,23 +136,26 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
         optimizer = model.optimizer(args, chunks)
         state = checkpoint.State(chunks, optimizer, model.schedule(args, optimizer))
         model.connect(args, config, chunks, optimizer)
+        size = model.count(chunks)
         samples = data.samples(args) if args.has_data else data.Samples(None, None, None)
         position = checkpoint.load(args, state) if args.load_from else checkpoint.Position()
         journal = log.Log(args, position.iteration)
         try:
-            _introduce(args, journal, position)
+            _introduce(args, size, journal, position)
             outcome = loop.Trainer(args, config, state, samples, position, journal, on_gradients).run()
-            return _report(args, outcome, journal)
+            return _report(args, size, outcome, journal)
         finally:
             journal.close()
 
 
-def _introduce(args: Namespace, journal: log.Log, position: checkpoint.Position) -> None:
-    size = model.count(args)
+def _introduce(
+    args: Namespace, size: model.Parameters, journal: log.Log, position: checkpoint.Position
+) -> None:
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = ", ".join(f"{name.replace('_', ' ')} {getattr(args, name)}" for name in names)
     journal.say(
         f" {size.total} parameters, {size.without_embeddings} without embeddings; "
-        f"{validation.describe(names, args)}, data parallel size {args.data_parallel_size}; "
+        f"{sizes}, data parallel size {args.data_parallel_size}; "
         f"{args.num_microbatches} micro batches of {args.micro_batch_size} x {args.seq_length} tokens; "
         f"vocabulary {args.tokenizer_vocab_size}, padded to {args.padded_vocab_size}"
     )
@@ -162,7 +165,7 @@ def _introduce(args: Namespace, journal: log.Log, position: checkpoint.Position)
         journal.say(f" no checkpoint in {args.load} yet: starting from scratch")
 
 
-def _report(args: Namespace, outcome: loop.Outcome, journal: log.Log) -> Summary:
+def _report(args: Namespace, size: model.Parameters, outcome: loop.Outcome, journal: log.Log) -> Summary:
     """Draw the plot, write the summary, return it."""
     picture, past = None, history.History()
     if journal.path is not None:
@@ -170,7 +173,7 @@ def _report(args: Namespace, outcome: loop.Outcome, journal: log.Log) -> Summary
     if args.plot and past.losses:
         picture = Path(args.save or args.tensorboard_dir) / "training.png"
         history.draw(past, picture)
-    summary = _summary(args, outcome, past, picture, journal.path)
+    summary = _summary(args, size, outcome, past, picture, journal.path)
     if args.save and args.rank == 0:
         path = Path(args.save) / "summary.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,12 +183,13 @@ def _report(args: Namespace, outcome: loop.Outcome, journal: log.Log) -> Summary
 
 def _summary(
     args: Namespace,
+    size: model.Parameters,
     outcome: loop.Outcome,
     past: history.History,
     picture: Path | None,
     metrics: Path | None,
 ) -> Summary:
-    device, size = devices.current(), model.count(args)
+    device = devices.current()
     losses, throughputs = list(past.losses.values()), list(past.throughput.values())
     tokens, step = args.global_batch_size * args.seq_length, outcome.seconds_per_step()
     throughput = tokens / step if step else throughputs[-1] if throughputs else None

@@ -89,12 +89,12 @@ def build(args: Namespace) -> Tokenizer:
     """
     if args.tokenizer_type == "NullTokenizer":
         if args.vocab_size is None:
-            raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size beside it", "Add it.")
+            raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size together with it", "Add it.")
         return NullTokenizer(args.vocab_size)
     if args.tokenizer_type == "HuggingFaceTokenizer":
         if args.tokenizer_model is None:
             raise UsageError(
-                "--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model beside it", "Add it."
+                "--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model together with it", "Add it."
             )
         return HuggingFaceTokenizer(args.tokenizer_model)
     for flag, value in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):

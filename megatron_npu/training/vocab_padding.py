@@ -1,4 +1,10 @@
-"""Rows that pad the vocabulary, where a checkpoint has fewer of them than this layout needs."""
+"""Rows that pad the vocabulary, where weights have fewer of them than this layout needs.
+
+megatron-core fills them with zeros. Their logit is 0 then, which is the likeliest token of a model whose
+other logits are far below, as those of OpenAI's GPT-2 are. Here they are the mean of the real rows: the
+exponential of the mean of all logits is at most the mean of their exponentials, so that a padding row takes
+at most 1/V of what the softmax sums.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +16,23 @@ import torch.distributed as dist
 from megatron_npu.training.model import unwrap
 
 
+def mean_row(rows: torch.Tensor, vocabulary: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the row that pads a vocabulary, [h] fp32.
+
+    Args:
+        rows: [rows, h], the rows of this process that stand for tokens; perhaps none.
+        vocabulary: such rows of all processes together.
+        group: the processes that share them, all of which must call this; None: this one has all.
+    """
+    total = rows.float().sum(0)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total / vocabulary
+
+
 @torch.no_grad()
 def fill(model: Sequence[torch.nn.Module], saved: int, vocabulary: int) -> None:
-    """Make the rows that a checkpoint did not have the mean of the real ones. All ranks must call this.
-
-    megatron-core fills them with zeros. Their logit is 0 then, which is the likeliest token of a model whose
-    logits are far below, as OpenAI's GPT-2's are. A mean row has at most 1/V of what the softmax sums.
+    """Fill the rows that a checkpoint did not have. All ranks must call this.
 
     Args:
         model: this process's chunks.
@@ -34,7 +51,5 @@ def _fill_shard(weight: torch.Tensor, saved: int, vocabulary: int) -> None:
     from megatron.core import parallel_state
 
     first = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
-    real = weight[: max(vocabulary - first, 0)].float()
-    mean = real.sum(0)
-    dist.all_reduce(mean, group=parallel_state.get_tensor_model_parallel_group())
-    weight[max(saved - first, 0) :] = mean / vocabulary
+    group = parallel_state.get_tensor_model_parallel_group()
+    weight[max(saved - first, 0) :] = mean_row(weight[: max(vocabulary - first, 0)], vocabulary, group)

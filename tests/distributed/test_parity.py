@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ LIMITS = {"fp32": (1e-4, 1e-3), "bf16": (1e-2, 6e-2)}
 
 
 def train(folder: Path, start: Path | None, flags: list[str], processes: int) -> dict:
-    """Train from the checkpoint ``start``; return losses, gradient norms and first-layer norms."""
+    """Train from the checkpoint ``start``; return losses, gradient norms, first-layer norms, sizes."""
     folder.mkdir()
     norms, log = folder / "norms.json", folder / "metrics.jsonl"
     launcher = tiny.torchrun(processes)
@@ -55,6 +56,7 @@ def train(folder: Path, start: Path | None, flags: list[str], processes: int) ->
         "losses": [row["loss"] for row in rows],
         "gradients": [row["grad_norm"] for row in rows],
         "first_layer": json.loads(norms.read_text()),
+        "parameters": re.findall(r"(\d+) parameters, (\d+) without embeddings", result.stdout),
     }
 
 
@@ -92,6 +94,8 @@ def check(single, tmp_path, layout: str, processes: int) -> None:
             [found["first_layer"][name] for name in names], [expected["first_layer"][name] for name in names]
         )
     print(dtype, layout, measured)
+    assert len(found["parameters"]) == 1
+    assert found["parameters"] == expected["parameters"]
     assert measured["loss"] < of_loss
     assert measured["gradient norm"] < of_gradient
     assert measured.get("first layer", 0.0) < of_gradient

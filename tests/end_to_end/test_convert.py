@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from megatron_npu import cli
 from megatron_npu.conversion import verify
 from megatron_npu.conversion.weight_map import Heads
-from megatron_npu.evaluation.generate import generate, restored
+from megatron_npu.evaluation.generate import generate
+from megatron_npu.training.restore import restored
 from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")

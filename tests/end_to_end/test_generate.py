@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_npu import cli
-from megatron_npu.evaluation.generate import _steps, generate, restored
+from megatron_npu.evaluation.generate import _steps, generate
+from megatron_npu.training.restore import restored
 
 pytest.importorskip("megatron.core")
 

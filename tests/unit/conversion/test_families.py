@@ -15,6 +15,7 @@ LLAMA = {
     "swiglu": True,
     "rotary_percent": 1.0,
     "rotary_base": 10000,
+    "use_rope_scaling": False,
     "add_bias_linear": False,
     "add_qkv_bias": False,
     "qk_layernorm": False,

@@ -1,13 +1,15 @@
-"""Which sample goes to which rank, and when."""
+"""Which sample goes to which rank, and when; what --data-path means."""
 
 from __future__ import annotations
 
 from itertools import islice
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu.training.data import PositionedBatches
+from megatron_npu.errors import UsageError
+from megatron_npu.training.data import PositionedBatches, blend
 
 sizes = st.integers(1, 4)
 
@@ -35,3 +37,21 @@ def test_a_resumed_rank_goes_on_where_it_stopped(micro, ranks, before, after):
 
 def test_after_the_last_sample_comes_the_first():
     assert taken(3, total=3, consumed=2, micro_batch=2, rank=0, size=1) == [[2, 0], [1, 2], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["a"], (None, ["a"])),
+        (["a", "b"], (None, ["a", "b"])),
+        (["0.7", "a", "3", "b"], ([0.7, 3.0], ["a", "b"])),
+    ],
+)
+def test_blend(words, expected):
+    assert blend(words) == expected
+
+
+@pytest.mark.parametrize("words", [["1", "a", "b"], ["1", "a", "b", "c"], ["0", "a"], ["-1", "a"]])
+def test_a_broken_blend_is_refused(words):
+    with pytest.raises(UsageError, match="--data-path"):
+        blend(words)

@@ -1,4 +1,4 @@
-"""Console line, JSON lines and their way back, FLOP and parameter formulas."""
+"""Console line, JSON lines and their way back, the formula of FLOPs."""
 
 from __future__ import annotations
 

@@ -106,24 +106,6 @@ def test_training_needs_data_and_a_learning_rate(flags):
         validation.check(arguments.parse(argv[:at] + argv[at + 2 :]))
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["a"], (None, ["a"])),
-        (["a", "b"], (None, ["a", "b"])),
-        (["0.7", "a", "3", "b"], ([0.7, 3.0], ["a", "b"])),
-    ],
-)
-def test_blend(words, expected):
-    assert validation.blend(words) == expected
-
-
-@pytest.mark.parametrize("words", [["1", "a", "b"], ["1", "a", "b", "c"], ["0", "a"], ["-1", "a"]])
-def test_a_broken_blend_is_refused(words):
-    with pytest.raises(UsageError, match="--data-path"):
-        validation.blend(words)
-
-
 def test_a_tokenizer_is_found_in_a_converted_checkpoint_that_has_been_moved(check, tmp_path):
     """Its flags.txt names where the folder was written."""
     words = pytest.importorskip("tokenizers.models").WordLevel({str(word): word for word in range(256)}, "0")

@@ -1,0 +1,36 @@
+"""The flags that name a tokenizer and its files: Megatron's, the same in every command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Add = Callable[..., Any]
+
+
+def add_tokenizer(
+    add: Add, kinds: Sequence[str], meaning: str, *, vocab_file_aliases: Sequence[str] = ()
+) -> None:
+    """Add ``--tokenizer-type`` and the files of all tokenizers.
+
+    Args:
+        add: ``add_argument`` of a parser or of a group.
+        kinds: the tokenizers that the command knows, by Megatron's names; the first is the default.
+        meaning: help text of ``--tokenizer-type``.
+        vocab_file_aliases: other spellings of ``--vocab-file``.
+    """
+    add("--tokenizer-type", choices=kinds, default=kinds[0], help=meaning)
+    add_gpt2_files(add, vocab_file_aliases=vocab_file_aliases)
+    add("--tokenizer-model", metavar="DIR", help="with the tokenizer.json of a HuggingFaceTokenizer")
+
+
+def add_gpt2_files(add: Add, note: str = "", *, vocab_file_aliases: Sequence[str] = ()) -> None:
+    """Add ``--vocab-file`` and ``--merge-file``.
+
+    Args:
+        add: ``add_argument`` of a parser or of a group.
+        note: what the help texts end with.
+        vocab_file_aliases: other spellings of ``--vocab-file``.
+    """
+    add("--vocab-file", *vocab_file_aliases, metavar="FILE", help=f"GPT-2's vocab.json{note}")
+    add("--merge-file", metavar="FILE", help=f"GPT-2's merges.txt{note}")

@@ -1,0 +1,40 @@
+"""Checks of the machine: its Megatron, and devices for all processes."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+
+from megatron_npu import devices, upstream
+from megatron_npu.errors import UsageError
+from megatron_npu.training import derive
+
+
+def check(args: Namespace) -> None:
+    """Check that there is megatron-core, and a device for each process.
+
+    Raises:
+        UsageError: there is not.
+    """
+    args.megatron_version = _megatron_core()
+    derive.process(args)
+    device, local = devices.current(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if local > device.count():
+        raise UsageError(
+            f"{local} processes on a machine with {device.count()} {device.name} device(s)",
+            "at most one process a device",
+            "Give torchrun a smaller --nproc-per-node.",
+        )
+
+
+def _megatron_core() -> str:
+    """Return the version of the megatron-core that is on the path."""
+    found = upstream.find()
+    found.require_supported()
+    if found.name != "megatron_core":
+        raise UsageError(
+            f"the Megatron in {found.root} is {found.name} {found.version}",
+            "megatron-core",
+            "Use its own script with `megatron-npu run`, or pip install megatron-core==0.16.1.",
+        )
+    return found.version

@@ -1,0 +1,79 @@
+"""Checks of the model's flags: sizes, positions, precision, attention, recomputation."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_npu.errors import UsageError
+from megatron_npu.training import derive
+from megatron_npu.training.checks import divides
+
+
+def check(args: Namespace) -> None:
+    """Check the sizes of the model, its positions and its precision.
+
+    Raises:
+        UsageError: they do not fit together.
+    """
+    if args.kv_channels is None:
+        divides(args.num_attention_heads, "--num-attention-heads", args.hidden_size, "--hidden-size")
+    if args.group_query_attention:
+        divides(args.num_query_groups, "--num-query-groups", args.num_attention_heads, "attention heads")
+    derive.model(args)
+    if args.seq_length > args.max_position_embeddings:
+        raise UsageError(
+            f"--seq-length {args.seq_length}",
+            f"at most --max-position-embeddings {args.max_position_embeddings}",
+            "Shorten the sequence or raise the number of positions.",
+        )
+    if args.bf16 and args.fp16:
+        raise UsageError("--bf16 and --fp16", "one of them or none", "Drop one.")
+    if args.position_embedding_type == "rope":
+        _rotary(args)
+
+
+def _rotary(args: Namespace) -> None:
+    rotated = -(-int(args.kv_channels * args.rotary_percent) // 2) * 2  # megatron-core rounds up to pairs
+    if not 2 <= rotated <= args.kv_channels:
+        raise UsageError(
+            f"--rotary-percent {args.rotary_percent} of --kv-channels {args.kv_channels}",
+            "at least one pair of channels, and no more than there are",
+            "Change one of the two.",
+        )
+
+
+def attention(args: Namespace) -> None:
+    """Check that the attention flags meet an attention that heeds them.
+
+    Raises:
+        UsageError: Megatron's own attention, which knows no window and no layout.
+    """
+    windowed = args.pre_tokens is not None or args.next_tokens is not None
+    if args.attention_backend in ("unfused", "local") and (windowed or args.shape_order != "SBH"):
+        raise UsageError(
+            f"--pre-tockens, --next-tockens or --shape-order with --attention-backend "
+            f"{args.attention_backend}",
+            "a fused backend, for which these flags are meant",
+            "Leave --attention-backend out.",
+        )
+
+
+def recompute(args: Namespace) -> None:
+    """Check the flags of recomputation.
+
+    Raises:
+        UsageError: one lacks those that it needs.
+    """
+    derive.recompute(args)
+    if args.recompute_granularity == "full" and None in (args.recompute_method, args.recompute_num_layers):
+        raise UsageError(
+            "--recompute-granularity full",
+            "--recompute-method and --recompute-num-layers together with it",
+            "Add them.",
+        )
+    if args.recompute_granularity != "full" and args.recompute_method is not None:
+        raise UsageError(
+            "--recompute-method",
+            "--recompute-granularity full together with it",
+            "Add it, or drop the method.",
+        )

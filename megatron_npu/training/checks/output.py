@@ -1,0 +1,107 @@
+"""Checks of what a run writes and goes on from: logs, checkpoints, and places for them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_npu.errors import UsageError
+from megatron_npu.training import checkpoint_files, derive
+from megatron_npu.training.checkpoint_files import Found
+
+
+def logging(args: Namespace) -> None:
+    """Check that what writes TensorBoard's files and the plot is installed.
+
+    Raises:
+        UsageError: it is not, or the plot has no place.
+    """
+    if args.tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError(
+            "--tensorboard-dir, but tensorboard is not installed", "tensorboard", "pip install tensorboard"
+        )
+    if args.plot and not derive.has_matplotlib():
+        raise UsageError("--plot, but matplotlib is not installed", "matplotlib", "pip install matplotlib")
+    if args.plot and not (args.save or args.tensorboard_dir):
+        raise UsageError("--plot", "--save or --tensorboard-dir, into which it goes", "Add one.")
+    derive.plot(args)
+
+
+def checkpoints(args: Namespace) -> None:
+    """Find the checkpoint that the run goes on from; check that it fits, and that no other is written over.
+
+    Raises:
+        UsageError: there is none, it holds another model, or ``--save`` holds those of another run.
+    """
+    if args.save_interval and not args.save:
+        raise UsageError("--save-interval", "--save DIR together with it", "Add --save.")
+    found = _find_checkpoint(args)
+    args.load_from = None if found is None else str(found.path)
+    if found is not None:
+        checkpoint_files.require_same_model(found, args)
+        args.load_optim = not (args.finetune or args.no_load_optim) and found.has_optimizer
+        args.load_rng = not (args.finetune or args.no_load_rng) and found.has_rng
+        if args.load_optim:
+            checkpoint_files.require_loadable_optimizer(found, args)
+    _spare(args, found)
+
+
+def _find_checkpoint(args: Namespace) -> Found | None:
+    if not args.load:
+        return None
+    found = checkpoint_files.find(args.load)
+    if found is None and not _same_directory(args.load, args.save):
+        raise UsageError(
+            f"--load {args.load}: no checkpoint there",
+            f"a directory with {checkpoint_files.TRACKER}",
+            "Correct the path, or leave --load out to begin anew.",
+        )
+    return found
+
+
+def _same_directory(one: str | None, other: str | None) -> bool:
+    return bool(one and other) and Path(one or "").resolve() == Path(other or "").resolve()
+
+
+def _spare(args: Namespace, found: Found | None) -> None:
+    """Check that saving will not write over the checkpoints of another run."""
+    if not args.save:
+        return
+    if Path(args.save).exists() and not Path(args.save).is_dir():
+        raise UsageError(f"--save {args.save} is a file", "a directory", "Give another path.")
+    goes_on = found is not None and _same_directory(args.save, args.load) and not args.finetune
+    if not goes_on and (Path(args.save) / checkpoint_files.TRACKER).exists():
+        raise UsageError(
+            f"--save {args.save} holds checkpoints already",
+            "an empty directory, or one that this run goes on from",
+            f"Add --load {args.save} to go on, or give another directory.",
+        )
+
+
+def places(args: Namespace) -> None:
+    """Check that what is written later can be: after hours of training is no time to find out.
+
+    Raises:
+        UsageError: a directory is a file, or cannot be written to.
+    """
+    if args.rank:  # on other machines there may be no such places, and only the first process writes to all
+        return
+    log = args.json_log and os.path.dirname(os.path.abspath(args.json_log))
+    for flag, place in (
+        ("--save", args.save),
+        ("--tensorboard-dir", args.tensorboard_dir),
+        ("--data-cache-path", args.data_cache_path),
+        ("--json-log", log),
+    ):
+        if place:
+            _require_writable(flag, Path(place).absolute())
+
+
+def _require_writable(flag: str, place: Path) -> None:
+    there = next(path for path in (place, *place.parents) if path.exists())
+    if not there.is_dir():
+        raise UsageError(f"{flag}: {there} is a file", "a directory", "Give another path.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{flag}: {there} cannot be written", "a directory of yours", "Give another path.")

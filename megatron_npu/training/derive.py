@@ -1,0 +1,113 @@
+"""Values that follow from the flags, as in Megatron. Each function fills them in; none refuses anything.
+
+The checks of each group (``checks``) call them when the values that they need are known to fit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from argparse import Namespace
+
+from megatron_npu import devices
+
+
+def process(args: Namespace) -> None:
+    """Fill in this process's place among the others, and the defaults that depend on the device."""
+    args.rank = int(os.environ.get("RANK", "0"))
+    args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    device = devices.current()
+    if args.use_cpu_initialization is None:
+        args.use_cpu_initialization = device.is_host
+    if args.num_workers is None:
+        args.num_workers = 0 if device.is_host else 2
+
+
+def model(args: Namespace) -> None:
+    """Fill in sizes of a layer, and flags that are short for others."""
+    if args.kv_channels is None:
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    if args.ffn_hidden_size is None:
+        # 8/3 keeps the number of parameters of a gated layer (arXiv:2002.05202); whole 64s as Megatron
+        args.ffn_hidden_size = (
+            int(4 * args.hidden_size * 2 / 3) // 64 * 64 if args.swiglu else 4 * args.hidden_size
+        ) or 64
+    if not args.group_query_attention:
+        args.num_query_groups = args.num_attention_heads
+    args.bias_gelu_fusion = args.bias_gelu_fusion and args.add_bias_linear  # as Megatron
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    if args.use_flash_attn:
+        args.attention_backend = "flash"
+
+
+def recompute(args: Namespace) -> None:
+    """Fill in what ``--recompute-activations`` is short for."""
+    if args.recompute_activations:
+        args.recompute_granularity = "selective"
+
+
+def layout(args: Namespace) -> None:
+    """Fill in the data-parallel size, and whether there is a sequence to be shared."""
+    args.data_parallel_size = args.world_size // model_parallel_size(args)
+    args.sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1  # as Megatron
+
+
+def model_parallel_size(args: Namespace) -> int:
+    """Return the number of processes that share one model and one batch."""
+    return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+
+
+def interleaving(args: Namespace) -> None:
+    """Fill in the number of chunks of each pipeline stage; None without interleaving."""
+    layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    if layers is not None:
+        chunks = args.num_layers // args.pipeline_model_parallel_size // layers
+    args.virtual_pipeline_model_parallel_size = chunks if chunks is not None and chunks > 1 else None
+
+
+def global_batch_size(args: Namespace) -> None:
+    """Fill in the global batch size: one micro batch on each data-parallel rank."""
+    if args.global_batch_size is None:
+        args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+
+
+def micro_batches(args: Namespace) -> None:
+    """Fill in the micro batches that each data-parallel rank takes in one iteration."""
+    args.num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+
+
+def optimizer(args: Namespace) -> None:
+    """Fill in the type of gradients, and a learning rate where none is needed."""
+    args.accumulate_allreduce_grads_in_fp32 |= args.bf16
+    if args.lr is None and not args.train_iters:
+        args.lr = args.min_lr
+
+
+def schedule(args: Namespace) -> None:
+    """Fill in the iterations of the learning rate's decay."""
+    args.lr_decay_iters = args.lr_decay_iters or max(args.train_iters, 1)
+
+
+def weight_decay(args: Namespace) -> None:
+    """Fill in the two ends of a weight decay that does not change."""
+    if args.weight_decay_incr_style == "constant":
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+
+
+def plot(args: Namespace) -> None:
+    """Fill in whether there is a plot: where there is a place for it, and what draws it."""
+    if args.plot is None:
+        args.plot = has_matplotlib() and bool(args.save or args.tensorboard_dir)
+
+
+def has_matplotlib() -> bool:
+    """Return whether matplotlib, which draws the plot, is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def padded_vocab_size(args: Namespace) -> None:
+    """Fill in the rows of the embedding: the vocabulary, padded so that tensor-parallel ranks share it."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-args.tokenizer_vocab_size // multiple) * multiple

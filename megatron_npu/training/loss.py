@@ -1,0 +1,48 @@
+"""The loss: of one micro batch on one process, and its mean over all processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def masked_sum(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the sum of the losses, the number of tokens (int32), and both for the log, [2] fp32.
+
+    The number of tokens tells megatron-core how to average: over the tokens of this process's part of the
+    micro batch, or with --calculate-per-token-loss over those of the whole batch. Without it, gradients
+    would be counted once for each context-parallel rank.
+
+    Args:
+        mask: [b, s], 1 for each token that counts and 0 for the others.
+        output: [b, s], the loss of each token in nats.
+    """
+    mask = mask.view(-1).float()
+    loss = torch.dot(output.view(-1).float(), mask)
+    tokens = mask.sum()
+    # stack copies: megatron-core divides the loss in place
+    return loss, tokens.to(torch.int), torch.stack([loss.detach(), tokens])
+
+
+def means(sums: list[torch.Tensor]) -> list[float]:
+    """Return the mean loss of each iteration over the tokens of all processes, in nats a token.
+
+    A collective: all ranks must call it, and all get the same.
+
+    Args:
+        sums: for each iteration [2], this process's sum of losses and number of tokens; what processes
+            before the last pipeline stage give does not count.
+    """
+    from megatron.core import parallel_state
+
+    total = torch.stack(sums)
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        dist.broadcast(
+            total,
+            parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+    losses, tokens = total.cpu().double().unbind(1)
+    return (losses / tokens).tolist()
