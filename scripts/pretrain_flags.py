@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_npu import files
 from megatron_npu.arg_parser import default_of, metavar_of
 from megatron_npu.training.arguments import parser
 
@@ -95,9 +96,7 @@ def main(argv: list[str]) -> int:
     new = page()
     if "--check" in argv:
         return int(not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != new)
-    unfinished = PAGE.with_suffix(".part")
-    unfinished.write_text(new, encoding="utf-8")
-    unfinished.replace(PAGE)
+    files.write(PAGE, new)
     return 0
 
 
