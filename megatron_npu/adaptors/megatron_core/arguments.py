@@ -1,177 +1,185 @@
-"""``megatron.training.arguments``: the flags of the fused attention; what the device or the machine lacks."""
+"""``megatron.training.arguments``: the flags of the fused attention, and checks before upstream's own.
+
+Each check is a function of the parsed arguments, listed in ``CHECKS`` with its reason. To add one, write the
+function and its line there.
+"""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_npu import attention_flags, devices
 from megatron_npu.adaptors.megatron_core import unsupported_options
-from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, transformer_engine_present, wrap
+from megatron_npu.adaptors.megatron_core.decorators import (
+    NOT_FIXED,
+    WITHOUT_CUDA,
+    around,
+    transformer_engine_present,
+)
 from megatron_npu.errors import UsageError
-from megatron_npu.ops import dispatch
+from megatron_npu.patching.registry import ALL_DEVICES
 
 # The flags of FSDP: torch's, and Megatron's by its name before 0.14 and since.
 _SHARDED = ("use_torch_fsdp2", "use_custom_fsdp", "use_megatron_fsdp")
 
 
-@wrap(
+class Check(NamedTuple):
+    """What is done to the arguments before upstream validates them.
+
+    Attributes:
+        run: changes the arguments, or raises UsageError.
+        why: the reason, for the ledger.
+        devices: the devices it is for.
+        condition: asked each time; a returned text is the reason not to run it.
+        until: when it may be removed, for one that cures a bug of upstream.
+    """
+
+    run: Callable[[argparse.Namespace], None]
+    why: str
+    devices: tuple[str, ...] = ALL_DEVICES
+    condition: Callable[[], str | None] | None = None
+    until: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of its function."""
+        return self.run.__name__
+
+
+def name_the_rerun_mode(args: argparse.Namespace) -> None:
+    """Call --rerun-mode report_stats as the state machine does."""
+    if args.rerun_mode == "report_stats":
+        args.rerun_mode = "report_determinism_stats"
+
+
+def refuse_offload_in_fp32(args: argparse.Namespace) -> None:
+    """Say before anything is built that only copies in fp32 of 16-bit parameters can be offloaded."""
+    if args.optimizer_cpu_offload and not (args.bf16 or args.fp16):
+        raise UsageError(
+            "--optimizer-cpu-offload with fp32 parameters",
+            "--bf16 or --fp16 together with it",
+            "Add one, or leave out --optimizer-cpu-offload: Megatron cannot offload fp32 parameters.",
+        )
+
+
+def refuse_tools_of_cuda(args: argparse.Namespace) -> None:
+    """Say before anything is built which tools cannot be had."""
+    device = devices.current().name
+    if args.profile and not args.use_pytorch_profiler:
+        raise UsageError(
+            f"--profile alone on the {device} device",
+            "--profile --use-pytorch-profiler",
+            "Without the second flag Megatron profiles for Nsight Systems, which sees GPUs only.",
+        )
+    if args.record_memory_history and device == "cpu":
+        raise UsageError(
+            "--record-memory-history on the cpu device",
+            "a device whose allocator keeps a history",
+            "Leave out the flag: torch takes host memory from the C library, which keeps none.",
+        )
+
+
+def do_without_cuda(args: argparse.Namespace) -> None:
+    """Refuse what needs NCCL or SHARP; switch CUDA graphs off, and say so."""
+    unsupported_options.refuse(args, unsupported_options.NEED_CUDA, "CUDA")
+    unsupported_options.do_without_cuda_graphs(args)
+
+
+def set_variables_of_cuda(args: argparse.Namespace) -> None:
+    """Set the variables where they are asked for and not set; launch scripts often set the first to 1."""
+    if any(getattr(args, option, False) for option in _SHARDED):
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    else:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if args.deterministic_mode:
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+
+
+def publish_attention_flags(args: argparse.Namespace) -> None:
+    """Put the flags of the fused attention in force."""
+    attention_flags.CURRENT = attention_flags.AttentionFlags.from_args(args)
+
+
+CHECKS = (  # they run in this order
+    Check(
+        name_the_rerun_mode,
+        why="--rerun-mode report_stats is a ValueError when the run starts: the state machine calls that "
+        "mode report_determinism_stats, which the parser refuses (0.12 to 0.16)",
+        until=NOT_FIXED,
+    ),
+    Check(
+        refuse_offload_in_fp32,
+        why="--optimizer-cpu-offload with fp32 parameters is a ValueError of torch when the optimizer is "
+        "built: the offloading one is handed views of them, which are no leaves (0.12 to 0.16, every device)",
+        until=NOT_FIXED,
+    ),
+    Check(
+        refuse_tools_of_cuda,
+        devices=WITHOUT_CUDA,
+        why="--profile without --use-pytorch-profiler is for Nsight Systems, and --record-memory-history "
+        "needs an allocator that keeps one: both end in an AttributeError, the first in the middle of the "
+        "run",
+    ),
+    Check(
+        do_without_cuda,
+        devices=WITHOUT_CUDA,
+        why="upstream checks the options of CUDA graphs against others, which mean nothing without the "
+        "graphs; buffers registered with NCCL, and SHARP, end in errors of torch in the middle of the start",
+    ),
+    Check(
+        set_variables_of_cuda,
+        devices=WITHOUT_CUDA,
+        why="upstream asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism, for "
+        "anything else with FSDP, and for an NCCL_ALGO with --deterministic-mode; without CUDA they mean "
+        "nothing",
+    ),
+    Check(publish_attention_flags, why="the flags of the fused attention take effect"),
+    Check(
+        unsupported_options.take_local_implementation,
+        condition=transformer_engine_present,
+        why="--transformer-impl transformer_engine, the default, ends in a NameError without "
+        "TransformerEngine; so does, in other errors, the default of a fused RoPE",
+    ),
+)
+
+
+def _reasons() -> str:
+    """Return the reasons of the checks as one text, each after the name of its check."""
+    return "; ".join(f"{check.name}{_for(check.devices)}: {check.why}" for check in CHECKS)
+
+
+def _until() -> str:
+    return "; ".join(f"{check.name}: {check.until}" for check in CHECKS if check.until)
+
+
+def _for(names: tuple[str, ...]) -> str:
+    return "" if names == ALL_DEVICES else f" ({'/'.join(names)})"
+
+
+@around(
     "megatron.training.arguments:add_megatron_arguments",
     why="--pre-tockens, --next-tockens and --shape-order of the fused attention",
 )
-def add_attention_flags(original: Callable[..., Any]) -> Callable[..., Any]:
+def add_attention_flags(
+    original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
     """Add the flags to the parser."""
-
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = original(parser)
-        attention_flags.add_attention_flags(parser)
-        return parser
-
-    return add_megatron_arguments
+    parser = original(parser)
+    attention_flags.add_attention_flags(parser)
+    return parser
 
 
-@wrap(
-    "megatron.training.arguments:validate_args",
-    why="the flags of the fused attention take effect; --transformer-impl transformer_engine, the default, "
-    "ends in a NameError without TransformerEngine; so does, in other errors, the default of a fused RoPE",
-)
-def take_flags(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Publish our flags, and take the local implementation, with our operations, where there is no other."""
-
-    @functools.wraps(original)
-    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
-        attention_flags.CURRENT = attention_flags.AttentionFlags.from_args(args)
-        if transformer_engine_present() is None:
-            _do_without_transformer_engine(args)
-        return original(args, *rest, **kwargs)
-
-    return validate_args
-
-
-@wrap(
-    "megatron.training.arguments:validate_args",
-    devices=WITHOUT_CUDA,
-    why="it asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism, and for anything else "
-    "with FSDP, and with --deterministic-mode for an NCCL_ALGO; without CUDA they mean nothing",
-)
-def with_variables_of_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Set the variables where they are asked for and not set; launch scripts often set the first to 1."""
-
-    @functools.wraps(original)
-    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
-        if any(getattr(args, option, False) for option in _SHARDED):
-            if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-                del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
-        else:
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        if args.deterministic_mode:
-            os.environ.setdefault("NCCL_ALGO", "Ring")
-        return original(args, *rest, **kwargs)
-
-    return validate_args
-
-
-@wrap(
-    "megatron.training.arguments:validate_args",
-    devices=WITHOUT_CUDA,
-    why="it checks the options of CUDA graphs against others, which mean nothing without the graphs; "
-    "buffers registered with NCCL, and SHARP, end in errors of torch in the middle of the start",
-)
-def without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Switch the graphs off, and say so, before it does; refuse the others."""
-
-    @functools.wraps(original)
-    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
-        unsupported_options.refuse(args, unsupported_options.NEED_CUDA, "CUDA")
-        reason = f"there are no CUDA graphs on the {devices.current().name} device"
-        unsupported_options.switch_off(args, unsupported_options.CUDA_GRAPHS, reason)
-        return original(args, *rest, **kwargs)
-
-    return validate_args
-
-
-@wrap(
-    "megatron.training.arguments:validate_args",
-    devices=WITHOUT_CUDA,
-    why="--profile without --use-pytorch-profiler is for Nsight Systems, and --record-memory-history needs "
-    "an allocator that keeps one: both end in an AttributeError, the first in the middle of the run",
-)
-def refuse_tools_of_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Say before anything is built what cannot be had."""
-
-    @functools.wraps(original)
-    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
-        device = devices.current().name
-        if args.profile and not args.use_pytorch_profiler:
-            raise UsageError(
-                f"--profile alone on the {device} device",
-                "--profile --use-pytorch-profiler",
-                "Without the second flag Megatron profiles for Nsight Systems, which sees GPUs only.",
-            )
-        if args.record_memory_history and device == "cpu":
-            raise UsageError(
-                "--record-memory-history on the cpu device",
-                "a device whose allocator keeps a history",
-                "Leave the flag away: torch takes host memory from the C library, which keeps none.",
-            )
-        return original(args, *rest, **kwargs)
-
-    return validate_args
-
-
-@wrap(
-    "megatron.training.arguments:validate_args",
-    why="--optimizer-cpu-offload with fp32 parameters is a ValueError of torch when the optimizer is built: "
-    "the offloading one is handed views of them, which are no leaves (0.12 to 0.16, every device)",
-)
-def refuse_offload_in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Say before anything is built that only copies in fp32 of 16-bit parameters can be offloaded."""
-
-    @functools.wraps(original)
-    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
-        if args.optimizer_cpu_offload and not (args.bf16 or args.fp16):
-            raise UsageError(
-                "--optimizer-cpu-offload with fp32 parameters",
-                "--bf16 or --fp16 beside it",
-                "Add one, or leave --optimizer-cpu-offload away: Megatron cannot offload fp32 parameters.",
-            )
-        return original(args, *rest, **kwargs)
-
-    return validate_args
-
-
-@wrap(
-    "megatron.training.arguments:validate_args",
-    why="--rerun-mode report_stats is a ValueError when the run starts: the state machine calls that mode "
-    "report_determinism_stats, which the parser refuses (0.12 to 0.16)",
-)
-def name_the_rerun_mode(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Call it as the state machine does."""
-
-    @functools.wraps(original)
-    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> argparse.Namespace:
-        if args.rerun_mode == "report_stats":
-            args.rerun_mode = "report_determinism_stats"
-        return original(args, *rest, **kwargs)
-
-    return validate_args
-
-
-def _do_without_transformer_engine(args: argparse.Namespace) -> None:
-    unsupported_options.refuse(args, unsupported_options.NEED_TRANSFORMER_ENGINE)
-    reason = "TransformerEngine is not installed"
-    unsupported_options.switch_off(args, unsupported_options.DO_WITHOUT_TRANSFORMER_ENGINE, reason)
-    if args.transformer_impl != "local":  # transformer_engine, the default, or since 0.16 inference_optimized
-        dispatch.report_fallback(
-            "transformer_engine",
-            "not installed: --transformer-impl local runs",
-            remedy="Give --transformer-impl local",
-        )
-        args.transformer_impl = "local"
-    # On by default, and refused then without TransformerEngine; the path without it is as fused here.
-    if args.rotary_interleaved or args.multi_latent_attention:
-        args.apply_rope_fusion = False
+@around("megatron.training.arguments:validate_args", why=_reasons(), until=_until())
+def validate_args(
+    original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **kwargs: Any
+) -> argparse.Namespace:
+    """Run the checks of this device first."""
+    device = devices.current().name
+    for check in CHECKS:
+        if device in check.devices and not (check.condition and check.condition()):
+            check.run(args)
+    return original(args, *rest, **kwargs)

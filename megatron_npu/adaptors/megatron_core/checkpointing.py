@@ -1,4 +1,7 @@
-"""Checkpoints: ``core.dist_checkpointing`` and ``megatron.training.checkpointing``."""
+"""Checkpoints: old versions on newer torch, the persistent worker, another expert parallelism.
+
+Connects ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, wrap
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, wrap
 from megatron_npu.errors import UsageError
 
 
 @wrap(
     "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item",
     versions="<0.13",
+    upstream_bug=True,
+    until="0.13, which passes it",
     why="torch 2.7 gave its private function a sixth argument, the format, which 0.12 does not pass",
 )
 def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,6 +37,8 @@ def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @wrap(
     "megatron.core.dist_checkpointing.strategies.torch:FileSystemWriter",
+    upstream_bug=True,
+    until=NOT_FIXED,
     why="remove_sharded_tensors moves the file at a path of torch's writer that newer torch does not have",
 )
 def writer_with_metadata_path(original: Any) -> type:
@@ -41,25 +48,20 @@ def writer_with_metadata_path(original: Any) -> type:
     return type(original.__name__, (original,), {"metadata_path": property(original._get_metadata_path)})
 
 
-@wrap(
+@around(
     "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.schedule_async_call",
     devices=WITHOUT_CUDA,
     why="it hands the training's own tensors to another process, which copies them to the host: on a cpu "
     "that copies nothing, and the checkpoint gets the weights of later iterations; on an npu it needs the "
     "sharing of device memory between processes",
 )
-def copy_before_handing_over(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, async_req: Any) -> None:
     """Bring the tensors to the host in this process, into memory that training does not write to."""
-
-    @functools.wraps(original)
-    def schedule_async_call(self: Any, async_req: Any) -> None:
-        if async_req.preload_fn is not None:
-            rank, _, *rest = async_req.async_fn_args
-            copies = tree_map_only(torch.Tensor, _own, async_req.preload_fn())
-            async_req = async_req._replace(async_fn_args=[rank, copies, *rest], preload_fn=None)
-        original(self, async_req)
-
-    return schedule_async_call
+    if async_req.preload_fn is not None:
+        rank, _, *rest = async_req.async_fn_args
+        copies = tree_map_only(torch.Tensor, _own, async_req.preload_fn())
+        async_req = async_req._replace(async_fn_args=[rank, copies, *rest], preload_fn=None)
+    original(self, async_req)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,25 +72,30 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 logger = logging.getLogger(__name__)
 
 
-@wrap(
+@around(
     "megatron.training.checkpointing:_load_base_checkpoint",
     versions=">=0.16",
+    upstream_bug=True,
+    until=NOT_FIXED,
     why="with another expert parallelism upstream looks for random states and optimizers that the "
-    "checkpoint has not: 'Missing key rng_state/shard_…', 'Expected 2 entries in state dict, but got 3'",
+    "checkpoint does not have: 'Missing key rng_state/shard_…', "
+    "'Expected 2 entries in state dict, but got 3'",
 )
-def with_other_experts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave random states of other ranks where they are, as upstream does for TP and PP; refuse the rest."""
-
-    @functools.wraps(original)
-    def load(load_dir: str, args: argparse.Namespace, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
-        result = original(load_dir, args, rank0, *rest, **kwargs)
-        saved = result[0].get("args") if rank0 and isinstance(result[0], dict) else None
-        if saved is not None and not args.finetune:
-            _refuse_other_optimizers(saved, args)
-            _leave_other_random_states(saved, args)
-        return result
-
-    return load
+def with_other_experts(
+    original: Callable[..., Any],
+    load_dir: str,
+    args: argparse.Namespace,
+    rank0: bool = False,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    """Do not load random states of other ranks, as upstream does not for TP and PP; refuse the rest."""
+    result = original(load_dir, args, rank0, *rest, **kwargs)
+    saved = result[0].get("args") if rank0 and isinstance(result[0], dict) else None
+    if saved is not None and not args.finetune:
+        _refuse_other_optimizers(saved, args)
+        _skip_other_random_states(saved, args)
+    return result
 
 
 def _refuse_other_optimizers(saved: argparse.Namespace, args: argparse.Namespace) -> None:
@@ -102,13 +109,13 @@ def _refuse_other_optimizers(saved: argparse.Namespace, args: argparse.Namespace
         )
 
 
-def _leave_other_random_states(saved: argparse.Namespace, args: argparse.Namespace) -> None:
-    if not args.no_load_rng and _states(saved) != _states(args):
-        logger.warning("the checkpoint is of another expert parallelism: its random states are left")
+def _skip_other_random_states(saved: argparse.Namespace, args: argparse.Namespace) -> None:
+    if not args.no_load_rng and _count_random_states(saved) != _count_random_states(args):
+        logger.warning("the checkpoint is of another expert parallelism: its random states are not loaded")
         args.no_load_rng = True
 
 
-def _states(args: argparse.Namespace) -> int:
+def _count_random_states(args: argparse.Namespace) -> int:
     """Return how many random states upstream saves for a model-parallel rank."""
     if getattr(args, "expert_model_parallel_size", 1) == 1:
         return 1

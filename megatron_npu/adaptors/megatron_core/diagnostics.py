@@ -1,38 +1,35 @@
-"""Diagnostics: the straggler detector (``core.utils``) and statistics of reruns."""
+"""Diagnostics of a run: ``--log-straggler`` and ``--rerun-mode report_stats``.
+
+Connects ``megatron.core.utils:StragglerDetector`` and ``megatron.core.rerun_state_machine``.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from megatron_npu import devices
-from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, wrap
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, wrap
 
 
-@wrap(
+@around(
     "megatron.core.utils:StragglerDetector.configure",
     devices=WITHOUT_CUDA,
     why="--log-straggler measures nothing where CUDA is not available, and says nothing; over HCCL it then "
     "broadcasts a tensor of the host",
 )
-def measure_without_cuda(original: Callable[..., None]) -> Callable[..., None]:
+def measure_without_cuda(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Configure it as on CUDA: events, clocks and instruments of this device answer."""
-
-    @functools.wraps(original)
-    def configure(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _said_to_be_available():
-            original(self, *args, **kwargs)
-        self.dev = devices.current().torch_device()
-
-    return configure
+    with _claiming_cuda():
+        original(self, *args, **kwargs)
+    self.dev = devices.current().torch_device()
 
 
 @contextlib.contextmanager
-def _said_to_be_available() -> Iterator[None]:
+def _claiming_cuda() -> Iterator[None]:
     """Let ``torch.cuda.is_available`` answer yes inside the block."""
     answer = torch.cuda.is_available
     torch.cuda.is_available = lambda: True
@@ -45,10 +42,12 @@ def _said_to_be_available() -> Iterator[None]:
 @wrap(
     "megatron.core.rerun_state_machine:Caller",
     versions=">=0.14",
+    upstream_bug=True,
+    until=NOT_FIXED,
     why="its report of statistics asks for the file and line that 0.14 took out of this class, "
     "and ends there",
 )
-def with_a_place(original: Any) -> type[tuple]:
+def with_place(original: Any) -> type[tuple]:
     """Let the message stand for the place: it tells the calls of ``validate_result`` apart since 0.14."""
 
     class Caller(original):

@@ -1,4 +1,4 @@
-"""``megatron.legacy.model``: the GPT model that ``tasks/main.py`` builds."""
+"""The GPT model that ``tasks/main.py`` builds: connects ``megatron.legacy.model`` (before 0.13)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from megatron_npu.adaptors.megatron_core.decorators import wrap
     versions="<0.13",
     why="tasks/main.py (LAMBADA, WIKITEXT103) builds it whatever the flags, so that no checkpoint of "
     "pretrain_gpt.py fits, whose models are megatron-core's",
+    upstream_bug=True,
     until="0.13, which has no such tasks",
 )
-def as_the_flags_say(original: type) -> type:
+def model_of_the_flags(original: type) -> type:
     """Let it build the model of ``pretrain_gpt.py``, unless ``--use-legacy-models`` is given."""
 
     class GPTModel(original):

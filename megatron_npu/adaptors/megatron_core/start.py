@@ -1,8 +1,11 @@
-"""The start of a training run: initialisation, process groups, dataset helpers, signals."""
+"""The start of a training run: initialisation, process groups, dataset helpers, signals.
+
+Connects ``megatron.training.initialize``, ``megatron.training.dist_signal_handler``,
+``megatron.legacy.fused_kernels``, ``megatron.core.parallel_state`` and ``megatron.core.datasets.utils``.
+"""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,29 +13,22 @@ from typing import Any
 import torch
 
 from megatron_npu import devices
-from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, replace, wrap
+from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, around, replace
 from megatron_npu.adaptors.shared import rendezvous
 
 
-@wrap(
+@around(
     "megatron.training.initialize:initialize_megatron",
     devices=WITHOUT_CUDA,
     why="its assertion that CUDA is available has an argument to turn it off; without a launcher nobody "
     "sets MASTER_ADDR",
 )
-def allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call it with ``allow_no_cuda=True``, and with an address to meet at."""
-
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-        rendezvous.provide_address()
-        given = signature.bind(*args, **kwargs)
-        given.arguments["allow_no_cuda"] = True
-        return original(*given.args, **given.kwargs)
-
-    return initialize_megatron
+    rendezvous.provide_address()
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.arguments["allow_no_cuda"] = True
+    return original(*given.args, **given.kwargs)
 
 
 @replace(

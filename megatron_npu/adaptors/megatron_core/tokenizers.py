@@ -1,20 +1,38 @@
-"""Tokenizers of GPT-2 and BERT: ``core.datasets.megatron_tokenizer`` and ``core.tokenizers``."""
+"""What generation asks of GPT-2's and BERT's tokenizers, and what their files are read from.
+
+Connects ``datasets.megatron_tokenizer`` and ``tokenizers.text.libraries.megatron_hf_tokenizer`` of
+``megatron.core``.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu.adaptors.megatron_core.decorators import replace, wrap
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, replace
 from megatron_npu.errors import UsageError
 
-_WHY = (
+_TOKENIZER = "megatron.core.datasets.megatron_tokenizer"
+_NO_METHOD = (
     "GPT-2's and BERT's tokenizers have no such method, and the text-generation server calls it for every "
     "answer: HTTP 500"
 )
 
 
+@replace(
+    f"{_TOKENIZER}:MegatronTokenizer.offsets",
+    versions="<0.15",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why=_NO_METHOD,
+)
+@replace(
+    f"{_TOKENIZER}:MegatronLegacyTokenizer.offsets",
+    versions=">=0.15",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why=_NO_METHOD,
+)
 def offsets(self: Any, ids: list[int], text: str) -> list[int]:
     """Return the position in ``text``, which ``ids`` were detokenized to, at which each of them begins.
 
@@ -38,17 +56,11 @@ def _common_length(start: str, text: str, known: int) -> int:
     return known
 
 
-replace("megatron.core.datasets.megatron_tokenizer:MegatronTokenizer.offsets", versions="<0.15", why=_WHY)(
-    offsets
-)
-replace(
-    "megatron.core.datasets.megatron_tokenizer:MegatronLegacyTokenizer.offsets", versions=">=0.15", why=_WHY
-)(offsets)
-
-
 @replace(
-    "megatron.core.datasets.megatron_tokenizer:MegatronLegacyTokenizer.bos",
+    f"{_TOKENIZER}:MegatronLegacyTokenizer.bos",
     versions=">=0.15",
+    upstream_bug=True,
+    until=NOT_FIXED,
     why="GPT-2's tokenizer has none, and the inference engines compare it with each prompt's first token: "
     "NotImplementedError where they look for None",
 )
@@ -56,25 +68,22 @@ def bos(self: Any) -> None:
     """Return None: no token begins a text. For tokenizers that have no property of their own."""
 
 
-@wrap(
+@around(
     "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer:MegatronHFTokenizer.__init__",
     versions=">=0.15",
     why="it asks the hub of Hugging Face for them, whatever files are given; a machine without a network "
     "gets two tracebacks that do not tell what to do",
 )
-def name_the_flag(original: Callable[..., None]) -> Callable[..., None]:
+def name_the_flag(
+    original: Callable[..., None], self: Any, tokenizer_path: str, *args: Any, **kwargs: Any
+) -> None:
     """Say which flag reads the files, where the hub cannot be reached."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, tokenizer_path: str, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        try:
-            original(self, tokenizer_path, *args, **kwargs)
-        except (OSError, ValueError, ModuleNotFoundError) as error:
-            reason = str(error).splitlines()[0]
-            raise UsageError(
-                f"--tokenizer-type {tokenizer_path}: {reason}",
-                "Hugging Face's files of it on this machine, or a network to fetch them",
-                "Add --legacy-tokenizer: then --vocab-file and --merge-file are read.",
-            ) from error
-
-    return __init__
+    try:
+        original(self, tokenizer_path, *args, **kwargs)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"--tokenizer-type {tokenizer_path}: {reason}",
+            "Hugging Face's files of it on this machine, or a network to fetch them",
+            "Add --legacy-tokenizer: then --vocab-file and --merge-file are read.",
+        ) from error

@@ -3,22 +3,26 @@
 They are fields of ``TransformerConfig`` and, mostly under the same names, of the scripts' arguments. What
 would change the numbers, or is asked for to hide communication, is refused in one line. What changes the
 speed of launches alone is switched off, and that is reported.
+
+Connects ``transformer.transformer_config`` and ``models.mamba.mamba_model`` of ``megatron.core``;
+``arguments`` does the same for the scripts' arguments.
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.decorators import (
     WITHOUT_CUDA,
+    around,
     installed,
     transformer_engine_present,
-    wrap,
 )
+from megatron_npu.adaptors.megatron_core.te_fallback import redirect
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 
@@ -99,62 +103,89 @@ def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
     for option in harmless:
         for field in option.fields:
             if option.asks(getattr(options, field, None)):
-                remedy = f"Leave {option.flag} away"
+                remedy = f"Leave out {option.flag}"
                 dispatch.report_fallback(option.flag.removeprefix("--"), reason, "is left out", remedy)
                 setattr(options, field, option.off)
 
 
-@wrap(
+def do_without_transformer_engine(options: Any) -> None:
+    """Refuse what changes the run without TransformerEngine; switch off what does not.
+
+    Args:
+        options: a ``TransformerConfig``, or the scripts' arguments.
+
+    Raises:
+        UsageError: an option is refused.
+        FallbackForbiddenError: in strict mode, one would be switched off.
+    """
+    refuse(options, NEED_TRANSFORMER_ENGINE)
+    switch_off(options, DO_WITHOUT_TRANSFORMER_ENGINE, "TransformerEngine is not installed")
+
+
+def do_without_cuda_graphs(options: Any) -> None:
+    """Switch CUDA graphs off: every kernel is launched by itself.
+
+    Args:
+        options: a ``TransformerConfig``, or the scripts' arguments.
+
+    Raises:
+        FallbackForbiddenError: in strict mode.
+    """
+    switch_off(options, CUDA_GRAPHS, f"there are no CUDA graphs on the {devices.current().name} device")
+
+
+def take_local_implementation(args: argparse.Namespace) -> None:
+    """Take the local layers, with our operations, and refuse or switch off what they do not have.
+
+    Args:
+        args: the scripts' arguments.
+
+    Raises:
+        UsageError: an option is refused.
+        FallbackForbiddenError: in strict mode, the local layers were not asked for.
+    """
+    do_without_transformer_engine(args)
+    if args.transformer_impl != "local":  # transformer_engine, the default, or since 0.16 inference_optimized
+        redirect.report(f"--transformer-impl {args.transformer_impl}")
+        args.transformer_impl = "local"
+    # On by default, and refused then without TransformerEngine; the path without it is as fused here.
+    if args.rotary_interleaved or args.multi_latent_attention:
+        args.apply_rope_fusion = False
+
+
+@around(
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     condition=transformer_engine_present,
     why="without TransformerEngine fp8 is silently another precision; overlapped communication, its "
     "cross-entropy and the fusions of experts end in an assertion, a NameError or an ImportError",
 )
-def without_transformer_engine(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Refuse what changes the run; leave out, and say so, what changes only how layers are launched."""
-
-    @functools.wraps(original)
-    def check(self: Any) -> None:
-        refuse(self, NEED_TRANSFORMER_ENGINE)
-        reason = "TransformerEngine is not installed"
-        switch_off(self, DO_WITHOUT_TRANSFORMER_ENGINE, reason)
-        original(self)
-
-    return check
+def configure_without_transformer_engine(original: Callable[[Any], None], self: Any) -> None:
+    """Check the options first."""
+    do_without_transformer_engine(self)
+    original(self)
 
 
-@wrap(
+@around(
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     devices=WITHOUT_CUDA,
     why="CUDA graphs are captured from CUDA streams: the first step ends in an assertion",
 )
-def without_cuda_graphs(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Launch every kernel by itself, and say so."""
-
-    @functools.wraps(original)
-    def check(self: Any) -> None:
-        reason = f"there are no CUDA graphs on the {devices.current().name} device"
-        switch_off(self, CUDA_GRAPHS, reason)
-        original(self)
-
-    return check
+def configure_without_cuda_graphs(original: Callable[[Any], None], self: Any) -> None:
+    """Switch the graphs off first."""
+    do_without_cuda_graphs(self)
+    original(self)
 
 
-@wrap(
+@around(
     "megatron.core.models.mamba.mamba_model:MambaModel.__init__",
     condition=partial(installed, "mamba_ssm"),
     why="its layers are mamba_ssm's kernels, which are CUDA's: without the package an AttributeError of None "
     "or an ImportError in the middle of the model, by version",
 )
-def refuse_without_mamba_ssm(original: Callable[..., None]) -> Callable[..., None]:
+def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """Refuse before anything is built."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        raise UsageError(
-            "a Mamba model without the packages mamba-ssm and causal-conv1d, which are for CUDA",
-            "a model whose layers there are kernels for",
-            "Train a transformer (pretrain_gpt.py), or use CUDA and install them.",
-        )
-
-    return __init__
+    raise UsageError(
+        "a Mamba model without the packages mamba-ssm and causal-conv1d, which are for CUDA",
+        "a model whose layers have kernels here",
+        "Train a transformer (pretrain_gpt.py), or use CUDA and install them.",
+    )

@@ -14,7 +14,7 @@ def load(saved: Namespace, **now: object) -> Namespace:
     """Load a checkpoint with these arguments of the run; return what became of them."""
     values = {"finetune": False, "no_load_optim": False, "no_load_rng": False, **now}
     args = Namespace(**{**vars(run(1, 1)), **values})
-    with_other_experts(lambda *_: ({"args": saved}, "name", False, None))("folder", args, True)
+    with_other_experts(lambda *_: ({"args": saved}, "name", False, None), "folder", args, True)
     return args
 
 

@@ -16,6 +16,11 @@ pytestmark = pytest.mark.usefixtures("single_process")
 on_a_cpu = pytest.mark.skipif("here().type != 'cpu'", reason="refused on a cpu only")
 
 
+def checks(*names: str) -> tuple[arguments.Check, ...]:
+    """The checks of these names alone: the others want more arguments."""
+    return tuple(check for check in arguments.CHECKS if check.name in names)
+
+
 @on_a_cpu
 def test_nothing_is_offloaded_from_a_cpu():
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -25,22 +30,18 @@ def test_nothing_is_offloaded_from_a_cpu():
 
 
 @pytest.mark.parametrize(("flags", "refused"), [({}, True), ({"bf16": True}, False), ({"fp16": True}, False)])
-def test_fp32_parameters_are_not_offloaded(flags, refused):
+def test_fp32_parameters_are_not_offloaded(flags, refused, monkeypatch):
     """Upstream's optimizer of views would end in a ValueError, after the model has been built."""
-
-    def validated(args):
-        return args
-
     given = {"optimizer_cpu_offload": True, "bf16": False, "fp16": False, **flags}
     args = argparse.Namespace(**given)
-    validate = arguments.refuse_offload_in_fp32(validated)
+    monkeypatch.setattr(arguments, "CHECKS", checks("refuse_offload_in_fp32"))
     if refused:
         with pytest.raises(UsageError, match="--optimizer-cpu-offload with fp32 parameters; expected --bf16"):
-            validate(args)
+            arguments.validate_args(lambda args: args, args)
     else:
-        assert validate(args) is args
+        assert arguments.validate_args(lambda args: args, args) is args
     args.optimizer_cpu_offload = False
-    assert validate(args) is args
+    assert arguments.validate_args(lambda args: args, args) is args
 
 
 def test_the_mesh_of_torchs_fsdp_is_of_this_device():

@@ -7,6 +7,7 @@ import math
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,16 +95,59 @@ def _arguments(**values) -> argparse.Namespace:
 def test_tools_of_cuda_are_refused_before_anything_is_built() -> None:
     from megatron_npu.adaptors.megatron_core.arguments import refuse_tools_of_cuda
 
-    validate = refuse_tools_of_cuda(lambda args: args)
     with pytest.raises(UsageError, match=f"--profile alone on the {here().type} device"):
-        validate(_arguments(profile=True))
-    assert validate(_arguments(profile=True, use_pytorch_profiler=True)).profile
+        refuse_tools_of_cuda(_arguments(profile=True))
+    both = _arguments(profile=True, use_pytorch_profiler=True)
+    refuse_tools_of_cuda(both)
+    assert both.profile
     history = _arguments(record_memory_history=True)
     if here().type == "cpu":
         with pytest.raises(UsageError, match="--record-memory-history on the cpu device"):
-            validate(history)
+            refuse_tools_of_cuda(history)
     else:
-        assert validate(history) is history
+        refuse_tools_of_cuda(history)
+        assert history.record_memory_history
+
+
+def test_the_checks_of_this_device_run_in_order_before_upstreams(monkeypatch) -> None:
+    from megatron_npu.adaptors.megatron_core import arguments
+
+    ran: list[str] = []
+
+    def check(name: str, **options: Any) -> arguments.Check:
+        return arguments.Check(lambda _: ran.append(name), why="a test", **options)
+
+    others = tuple({"npu", "cuda", "cpu"} - {here().type})
+    checks = (
+        check("first", devices=(here().type,)),
+        check("of other devices", devices=others),
+        check("not needed", condition=lambda: "something is installed"),
+        check("last", condition=lambda: None),
+    )
+    monkeypatch.setattr(arguments, "CHECKS", checks)
+
+    def validate(args: argparse.Namespace, defaults: dict[str, int], *, strict: bool) -> tuple[Any, ...]:
+        ran.append("upstream")
+        return args, defaults, strict
+
+    args = _arguments()
+    assert arguments.validate_args(validate, args, {"seq_length": 8}, strict=True) == (
+        args,
+        {"seq_length": 8},
+        True,
+    )
+    assert ran == ["first", "last", "upstream"]
+
+
+def test_the_ledger_names_every_check_of_the_arguments() -> None:
+    from megatron_npu.adaptors.megatron_core import arguments
+    from megatron_npu.patching.registry import registry
+
+    (patch,) = [one for one in registry.patches if one.target == "megatron.training.arguments:validate_args"]
+    for check in arguments.CHECKS:
+        assert check.name in patch.why
+        assert check.why in patch.why
+        assert not check.until or f"{check.name}: {check.until}" in patch.until
 
 
 @pytest.mark.skipif("here().type == 'cpu'", reason="refused there")
@@ -160,6 +204,6 @@ def test_allow_no_cuda_may_be_positional(monkeypatch) -> None:
     def initialize_megatron(extra_args_provider=None, args_defaults=None, ignore=False, allow_no_cuda=False):
         return extra_args_provider, args_defaults, ignore, allow_no_cuda
 
-    initialize = allow_no_cuda(initialize_megatron)
+    initialize = partial(allow_no_cuda, initialize_megatron)
     assert initialize(None, {}, True, False) == (None, {}, True, True)
     assert initialize(args_defaults={}) == (None, {}, False, True)

@@ -1,8 +1,7 @@
-"""Local layers for who asks for those of TransformerEngine where it is not installed; it is always said."""
+"""The tools of ``te_fallback``: give local layers where TransformerEngine's are asked for, and say so."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 
-# Arguments that name kernels of TransformerEngine for what the local layers compute as well.
+# Arguments that choose kernels of TransformerEngine for what the local layers compute as well.
 _KERNELS = ("use_te_op_fuser", "use_te_activation_func")
 
 
@@ -29,7 +28,7 @@ def report(asked: str) -> None:
 
 
 def refuse_fp8(fp8: Any) -> None:
-    """Raise UsageError if ``fp8`` asks for it."""
+    """Raise UsageError if ``fp8`` is asked for."""
     if fp8:
         raise UsageError(
             f"fp8={fp8!r} without TransformerEngine",
@@ -38,60 +37,49 @@ def refuse_fp8(fp8: Any) -> None:
         )
 
 
-def without(flag: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrap that turns the argument ``flag`` of a function off, and says so.
+def force_flag_off(flag: str) -> Callable[..., Any]:
+    """Return a function to record with ``around``: it turns the argument ``flag`` off, and says so.
 
-    A function that is given a ``normalization`` for its local layers alone takes that of its ``config``.
+    A function that takes a ``normalization`` for its local layers alone is given that of its ``config``.
     """
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def specify(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs)
+        given.apply_defaults()
+        arguments = given.arguments
+        if not arguments[flag]:
+            return original(*args, **kwargs)
+        report(f"{original.__name__}({flag}=True)")
+        refuse_fp8(arguments.get("fp8"))
+        arguments |= {flag: False, **{name: False for name in _KERNELS if name in arguments}}
+        if "normalization" in arguments and arguments["normalization"] is None:
+            arguments["normalization"] = arguments["config"].normalization
+        return original(*given.args, **given.kwargs)
 
-        @functools.wraps(original)
-        def specify(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            arguments = given.arguments
-            if not arguments[flag]:
-                return original(*args, **kwargs)
-            report(f"{original.__name__}({flag}=True)")
-            refuse_fp8(arguments.get("fp8"))
-            arguments |= {flag: False, **{name: False for name in _KERNELS if name in arguments}}
-            if "normalization" in arguments and arguments["normalization"] is None:
-                arguments["normalization"] = arguments["config"].normalization
-            return original(*given.args, **given.kwargs)
-
-        return specify
-
-    return wrap
+    return specify
 
 
-def instead(local: Callable[..., Any], **always: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrap that calls ``local`` for a function of TransformerEngine layers, and says so.
+def redirect_to_local(local: str | Callable[..., Any], **always: Any) -> Callable[..., Any]:
+    """Return a function to record with ``around``: it calls ``local`` in place of the original, and says so.
 
-    Arguments that ``local`` does not have name kernels of TransformerEngine and are left out.
+    Arguments that choose kernels of TransformerEngine are dropped: ``local`` does not have them.
 
     Args:
-        local: gets the original, and returns the function that takes its place; see ``named``.
+        local: the name of a function in the same module, or a function.
         always: further arguments of the local function.
     """
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def specify(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        report(f"{original.__name__}()")
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        refuse_fp8(given.pop("fp8", None))
+        kept = {name: value for name, value in given.items() if name not in _KERNELS}
+        function = sibling(original, local) if isinstance(local, str) else local
+        return function(**kept, **always)
 
-        @functools.wraps(original)
-        def specify(*args: Any, **kwargs: Any) -> Any:
-            report(f"{original.__name__}()")
-            given = signature.bind(*args, **kwargs).arguments
-            refuse_fp8(given.pop("fp8", None))
-            kept = {name: value for name, value in given.items() if name not in _KERNELS}
-            return local(original)(**kept, **always)
-
-        return specify
-
-    return wrap
+    return specify
 
 
-def named(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return what finds ``name`` beside a function: in its module, as it is then."""
-    return lambda original: vars(sys.modules[original.__module__])[name]
+def sibling(original: Callable[..., Any], name: str) -> Any:
+    """Return what the module of ``original`` has under ``name`` now."""
+    return vars(sys.modules[original.__module__])[name]
