@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -149,18 +148,15 @@ class Parser(argparse.ArgumentParser):
             return UsageError(
                 f"{error.argument_name} {error.__context__.given}", error.__context__.expected, self._remedy()
             )
-        choice = re.fullmatch(r"invalid choice: (.*?) \((?:choose|maybe).*", error.message, re.S)
-        if choice:
-            return UsageError(
-                f"{error.argument_name} {choice[1]}", self._choices(error.argument_name), self._remedy()
-            )
         # from Python 3.13 on a missing flag comes here too, and belongs to no argument
         about = f"{error.argument_name}: " if error.argument_name else ""
         return UsageError(f"{about}{error.message}", "the flags and values of --help", self._remedy())
 
-    def _choices(self, name: str | None) -> str:
-        actions = (a for a in self._actions if name in ("/".join(a.option_strings), a.metavar, a.dest))
-        return " or ".join(str(choice) for action in actions for choice in action.choices or ())
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is not among the choices, with our message in the place of argparse's."""
+        if action.choices is not None and value not in action.choices:
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            raise UsageError(f"{name} {value!r}", " or ".join(map(str, action.choices)), self._remedy())
 
     def _remedy(self) -> str:
         return f"See `{self.prog} --help`. {self._hint}".rstrip()

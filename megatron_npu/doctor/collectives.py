@@ -2,7 +2,7 @@
 
     python -m megatron_npu.doctor.collectives STORE RANK WORLD_SIZE
 
-Runs in processes of their own: what is to be found here hangs. With a world size of 1 it only shows that
+Runs in processes of its own: the faults it looks for hang. With a world size of 1 it only shows that
 the backend starts.
 """
 

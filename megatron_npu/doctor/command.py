@@ -1,4 +1,4 @@
-"""``megatron-npu doctor``: examine, advise, print."""
+"""``megatron-npu doctor``: inspect, advise, print."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def main(argv: list[str]) -> int:
         help="look at the Megatron in this folder (default: MEGATRON_LM_PATH, else the first on the path)",
     )
     options = parser.parse_args(argv)
-    report = examined(options.megatron, quick=options.quick)
+    report = inspect(options.megatron, quick=options.quick)
     report["advice"] = advice(report)
     print(json.dumps(report, indent=2) if options.json else text(report))
     return int(bool(report["advice"]))
 
 
-def examined(megatron: str | None = None, *, quick: bool) -> Report:
+def inspect(megatron: str | None = None, *, quick: bool) -> Report:
     """Return everything the doctor finds; ``quick`` starts no processes.
 
     Raises:
@@ -50,15 +50,15 @@ def examined(megatron: str | None = None, *, quick: bool) -> Report:
         settings.check()
     except UsageError as error:  # nothing runs with such an environment
         return {"environment": environment.environment(), "settings": {"error": str(error)}}
-    environment.use(megatron)
-    trouble = software.torch_trouble()
+    environment.put_on_path(megatron)
+    torch_error = software.torch_import_error()
     report: Report = {
         "versions": software.versions(),
-        "megatron": {**environment.megatron(pins=trouble is None), "patched_by": software.way_in()},
+        "megatron": {**environment.megatron(pins=torch_error is None), "patched_by": software.patched_by()},
         "environment": environment.environment(),
     }
-    if trouble is not None:
-        return report | {"torch": {"error": trouble}}
+    if torch_error is not None:
+        return report | {"torch": {"error": torch_error}}
     return report | _with_torch(report["megatron"], quick=quick)
 
 

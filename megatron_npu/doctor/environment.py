@@ -18,7 +18,7 @@ PREFIXES = (
 )
 
 
-def use(path: str | None) -> None:
+def put_on_path(path: str | None) -> None:
     """Put the Megatron in ``path`` (default: ``MEGATRON_LM_PATH``) first on this process's path.
 
     Raises:

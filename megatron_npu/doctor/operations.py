@@ -1,4 +1,4 @@
-"""The self-test of every operation on this process's device: verify mode, and formulas, over small calls.
+"""The self-test of every operation on this process's device: verify mode and reference checks on small calls.
 
     MEGATRON_NPU_VERIFY=all python -m megatron_npu.doctor.operations REPORT.json
 
@@ -113,10 +113,10 @@ def compare(dtype: torch.dtype) -> tuple[dict[str, float], dict[str, str]]:
     An error beyond the limit of verify mode is a failure here.
     """
     errors, failures = {}, {}
-    for name, formula in reference_checks.FORMULAS.items():
+    for name, check in reference_checks.CHECKS.items():
         torch.manual_seed(1)
         try:
-            pairs = formula(_maker(dtype))
+            pairs = check(_maker(dtype))
             errors[name] = max(verify.relative_error(ours.detach(), right) for ours, right in pairs)
         except Exception as error:  # as above
             failures[name] = _in_one_line(error)

@@ -1,4 +1,4 @@
-"""Operations that verify mode does not reach, each beside its formula in fp32 on the host.
+"""Operations that verify mode does not reach, each against its formula in fp32 on the host.
 
 Each function returns pairs: what our operation gave, and what it should have given.
 """
@@ -69,7 +69,7 @@ def _dropout(make: Make) -> Pairs:
     return [(ours, nearest)]
 
 
-FORMULAS: dict[str, Callable[[Make], Pairs]] = {
+CHECKS: dict[str, Callable[[Make], Pairs]] = {
     "vocab_parallel_cross_entropy": _cross_entropy,
     "accumulate_weight_gradient": _weight_gradient,
     "multi_tensor": _multi_tensor,

@@ -20,10 +20,10 @@ PACKAGES = ("torch-npu", "megatron-core", "apex", "transformer-engine", "flash-a
 AUTOLOAD_OF_TORCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _ASCEND_DRIVER = Path("/usr/local/Ascend/driver/version.info")
-_SECONDS = 120  # that an import of torch in a process of its own may take
+_TIMEOUT = 120  # seconds, for importing torch in a process of its own
 
 
-def torch_trouble() -> str | None:
+def torch_import_error() -> str | None:
     """Import torch; return None, or in one line why that fails.
 
     torch imports every installed device package at its end, and an exception there looks like torch's
@@ -39,20 +39,20 @@ def torch_trouble() -> str | None:
             cause = cause.__cause__
         reason = f"import torch fails with {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
         packages = ", ".join(entry.name for entry in entry_points(group="torch.backends"))
-        if _imports_alone():
+        if _imports_without_backends():
             return (
                 f"{reason}. With {AUTOLOAD_OF_TORCH}=0 it imports, so the fault is in a device package that "
                 f"torch loads ({packages}): repair or remove that one."
             )
-        return f"{reason}. torch itself is broken: install it anew."
+        return f"{reason}. torch itself is broken: reinstall it."
     return None
 
 
-def _imports_alone() -> bool:
+def _imports_without_backends() -> bool:
     command = [sys.executable, "-c", "import torch"]
     environment = {**os.environ, AUTOLOAD_OF_TORCH: "0"}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0
@@ -131,7 +131,7 @@ def _line_with_version(path: Path) -> str | None:
     return next((line for line in lines if "version" in line.lower()), None)
 
 
-def way_in() -> str:
+def patched_by() -> str:
     """Return how Megatron gets patched in a process that only runs a stock script."""
     names = [entry.name for entry in entry_points(group="torch.backends")]
     if "megatron_npu" not in names:

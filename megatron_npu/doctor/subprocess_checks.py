@@ -1,4 +1,4 @@
-"""Tests in processes of their own: what they are to find may hang, crash or leave traces behind."""
+"""Checks in processes of their own: what they look for may hang, crash or leave traces behind."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from megatron_npu import devices, settings
 from megatron_npu.doctor import collectives
 
-SECONDS = 300  # that a test may take; a few are enough where nobody else is at work
-# A rank's own place in a job must not leak into a test of two processes.
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TIMEOUT = 300  # seconds for one check; on an idle machine a few are enough
+# The rank of this process in a job must not leak into a check of two processes.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def operations() -> dict[str, Any]:
@@ -24,9 +24,9 @@ def operations() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         began = time.monotonic()
-        # a refusal is to be told, not to end the test
+        # a fallback is to be reported, not to end the check
         variables = {settings.VERIFY.name: "all", settings.STRICT.name: "0"}
-        _, error = _end(_start("megatron_npu.doctor.operations", str(report), **variables), SECONDS)
+        _, error = _wait(_start("megatron_npu.doctor.operations", str(report), **variables), TIMEOUT)
         if error is not None:
             return {"error": error}
         return json.loads(report.read_text()) | {"seconds": round(time.monotonic() - began, 1)}
@@ -42,13 +42,13 @@ def communication() -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        words = [[store, str(rank), str(processes)] for rank in range(processes)]
+        size = str(processes)
         ranks = [
-            _start("megatron_npu.doctor.collectives", *word, LOCAL_WORLD_SIZE=str(processes))
-            for word in words
+            _start("megatron_npu.doctor.collectives", store, str(rank), size, LOCAL_WORLD_SIZE=size)
+            for rank in range(processes)
         ]
-        ends = [_end(rank, SECONDS + collectives.TIMEOUT)[1] for rank in ranks]
-    errors = [f"rank {rank}: {end}" for rank, end in enumerate(ends) if end is not None]
+        found = [_wait(rank, TIMEOUT + collectives.TIMEOUT)[1] for rank in ranks]
+    errors = [f"rank {rank}: {error}" for rank, error in enumerate(found) if error is not None]
     if errors:
         return {"error": "; ".join(errors)}
     right = {check.__name__: "right" for check in collectives.CHECKS}
@@ -57,10 +57,10 @@ def communication() -> dict[str, Any]:
 
 
 def ledger(root: str) -> dict[str, Any]:
-    """Import the modules of the Megatron in ``root`` that have patches, and return how these fared."""
+    """Import the modules of the Megatron in ``root`` that have patches, and return their state."""
     began = time.monotonic()
     command = ("megatron_npu", "ledger", "--json", "--megatron", root)
-    output, error = _end(_start(*command, **{settings.VERIFY.name: ""}), SECONDS)
+    output, error = _wait(_start(*command, **{settings.VERIFY.name: ""}), TIMEOUT)
     try:
         content = json.loads(output)
     except ValueError:
@@ -82,7 +82,7 @@ def _misses_a_package(row: dict[str, Any]) -> bool:
 
 
 def _start(module: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in _PLACE}
+    inherited = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", module, *arguments],
         env=inherited | variables,
@@ -92,7 +92,7 @@ def _start(module: str, *arguments: str, **variables: str) -> subprocess.Popen[s
     )
 
 
-def _end(process: subprocess.Popen[str], seconds: float) -> tuple[str, str | None]:
+def _wait(process: subprocess.Popen[str], seconds: float) -> tuple[str, str | None]:
     """Wait for the process; return its output, and in one line what went wrong, or None."""
     try:
         stdout, stderr = process.communicate(timeout=seconds)

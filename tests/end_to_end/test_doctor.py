@@ -64,7 +64,7 @@ def operation_names() -> set[str]:
 
 
 @pytest.fixture
-def examined(monkeypatch, capsys):
+def inspected(monkeypatch, capsys):
     """Return a function: flags -> the report of a quick examination in this process."""
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
@@ -92,32 +92,32 @@ def test_this_machine_is_well():
     assert " applied, 0 drifted" in report["ledger"]["summary"]
     assert report["operations"]["failures"] == {}
     errors = report["operations"]["largest_error"]
-    assert operation_names() | reference_checks.FORMULAS.keys() <= errors.keys()
+    assert operation_names() | reference_checks.CHECKS.keys() <= errors.keys()
     assert max(errors.values()) > 0  # bf16 rounds: a test that compares nothing finds nothing
     assert {check.__name__ for check in collectives.CHECKS} <= report["communication"].keys()
     assert report["communication"]["processes"] == 2
 
 
-def test_an_absent_device_is_told(examined, monkeypatch):
+def test_an_absent_device_is_told(inspected, monkeypatch):
     monkeypatch.setenv("MEGATRON_NPU_DEVICE", "npu")
-    assert any("MEGATRON_NPU_DEVICE=npu" in line for line in examined()["advice"])
+    assert any("MEGATRON_NPU_DEVICE=npu" in line for line in inspected()["advice"])
 
 
-def test_a_misspelt_variable_is_told(examined, monkeypatch):
+def test_a_misspelt_variable_is_told(inspected, monkeypatch):
     monkeypatch.setenv("MEGATRON_NPU_STRIKT", "1")
-    (line,) = examined()["advice"]
+    (line,) = inspected()["advice"]
     assert "expected MEGATRON_NPU_STRICT" in line
 
 
-def test_a_megatron_that_is_too_old_is_told(examined, megatron):
-    (line,) = examined("--megatron", str(megatron))["advice"]
+def test_a_megatron_that_is_too_old_is_told(inspected, megatron):
+    (line,) = inspected("--megatron", str(megatron))["advice"]
     assert "megatron-core 0.11.0" in line
     assert "is too old" in line
 
 
-def test_the_named_megatron_is_the_one_that_is_looked_at(examined, megatron, monkeypatch):
+def test_the_named_megatron_is_the_one_that_is_looked_at(inspected, megatron, monkeypatch):
     monkeypatch.setenv("MEGATRON_LM_PATH", str(megatron))
-    assert examined()["megatron"]["root"] == str(megatron)
+    assert inspected()["megatron"]["root"] == str(megatron)
 
 
 def test_a_folder_without_megatron_is_bad_usage(tmp_path, capsys):
@@ -143,9 +143,9 @@ def test_a_device_package_that_breaks_torch_is_told(tmp_path):
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_another_megatron_in_the_working_directory_is_told(examined, megatron, monkeypatch):
+def test_another_megatron_in_the_working_directory_is_told(inspected, megatron, monkeypatch):
     monkeypatch.chdir(megatron)
-    found = examined()
+    found = inspected()
     assert found["megatron"]["working_directory"] == f"0.11.0 in {megatron}"
     assert any("--megatron ." in line for line in found["advice"])
 

@@ -39,7 +39,7 @@ struct Operation {
   int device = kNone;
   int pin_memory = kNone;
   bool draws = false;        // takes random numbers without a generator argument
-  bool takes_host = false;   // also accepts host tensors beside NPU tensors, as on hardware
+  bool takes_host = false;   // also accepts host tensors together with NPU tensors, as on hardware
   std::atomic<int64_t> launches{0};
   std::atomic<int64_t> bytes{0};  // of fresh results
 };
@@ -51,7 +51,7 @@ auto& libraries = *new std::vector<std::unique_ptr<torch::Library>>;
 
 // ---------------------------------------------------------------- arguments
 
-// The devices met among the arguments of one call.
+// The devices of the tensors among the arguments of one call.
 class Devices {
  public:
   explicit Devices(const Operation& operation) : operation_(operation) {}
@@ -61,7 +61,7 @@ class Devices {
     if (on_npu(tensor)) {
       if (npu_ && *npu_ != tensor.device() && !operation_.takes_host) mixed(*npu_, tensor.device());
       if (!npu_) npu_ = tensor.device();
-    } else if (tensor.dim() > 0) {  // a host scalar is allowed beside tensors of any device
+    } else if (tensor.dim() > 0) {  // a host scalar may go with tensors of any device
       other_ = tensor.device();
     }
   }

@@ -120,7 +120,7 @@ SIM_API int aclrtGetStreamOverflowSwitch(void* /*stream*/, uint32_t* flag) {
   return kOk;
 }
 
-// Looked up by name, and rightly without effect here: time limits and saturation of kernels that do not
+// Looked up by name; they rightly do nothing: time limits and saturation of kernels that do not
 // exist, error dumps, and a host thread for callbacks that are never launched.
 #define SIM_NO_EFFECT(name) \
   SIM_API int name() { return kOk; }

@@ -32,9 +32,9 @@ class Communicator {
   uint64_t next_collective() { return ++collectives_; }
   uint64_t next_message(bool outgoing, uint32_t peer) { return ++messages_[{outgoing, peer}]; }
 
-  // Notes that this rank joins the sub-communicator that `host` offers under `serial`; false if it did
+  // Notes that this rank joins the sub-communicator that `inviter` offers under `serial`; false if it did
   // before.
-  bool take_up(uint32_t host, uint32_t serial) { return taken_up_.insert({host, serial}).second; }
+  bool take_up(uint32_t inviter, uint32_t serial) { return taken_up_.insert({inviter, serial}).second; }
 
   // Calls on one communicator run one at a time, whatever their streams.
   std::mutex execution;

@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Looks before the first sleep: a peer that is at work answers sooner than the kernel could wake us.
+// Looks before the first sleep: a running peer answers sooner than the kernel could wake us.
 constexpr int kYields = 20;
 
 std::chrono::seconds patience() {
@@ -177,7 +177,7 @@ std::string last_seen(Communicator& communicator, uint32_t peer) {
   return text + ", which last entered " + describe(call);
 }
 
-// Send and receive have no call in common; what is under way is told per peer.
+// Send and receive have no call in common; what is under way is reported per peer.
 std::string name_in_waiting(const Call& current) {
   return current.operation == Operation::SendReceive ? "send/receive" : describe(current);
 }

@@ -22,7 +22,7 @@ std::chrono::seconds patience() { return std::chrono::seconds(setting("hccl_time
 std::string name_for(const HcclCommConfig* config, const Invitation& invitation) {
   if (config && config->name[0])
     return std::string(config->name, strnlen(config->name, COMM_NAME_MAX_LENGTH - 1));
-  return "hccl_" + std::to_string(invitation.host.pid) + "_" + std::to_string(invitation.serial);
+  return "hccl_" + std::to_string(invitation.inviter.pid) + "_" + std::to_string(invitation.serial);
 }
 
 HcclResult join(const Invitation& invitation, uint32_t ranks, uint32_t rank, const HcclCommConfig* config,
@@ -46,7 +46,7 @@ HcclResult join(const Invitation& invitation, uint32_t ranks, uint32_t rank, con
   return HCCL_SUCCESS;
 }
 
-// ---- sub-communicators: rank 0 of the new one puts an invitation up in the parent's segment
+// ---- sub-communicators: rank 0 of the new one issues an invitation in the parent's segment
 
 Split* put_up(Communicator& parent, uint64_t id, const Invitation& invitation) {
   for (Split& split : parent.segment().header().splits) {
@@ -61,7 +61,7 @@ Split* put_up(Communicator& parent, uint64_t id, const Invitation& invitation) {
   return nullptr;
 }
 
-// The invitation that `first_member` has put up under `id` and this rank has not yet taken up.
+// The invitation that `first_member` has issued under `id` and this rank has not yet accepted.
 bool find(Communicator& parent, uint64_t id, uint32_t first_member, Invitation* invitation) {
   for (Split& split : parent.segment().header().splits) {
     if (split.state.load(std::memory_order_acquire) != kWritten) continue;
@@ -87,8 +87,8 @@ HcclResult await_invitation(Communicator& parent, uint64_t id, uint32_t first_me
   return HCCL_SUCCESS;
 }
 
-HcclResult host_split(Communicator& parent, uint64_t id, uint32_t ranks, const HcclCommConfig* config,
-                      HcclComm* handle) {
+HcclResult invite_to_split(Communicator& parent, uint64_t id, uint32_t ranks, const HcclCommConfig* config,
+                           HcclComm* handle) {
   Invitation invitation{};
   if (!Segment::invite(&invitation)) {
     return refuse(HCCL_E_SYSCALL, std::string("no shared memory: ") + std::strerror(errno));
@@ -147,7 +147,7 @@ SIM_API HcclResult HcclCreateSubCommConfig(HcclComm* parent_handle, uint32_t ran
     return refuse(HCCL_E_PARA, "splitting communicator " + parent->name + ": rank " + std::to_string(rank) +
                                    " of the new one is not this process");
   }
-  if (rank == 0) return host_split(*parent, id, ranks, config, handle);
+  if (rank == 0) return invite_to_split(*parent, id, ranks, config, handle);
   Invitation invitation;
   if (HcclResult result = await_invitation(*parent, id, members[0], &invitation)) return result;
   return join(invitation, ranks, rank, config, handle);

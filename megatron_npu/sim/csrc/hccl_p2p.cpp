@@ -1,4 +1,4 @@
-// Send and receive, one by one and in batches. HcclGroupStart and HcclGroupEnd are in hccl_communicator.cpp.
+// Send and receive, singly and in batches. HcclGroupStart and HcclGroupEnd are in hccl_communicator.cpp.
 #include <set>
 
 #include "hccl_communicator.h"

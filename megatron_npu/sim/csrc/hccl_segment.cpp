@@ -63,20 +63,20 @@ int global_rank() {
   return value && *value ? std::atoi(value) : -1;
 }
 
-// Opens the file of an invitation; the host itself uses the number it has. -1 and errno on failure.
+// Opens the file of an invitation; the inviter itself uses the number it has. -1 and errno on failure.
 int open_file(const Invitation& invitation) {
-  if (invitation.host.pid == getpid()) return invitation.file;
+  if (invitation.inviter.pid == getpid()) return invitation.file;
   const std::string path =
-      "/proc/" + std::to_string(invitation.host.pid) + "/fd/" + std::to_string(invitation.file);
+      "/proc/" + std::to_string(invitation.inviter.pid) + "/fd/" + std::to_string(invitation.file);
   return open(path.c_str(), O_RDWR | O_CLOEXEC);
 }
 
-// Maps the file once the host has given it its size; null and errno on failure.
-void* map_file(int file, size_t bytes, bool host, const Process& owner, Clock::time_point deadline) {
-  if (host && ftruncate(file, static_cast<off_t>(bytes)) != 0) return nullptr;
+// Maps the file once the inviter has given it its size; null and errno on failure.
+void* map_file(int file, size_t bytes, bool inviting, const Process& owner, Clock::time_point deadline) {
+  if (inviting && ftruncate(file, static_cast<off_t>(bytes)) != 0) return nullptr;
   struct stat info{};
   while (fstat(file, &info) == 0 && static_cast<size_t>(info.st_size) != bytes) {
-    if (info.st_size != 0) return errno = EINVAL, nullptr;  // the host has another number of ranks
+    if (info.st_size != 0) return errno = EINVAL, nullptr;  // the inviter has another number of ranks
     if (!runs(owner)) return errno = ESRCH, nullptr;
     if (Clock::now() > deadline) return errno = ETIMEDOUT, nullptr;
     std::this_thread::sleep_for(kPoll);
@@ -86,15 +86,15 @@ void* map_file(int file, size_t bytes, bool host, const Process& owner, Clock::t
 }
 
 std::string explain(const Invitation& invitation, uint32_t ranks, int error) {
-  const std::string host =
-      "the rank that created the communicator (process " + std::to_string(invitation.host.pid) + ")";
+  const std::string inviter =
+      "the rank that created the communicator (process " + std::to_string(invitation.inviter.pid) + ")";
   switch (error) {
     case ESRCH:
-    case ENOENT: return host + " is gone";
-    case ETIMEDOUT: return host + " did not join in time";
-    case EINVAL: return host + " has another number of ranks than this one (" + std::to_string(ranks) + ")";
+    case ENOENT: return inviter + " is gone";
+    case ETIMEDOUT: return inviter + " did not join in time";
+    case EINVAL: return inviter + " has another number of ranks than this one (" + std::to_string(ranks) + ")";
     default:
-      return "cannot share memory with " + host + ": " + std::strerror(error) +
+      return "cannot share memory with " + inviter + ": " + std::strerror(error) +
              "; all ranks must run on one machine, in one PID namespace, as one user";
   }
 }
@@ -106,7 +106,7 @@ bool Segment::invite(Invitation* invitation) {
   const int file = memfd_create("megatron_npu_sim_hccl", MFD_CLOEXEC);
   if (file < 0) return false;
   std::memcpy(invitation->magic, kMagic, sizeof kMagic);
-  invitation->host = this_process();
+  invitation->inviter = this_process();
   invitation->file = file;
   invitation->serial = ++invitations;
   return true;
@@ -119,15 +119,15 @@ std::unique_ptr<Segment> Segment::attach(const Invitation& invitation, uint32_t 
     return nullptr;
   }
   const auto deadline = Clock::now() + timeout;
-  const bool host = invitation.host.pid == getpid();
+  const bool inviting = invitation.inviter.pid == getpid();
   const size_t bytes = segment_bytes(ranks);
   const int file = open_file(invitation);
-  void* memory = file < 0 ? nullptr : map_file(file, bytes, host, invitation.host, deadline);
+  void* memory = file < 0 ? nullptr : map_file(file, bytes, inviting, invitation.inviter, deadline);
   const int error = errno;
-  if (file >= 0 && !host) close(file);
+  if (file >= 0 && !inviting) close(file);
   if (!memory) {
     *problem = explain(invitation, ranks, error);
-    if (host) close(file);
+    if (inviting) close(file);
     return nullptr;
   }
   std::unique_ptr<Segment> segment(new Segment(memory, bytes, ranks));
@@ -137,7 +137,7 @@ std::unique_ptr<Segment> Segment::attach(const Invitation& invitation, uint32_t 
   self.attached.store(1, std::memory_order_release);
   while (segment->missing() != "") {
     const bool late = Clock::now() > deadline;
-    if (late || (!host && !runs(invitation.host))) {
+    if (late || (!inviting && !runs(invitation.inviter))) {
       *problem = late ? "timeout after " + std::to_string(timeout.count()) + " s; " + segment->missing() +
                             " did not join"
                       : explain(invitation, ranks, ESRCH);
@@ -146,7 +146,7 @@ std::unique_ptr<Segment> Segment::attach(const Invitation& invitation, uint32_t 
     }
     std::this_thread::sleep_for(kPoll);
   }
-  if (host) close(file);
+  if (inviting) close(file);
   return segment;
 }
 

@@ -38,7 +38,7 @@ constexpr size_t kChunkBytes = 256 << 10;
 constexpr uint64_t kSlots = 2;
 constexpr size_t kCacheLine = 64;
 constexpr size_t kFailureBytes = 2048;
-constexpr uint32_t kMaxSplits = 64;  // invitations to sub-communicators that wait to be taken up
+constexpr uint32_t kMaxSplits = 64;  // open invitations to sub-communicators
 constexpr std::chrono::milliseconds kNap{50};
 
 // Collectives whose calls a member remembers. A rank can be ahead of another by as many collectives as a
@@ -46,7 +46,7 @@ constexpr std::chrono::milliseconds kNap{50};
 constexpr uint64_t kRemembered = 8;
 static_assert(kRemembered > kSlots + 1);
 
-// A process, unmistakably: the system gives a pid to a new process when the old one is gone.
+// Identifies a process even after it is gone: the system gives its pid to a new one then.
 struct Process {
   int32_t pid;
   uint64_t started;  // clock ticks since boot, /proc/<pid>/stat
@@ -55,9 +55,9 @@ struct Process {
 // Travels inside HcclRootInfo, or through a parent's segment for sub-communicators.
 struct Invitation {
   char magic[16];
-  Process host;
-  int32_t file;     // number of the open file in the host
-  uint32_t serial;  // counts the host's invitations
+  Process inviter;
+  int32_t file;     // number of the open file in the inviter
+  uint32_t serial;  // counts the inviter's invitations
 };
 
 struct Chunk {
@@ -89,7 +89,7 @@ struct Failure {
   char text[kFailureBytes];
 };
 
-// An invitation to a sub-communicator, put up by its rank 0, taken down when all have attached.
+// An invitation to a sub-communicator, issued by its rank 0, withdrawn when all have attached.
 struct Split {
   std::atomic<uint32_t> state;
   uint32_t first_member;  // rank 0 of the sub-communicator, as a rank of the parent
@@ -106,10 +106,10 @@ struct Header {
 // This process's view of a segment; unmapped by the destructor.
 class Segment {
  public:
-  // Makes an empty segment and the invitation to it; its size follows when the host attaches.
+  // Makes an empty segment and the invitation to it; its size follows when the inviter attaches.
   static bool invite(Invitation* invitation);
   // Joins as `rank` of `ranks` and waits until all have joined. Null, and `problem` says why, if somebody is
-  // missing after `timeout`, the host died, or the memory is not to be had.
+  // missing after `timeout`, the inviter died, or the memory cannot be mapped.
   static std::unique_ptr<Segment> attach(const Invitation& invitation, uint32_t ranks, uint32_t rank,
                                          std::chrono::seconds timeout, std::string* problem);
 

@@ -112,7 +112,7 @@ SIM_API int aclrtReserveMemAddress(void** address, size_t bytes, size_t, void*, 
   *address = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return *address == MAP_FAILED ? kOutOfMemory : kOk;
 }
-// The size is not told, so the (empty) range stays reserved until the process ends.
+// The size is not passed, so the (empty) range stays reserved until the process ends.
 SIM_API int aclrtReleaseMemAddress(void* /*address*/) { return kOk; }
 SIM_API int aclrtMallocPhysical(void** handle, size_t bytes, const void* /*properties*/, uint64_t /*flags*/) {
   if (!reserve(current_device(), bytes)) return kOutOfMemory;

@@ -1,7 +1,7 @@
 // What the parts of the simulated CANN share: settings, streams, counters. Implemented in runtime.cpp.
 //
 // Model. Device memory is host memory. Computation runs on the thread that asks for it (compute.cpp), at
-// once. Communication (hccl.cpp) is queued on a stream and runs on that stream's worker thread. Copies,
+// once. Communication (hccl_*.cpp) is queued on a stream and runs on that stream's worker thread. Copies,
 // events and computations that come after queued work on a stream wait for it, as on hardware.
 #pragma once
 
@@ -68,9 +68,9 @@ int current_device();
 // Counts one collective of this rank: `name` as in HcclAllReduce without Hccl, `bytes` this rank sends.
 void count_communication(const std::string& name, size_t bytes);
 
-// Called by the generated functions: a CANN function was called that the simulator has not written out.
+// Called by the generated functions: a CANN function was called that the simulator does not implement.
 void note_default(const char* name);
-// The same for one that would compute something and therefore fails; says so in the next error message.
+// The same for a function that would compute something and therefore fails; the next error message says so.
 void note_refused(const char* name);
 
 // Copies a text and its final zero into a buffer as far as it fits; returns the text's length.
