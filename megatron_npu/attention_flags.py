@@ -22,6 +22,11 @@ class AttentionFlags:
     next_tokens: int | None = None
     shape_order: str = "SBH"
 
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        """How many keys before and after its own position a query sees; None is all of them."""
+        return self.pre_tokens, self.next_tokens
+
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> AttentionFlags:
         """Return the values in a namespace of parsed flags."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_npu import attention_flags, devices
+from megatron_npu import devices
 
 
 def quieten() -> None:
@@ -29,7 +29,7 @@ def quieten() -> None:
 
 @contextlib.contextmanager
 def session(args: Namespace) -> Iterator[None]:
-    """Hold everything that a run needs around it: groups, current device, seeds, attention options.
+    """Hold everything that a run needs around it: groups, current device, seeds.
 
     Args:
         args: what ``validation.check`` returned.
@@ -39,21 +39,20 @@ def session(args: Namespace) -> Iterator[None]:
     # Megatron relies on the order in which kernels are queued; one hardware queue keeps it (cuda only)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     devices.current().set_current(args.local_rank)
-    with _attention_options(args):
-        _join(args)
-        try:
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=args.tensor_model_parallel_size,
-                pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-                virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-                context_parallel_size=args.context_parallel_size,
-                distributed_timeout_minutes=args.distributed_timeout_minutes,
-            )
-            seed_everything(args.seed)
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
+    _join(args)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            distributed_timeout_minutes=args.distributed_timeout_minutes,
+        )
+        seed_everything(args.seed)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def _join(args: Namespace) -> None:
@@ -75,13 +74,3 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-@contextlib.contextmanager
-def _attention_options(args: Namespace) -> Iterator[None]:
-    before = attention_flags.CURRENT
-    attention_flags.CURRENT = attention_flags.AttentionFlags.from_args(args)
-    try:
-        yield
-    finally:
-        attention_flags.CURRENT = before

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_npu import devices
+from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def _of_the_same_name(kind: type, args: Namespace) -> dict[str, Any]:
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:
-    """Return the model's configuration.
+    """Return the model's configuration; the flags of the fused attention are its ``attention_flags``.
 
     Raises:
         UsageError: megatron-core refuses the combination.
@@ -58,11 +59,13 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     try:
         # transformer_impl came with 0.14; before, the layer spec alone says it
-        return TransformerConfig(**{name: value for name, value in values.items() if name in known})
+        config = TransformerConfig(**{name: value for name, value in values.items() if name in known})
     except (AssertionError, ValueError) as error:
         raise UsageError(
             f"megatron-core refuses this model: {error}", "flags that go together", "Change them."
         ) from error
+    config.attention_flags = AttentionFlags.from_args(args)  # for the adaptor of core attention; no field
+    return config
 
 
 def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bool, last: bool) -> GPTModel:

@@ -99,11 +99,6 @@ def set_variables_of_cuda(args: argparse.Namespace) -> None:
         os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
-def publish_attention_flags(args: argparse.Namespace) -> None:
-    """Put the flags of the fused attention in force."""
-    attention_flags.CURRENT = attention_flags.AttentionFlags.from_args(args)
-
-
 CHECKS = (  # they run in this order
     Check(
         name_the_rerun_mode,
@@ -137,7 +132,6 @@ CHECKS = (  # they run in this order
         "anything else with FSDP, and for an NCCL_ALGO with --deterministic-mode; without CUDA they mean "
         "nothing",
     ),
-    Check(publish_attention_flags, why="the flags of the fused attention take effect"),
     Check(
         unsupported_options.take_local_implementation,
         condition=transformer_engine_present,

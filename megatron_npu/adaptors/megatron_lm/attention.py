@@ -33,6 +33,7 @@ def forward(
             query_layer,
             key_layer,
             value_layer,
+            shape_order=attention_flags.CURRENT.shape_order,
             # apply_query_key_layer_scaling divides by the layer's number and multiplies by it again
             scale=(self.scale_mask_softmax.scale or 1.0) / self.norm_factor,
             causal=causal,
@@ -92,6 +93,7 @@ class FlashSelfAttention(torch.nn.Module):
             query,
             key,
             value,
+            shape_order=attention_flags.CURRENT.shape_order,
             scale=q.size(-1) ** -0.5 if self.softmax_scale is None else self.softmax_scale,
             causal=self.causal,
             window=_window(),

@@ -7,16 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu import attention_flags
 from megatron_npu.ops.attention import attention
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, *, shape_order: str, **kwargs: Any) -> Tensor:
     """Hand ``[s, b, n, d]`` tensors over as ``--shape-order`` asks for; answer alike, contiguous.
 
     The heads stay a dimension of their own: SBH and SBND are the same memory.
     """
-    if attention_flags.CURRENT.shape_order == "SBH":
+    if shape_order == "SBH":
         return attention(query, key, value, layout="SBND", **kwargs).contiguous()
     query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     return attention(query, key, value, layout="BSND", **kwargs).transpose(0, 1).contiguous()

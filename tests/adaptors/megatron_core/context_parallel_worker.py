@@ -21,7 +21,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_npu import attention_flags, devices  # noqa: E402
+from megatron_npu import devices  # noqa: E402
+from megatron_npu.attention_flags import AttentionFlags  # noqa: E402
 from megatron_npu.ops import dispatch  # noqa: E402
 
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -83,7 +84,7 @@ def attention(query, key, value, hidden):
     return torch.einsum("bnij,jbnd->ibnd", weights, value).flatten(2)
 
 
-def layer_of(kind: str, communication: str, options: dict) -> DotProductAttention:
+def layer_of(kind: str, communication: str, options: dict, flags: dict) -> DotProductAttention:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HEADS * SIZE,
@@ -93,11 +94,8 @@ def layer_of(kind: str, communication: str, options: dict) -> DotProductAttentio
         context_parallel_size=2,
         **options,
     )
+    config.attention_flags = AttentionFlags(**flags)
     return DotProductAttention(config, 1, AttnMaskType[kind], "self", cp_comm_type=communication)
-
-
-def set_flags(flags: dict) -> None:
-    attention_flags.CURRENT = attention_flags.AttentionFlags(**flags)
 
 
 def tensors(batch: int) -> list[torch.Tensor]:
@@ -117,10 +115,9 @@ def check(output, parts, expected, whole, part_of) -> None:
 
 
 def compare(communication, kind, mask, options, flags, hidden) -> None:
-    layer = layer_of(kind, communication, options)
+    layer = layer_of(kind, communication, options, flags)
     whole = tensors(BATCH)
     parts = [own(t.detach(), 0).requires_grad_() for t in whole]
-    set_flags(flags)
     output = layer(*parts, None if mask is None else own(mask, 2))
     check(output, parts, attention(*whole, hidden), whole, lambda t: own(t, 0))
 
@@ -147,8 +144,7 @@ def compare_packed(communication, kind, bounds, unpadded, flags) -> None:
     mine, _ = utils.get_thd_batch_on_this_cp_rank(batch, ends, starts, torch.tensor([LENGTH]))
     index = mine["tokens"][0]
     whole = tensors(1)
-    layer = layer_of(kind, communication, {})
-    set_flags(flags)
+    layer = layer_of(kind, communication, {}, flags)
     parts = [t.detach()[index].requires_grad_() for t in whole]
     output = layer(*(t.squeeze(1) for t in parts), None, packed_seq_params=params).unsqueeze(1)
     counted = real[:, None, None]  # what becomes of padding nobody reads
@@ -163,8 +159,7 @@ def compare_whole() -> None:
     document = column >= 4
     hidden = (document[:, None] != document) | (column > row)
     whole = tensors(1)
-    set_flags({})
-    output = layer_of("padding_causal", "p2p", {})(
+    output = layer_of("padding_causal", "p2p", {}, {})(
         *(t.squeeze(1) for t in whole), None, packed_seq_params=params
     )
     check(output.unsqueeze(1), whole, attention(*whole, hidden), whole, lambda t: t)

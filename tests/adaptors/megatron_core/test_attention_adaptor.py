@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import inspect
 import sys
@@ -10,8 +11,8 @@ import types
 import pytest
 import torch
 
-from megatron_npu import attention_flags
 from megatron_npu.adaptors.megatron_core.attention import attention_mask, context_parallel
+from megatron_npu.adaptors.megatron_core.attention.layer_options import flags_of
 from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.attention import packed_mask
@@ -30,7 +31,9 @@ def attention_pair(layer=1, **changes):
     kind = getattr(AttnMaskType, changes.pop("mask_type", "causal"))
     arguments = {"softmax_scale": changes.pop("softmax_scale", None)}
     of_what = changes.pop("attention_type", "self")
+    flags = changes.pop("flags", AttentionFlags())
     config = make_config(attention_softmax_in_fp32=True, **changes)
+    config.attention_flags = flags
     return tuple(
         module.DotProductAttention(config, layer, kind, of_what, **arguments).train()
         for module in (patched, stock)
@@ -63,9 +66,8 @@ def qkv(queries=12, keys=12, heads=4, groups=4, dtype=torch.float32):
     ],
     ids=lambda changes: "-".join(changes) or "causal",
 )
-def test_attention(changes, shape_order, monkeypatch):
-    monkeypatch.setattr(attention_flags, "CURRENT", AttentionFlags(shape_order=shape_order))
-    ours, stock = attention_pair(**changes)
+def test_attention(changes, shape_order):
+    ours, stock = attention_pair(**changes, flags=AttentionFlags(shape_order=shape_order))
     leaves = qkv(groups=changes.get("num_query_groups", 4))
     mask = None
     if changes.get("mask_type") == "padding":
@@ -219,9 +221,9 @@ def test_packed_through_self_attention():
 
 def test_packed_lengths_are_read_once_per_batch():
     params = packed_params(5, 0, 7, padded=(6, 0, 8))
-    found = attention_mask.documents(params, 14, 14)
-    assert found.query == found.key == (5, 1, 7, 1)
-    assert attention_mask.documents(params, 14, 14) is found
+    found = attention_mask.packed_sequences(params, 14, 14)
+    assert found.query_lengths == found.key_lengths == (5, 1, 7, 1)
+    assert attention_mask.packed_sequences(params, 14, 14) is found
 
 
 def new_boundaries(params):
@@ -250,12 +252,12 @@ def test_documents_are_dealt_out_anew_for_each_batch():
     params = packed_params(8, 8)
 
     def plan(of):
-        return context_parallel.plan_of_batch(of, 8, True, group, here())
+        return context_parallel.sharding_of_batch(of, 8, True, group, here())
 
     first = plan(params)
     assert plan(params) is first
     for how, other in new_boundaries(params):
-        assert plan(other).parts.query == (1, 1, 3, 3), how
+        assert plan(other).packed.query_lengths == (1, 1, 3, 3), how
 
 
 def test_a_batch_that_is_cut_is_not_taken_for_a_whole_one():
@@ -269,22 +271,78 @@ def test_a_batch_that_is_cut_is_not_taken_for_a_whole_one():
 # -- windows, caches, dropout -----------------------------------------------------------------------
 
 
-def test_window_flags_reach_the_attention(monkeypatch):
+def test_window_flags_reach_the_attention():
     _, stock = attention_pair(window_size=(3, 0))
-    free, plain = attention_pair()
+    narrow, plain = attention_pair(flags=AttentionFlags(3, 0))
     leaves = qkv()
-    monkeypatch.setattr(attention_flags, "CURRENT", AttentionFlags(3, 0))
     for mask in (None, document_mask([12], [12])):
-        torch.testing.assert_close(free(*leaves, mask), stock(*leaves, None))
-    monkeypatch.setattr(attention_flags, "CURRENT", AttentionFlags(65536, 65536))
-    torch.testing.assert_close(free(*leaves, None), plain(*leaves, None))
+        torch.testing.assert_close(narrow(*leaves, mask), stock(*leaves, None))
+    wide, _ = attention_pair(flags=AttentionFlags(65536, 65536))
+    torch.testing.assert_close(wide(*leaves, None), plain(*leaves, None))
 
 
-def test_window_flags_leave_cross_attention_alone(monkeypatch):
-    ours, stock = attention_pair(attention_type="cross", mask_type="no_mask")
+def test_window_flags_leave_cross_attention_alone():
+    ours, stock = attention_pair(attention_type="cross", mask_type="no_mask", flags=AttentionFlags(1))
     leaves = qkv(queries=6)
-    monkeypatch.setattr(attention_flags, "CURRENT", AttentionFlags(1))
     same_gradients(ours(*leaves, None), stock(*leaves, None), leaves)
+
+
+def test_a_script_has_the_flags_among_its_arguments(monkeypatch):
+    """Those of the configuration win: a script may build a model that is not of its own arguments."""
+    script = types.SimpleNamespace(_GLOBAL_ARGS=None)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", script)
+    assert flags_of(make_config()) == AttentionFlags()
+    script._GLOBAL_ARGS = argparse.Namespace(pre_tokens=3, next_tokens=0, shape_order="BSH")
+    config = make_config()
+    assert flags_of(config) == AttentionFlags(3, 0, "BSH")
+    assert positional_attention().layer_options.window == (3, 0)
+    config.attention_flags = AttentionFlags(5)
+    assert flags_of(config) == AttentionFlags(5)
+    script._GLOBAL_ARGS = argparse.Namespace(window_size=None)  # of a program with a parser of its own
+    assert flags_of(make_config()) == AttentionFlags()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
+def test_a_copy_of_a_configuration_has_its_flags(copied):
+    """Upstream copies configurations for experts, encoders, decoders, and inference."""
+    config = make_config()
+    config.attention_flags = AttentionFlags(3, 0)
+    assert flags_of(copied(config)) == AttentionFlags(3, 0)
+
+
+def small_gpt(flags=None, **changes):
+    """Return a GPT, whose weights are always the same."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    config = make_config(add_qkv_bias=True, bias_activation_fusion=True, **changes)
+    if flags is not None:
+        config.attention_flags = flags
+    torch.manual_seed(7)
+    spec = get_gpt_layer_local_spec(normalization="LayerNorm")
+    return GPTModel(config, spec, vocab_size=64, max_sequence_length=12).train().to(here())
+
+
+def losses_of(*models):
+    """Return the losses of a batch, and the gradients of the first weights; all forwards come first."""
+    tokens = torch.arange(24, device=here()).view(2, 12) * 5 % 64
+    position = torch.arange(12, device=here()).expand(2, 12)
+    losses = [model(tokens, position, None, labels=tokens).mean() for model in models]
+    for loss in losses:
+        loss.backward()
+    weights = [model.decoder.layers[0].self_attention.linear_qkv.weight for model in models]
+    return list(zip(losses, [weight.grad for weight in weights], strict=True))
+
+
+def test_two_models_of_one_process_keep_their_windows():
+    """Also where a layer is computed again in the backward pass, when the other model has run meanwhile."""
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    narrow, wide = small_gpt(AttentionFlags(3, 0), **again), small_gpt(AttentionFlags(65536), **again)
+    expected = losses_of(small_gpt(window_size=(3, 0))) + losses_of(small_gpt())
+    found = losses_of(narrow, wide)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found[0][1], found[1][1])
+    assert narrow.state_dict().keys() == wide.state_dict().keys() == small_gpt().state_dict().keys()
 
 
 @pytest.mark.parametrize("window", [None, (4, 0)])
@@ -414,7 +472,7 @@ def positional_attention(*arguments, **named):
 def test_arguments_may_be_positional():
     module = positional_attention(0.25, 0.5, "p2p")
     assert (module.attention_dropout.p, module.softmax_scale) == (0.25, 0.5)
-    assert module.communication is None  # nothing is cut
+    assert module.layer_options.cp_comm_type is None  # nothing is cut
 
 
 def test_a_positional_scale_is_not_scaled_again_for_the_size_of_keys():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu.adaptors.megatron_core.attention import context_parallel
+from megatron_npu.adaptors.megatron_core.attention.layer_options import comm_type
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.attention.context_parallel.packed import token_indices
@@ -52,29 +52,35 @@ def config():
 
 @pytest.mark.parametrize(
     ("asked", "given"),
-    [(None, "ring"), ("p2p", "ring"), ("all_gather", "gather"), ("allgather", "gather"), ("a2a", "exchange")],
+    [
+        (None, "p2p"),
+        ("p2p", "p2p"),
+        ("all_gather", "all_gather"),
+        ("allgather", "all_gather"),
+        ("a2a", "a2a"),
+    ],
 )
 def test_each_way_to_communicate_is_the_one_asked_for(config, monkeypatch, asked, given) -> None:
     monkeypatch.setattr(dispatch, "fallbacks", {})
-    assert context_parallel.communication_of(config, asked) == given
+    assert comm_type(config, asked) == given
     assert not dispatch.fallbacks
 
 
 def test_what_is_not_there_is_reported_or_refused(config, monkeypatch, caplog) -> None:
     monkeypatch.setattr(dispatch, "fallbacks", {})
-    assert context_parallel.communication_of(config, "a2a+p2p") == "ring"
+    assert comm_type(config, "a2a+p2p") == "p2p"
     assert list(dispatch.fallbacks) == [
         ("--cp-comm-type a2a+p2p", "hierarchical context parallelism is not here")
     ]
     assert "--cp-comm-type a2a+p2p runs as one ring over all ranks: " in caplog.text
     with pytest.raises(UsageError, match="p2p, all_gather, a2a or a2a"):
-        context_parallel.communication_of(config, "ring")
+        comm_type(config, "ring")
 
 
 def test_heads_that_cannot_be_dealt_out_are_refused(config) -> None:
     config.tensor_model_parallel_size = 2
     with pytest.raises(UsageError, match="2 heads of keys on 4 ranks"):
-        context_parallel.communication_of(config, "a2a")
+        comm_type(config, "a2a")
 
 
 @pytest.mark.parametrize(("starts", "rank", "tokens"), [([0, 4, 12], 0, [0, 3, 4, 5, 10, 11])])

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.attention import context_parallel
-from megatron_npu.adaptors.megatron_core.attention.attention_mask import documents, visible, window_of
-from megatron_npu.adaptors.megatron_core.decorators import wrap
-from megatron_npu.adaptors.shared import core_attention
+from megatron_npu.adaptors.megatron_core.attention.attention_mask import packed_sequences, visible
+from megatron_npu.adaptors.megatron_core.attention.call import CoreAttentionCall
+from megatron_npu.adaptors.megatron_core.attention.layer_options import layer_options
+from megatron_npu.adaptors.megatron_core.decorators import around
+from megatron_npu.adaptors.shared.core_attention import dropout_generator
 from megatron_npu.errors import UsageError
-from megatron_npu.ops.attention import attention
 from megatron_npu.ops.dispatch import report_fallback
 
 _TARGET = "megatron.core.transformer.dot_product_attention:DotProductAttention"
@@ -23,40 +24,34 @@ _TARGET = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 _CAUSAL = ("causal", "padding_causal", "causal_bottom_right")
 
 
-@wrap(
+@around(
     f"{_TARGET}.__init__",
     why="upstream leaves to TransformerEngine what the forward below has: context parallelism, windows "
     "before 0.15, and the two head sizes of multi-latent attention",
 )
-def accept_what_forward_has(original: Callable[..., Any]) -> Callable[..., Any]:
+def accept_what_forward_has(
+    original: Callable[..., None],
+    self: Any,
+    *args: Any,
+    k_channels: int | None = None,  # by name alone: no version of upstream's local attention has the two
+    v_channels: int | None = None,
+    **kwargs: Any,
+) -> None:
     """Hide from the constructor what it refuses; refuse what nobody computes here."""
-
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def initialise(
-        self: Any,
-        *args: Any,
-        k_channels: int | None = None,  # by name alone: no version of upstream's local attention has the two
-        v_channels: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        given = signature.bind(self, *args, **kwargs)
-        given.apply_defaults()
-        config = given.arguments["config"]
-        _refuse_logit_maximum(config)
-        hidden = {"context_parallel_size": 1}
-        if _window_is_ours(config):
-            hidden["window_size"] = None
-        with _instead(config, hidden):
-            original(*given.args, **given.kwargs)
-        self.communication = context_parallel.communication_of(config, given.arguments["cp_comm_type"])
-        if v_channels is not None:  # the size of upstream's own result, and the default scale
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-        if k_channels is not None and given.arguments["softmax_scale"] is None:
-            self.softmax_scale *= (self.hidden_size_per_attention_head / k_channels) ** 0.5
-
-    return initialise
+    given = inspect.signature(original).bind(self, *args, **kwargs)
+    given.apply_defaults()
+    config = given.arguments["config"]
+    _refuse_logit_maximum(config)
+    hidden: dict[str, Any] = {"context_parallel_size": 1}
+    if _window_is_ours(config):
+        hidden["window_size"] = None
+    with _instead(config, hidden):
+        original(*given.args, **given.kwargs)
+    self.layer_options = layer_options(self, given.arguments["cp_comm_type"])
+    if v_channels is not None:  # the size of upstream's own result, and the default scale
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+    if k_channels is not None and given.arguments["softmax_scale"] is None:
+        self.softmax_scale *= (self.hidden_size_per_attention_head / k_channels) ** 0.5
 
 
 @contextlib.contextmanager
@@ -86,34 +81,36 @@ def _refuse_logit_maximum(config: Any) -> None:
             )
 
 
-@wrap(
+@around(
     f"{_TARGET}.forward",
     why="upstream materialises the scores [b, n, s, s]; the device has fused attention",
 )
-def fused_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Call ``ops.attention``; what it does not mean goes to upstream's forward, with the reason logged."""
+def fused_attention(
+    original: Callable[..., Tensor],
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    attn_mask_type: Any = None,
+    attention_bias: Tensor | None = None,
+    packed_seq_params: Any = None,
+) -> Tensor:
+    """Call ``ops.attention``; what it does not mean goes to upstream's forward, with the reason logged.
 
-    @functools.wraps(original)
-    def forward(
-        self: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
-        if _unfused_asked_for(self.config) or _refused(self, attention_bias, packed_seq_params):
-            return original(
-                self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
-            )
-        causal = (attn_mask_type or self.attn_mask_type).name in _CAUSAL
+    ``[sq, b, n, d]`` and ``[sk, b, g, d]`` to ``[sq, b, n * d]``; packed sequences ``[tq, n, d]`` and
+    ``[tk, g, d]`` to ``[tq, n * d]``.
+    """
+    if _unfused_asked_for(self.config) or _falls_back(self, attention_bias, packed_seq_params):
+        return original(
+            self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
+        )
+    call = _call(self, attn_mask_type or self.attn_mask_type)
+    group = context_parallel.group_of(self, packed_seq_params)
+    with dropout_generator(call.dropout_p, self.config.sequence_parallel):
         if packed_seq_params is not None:
-            return _packed(self, query, key, value, packed_seq_params, causal)
-        return _dense(self, query, key, value, attention_mask, causal)
-
-    return forward
+            return _packed(call, group, query, key, value, packed_seq_params)
+        return _dense(call, group, query, key, value, attention_mask)
 
 
 def _unfused_asked_for(config: Any) -> bool:
@@ -121,14 +118,8 @@ def _unfused_asked_for(config: Any) -> bool:
     return backend is not None and backend.name in ("unfused", "local") and config.context_parallel_size == 1
 
 
-def _refused(self: Any, attention_bias: Tensor | None, packed_seq_params: Any) -> bool:
-    cp_group = getattr(packed_seq_params, "cp_group", None)  # since 0.16
-    if self.communication is None and cp_group is not None and cp_group.size() > 1:
-        raise UsageError(
-            f"PackedSeqParams with a cp_group of {cp_group.size()} ranks, and context_parallel_size 1",
-            "sequences that are whole on each rank, or a configuration that says into how many they are cut",
-            "Set context_parallel_size.",
-        )
+def _falls_back(self: Any, attention_bias: Tensor | None, packed_seq_params: Any) -> bool:
+    _refuse_cut_batch(self, packed_seq_params)
     reason = None
     if getattr(self, "softmax_offset", None) is not None:
         reason = f"softmax_type={self.config.softmax_type}"
@@ -144,52 +135,48 @@ def _refused(self: Any, attention_bias: Tensor | None, packed_seq_params: Any) -
     return True
 
 
-def _dense(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """``[sq, b, n, d]`` and ``[sk, b, g, d]`` to ``[sq, b, n * d]``."""
-    call = _arguments(self)
-    with core_attention.dropout_generator(call["dropout_p"], self.config.sequence_parallel):
-        attend: Callable[..., Tensor] = functools.partial(_attend, **call)
-        spread = (self, query, key, value, mask, causal, attend)
-        if self.communication == "ring":
-            return context_parallel.attend_in_a_ring(*spread, **call)
-        if self.communication == "gather":
-            return context_parallel.attend_to_gathered(*spread)
-        if self.communication == "exchange":
-            return context_parallel.attend_with_own_heads(*spread)
-        return attend(query, key, value, **visible(self, mask, causal, query.size(1)))
+def _refuse_cut_batch(self: Any, packed_seq_params: Any) -> None:
+    cp_group = getattr(packed_seq_params, "cp_group", None)  # since 0.16
+    if self.layer_options.cp_comm_type is None and cp_group is not None and cp_group.size() > 1:
+        raise UsageError(
+            f"PackedSeqParams with a cp_group of {cp_group.size()} ranks, and context_parallel_size 1",
+            "sequences that are whole on each rank, or a configuration that says into how many they are cut",
+            "Set context_parallel_size.",
+        )
+
+
+def _call(self: Any, attn_mask_type: Any) -> CoreAttentionCall:
+    return CoreAttentionCall(
+        options=self.layer_options,
+        # apply_query_key_layer_scaling divides the one and multiplies by the other
+        scale=self.softmax_scale * (self.scale_mask_softmax.scale or 1.0),
+        dropout_p=self.attention_dropout.p if self.training else 0.0,
+        causal=attn_mask_type.name in _CAUSAL,
+    )
+
+
+def _dense(
+    call: CoreAttentionCall,
+    group: dist.ProcessGroup | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    if group is not None:
+        return context_parallel.attend(call, group, query, key, value, mask)
+    return call.attend(query, key, value, **visible(call, mask, query.size(1)))
 
 
 def _packed(
-    self: Any, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Any, causal: bool
+    call: CoreAttentionCall,
+    group: dist.ProcessGroup | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed_seq_params: Any,
 ) -> Tensor:
-    """``[tq, n, d]`` and ``[tk, g, d]`` to ``[tq, n * d]``: documents one behind the other (thd)."""
-    call = _arguments(self)
-    attend: Callable[..., Tensor] = functools.partial(_attend_packed, causal=causal, **call)
-    with core_attention.dropout_generator(call["dropout_p"], self.config.sequence_parallel):
-        group = None
-        if self.communication is not None:
-            group = context_parallel.group_of_batch(self, packed_seq_params)
-        if group is None:
-            packed = documents(packed_seq_params, query.size(0), key.size(0))
-            return attend(query, key, value, packed=packed)
-        limited = call["window"] != (None, None)
-        options = (packed_seq_params, causal, limited, self.communication, group)
-        return context_parallel.attend_packed(query, key, value, *options, attend)
-
-
-def _arguments(self: Any) -> dict[str, Any]:
-    """Return the arguments of ``ops.attention`` that the module decides, whatever the batch."""
-    # apply_query_key_layer_scaling divides the one and multiplies by the other
-    scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
-    dropout_p = self.attention_dropout.p if self.training else 0.0
-    return {"scale": scale, "window": window_of(self), "dropout_p": dropout_p}
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-    """``[sq, b, n, d]`` to ``[sq, b, n * d]``."""
-    return core_attention.attend(query, key, value, **kwargs).flatten(2)
-
-
-def _attend_packed(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-    """``[tq, n, d]`` to ``[tq, n * d]``; the last query of a document stands at its last key."""
-    return attention(query, key, value, layout="TND", offset="end", **kwargs).flatten(1)
+    if group is not None:
+        return context_parallel.attend_packed(call, group, query, key, value, packed_seq_params)
+    packed = packed_sequences(packed_seq_params, query.size(0), key.size(0))
+    return call.attend_packed(query, key, value, packed)

@@ -7,11 +7,11 @@ Connects ``models.gpt.gpt_layer_specs``, ``models.gpt.heterogeneous.heterogeneou
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, transformer_engine_present
+from megatron_npu.adaptors.megatron_core.script_arguments import script_arguments
 from megatron_npu.adaptors.megatron_core.te_fallback.redirect import force_flag_off, redirect_to_local
 
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
@@ -79,11 +79,6 @@ around(
 def with_qk_l2_norm(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Take the flag from the script's arguments where the caller is silent."""
     given = inspect.signature(original).bind(*args, **kwargs)
-    if _flag_given():
+    if getattr(script_arguments(), "qk_l2_norm", False):
         given.arguments.setdefault("qk_l2_norm", True)
     return original(*given.args, **given.kwargs)
-
-
-def _flag_given() -> bool:
-    script = sys.modules.get("megatron.training.global_vars")  # absent where megatron-core is a library
-    return getattr(getattr(script, "_GLOBAL_ARGS", None), "qk_l2_norm", False)

@@ -1,0 +1,111 @@
+"""What a layer of core attention decides when it is built: window, layout, how ranks share its keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_npu.adaptors.megatron_core.script_arguments import script_arguments
+from megatron_npu.attention_flags import AttentionFlags
+from megatron_npu.errors import UsageError
+from megatron_npu.ops.attention import Window
+from megatron_npu.ops.dispatch import report_fallback
+
+CommType = Literal["p2p", "all_gather", "a2a"]
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """What ``DotProductAttention`` holds beside upstream's own attributes.
+
+    Attributes:
+        window: how many keys before and after its own position a query sees; None is all of them.
+        window_alone: the window is ``config.window_size``, which upstream takes instead of mask and triangle.
+        shape_order: ``--shape-order``, the layout that the operation is given: ``SBH`` or ``BSH``.
+        cp_comm_type: how ranks share a layer's keys and values; None where the sequence is not cut.
+    """
+
+    window: Window
+    window_alone: bool
+    shape_order: str
+    cp_comm_type: CommType | None
+
+
+def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
+    """Return the options of ``module``, whose constructor upstream's has just left.
+
+    Flags (``--pre-tockens``, ``--next-tockens``) win over ``config.window_size``. They do not hold for
+    cross-attention: positions in two sequences are not near to each other.
+
+    Raises:
+        UsageError: as ``comm_type``.
+    """
+    flags = flags_of(module.config)
+    communication = comm_type(module.config, cp_comm_type)
+    if flags.window != (None, None) and module.attention_type != "cross":
+        return LayerOptions(flags.window, False, flags.shape_order, communication)
+    # since 0.15 some layers have the configured window, others none: window_attn_skip_freq
+    size = vars(module.scale_mask_softmax).get("window_size", module.config.window_size)
+    if size is None:
+        return LayerOptions((None, None), False, flags.shape_order, communication)
+    pre, after = (None if limit < 0 else limit for limit in size)  # -1 is TransformerEngine's "no limit"
+    return LayerOptions((pre, after), True, flags.shape_order, communication)
+
+
+def flags_of(config: Any) -> AttentionFlags:
+    """Return the flags of the fused attention for a layer with this TransformerConfig.
+
+    The embedded driver, or whoever builds a model from Python, sets ``config.attention_flags``. A stock
+    script has them among its arguments.
+    """
+    flags = getattr(config, "attention_flags", None)
+    if flags is not None:
+        return flags
+    args = script_arguments()
+    return AttentionFlags.from_args(args) if args is not None and "pre_tokens" in args else AttentionFlags()
+
+
+def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
+    """Return how the ranks share a layer's keys and values; None where the sequence is not cut.
+
+    Args:
+        config: the TransformerConfig.
+        cp_comm_type: of this layer; None is p2p, as in TransformerEngine. ``a2a+p2p``, which exchanges heads
+            among near ranks and keys among far ones, runs as p2p over all, which is reported.
+
+    Raises:
+        UsageError: another name; or ``a2a``, and there are heads, or groups of them, that cannot be dealt out
+            evenly.
+    """
+    if config.context_parallel_size == 1:
+        return None
+    if cp_comm_type == "a2a+p2p":
+        report_fallback(
+            "--cp-comm-type a2a+p2p",
+            "hierarchical context parallelism is not here",
+            "runs as one ring over all ranks",
+            "Give --cp-comm-type p2p",
+        )
+    if cp_comm_type in (None, "p2p", "a2a+p2p"):
+        return "p2p"
+    if cp_comm_type in ("all_gather", "allgather"):  # the one in the configuration, the other in the help
+        return "all_gather"
+    if cp_comm_type == "a2a":
+        _check_heads(config)
+        return "a2a"
+    raise UsageError(
+        f"--cp-comm-type {cp_comm_type}",
+        "p2p, all_gather, a2a or a2a+p2p",
+        "Name one, or one for each layer.",
+    )
+
+
+def _check_heads(config: Any) -> None:
+    size = config.context_parallel_size * config.tensor_model_parallel_size
+    groups = config.num_query_groups or config.num_attention_heads
+    if groups % size:
+        raise UsageError(
+            f"--cp-comm-type a2a with {groups} heads of keys on {size} ranks",
+            "a multiple of the tensor-parallel times the context-parallel size",
+            "Use --cp-comm-type all_gather.",
+        )
