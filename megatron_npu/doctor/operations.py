@@ -20,7 +20,7 @@ from megatron_npu.doctor import reference_checks
 from megatron_npu.ops import activation, dispatch, embedding, norm, rotary, softmax, verify
 from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.ops.attention import attention
-from megatron_npu.ops.attention.block import partial, partial_backward
+from megatron_npu.ops.attention.block import Residuals, attention_block, attention_block_backward
 from megatron_npu.ops.grouped_matmul import grouped_matmul
 from megatron_npu.ops.sgd import FusedSGD
 
@@ -40,8 +40,9 @@ def _window(make: Make) -> Tensor:
 
 def _parts(make: Make) -> None:
     query, key, value = (make(64, 2, heads, 64).detach() for heads in (4, 2, 2))
-    output, total = partial(query, key, value, 0.125, True)
-    partial_backward(torch.ones_like(output), query, key, value, output, total, 0.125, True)
+    output, lse = attention_block(query, key, value, 0.125, True)
+    residuals = Residuals(query, key, value, output, lse)
+    attention_block_backward(torch.ones_like(output), residuals, 0.125, True)
 
 
 def _embedding(make: Make) -> Tensor:

@@ -107,7 +107,7 @@ class _Call:
     def _take(self, value: Any, label: str) -> Any:
         """Remember and copy the float tensors of an argument; return it with views that take hooks."""
         if isinstance(value, (list, tuple)) and any(map(_is_float, value)):
-            return type(value)([self._take(v, f"{label}[{i}]") for i, v in enumerate(value)])
+            return _like(value, [self._take(v, f"{label}[{i}]") for i, v in enumerate(value)])
         if not _is_float(value):
             return value
         copy = value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
@@ -180,8 +180,13 @@ def _is_float(value: Any) -> bool:
 def _exchange(value: Any, copies: Any) -> Any:
     """Put the copies where the float tensors of an argument are, in the order of ``_Call._take``."""
     if isinstance(value, (list, tuple)) and any(map(_is_float, value)):
-        return type(value)([_exchange(v, copies) for v in value])
+        return _like(value, [_exchange(v, copies) for v in value])
     return next(copies) if _is_float(value) else value
+
+
+def _like(sequence: Any, items: list[Any]) -> Any:
+    """Return ``items`` as a list, tuple or named tuple, whichever ``sequence`` is."""
+    return sequence._make(items) if hasattr(sequence, "_make") else type(sequence)(items)
 
 
 def relative_error(ours: Tensor, right: Tensor, floor: float = 0.0) -> float:

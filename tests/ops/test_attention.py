@@ -88,7 +88,9 @@ def test_self_attention(device, dtype, queries, batch, groups, layout, causal, w
     causal=st.booleans(),
     window=st.tuples(limits, limits),
 )
-@example(queries=9, keys=4, groups=(4, 2), offset="end", causal=True, window=(None, None))  # blind queries
+@example(
+    queries=9, keys=4, groups=(4, 2), offset="end", causal=True, window=(None, None)
+)  # fully masked rows
 @example(queries=1, keys=9, groups=(4, 2), offset=-2, causal=True, window=(None, None))
 @example(queries=1, keys=9, groups=(4, 2), offset="end", causal=True, window=(3, 0))  # decoding
 def test_cross_attention(device, dtype, queries, keys, groups, offset, causal, window):
@@ -242,16 +244,16 @@ def test_lengths_may_be_lists(device):
     ],
     ids=["offset", "mask", "dropout", "far"],
 )
-def test_blind_queries_are_zero_not_nan(device, dtype, call):
+def test_fully_masked_rows_are_zero_not_nan(device, dtype, call):
     tensors = leaves(dtype, device, *[(2, 2, 6, 8)] * 3)
     call = {k: v.to(device) if k == "mask" else v for k, v in call.items()}
     output = attention(*tensors, layout="BNSD", scale=SCALE, **call)
-    blind = 6 if call.get("offset") == 20 else 2 if call.get("offset") == -2 else 3
-    assert not output[:, :, :blind].any()
-    assert output[:, :, blind:].ne(0).all()
+    masked_rows = 6 if call.get("offset") == 20 else 2 if call.get("offset") == -2 else 3
+    assert not output[:, :, :masked_rows].any()
+    assert output[:, :, masked_rows:].ne(0).all()
     grads = torch.autograd.grad(output, tensors, torch.ones_like(output))
     assert all(torch.isfinite(g).all() for g in grads)
-    assert not grads[0][:, :, :blind].any()
+    assert not grads[0][:, :, :masked_rows].any()
 
 
 def test_no_gradient_is_needed(device, dtype):

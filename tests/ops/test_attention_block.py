@@ -1,4 +1,4 @@
-"""Attention over some of the keys: parts over disjoint keys are the whole, forward and backward."""
+"""Attention over blocks of the keys: disjoint blocks make the whole, forward and backward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu.ops.attention.block import partial, partial_backward
+from megatron_npu.ops.attention.block import Residuals, attention_block, attention_block_backward
 from megatron_npu.ops.attention.context_parallel import ring
 from tests.ops.proof import RELAXED
 from tests.ops.tolerances import assert_near
@@ -26,7 +26,7 @@ SHAPES = st.fixed_dictionaries(
 
 
 def whole(query, key, value, hidden):
-    """Attention in fp64, and the logarithm of its divisor."""
+    """Attention in fp64, and its lse."""
     key, value = (t.repeat_interleave(query.size(2) // t.size(2), dim=2) for t in (key, value))
     scores = torch.einsum("ibnd,jbnd->bnij", query, key) * SCALE
     scores = scores.masked_fill(hidden, -torch.inf)
@@ -47,30 +47,33 @@ def draw(shape, keys, dtype):
 @RELAXED
 @given(shape=SHAPES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_parts_make_the_whole(device, dtype, causal, shape):
-    """Causal: the first part is the diagonal, and all of the others is visible, as on a ring's last rank."""
+def test_blocks_make_the_whole(device, dtype, causal, shape):
+    """Causal: the first block is the diagonal, and all of the others is visible, as on a ring's last rank."""
     keys = [shape["queries"], *shape["keys"][1:]] if causal else shape["keys"]
     *tensors, grad = draw(shape, keys, dtype)
     doubles = [t.double().requires_grad_() for t in tensors]
     hidden = torch.zeros(shape["queries"], sum(keys), dtype=torch.bool)
     if causal:
         hidden[:, : keys[0]] = torch.ones(keys[0], keys[0]).triu_(1)
-    expected, total = whole(*doubles, hidden)
+    expected, right_lse = whole(*doubles, hidden)
     right = torch.autograd.grad(expected, doubles, grad.double())
 
     query, key, value, grad = (t.to(device) for t in (*tensors, grad))
     parts = list(zip(key.split(keys), value.split(keys), [causal] + [False] * len(keys), strict=False))
-    output, divisor = partial(query, *parts[0][:2], SCALE, causal)
-    assert (output.dtype, divisor.dtype) == (dtype, torch.float32)
+    output, lse = attention_block(query, *parts[0][:2], SCALE, causal)
+    assert (output.dtype, lse.dtype) == (dtype, torch.float32)
     assert output.is_contiguous()
     output = output.float()
     for part in parts[1:]:
-        ring._merge(output, divisor, *partial(query, *part[:2], SCALE, False))
+        ring.merge(output, lse, *attention_block(query, *part[:2], SCALE, False))
     assert_near(output, expected, dtype, "output")
-    assert_near(divisor, total, dtype, "logarithm of the divisor")
+    assert_near(lse, right_lse, dtype, "lse")
 
     output = output.to(dtype)
-    ours = [partial_backward(grad, query, k, v, output, divisor, SCALE, diagonal) for k, v, diagonal in parts]
+    ours = [
+        attention_block_backward(grad, Residuals(query, k, v, output, lse), SCALE, diagonal)
+        for k, v, diagonal in parts
+    ]
     assert all(gradient.dtype is dtype for part in ours for gradient in part)
     of_query, of_key, of_value = zip(*ours, strict=True)
     assert_near(sum(g.float() for g in of_query), right[0], dtype, "gradient of query", 2.0)
@@ -87,7 +90,7 @@ def test_a_balanced_ring_sees_every_visible_pair_once(size):
     for rank in range(size):
         seen = torch.zeros(2 * chunk, 2 * size * chunk, dtype=torch.int)
         for step in range(size):
-            first, keys, diagonal = ring._seen(step, rank, chunk, True)
+            first, keys, diagonal = ring.visible_block(step, rank, chunk, True)
             columns = own[(rank - step) % size][:keys]
             block = torch.ones(2 * chunk - first, keys, dtype=torch.int)
             seen[first:, columns] += block.tril() if diagonal else block

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_npu.ops.attention import PackedSequences, attention, blockwise, cpu, reference
-from megatron_npu.ops.attention.spec import Case, Segment, dense_segments, packed_segments, visible_ranges
+from megatron_npu.ops.attention import PackedSequences, attention, cpu, reference
+from megatron_npu.ops.attention.blockwise import blockwise, function, tiles
+from megatron_npu.ops.attention.spec import (
+    AttentionSpec,
+    Segment,
+    dense_segments,
+    packed_segments,
+    visible_ranges,
+)
 from tests.ops.attention_formula import formula, visible
 from tests.ops.tolerances import assert_near
 
@@ -25,8 +32,8 @@ def on_the_cpu():
 @pytest.fixture
 def tiny_tiles(monkeypatch):
     """Make several tiles of anything."""
-    monkeypatch.setattr(blockwise, "TILE_ROWS_ELSE", 4)
-    monkeypatch.setattr(blockwise, "TILE_AREA", 50)
+    monkeypatch.setattr(tiles, "TILE_ROWS_ELSE", 4)
+    monkeypatch.setattr(tiles, "TILE_AREA", 50)
 
 
 limits = st.none() | st.integers(0, 12)
@@ -51,7 +58,7 @@ def test_any_tiling(tiny_tiles, queries, keys, groups, causal, window, offset, m
     doubles = [t.detach().double().requires_grad_() for t in leaves]
     mask = torch.rand(2, heads, queries, keys) < 0.3 if masked else None
     segments = dense_segments(queries, keys, causal, window, offset)
-    actual = blockwise.blockwise(*leaves, Case("BNSD", heads, key_heads, 0.5, segments, mask=mask))
+    actual = blockwise(*leaves, AttentionSpec("BNSD", heads, key_heads, 0.5, segments, masked=masked), mask)
     pairs = visible(queries, keys, causal, window, offset)
     expected = formula(*doubles, 0.5, pairs if mask is None else pairs & ~mask)
     assert_near(actual, expected, torch.float32)
@@ -75,12 +82,12 @@ def test_a_segment_knows_what_is_visible(queries, keys, causal, window, offset):
     (segment,) = dense_segments(queries, keys, causal, window, offset)
     pairs = visible(queries, keys, causal, window, keys - queries if offset == "end" else offset)
     rows = pairs.any(1).nonzero().flatten().tolist()
-    first, last = segment.seeing()
+    first, last = segment.rows_with_keys()
     assert list(range(first, last)) == rows
-    assert segment.has_blind_queries() == (len(rows) < queries)
+    assert segment.has_fully_masked_rows() == (len(rows) < queries)
     if rows:
         columns = pairs.any(0).nonzero().flatten().tolist()
-        assert segment.keys_of(first, last) == (columns[0], columns[-1] + 1)
+        assert segment.visible_keys(first, last) == (columns[0], columns[-1] + 1)
     begins, ends = visible_ranges((segment,), torch.device("cpu"))
     position = torch.arange(keys)
     assert torch.equal(pairs, (position >= begins[:, None]) & (position < ends[:, None]))
@@ -91,9 +98,9 @@ def test_limits_that_forbid_nothing_are_dropped():
     (wide,) = dense_segments(8192, 8192, True, (65536, 65536), 0)
     assert wide == Segment(0, 8192, 0, 8192, None, 0)
     tensor = torch.empty(8192, 1, 1, 8, device="meta")
-    assert cpu.torch_has_a_kernel(tensor, tensor, Case("SBND", 1, 1, 1.0, (wide,)))
+    assert cpu.torch_has_a_kernel(tensor, tensor, AttentionSpec("SBND", 1, 1, 1.0, (wide,)))
     documents = packed_segments(PackedSequences((3, 5), (3, 5)), True, (4, None), 0)
-    assert {s.low for s in documents} == {None}
+    assert {s.window_left for s in documents} == {None}
 
 
 class Sizes(TorchDispatchMode):
@@ -146,7 +153,7 @@ def test_windows_and_documents_cost_what_is_visible(case, dtype):
 
 
 def test_dropout_of_the_whole_triangle_needs_no_square(monkeypatch):
-    monkeypatch.setattr(blockwise, "TILE_AREA", 1 << 16)
+    monkeypatch.setattr(tiles, "TILE_AREA", 1 << 16)
     sizes, queries = sizes_of(2048, causal=True, dropout_p=0.1)
     assert sizes.largest <= max(queries, 4 << 16)
 
@@ -162,9 +169,9 @@ def test_nothing_is_saved_but_the_arguments():
 def test_long_windows_shrink_the_rows_of_a_tile():
     """One row of scores may be long; a tile of them is not."""
     segments = dense_segments(100_000, 100_000, True, (None, None), 0)
-    case = Case("SBND", 1, 1, 1.0, segments, dropout_p=0.1)
-    shapes = [tile.shape for tile in blockwise._tiles(1, torch.bfloat16, case)]
-    assert all(h * rows * keys <= blockwise.TILE_AREA for h, rows, keys in shapes)
+    case = AttentionSpec("SBND", 1, 1, 1.0, segments, dropout_p=0.1)
+    shapes = [tile.shape for tile in tiles.tiles(1, torch.bfloat16, case)]
+    assert all(h * rows * keys <= tiles.TILE_AREA for h, rows, keys in shapes)
     assert sum(rows for _, rows, _ in shapes) == 100_000
 
 
@@ -172,11 +179,11 @@ def test_products_are_rounded_to_bf16_only_meanwhile():
     """The process's own setting comes back, after an error too, and fp32 calls never change it."""
     switch = torch.backends.mkldnn.matmul
     before = switch.fp32_precision
-    with contextlib.suppress(ZeroDivisionError), blockwise._products_of(torch.bfloat16):
+    with contextlib.suppress(ZeroDivisionError), function.bf16_products(torch.bfloat16):
         assert switch.fp32_precision == "bf16"
         raise ZeroDivisionError
     assert switch.fp32_precision == before
-    with blockwise._products_of(torch.float32):
+    with function.bf16_products(torch.float32):
         assert switch.fp32_precision == before
 
 

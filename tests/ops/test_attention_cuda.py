@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention
 
 from megatron_npu.ops.attention import PackedSequences, attention, cuda, reference
 from megatron_npu.ops.attention.cuda import Kernel, choose
-from megatron_npu.ops.attention.spec import Case, dense_segments, packed_segments
+from megatron_npu.ops.attention.spec import AttentionSpec, dense_segments, packed_segments
 from tests.ops.attention_formula import formula, packed_formula, visible
 from tests.ops.tolerances import assert_near
 
@@ -41,8 +41,8 @@ def choice(
         layout, segments = "TND", packed_segments(packed, causal, window, offset)
         shapes = [(sum(packed.query_lengths), 4, size), *[(sum(packed.key_lengths), 4, size)] * 2]
     tensors = [torch.empty(s, dtype=dtype, device="meta") for s in shapes]
-    case = Case(layout, 4, 4, 1.0, segments, packed is not None, mask, dropout_p)
-    return choose(*tensors, case, flash_attn)
+    spec = AttentionSpec(layout, 4, 4, 1.0, segments, packed is not None, mask is not None, dropout_p)
+    return choose(*(t.shape for t in tensors), dtype, spec, flash_attn)
 
 
 MASK = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
@@ -70,9 +70,9 @@ DOCUMENTS = PackedSequences((3, 5), (3, 5))
     ids=str,
 )
 def test_choice(case, with_flash_attn, without):
-    assert choice(True, **case) is with_flash_attn
+    assert choice(True, **case).kernel is with_flash_attn
     actual = choice(False, **case)
-    assert without in actual if isinstance(without, str) else actual is without
+    assert without in actual.reason if isinstance(without, str) else actual.kernel is without
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.ops.attention import PackedSequences, npu
-from megatron_npu.ops.attention.npu import UNLIMITED, NpuCall, npu_call
-from megatron_npu.ops.attention.spec import Case, dense_segments, packed_segments
+from megatron_npu.ops.attention.npu import UNLIMITED, NpuCall
+from megatron_npu.ops.attention.spec import AttentionSpec, dense_segments, packed_segments
+from megatron_npu.ops.dispatch import Unsupported
 from tests.ops.attention_formula import visible
 
 
@@ -45,8 +46,10 @@ def call_for(
         shapes = [(sum(packed.query_lengths), heads, size), (sum(packed.key_lengths), key_heads, size)]
         value = shapes[1]
     tensors = [torch.empty(s, dtype=dtype, device="meta") for s in (*shapes, value)]
-    case = Case(layout, heads, key_heads, 0.25, segments, packed is not None, mask, dropout_p)
-    return npu_call(*tensors, case)
+    spec = AttentionSpec(
+        layout, heads, key_heads, 0.25, segments, packed is not None, mask is not None, dropout_p
+    )
+    return npu.plan_call(*tensors, spec, mask)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def test_table(case, mode, pre, after):
 )
 def test_modes_mean_what_the_case_means(queries, keys, causal, window, offset):
     call = call_for(queries, keys, causal=causal, window=window, offset=offset)
-    if isinstance(call, str):
+    if isinstance(call, Unsupported):
         assume(False)
     i, j = torch.arange(queries)[:, None], torch.arange(keys)[None]
     end = i + keys - queries  # where the band of mode 4 and the triangle of mode 3 are drawn from
@@ -121,7 +124,7 @@ def test_modes_mean_what_the_case_means(queries, keys, causal, window, offset):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refusals(case, reason):
-    assert reason in call_for(**case)
+    assert reason in call_for(**case).reason
 
 
 def test_arguments():
@@ -129,7 +132,12 @@ def test_arguments():
     assert call == NpuCall("SBH", 6, 0.25, 0.75, sparse_mode=2)
     packed = call_for(packed=PackedSequences((3, 0, 0, 5), (3, 0, 2, 5)), causal=True)
     assert packed.input_layout == "TND"
-    assert packed.lengths == ((3, 3, 8), (3, 5, 10))  # ends; a document of nothing is left out
+    assert packed.cu_seqlens == ((3, 3, 8), (3, 5, 10))  # ends; a document of nothing is left out
+
+
+def mask_for(tensors, spec, mask=None):
+    """Return the atten_mask that the call of ``spec`` is given."""
+    return npu.atten_mask(npu.plan_call(*tensors, spec, mask), tensors[0], spec, mask)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +152,9 @@ def test_arguments():
 def test_masks_have_a_documented_shape(shape, expected):
     mask = torch.rand(shape) < 0.5
     segments = dense_segments(8, 9, True, (None, None), 1)
-    case = Case("BNSD", 4, 4, 1.0, segments, mask=mask)
+    spec = AttentionSpec("BNSD", 4, 4, 1.0, segments, masked=True)
     tensors = [torch.empty(2, 4, n, 16) for n in (8, 9, 9)]
-    full = npu.mask_of(npu_call(*tensors, case), tensors[0], case)
+    full = mask_for(tensors, spec, mask)
     assert full.shape == expected
     assert torch.equal(
         full.expand(2, 4, 8, 9), ~visible(8, 9, True, (None, None), 1) | mask.expand(2, 4, 8, 9)
@@ -156,11 +164,11 @@ def test_masks_have_a_documented_shape(shape, expected):
 def test_a_mask_is_expanded_once_per_batch():
     mask = torch.zeros(2, 1, 1, 9, dtype=torch.bool)
     tensors = [torch.empty(2, 4, n, 16) for n in (8, 9, 9)]
-    case = Case("BNSD", 4, 4, 1.0, dense_segments(8, 9, False, (None, None), 0), mask=mask)
-    first, second = (npu.mask_of(npu_call(*tensors, case), tensors[0], case) for _ in range(2))
+    spec = AttentionSpec("BNSD", 4, 4, 1.0, dense_segments(8, 9, False, (None, None), 0), masked=True)
+    first, second = (mask_for(tensors, spec, mask) for _ in range(2))
     assert first is second
     mask[0, ..., 3] = True  # the buffer is used again, for another batch
-    third = npu.mask_of(npu_call(*tensors, case), tensors[0], case)
+    third = mask_for(tensors, spec, mask)
     assert third[0, 0, :, 3].all()
     assert not first.any()
 
@@ -171,8 +179,8 @@ def test_one_compressed_mask_per_device():
     for length in (100, 5000):
         tensors = [torch.empty(1, 1, length, 8)] * 3
         for window in ((None, None), (50, 0)):
-            case = Case("BNSD", 1, 1, 1.0, dense_segments(length, length, True, window, 0))
-            mask = npu.mask_of(npu_call(*tensors, case), tensors[0], case)
+            spec = AttentionSpec("BNSD", 1, 1, 1.0, dense_segments(length, length, True, window, 0))
+            mask = mask_for(tensors, spec)
             masks.add(mask.data_ptr())
             assert mask.shape == (2048, 2048)
     assert len(masks) == 1
@@ -182,7 +190,7 @@ def test_one_compressed_mask_per_device():
 def test_thirds_of_a_joint_projection_are_brought_apart_in_one_copy():
     joint = torch.randn(5, 2, 3, 12, requires_grad=True)
     thirds = joint.split(4, -1)
-    apart = npu._apart(*thirds)
+    apart = npu._contiguous_qkv(*thirds)
     assert len({tensor.untyped_storage().data_ptr() for tensor in apart}) == 1
     for whole, third in zip(apart, thirds, strict=True):
         assert whole.is_contiguous()
@@ -197,4 +205,6 @@ def test_tensors_that_lie_otherwise_are_left_alone(others):
     query, *rest = torch.randn(5, 2, 3, 12).split(4, -1)
     thirds = [query, *rest]
     key, value = (torch.randn(5, 2, 3, 4) if number is None else thirds[number] for number in others)
-    assert all(a is b for a, b in zip(npu._apart(query, key, value), (query, key, value), strict=True))
+    assert all(
+        a is b for a, b in zip(npu._contiguous_qkv(query, key, value), (query, key, value), strict=True)
+    )

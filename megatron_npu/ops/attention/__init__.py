@@ -1,7 +1,8 @@
 """Attention: softmax(q·kᵀ·scale + mask)·v, one meaning for every layout and mask.
 
-``case`` says what a call asks for, ``reference`` is the formula, ``cpu``, ``cuda`` and ``npu`` compute it;
-``blockwise`` is the kernel behind cpu's windows, documents and dropout. docs/attention.md has the table.
+``spec`` says what a call asks for, ``checks`` refuses contradictions, ``reference`` is the formula; ``cpu``,
+``cuda`` and ``npu`` compute it, the cpu with ``blockwise`` where torch has no kernel. ``block`` is attention
+over some of the keys, a step of the ring in ``context_parallel``. docs/attention.md has the kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megatron_npu.ops.attention import checks, cpu, cuda, npu  # noqa: F401  (de
 from megatron_npu.ops.attention.layouts import bnsd_shape, from_tokens, to_tokens
 from megatron_npu.ops.attention.reference import operation, unfused
 from megatron_npu.ops.attention.spec import (
-    Case,
+    AttentionSpec,
     Offset,
     PackedSequences,
     Window,
@@ -43,9 +44,9 @@ def attention(
     """Return the attention of ``query`` over ``key`` and ``value``, contiguous, in the layout of ``query``.
 
     Query i stands at position ``offset + i``; it sees key j unless one of these forbids it:
-    ``causal`` (j > position), ``window`` (pre, next) (j < position - pre or j > position + next; None
-    does not limit), ``mask`` (True at [i, j]), ``packed`` (another document). With ``packed``, i, j and the
-    offset are counted from the start of the document.
+    ``causal`` (j > position), ``window`` (j < position - window_left or j > position + window_right),
+    ``mask`` (True at [i, j]), ``packed`` (another sequence). With ``packed``, i, j and the offset are counted
+    from the start of the sequence.
 
     Args:
         query: ``[s, b, h]`` (SBH), ``[b, s, h]`` (BSH), ``[s, b, n, d]`` (SBND), ``[b, s, n, d]`` (BSND),
@@ -56,12 +57,13 @@ def attention(
         scale: factor of the scores, usually 1 / sqrt(d).
         num_heads: heads of the query; required for SBH and BSH, whose last dimension is n * d.
         causal: no key after the query's own position.
-        window: how far a query sees back and ahead, in tokens.
+        window: (window_left, window_right), how far a query sees back and ahead, in tokens; None does not
+            limit.
         offset: position of the first query among the keys (keys in a cache, context parallelism); "end":
             the last query stands at the last key (causal "bottom-right").
         mask: boolean, broadcastable to ``[b, n, sq, sk]``; True means masked (Megatron's convention).
-        packed: lengths of the documents; required for TND. In the other layouts the tokens count batch by
-            batch, and a document ends with its row or before.
+        packed: lengths of the sequences; required for TND. In the other layouts the tokens count batch by
+            batch, and a sequence ends with its row or before.
         dropout_p: probability that an attention weight is dropped, in [0, 1), drawn from the device's
             generator: with the same generator state the same weights are dropped.
 
@@ -79,19 +81,21 @@ def attention(
         tokens = (to_tokens(query, layout, heads), *(to_tokens(t, layout, key_heads) for t in (key, value)))
         limits: dict[str, Any] = {"causal": causal, "window": window, "offset": offset, "packed": packed}
         output = attention(*tokens, layout="TND", scale=scale, dropout_p=dropout_p, **limits)
-        return from_tokens(output, layout, bnsd_shape(query, layout, heads)[0]).contiguous()
-    queries, keys = bnsd_shape(query, layout, heads)[2], bnsd_shape(key, layout, key_heads)[2]
+        return from_tokens(output, layout, bnsd_shape(query.shape, layout, heads)[0]).contiguous()
+    queries = bnsd_shape(query.shape, layout, heads)[2]
+    keys = bnsd_shape(key.shape, layout, key_heads)[2]
     if packed is not None:
         checks.check_lengths(packed, queries, keys)
-        documents = PackedSequences(
-            tuple(packed.query_lengths), tuple(packed.key_lengths)
-        )  # lists are as good, but not hashable
-        segments = packed_segments(documents, causal, window, offset)
+        # lists of lengths are as good, but not hashable
+        packed = PackedSequences(tuple(packed.query_lengths), tuple(packed.key_lengths))
+        segments = packed_segments(packed, causal, window, offset)
     else:
         segments = dense_segments(queries, keys, causal, window, offset)
     if mask is not None and mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]
-    case = Case(layout, heads, key_heads, float(scale), segments, packed is not None, mask, dropout_p)
+    spec = AttentionSpec(
+        layout, heads, key_heads, float(scale), segments, packed is not None, mask is not None, dropout_p
+    )
     if query.numel() == 0 or value.numel() == 0:
-        return unfused(query, key, value, case)  # nothing to compute, and kernels need not take it
-    return operation(query, key, value, case)
+        return unfused(query, key, value, spec, mask)  # nothing to compute, and kernels need not take it
+    return operation(query, key, value, spec, mask)

@@ -46,7 +46,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str, heads:
         raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
     if value.dim() != key.dim():
         raise ValueError(f"key and value differ in dimensions: {tuple(key.shape)}, {tuple(value.shape)}")
-    q, k, v = bnsd_shape(query, layout, heads), *(bnsd_shape(t, layout, key_heads) for t in (key, value))
+    q = bnsd_shape(query.shape, layout, heads)
+    k, v = (bnsd_shape(t.shape, layout, key_heads) for t in (key, value))
     if q[0] != k[0] or q[3] != k[3] or k[:3] != v[:3]:
         raise ValueError(f"shapes do not fit, as [b, n, s, d]: {q}, {k}, {v}")
 

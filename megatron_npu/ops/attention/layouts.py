@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 # Where the dimensions of [b, n, s, d] lie in each four-dimensional layout.
@@ -12,9 +14,8 @@ HEADLESS = {"SBH": "SBND", "BSH": "BSND"}
 LAYOUTS = ("SBH", "BSH", "SBND", "BSND", "BNSD", "TND")
 
 
-def bnsd_shape(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int, int]:
-    """Return the shape that ``to_bnsd`` gives, without the view."""
-    shape = tensor.shape
+def bnsd_shape(shape: Sequence[int], layout: str, heads: int) -> tuple[int, int, int, int]:
+    """Return the shape that ``to_bnsd`` gives a tensor of ``shape``."""
     if layout == "TND":
         return 1, shape[1], shape[0], shape[2]
     if layout in HEADLESS:

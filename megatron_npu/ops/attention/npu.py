@@ -1,4 +1,4 @@
-"""Attention on the NPU: ``torch_npu.npu_fusion_attention``, one table from case to call.
+"""Attention on the NPU: ``torch_npu.npu_fusion_attention``, one table from a spec to its arguments.
 
 What is checked is what torch_npu's own documentation of the operation states (torch_npu 2.13.0,
 ``_op_plugin_docs.py``): a call outside it may be wrong without an error, so it is refused beforehand.
@@ -6,7 +6,9 @@ What is checked is what torch_npu's own documentation of the operation states (t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,8 +16,9 @@ from torch import Tensor
 
 from megatron_npu.ops.attention.layouts import bnsd_shape
 from megatron_npu.ops.attention.reference import operation
-from megatron_npu.ops.attention.spec import Case, Segment, forbidden_pairs, window_from_the_end
+from megatron_npu.ops.attention.spec import AttentionSpec, Segment, forbidden_pairs, window_from_end
 from megatron_npu.ops.caching import cache_on_tensor, lru_cache_tensors
+from megatron_npu.ops.dispatch import Unsupported
 
 _K, _M = 1 << 10, 1 << 20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,15 +31,15 @@ NONE, FULL, TOP_LEFT, BOTTOM_RIGHT, BAND = 0, 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class NpuCall:
-    """The arguments of ``npu_fusion_attention`` that follow from a case; tensors and masks apart.
+    """The arguments of ``npu_fusion_attention`` that are neither tensors nor masks.
 
     Attributes:
         input_layout: SBH, BSH, BSND, BNSD or TND; SBND is handed over as SBH, which is the same memory.
         sparse_mode: 0 none, 1 full mask, 2 causal from the top left, 3 from the bottom right, 4 band.
-        pre_tockens: with the band: keys before the diagonal that ends at the bottom right.
-        next_tockens: likewise, keys behind it.
+        pre_tockens: with the band, window_left counted from the diagonal that ends at the bottom right.
+        next_tockens: likewise, window_right.
         inner_precise: 2 makes the operation look for queries that see no key, and give zeros for them.
-        lengths: of TND, where each document ends: queries and keys, counted from the first token.
+        cu_seqlens: of TND, where each sequence ends: queries and keys, counted from the first token.
     """
 
     input_layout: str
@@ -47,71 +50,84 @@ class NpuCall:
     pre_tockens: int = UNLIMITED
     next_tockens: int = UNLIMITED
     inner_precise: int = 0
-    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    cu_seqlens: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
-def npu_call(query: Tensor, key: Tensor, value: Tensor, case: Case) -> NpuCall | str:
-    """Return the call for ``case``, or why the operation does not take it; reads no tensor's values."""
-    mode = _sparse_mode(case)
-    if isinstance(mode, str):
+def plan_call(
+    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None
+) -> NpuCall | Unsupported:
+    """Return the call for ``spec``, or why the operation does not take it; reads no tensor's values."""
+    return npu_call(query.shape, key.shape, value.shape, query.dtype, spec)
+
+
+@lru_cache(maxsize=64)  # every layer of every step asks anew
+def npu_call(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype, spec: AttentionSpec
+) -> NpuCall | Unsupported:
+    """As ``plan_call``, from shapes and dtype."""
+    mode = _sparse_mode(spec)
+    if isinstance(mode, Unsupported):
         return mode
-    reason = _limits(query, key, value, case) or _packed_limits(case)
+    reason = _limits(query, key, value, dtype, spec) or _packed_limits(spec)
     if reason is not None:
-        return reason
-    sparse_mode, pre, after = mode
-    blind = case.mask is not None or any(s.has_blind_queries() for s in case.segments)
+        return Unsupported(reason)
+    sparse_mode, pre_tockens, next_tockens = mode
+    zero_rows = spec.masked or any(s.has_fully_masked_rows() for s in spec.segments)
     return NpuCall(
-        input_layout="SBH" if case.layout == "SBND" else case.layout,
-        head_num=case.heads,
-        scale=case.scale,
-        keep_prob=1.0 - case.dropout_p,
+        input_layout="SBH" if spec.layout == "SBND" else spec.layout,
+        head_num=spec.heads,
+        scale=spec.scale,
+        keep_prob=1.0 - spec.dropout_p,
         sparse_mode=sparse_mode,
-        pre_tockens=pre,
-        next_tockens=after,
-        inner_precise=2 if blind else 0,
-        lengths=_ends(case) if case.packed else None,
+        pre_tockens=pre_tockens,
+        next_tockens=next_tockens,
+        inner_precise=2 if zero_rows else 0,
+        cu_seqlens=_cu_seqlens(spec) if spec.packed else None,
     )
 
 
-def _sparse_mode(case: Case) -> tuple[int, int, int] | str:
+def _sparse_mode(spec: AttentionSpec) -> tuple[int, int, int] | Unsupported:
     """Return (sparse_mode, pre_tockens, next_tockens)."""
-    if case.mask is not None:
+    if spec.masked:
         return FULL, UNLIMITED, UNLIMITED
-    live = [s for s in case.segments if s.q0 < s.q1 and s.k0 < s.k1]
-    if all(s.low is None for s in live):
-        if all(s.high is None for s in live):
+    live = [s for s in spec.segments if s.q0 < s.q1 and s.k0 < s.k1]
+    if all(s.window_left is None for s in live):
+        if all(s.window_right is None for s in live):
             return NONE, UNLIMITED, UNLIMITED
-        if all(s.high == 0 for s in live):
+        if all(s.window_right == 0 for s in live):
             return TOP_LEFT, UNLIMITED, UNLIMITED
-        if all(s.high == s.excess for s in live):
+        if all(s.window_right == s.excess for s in live):
             return BOTTOM_RIGHT, UNLIMITED, UNLIMITED
-    window = window_from_the_end(case.segments)
+    window = window_from_end(spec.segments)
     if window is None:
-        return "documents whose windows lie differently towards their ends"
-    pre, after = (UNLIMITED if limit is None else limit for limit in window)
-    for s in case.segments:
-        if not _band_meets(pre, after, s.q1 - s.q0, s.k1 - s.k0):
-            return (
-                f"a band of {pre} tokens before and {after} behind the end, {s.q1 - s.q0}×{s.k1 - s.k0} pairs"
+        return Unsupported("documents whose windows lie differently towards their ends")
+    left, right = (UNLIMITED if limit is None else limit for limit in window)
+    for s in spec.segments:
+        queries, keys = s.q1 - s.q0, s.k1 - s.k0
+        if not _band_meets(left, right, queries, keys):
+            return Unsupported(
+                f"a band of {left} tokens before and {right} behind the end, {queries}×{keys} pairs"
             )
-    return BAND, pre, after
+    return BAND, left, right
 
 
-def _band_meets(pre: int, after: int, queries: int, keys: int) -> bool:
+def _band_meets(window_left: int, window_right: int, queries: int, keys: int) -> bool:
     """Whether a band with a negative limit is one that the operation documents."""
-    if pre < 0:
-        return after >= -pre and -pre < queries
-    return after >= 0 or (pre >= -after and -after < keys)
+    if window_left < 0:
+        return window_right >= -window_left and -window_left < queries
+    return window_right >= 0 or (window_left >= -window_right and -window_right < keys)
 
 
-def _limits(query: Tensor, key: Tensor, value: Tensor, case: Case) -> str | None:
-    """Return which documented limit of the operation the tensors exceed."""
-    if query.dtype not in _DTYPES:
-        return f"dtype {query.dtype}"
-    if key.shape != value.shape:
-        return f"keys {tuple(key.shape)} and values {tuple(value.shape)} of different shapes"
-    batch, heads, queries, size = bnsd_shape(query, case.layout, case.heads)
-    keys = bnsd_shape(key, case.layout, case.key_heads)[2]
+def _limits(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype, spec: AttentionSpec
+) -> str | None:
+    """Return which documented limit of the operation the shapes exceed."""
+    if dtype not in _DTYPES:
+        return f"dtype {dtype}"
+    if key != value:
+        return f"keys {tuple(key)} and values {tuple(value)} of different shapes"
+    batch, heads, queries, size = bnsd_shape(query, spec.layout, spec.heads)
+    keys = bnsd_shape(key, spec.layout, spec.key_heads)[2]
     for what, number, largest in (
         ("batch", batch, 2 * _M),
         ("number of heads", heads, 256),
@@ -124,67 +140,56 @@ def _limits(query: Tensor, key: Tensor, value: Tensor, case: Case) -> str | None
     return None
 
 
-def _packed_limits(case: Case) -> str | None:
-    if not case.packed:
+def _packed_limits(spec: AttentionSpec) -> str | None:
+    if not spec.packed:
         return None
-    if len(case.segments) > _K:
-        return f"{len(case.segments)} packed documents, {_K} are supported"
-    if any(s.has_blind_queries() for s in case.segments):
+    if len(spec.segments) > _K:
+        return f"{len(spec.segments)} packed documents, {_K} are supported"
+    if any(s.has_fully_masked_rows() for s in spec.segments):
         return "packed queries that see no key"
     return None
 
 
-def _ends(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    there = [s for s in case.segments if s.q0 < s.q1 or s.k0 < s.k1]
+def _cu_seqlens(spec: AttentionSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where the sequences end, as the operation has it: no leading 0, empty ones left out."""
+    there = [s for s in spec.segments if s.q0 < s.q1 or s.k0 < s.k1]
     return tuple(s.q1 for s in there), tuple(s.k1 for s in there)
 
 
-def refusal(query: Tensor, key: Tensor, value: Tensor, case: Case) -> str | None:
-    """Return why ``npu_fusion_attention`` does not take the call, or None."""
-    call = npu_call(query, key, value, case)
-    return call if isinstance(call, str) else None
-
-
-def fitting_call(query: Tensor, key: Tensor, value: Tensor, case: Case) -> NpuCall:
-    """Return the call for ``case``, of which ``refusal`` has said that there is one."""
-    call = npu_call(query, key, value, case)
-    assert isinstance(call, NpuCall), call
-    return call
-
-
-@operation.on("npu", supports=refusal)
-def attend(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
+@operation.on("npu", plan=plan_call)
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None, *, plan: NpuCall
+) -> Tensor:
     """Hand the tensors over in their own layout; nothing is permuted, no ``[b, 1, s, s]`` is built."""
     import torch_npu
 
-    call = fitting_call(query, key, value, case)
-    if case.layout == "SBND":
-        query, key, value = (t.flatten(2) for t in _apart(query, key, value))
-    ends = (None, None) if call.lengths is None else tuple(list(each) for each in call.lengths)
+    if spec.layout == "SBND":
+        query, key, value = (t.flatten(2) for t in _contiguous_qkv(query, key, value))
+    # the operation takes lists only
+    ends = (None, None) if plan.cu_seqlens is None else tuple(list(each) for each in plan.cu_seqlens)
     output = torch_npu.npu_fusion_attention(
         query,
         key,
         value,
-        call.head_num,
-        call.input_layout,
-        atten_mask=mask_of(call, query, case),
-        scale=call.scale,
-        keep_prob=call.keep_prob,
-        pre_tockens=call.pre_tockens,
-        next_tockens=call.next_tockens,
-        inner_precise=call.inner_precise,
+        plan.head_num,
+        plan.input_layout,
+        atten_mask=atten_mask(plan, query, spec, mask),
+        scale=plan.scale,
+        keep_prob=plan.keep_prob,
+        pre_tockens=plan.pre_tockens,
+        next_tockens=plan.next_tockens,
+        inner_precise=plan.inner_precise,
         actual_seq_qlen=ends[0],
         actual_seq_kvlen=ends[1],
-        sparse_mode=call.sparse_mode,
-    )[0]
-    output = output.contiguous()
-    return output.unflatten(2, (case.heads, -1)) if case.layout == "SBND" else output
+        sparse_mode=plan.sparse_mode,
+    )[0].contiguous()
+    return output.unflatten(2, (spec.heads, -1)) if spec.layout == "SBND" else output
 
 
-def _apart(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _contiguous_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the three contiguous where they interleave in one tensor, as a joint projection leaves them.
 
-    That takes one copy; one by one they take three.
+    In one copy, where one by one they would take three.
     """
     first, second, third = (t.storage_offset() for t in (query, key, value))
     step = second - first
@@ -195,10 +200,10 @@ def _apart(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, T
     )
     if not same or step <= 0 or third - second != step or query.is_contiguous():
         return query, key, value
-    return _Apart.apply(query, key, value, step)
+    return _ContiguousQKV.apply(query, key, value, step)
 
 
-class _Apart(torch.autograd.Function):
+class _ContiguousQKV(torch.autograd.Function):
     """Copies of three tensors that lie ``step`` values from each other in one memory."""
 
     @staticmethod
@@ -211,20 +216,30 @@ class _Apart(torch.autograd.Function):
         return (*grads, None)
 
 
-def mask_of(call: NpuCall, query: Tensor, case: Case) -> Tensor | None:
-    """Return the atten_mask of the call: none, the shared triangle, or all of it, True where masked."""
-    if call.sparse_mode == NONE:
-        return None
-    if call.sparse_mode != FULL:
-        return _compressed_mask(query.device)
-    mask, segment, heads = case.mask, case.segments[0], case.heads
-    batch = bnsd_shape(query, call.input_layout, heads)[0]
-    recipe = (case.segments, batch, heads)
-    return cache_on_tensor(mask, "full", lambda: _full_mask(mask, segment, batch, heads), recipe)
+def atten_mask(call: NpuCall, query: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:
+    """Return the atten_mask of the call, True where masked: none, the shared triangle, or all of it.
+
+    Args:
+        call: what the mask is for.
+        query: in the layout of the call.
+        spec: what is asked for.
+        mask: the caller's, four dimensions.
+    """
+    if mask is None:
+        return shared_mask(call.sparse_mode, query.device)
+    segment, heads = spec.segments[0], spec.heads
+    batch = bnsd_shape(query.shape, call.input_layout, heads)[0]
+    key = (spec.segments, batch, heads)
+    return cache_on_tensor(mask, "full", lambda: _full_mask(mask, segment, batch, heads), key)
+
+
+def shared_mask(sparse_mode: int, device: torch.device) -> Tensor | None:
+    """Return the atten_mask of a call that has no mask of its own."""
+    return None if sparse_mode == NONE else _compressed_mask(device)
 
 
 def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor:
-    """Return ``mask`` and the diagonals in one of the documented shapes: SS, B1SS or BNSS."""
+    """Return ``mask`` and the window in one of the documented shapes: SS, B1SS or BNSS."""
     forbidden = forbidden_pairs(segment, mask.device)
     mask = mask if forbidden is None else mask | forbidden
     pairs = (segment.q1 - segment.q0, segment.k1 - segment.k0)

@@ -7,41 +7,48 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_npu.ops.attention.layouts import from_bnsd, to_bnsd
-from megatron_npu.ops.attention.spec import Case, Segment, forbidden_pairs
+from megatron_npu.ops.attention.spec import AttentionSpec, forbidden_pairs
 from megatron_npu.ops.dispatch import Operation
 
 
-def unfused(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
-    """Scores and softmax in fp32 (fp64 stays fp64); memory grows with queries × keys of a document."""
-    query = to_bnsd(query, case.layout, case.heads)
+def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
+    """Return softmax(q·kᵀ·scale + mask)·v, contiguous; memory grows with queries × keys of a segment.
+
+    Args:
+        query: in the layout of ``spec``, as are ``key`` and ``value``; any float dtype. Scores and softmax
+            are fp32 (fp64 stays fp64).
+        key: see ``query``.
+        value: see ``query``.
+        spec: what is asked for.
+        mask: broadcastable to ``[b, n, sq, sk]``, four dimensions, True where masked; None without.
+    """
+    query = to_bnsd(query, spec.layout, spec.heads)
     key, value = (
-        to_bnsd(t, case.layout, case.key_heads).repeat_interleave(case.heads // case.key_heads, dim=1)
+        to_bnsd(t, spec.layout, spec.key_heads).repeat_interleave(spec.heads // spec.key_heads, dim=1)
         for t in (key, value)
     )
-    outputs = [
-        _segment(query[:, :, s.q0 : s.q1], key[:, :, s.k0 : s.k1], value[:, :, s.k0 : s.k1], s, case)
-        for s in case.segments
-    ]
+    outputs = []
+    for s in spec.segments:
+        rows, columns = slice(s.q0, s.q1), slice(s.k0, s.k1)
+        forbidden = forbidden_pairs(s, query.device)
+        if mask is not None:
+            forbidden = mask if forbidden is None else mask | forbidden
+        weights = _softmax(query[:, :, rows], key[:, :, columns], spec.scale, forbidden)
+        outputs.append(F.dropout(weights.to(query.dtype), spec.dropout_p) @ value[:, :, columns])
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return from_bnsd(output, case.layout).contiguous()
+    return from_bnsd(output, spec.layout).contiguous()
 
 
-def _segment(query: Tensor, key: Tensor, value: Tensor, segment: Segment, case: Case) -> Tensor:
-    """``[b, n, s, d]`` throughout."""
+def _softmax(query: Tensor, key: Tensor, scale: float, forbidden: Tensor | None) -> Tensor:
+    """``[b, n, sq, d]`` and ``[b, n, sk, d]`` to ``[b, n, sq, sk]``; fully masked rows are zero."""
     precise = torch.promote_types(query.dtype, torch.float32)
-    scores = (query @ key.transpose(-1, -2)).to(precise) * case.scale
-    forbidden = forbidden_pairs(segment, query.device)
-    if case.mask is not None:
-        forbidden = case.mask if forbidden is None else case.mask | forbidden
-    if forbidden is not None:
-        scores = scores.masked_fill(forbidden, float("-inf"))
-        blind = forbidden.expand_as(scores).all(-1, keepdim=True)
-        # softmax of nothing but -inf is nan, in its gradient too: give such rows zeros instead
-        scores = scores.masked_fill(blind, 0.0)
-    weights = scores.softmax(-1)
-    if forbidden is not None:
-        weights = weights.masked_fill(blind, 0.0)
-    return F.dropout(weights.to(query.dtype), case.dropout_p) @ value
+    scores = (query @ key.transpose(-1, -2)).to(precise) * scale
+    if forbidden is None:
+        return scores.softmax(-1)
+    scores = scores.masked_fill(forbidden, float("-inf"))
+    fully_masked = forbidden.expand_as(scores).all(-1, keepdim=True)
+    # softmax of nothing but -inf is nan, in its gradient too: give such rows zeros instead
+    return scores.masked_fill(fully_masked, 0.0).softmax(-1).masked_fill(fully_masked, 0.0)
 
 
-operation = Operation("attention", unfused, draws=lambda q, k, v, case: case.dropout_p > 0.0)
+operation = Operation("attention", unfused, draws=lambda q, k, v, spec, mask: spec.dropout_p > 0.0)

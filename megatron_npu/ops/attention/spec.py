@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_npu.ops.caching import lru_cache_tensors
 
-Window = tuple[int | None, int | None]
+Window = tuple[int | None, int | None]  # (window_left, window_right), in tokens; None does not limit
 Offset = int | Literal["end"]
 
 
@@ -27,48 +27,57 @@ class PackedSequences(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Queries ``[q0, q1)`` over keys ``[k0, k1)``.
+    """Queries ``[q0, q1)`` over keys ``[k0, k1)``: all of a call, or one of its packed sequences.
 
-    Query i, counted from q0, sees key j, counted from k0, when ``i + low <= j <= i + high``; None does not
-    limit. ``causal``, ``window`` and ``offset`` of a call all come down to these two diagonals.
+    Query i, counted from q0, sees key j, counted from k0, when ``i - window_left <= j <= i + window_right``;
+    None does not limit. A call's ``causal``, ``window`` and ``offset`` all come down to these two numbers,
+    which an offset makes negative at times: plain causal attention is (None, 0), as flash-attn has it.
     """
 
     q0: int
     q1: int
     k0: int
     k1: int
-    low: int | None
-    high: int | None
+    window_left: int | None
+    window_right: int | None
 
     @property
     def excess(self) -> int:
         """Keys minus queries: the diagonal on which the last query meets the last key."""
         return (self.k1 - self.k0) - (self.q1 - self.q0)
 
-    def seeing(self) -> tuple[int, int]:
-        """Return the range of queries, counted from q0, that see a key; the others are blind."""
+    def rows_with_keys(self) -> tuple[int, int]:
+        """Return the range of queries, counted from q0, that see a key; the other rows are fully masked."""
         queries, keys = self.q1 - self.q0, self.k1 - self.k0
         if keys == 0:
             return 0, 0
-        first = 0 if self.high is None else max(0, -self.high)
-        last = queries if self.low is None else min(queries, keys - self.low)
-        return min(first, queries), max(last, min(first, queries))
+        first = 0 if self.window_right is None else min(max(0, -self.window_right), queries)
+        last = queries if self.window_left is None else min(queries, keys + self.window_left)
+        return first, max(first, last)
 
-    def has_blind_queries(self) -> bool:
-        first, last = self.seeing()
+    def has_fully_masked_rows(self) -> bool:
+        """Return whether some query sees no key."""
+        first, last = self.rows_with_keys()
         return last - first < self.q1 - self.q0
 
-    def keys_of(self, first: int, last: int) -> tuple[int, int]:
+    def visible_keys(self, first: int, last: int) -> tuple[int, int]:
         """Return the range of keys, counted from k0, that some query of ``[first, last)`` sees."""
         keys = self.k1 - self.k0
-        begin = 0 if self.low is None else max(0, first + self.low)
-        end = keys if self.high is None else min(keys, last + self.high)
+        begin = 0 if self.window_left is None else max(0, first - self.window_left)
+        end = keys if self.window_right is None else min(keys, last + self.window_right)
         return begin, max(begin, end)
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call of attention without its tensors; see ``attention`` for the meaning of each field."""
+class AttentionSpec:
+    """One call of attention without its tensors; see ``attention`` for the meaning of each field.
+
+    Two calls with equal specs, shapes and dtypes are computed alike, so plans may be cached by them.
+
+    Attributes:
+        segments: all of the call; with ``packed``, each of the sequences.
+        masked: whether there is a mask, ``[b or 1, n or 1, sq or 1, sk or 1]``, which is handed over apart.
+    """
 
     layout: str
     heads: int
@@ -76,7 +85,7 @@ class Case:
     scale: float
     segments: tuple[Segment, ...]
     packed: bool = False
-    mask: Tensor | None = None
+    masked: bool = False
     dropout_p: float = 0.0
 
 
@@ -92,7 +101,7 @@ def dense_segments(
 def packed_segments(
     packed: PackedSequences, causal: bool, window: Window, offset: Offset
 ) -> tuple[Segment, ...]:
-    """Return the segment of each document; documents without queries are kept, in order."""
+    """Return the segment of each sequence; those without queries are kept, in order."""
     spans, q, k = [], 0, 0
     for queries, keys in zip(packed.query_lengths, packed.key_lengths, strict=True):
         spans.append((q, q + queries, k, k + keys))
@@ -103,49 +112,47 @@ def packed_segments(
 def _limited(
     spans: list[tuple[int, int, int, int]], causal: bool, window: Window, offset: Offset
 ) -> list[Segment]:
-    """Give each span its two diagonals; a limit that forbids nothing in any of them is dropped."""
-    pre, after = window
+    """Give each span its window; a limit that forbids nothing in any of them is dropped."""
     segments = []
     for q0, q1, k0, k1 in spans:
         position = (k1 - k0) - (q1 - q0) if offset == "end" else offset
-        low = None if pre is None else position - pre
-        high = None if after is None else position + after
+        left = None if window[0] is None else window[0] - position
+        right = None if window[1] is None else window[1] + position
         if causal:
-            high = position if high is None else min(high, position)
-        segments.append(Segment(q0, q1, k0, k1, low, high))
-    if all(s.low is None or s.low + (s.q1 - s.q0) - 1 <= 0 for s in segments):
-        segments = [s._replace(low=None) for s in segments]
-    if all(s.high is None or s.high >= (s.k1 - s.k0) - 1 for s in segments):
-        segments = [s._replace(high=None) for s in segments]
+            right = position if right is None else min(right, position)
+        segments.append(Segment(q0, q1, k0, k1, left, right))
+    if all(s.window_left is None or s.window_left >= s.q1 - s.q0 - 1 for s in segments):
+        segments = [s._replace(window_left=None) for s in segments]
+    if all(s.window_right is None or s.window_right >= s.k1 - s.k0 - 1 for s in segments):
+        segments = [s._replace(window_right=None) for s in segments]
     return segments
 
 
 def forbidden_pairs(segment: Segment, device: torch.device) -> Tensor | None:
-    """Return ``[queries, keys]``, True where the diagonals forbid a pair; None if they forbid none.
+    """Return ``[queries, keys]``, True where the window forbids a pair; None if it forbids none.
 
-    For references and small cases only: it grows with queries × keys.
+    For references and small calls only: it grows with queries × keys.
     """
-    if segment.low is None and segment.high is None:
+    if segment.window_left is None and segment.window_right is None:
         return None
-    return _forbidden_pairs(
-        segment.q1 - segment.q0, segment.k1 - segment.k0, segment.low, segment.high, device
-    )
+    queries, keys = segment.q1 - segment.q0, segment.k1 - segment.k0
+    return _forbidden_pairs(queries, keys, segment.window_left, segment.window_right, device)
 
 
 @lru_cache_tensors(maxsize=4)  # the same few shapes come back at every layer of every step
 def _forbidden_pairs(
-    queries: int, keys: int, low: int | None, high: int | None, device: torch.device
+    queries: int, keys: int, window_left: int | None, window_right: int | None, device: torch.device
 ) -> Tensor:
     distance = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
     forbidden = torch.zeros_like(distance, dtype=torch.bool)
-    if low is not None:
-        forbidden |= distance < low
-    if high is not None:
-        forbidden |= distance > high
+    if window_left is not None:
+        forbidden |= distance < -window_left
+    if window_right is not None:
+        forbidden |= distance > window_right
     return forbidden
 
 
-def window_from_the_end(segments: tuple[Segment, ...]) -> Window | None:
+def window_from_end(segments: tuple[Segment, ...]) -> Window | None:
     """Return the window of all segments when the last query stands at the last key; None if they differ.
 
     The way flash-attn and torch_npu's band describe a window. Its limits are negative where the band lies
@@ -153,8 +160,8 @@ def window_from_the_end(segments: tuple[Segment, ...]) -> Window | None:
     """
     windows = {
         (
-            None if s.low is None else s.excess - s.low,
-            None if s.high is None else s.high - s.excess,
+            None if s.window_left is None else s.window_left + s.excess,
+            None if s.window_right is None else s.window_right - s.excess,
         )
         for s in segments
         if s.q0 < s.q1 and s.k0 < s.k1
@@ -169,8 +176,8 @@ def visible_ranges(segments: tuple[Segment, ...], device: torch.device) -> tuple
     begins, ends = [], []
     for s in segments:
         position = torch.arange(s.q1 - s.q0, dtype=torch.int32)
-        first = position * 0 if s.low is None else position + s.low
-        behind = position * 0 + (s.k1 - s.k0) if s.high is None else position + s.high + 1
+        first = position * 0 if s.window_left is None else position - s.window_left
+        behind = position * 0 + (s.k1 - s.k0) if s.window_right is None else position + s.window_right + 1
         begins.append(s.k0 + first.clamp(0, s.k1 - s.k0))
         ends.append(s.k0 + behind.clamp(0, s.k1 - s.k0))
     return torch.cat(begins).to(device), torch.cat(ends).to(device)

@@ -1,0 +1,12 @@
+"""Attention over a block of the keys, and its gradients given the result over all of them: a step of a ring.
+
+Results over disjoint blocks are merged by their lse, the logarithm of the sum of the exponentiated scores.
+``reference`` has the two operations and their formula; ``cpu``, ``cuda`` and ``npu`` compute them.
+"""
+
+from __future__ import annotations
+
+from megatron_npu.ops.attention.block import cpu, cuda, npu  # noqa: F401  (devices register themselves)
+from megatron_npu.ops.attention.block.reference import Residuals, attention_block, attention_block_backward
+
+__all__ = ["Residuals", "attention_block", "attention_block_backward"]

@@ -1,0 +1,52 @@
+"""Between ``[s, b, n, d]`` with grouped key heads, and ``[b, n, s, d]`` with one key head per query head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.attention.layouts import from_bnsd, to_bnsd
+
+LAYOUT = "SBND"
+
+
+def heads_first(tensor: Tensor) -> Tensor:
+    """Return the view ``[b, n, s, d]`` of ``[s, b, n, d]``."""
+    return to_bnsd(tensor, LAYOUT, tensor.size(2))
+
+
+def heads_third(tensor: Tensor) -> Tensor:
+    """Return the view ``[s, b, n, d]`` of ``[b, n, s, d]``."""
+    return from_bnsd(tensor, LAYOUT)
+
+
+def ungroup(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three as ``[b, n, s, d]``, keys and values repeated for each head of their group.
+
+    Args:
+        query: ``[sq, b, n, d]``.
+        key: ``[sk, b, g, d]``, where g divides n.
+        value: as ``key``.
+    """
+    heads = query.size(2)
+    query, key, value = (heads_first(t) for t in (query, key, value))
+    if key.size(1) != heads:
+        key, value = (t.repeat_interleave(heads // t.size(1), dim=1) for t in (key, value))
+    return query, key, value
+
+
+def regroup(
+    grads: tuple[Tensor, Tensor, Tensor], key_heads: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of what ``ungroup`` was given; those of a group's heads are added up in fp32.
+
+    Args:
+        grads: of query, key and value, ``[b, n, s, d]``.
+        key_heads: g, the heads that the keys had.
+        dtype: of the gradients of keys and values that are added up.
+    """
+    query, key, value = grads
+    if query.size(1) != key_heads:
+        precise = torch.promote_types(dtype, torch.float32)
+        key, value = (t.unflatten(1, (key_heads, -1)).sum(2, dtype=precise).to(dtype) for t in (key, value))
+    return heads_third(query), heads_third(key), heads_third(value)

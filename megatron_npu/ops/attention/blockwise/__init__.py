@@ -1,0 +1,11 @@
+"""Exact attention tile by tile on the CPU: windows, packed sequences, masks and dropout without ``[sq, sk]``.
+
+``function`` is the differentiable function, ``tiles`` cuts its work; ``softmax`` and ``dropout`` compute the
+weights of one tile, in ``buffers`` that all tiles of a call share.
+"""
+
+from __future__ import annotations
+
+from megatron_npu.ops.attention.blockwise.function import blockwise
+
+__all__ = ["blockwise"]

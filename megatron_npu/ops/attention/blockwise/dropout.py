@@ -1,0 +1,43 @@
+"""Dropout of the weights of one tile, the same again in backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.attention.blockwise.buffers import Buffers
+from megatron_npu.ops.dropout import KEEP_LEVELS, keep_mask_bits
+
+
+class TileDropout:
+    """Drops weights of one tile after the other; which ones, the seed and the order of the tiles decide.
+
+    Attributes:
+        gain: what remains is to be multiplied by this; it makes up for the rounding of ``p`` to 2^-16, too.
+
+    Args:
+        p: probability that a weight is dropped; nothing is done where it is 0.
+        seed: of a generator for this call alone.
+        buffers: of the call.
+    """
+
+    def __init__(self, p: float, seed: int, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._keep = max(1, round((1.0 - p) * KEEP_LEVELS))
+        self.gain = KEEP_LEVELS / self._keep
+        self._generator = torch.Generator().manual_seed(seed) if p else None
+        self._kept: Tensor | None = None
+
+    def drop(self, weights: Tensor, out: Tensor) -> Tensor:
+        """Write ``weights``, some of them zeroed, to ``out`` and return it; without dropout ``weights``."""
+        if self._generator is None:
+            return weights
+        draws = self._buffers.take("bits", (-(-weights.numel() // 4),), torch.int64)
+        kept = self._buffers.take("kept", weights.shape, weights.dtype)
+        self._kept = keep_mask_bits(draws, weights.shape, self._keep, kept, self._generator)
+        return torch.mul(weights, self._kept, out=out)
+
+    def drop_again(self, tensor: Tensor) -> None:
+        """Zero in place what the last ``drop`` zeroed."""
+        if self._kept is not None:
+            tensor.mul_(self._kept)

@@ -1,0 +1,101 @@
+"""The weights of one tile: scores, what is forbidden, softmax."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.attention.blockwise.buffers import Buffers
+from megatron_npu.ops.attention.blockwise.tiles import Tile
+from megatron_npu.ops.attention.spec import AttentionSpec
+from megatron_npu.ops.caching import lru_cache_tensors
+
+
+class TileSoftmax:
+    """Softmax of the scores of any tile of a call.
+
+    Args:
+        spec: what the call asks for.
+        mask: ``[b or 1, n or 1, sq or 1, sk or 1]``, True where masked, or None.
+        dtype: of scores and weights, fp32 or fp64.
+        buffers: of the call.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, mask: Tensor | None, dtype: torch.dtype, buffers: Buffers
+    ) -> None:
+        self._spec = spec
+        self._mask = mask
+        self._dtype = dtype
+        self._buffers = buffers
+
+    def scores_of(self, tile: Tile) -> Tensor:
+        """Return the memory of the scores, ``[heads, queries · r, keys]``; free once there are weights."""
+        return self._buffers.take("scores", tile.shape, self._dtype)
+
+    def weights(self, tile: Tile, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the weights ``[heads, queries · r, keys]`` before dropout.
+
+        Args:
+            tile: of which they are.
+            rows: its queries, ``[heads, queries · r, d]``.
+            columns: its keys, ``[heads, keys, d]``.
+        """
+        scores = self.scores_of(tile)
+        torch.baddbmm(scores, rows, columns.mT, beta=0, alpha=self._spec.scale, out=scores)
+        _forbid_beyond_window(scores.unflatten(1, (-1, tile.repeats)), tile)
+        has_keys = None
+        if self._mask is not None:
+            has_keys = _forbid_masked(scores, tile, self._mask, self._spec.key_heads)
+        weights = self._buffers.take("weights", tile.shape, self._dtype)
+        torch.ops.aten._softmax.out(scores, -1, False, out=weights)
+        return weights if has_keys is None else weights.mul_(has_keys)
+
+
+def _forbid_beyond_window(scores: Tensor, tile: Tile) -> None:
+    """Set ``[heads, queries, r, keys]`` to -inf beyond the segment's window.
+
+    Only the corners of a tile are touched: between its two diagonals every query sees every key. The corners
+    are added, not filled in: masked_fill_ takes several times as long (torch 2.13).
+    """
+    left, right = tile.segment.window_left, tile.segment.window_right
+    rows = tile.q1 - tile.q0
+    if right is not None:
+        start = tile.q0 + right + 1  # the first key that the first query does not see
+        width = tile.k1 - start
+        if width > 0:
+            scores[..., start - tile.k0 :].add_(_corner(rows, scores.dtype)[:, None, :width])
+    if left is not None:
+        skip = max(0, left - tile.q0)  # the first queries, which see their keys from the very first
+        width = tile.q1 - 1 - left - tile.k0
+        if width > 0:
+            corner = _corner(rows, scores.dtype).mT[: rows - skip, :width]
+            # the diagonal itself is visible here: the transposed corner begins one row further down
+            scores[:, skip + 1 :, :, :width].add_(corner[: rows - skip - 1, None])
+
+
+@lru_cache_tensors(maxsize=8)
+def _corner(rows: int, dtype: torch.dtype) -> Tensor:
+    """``[rows, rows]``: -inf on and right of the diagonal, else 0."""
+    return torch.full((rows, rows), float("-inf"), dtype=dtype, device="cpu").triu_()
+
+
+def _forbid_masked(scores: Tensor, tile: Tile, mask: Tensor, key_heads: int) -> Tensor:
+    """Apply the mask to one tile; return ``[heads, queries · r, 1]``, 0 where a query sees no key.
+
+    The least finite number instead of -inf: softmax of nothing but -inf is nan.
+    """
+    least = torch.finfo(scores.dtype).min
+    batch, first = divmod(tile.h0, key_heads)
+    mask = mask[min(batch, mask.size(0) - 1)]  # [n or 1, sq or 1, sk or 1]
+    if mask.size(0) > 1:
+        mask = mask.unflatten(0, (key_heads, tile.repeats))[first : first + tile.h1 - tile.h0]
+    else:
+        mask = mask[:, None]
+    if mask.size(2) > 1:
+        mask = mask[:, :, tile.q0 : tile.q1]
+    if mask.size(3) > 1:
+        mask = mask[..., tile.k0 : tile.k1]
+    # added, not filled in, for speed; |score| is lost in the sum, which is `least` exactly (or -inf before)
+    scores.unflatten(1, (-1, tile.repeats)).add_(mask.transpose(1, 2).to(scores.dtype).mul_(least))
+    return (scores.amax(-1, keepdim=True) > least).to(scores.dtype)

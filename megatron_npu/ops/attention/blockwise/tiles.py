@@ -1,0 +1,83 @@
+"""Cutting the visible pairs of a call into tiles: runs of queries against all keys that any of them sees.
+
+As a tile holds whole rows of scores, softmax needs no running maximum. Work and memory grow with queries ×
+visible keys; no tile exceeds ``TILE_AREA`` elements or one row of scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.attention.spec import AttentionSpec, Segment
+
+# Measured on a Xeon with AMX, one core, head size 64: fp32 is slower with other numbers, bf16 products
+# want taller tiles; scratch of 2^18 elements costs up to 10 %, and beyond 2^20 nothing is gained.
+TILE_ROWS = {torch.bfloat16: 256}
+TILE_ROWS_ELSE = 128
+TILE_AREA = 1 << 20
+
+
+class Tile(NamedTuple):
+    """Heads ``[h0, h1)``, and queries ``[q0, q1)`` over keys ``[k0, k1)`` of one segment.
+
+    Heads are key heads of all batches, b · g; each has ``repeats`` query heads.
+    """
+
+    segment: Segment
+    h0: int
+    h1: int
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    repeats: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the scores: heads, queries · repeats, keys."""
+        return self.h1 - self.h0, (self.q1 - self.q0) * self.repeats, self.k1 - self.k0
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return the view ``[heads, queries · r, d]`` of ``[b · g, s, r, d]``."""
+        start = self.segment.q0
+        return tensor[self.h0 : self.h1, start + self.q0 : start + self.q1].flatten(1, 2)
+
+    def columns(self, tensor: Tensor) -> Tensor:
+        """Return the view ``[heads, keys, d]`` of ``[b · g, s, 1, d]``."""
+        start = self.segment.k0
+        return tensor[self.h0 : self.h1, start + self.k0 : start + self.k1].flatten(1, 2)
+
+
+def tiles(heads: int, dtype: torch.dtype, spec: AttentionSpec) -> Iterator[Tile]:
+    """Cut the visible part of every segment into tiles, always in the same order.
+
+    Args:
+        heads: key heads of all batches.
+        dtype: of the call's tensors.
+        spec: what is asked for.
+    """
+    repeats = spec.heads // spec.key_heads
+    rows = max(1, TILE_ROWS.get(dtype, TILE_ROWS_ELSE) // repeats)
+    # a mask may differ between batches: then the heads of one tile come from one batch
+    span = spec.key_heads if spec.masked else heads
+    for segment in spec.segments:
+        begin, last = segment.rows_with_keys()
+        while begin < last:
+            end = _end_of_tile(segment, begin, min(last, begin + rows), repeats)
+            k0, k1 = segment.visible_keys(begin, end)
+            together = max(1, TILE_AREA // ((end - begin) * repeats * (k1 - k0)))
+            for first in range(0, heads, span):
+                for h0 in range(first, first + span, together):
+                    h1 = min(h0 + together, first + span)
+                    yield Tile(segment, h0, h1, begin, end, k0, k1, repeats)
+            begin = end
+
+
+def _end_of_tile(segment: Segment, begin: int, end: int, repeats: int) -> int:
+    """Return ``end``, or less where the keys of queries ``[begin, end)`` are too many for one tile."""
+    k0, k1 = segment.visible_keys(begin, end)
+    return min(end, begin + max(1, TILE_AREA // (repeats * (k1 - k0))))
