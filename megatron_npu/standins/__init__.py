@@ -94,10 +94,10 @@ STAND_INS = (
     ),
     StandIn(
         "megatron.core.extensions.transformer_engine",
-        "megatron_npu.standins.layers_of_transformer_engine",
+        "megatron_npu.standins.transformer_engine_layers",
         "transformer_engine",
         ("megatron_core",),
-        "the specs of ViT and LLaVA of 0.12 import its layers always, the local specs beside them included",
+        "the specs of ViT and LLaVA of 0.12 import its layers always, those of their local specs too",
         unless="megatron/core/models/backends.py",  # since 0.13, whose module can be imported without
     ),
     StandIn(

@@ -20,16 +20,18 @@ SUITES = {
             f"{CORE}/{name}.py"
             for name in (
                 "test_adaptors",
+                "test_arguments",
                 "test_attention_adaptor",
                 "test_autocast",
+                "test_checkpointing",
                 "test_context_parallel",
-                "test_dist_checkpointing",
+                "test_diagnostics",
                 "test_experts",
                 "test_inference_mode",
-                "test_local_layers",
                 "test_sharding_options",
-                "test_training_features",
-                "test_unavailable_options",
+                "test_start",
+                "test_te_fallback",
+                "test_unsupported_options",
             )
         ],
         ["-k", f"not ({' or '.join(STARTING_OTHERS)})"],

@@ -83,16 +83,16 @@ def test_remove_takes_out_what_install_put_in(nothing_installed):
     assert not {name for name in NAMES if name in sys.modules}
 
 
-def test_layers_of_transformer_engine_can_be_named_by_those_who_do_not_ask(tmp_path):
-    (entry,) = [one for one in standins.STAND_INS if one.source.endswith("layers_of_transformer_engine")]
+def test_transformer_engine_layers_can_be_imported_by_modules_that_do_not_try(tmp_path):
+    (entry,) = [one for one in standins.STAND_INS if one.source.endswith("transformer_engine_layers")]
     importing = f"from {entry.source} import TENorm"
-    asking: dict[str, object] = {"__name__": "megatron.core.models.vision.clip_vit_model"}
+    trying: dict[str, object] = {"__name__": "megatron.core.models.vision.clip_vit_model"}
     with pytest.raises(ImportError, match="cannot import name"):
-        exec(importing, asking)
-    not_asking: dict[str, object] = {"__name__": "megatron.core.models.multimodal.llava_spec"}
-    exec(importing, not_asking)
+        exec(importing, trying)
+    without_trying: dict[str, object] = {"__name__": "megatron.core.models.multimodal.llava_spec"}
+    exec(importing, without_trying)
     with pytest.raises(ImportError, match="cannot be built"):
-        not_asking["TENorm"]()
+        without_trying["TENorm"]()
     newer = Upstream("megatron_core", "0.13.1", tmp_path)
     backends = tmp_path / entry.unless
     backends.parent.mkdir(parents=True)

@@ -413,3 +413,22 @@ def test_ledger_has_nothing_wrong():
     states = {row.target: (row.state, row.reason) for row in megatron_npu.ledger().rows}
     wrong = {target: state for target, state in states.items() if state[0] in ("failed", "drifted")}
     assert not wrong
+
+
+def test_a_parameter_that_a_recomputed_function_returns_stays_a_leaf() -> None:
+    """An MLP returns its bias unadded. Stock makes it an output of the checkpoint, which calls itself."""
+    from megatron.core import tensor_parallel
+
+    weight, bias = (torch.nn.Parameter(torch.randn(shape, device=here())) for shape in ((4, 4), (4,)))
+    x = torch.randn(3, 4, device=here(), requires_grad=True)
+
+    def mlp(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x @ weight, bias
+
+    gradients = []
+    for output, unadded in (mlp(x), tensor_parallel.checkpoint(mlp, False, x)):
+        assert bias.is_leaf  # or the backward pass below never ends
+        (output + unadded).square().sum().backward()
+        gradients.append([tensor.grad.clone() for tensor in (x, weight, bias)])
+        x.grad = weight.grad = bias.grad = None
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

@@ -113,7 +113,7 @@ def test_the_profiler_writes_a_trace(logged) -> None:
 def test_the_history_of_memory_is_dumped(logged) -> None:
     _, folder, device = logged
     if device == "cpu":
-        pytest.skip("refused on a cpu: test_training_features.py")
+        pytest.skip("refused on a cpu: test_arguments.py")
     assert (folder / "snapshot.pickle").stat().st_size > 10_000
 
 

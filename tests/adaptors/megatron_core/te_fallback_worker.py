@@ -2,7 +2,7 @@
 
 Run as a module it compares them all with the megatron-core on the path, of any version:
 
-    python -m tests.adaptors.megatron_core.local_layers_worker
+    python -m tests.adaptors.megatron_core.te_fallback_worker
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Stand-in for ``megatron.core.extensions.transformer_engine`` of 0.12 where TransformerEngine is absent.
 
-Most of megatron-core takes an ImportError of that module for an answer, and still gets one. Two modules do
-not ask: they name its layers for specs which, without TransformerEngine, are made of local layers.
+Most of megatron-core tries to import that module and takes an ImportError for an answer, and still gets one.
+Two modules import its layers without trying, for specs that are made of local layers where TransformerEngine
+is absent.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys as _sys
 from typing import Any as _Any
 
-_WHO_DOES_NOT_ASK = (
+_IMPORT_WITHOUT_TRYING = (
     "megatron.core.models.vision.vit_layer_specs",
     "megatron.core.models.multimodal.llava_spec",
 )
@@ -31,8 +32,8 @@ def __getattr__(name: str) -> type:
     """Answer ``from ... import name``, whose caller is the module that imports.
 
     Raises:
-        AttributeError: somebody else imports, who is told by it (as ImportError) that there is none.
+        AttributeError: another module imports; Python turns it into the ImportError that it expects.
     """
-    if name in _LAYERS and _sys._getframe(1).f_globals.get("__name__") in _WHO_DOES_NOT_ASK:
+    if name in _LAYERS and _sys._getframe(1).f_globals.get("__name__") in _IMPORT_WITHOUT_TRYING:
         return _Absent
     raise AttributeError(f"TransformerEngine is not installed: no {name}")

@@ -12,7 +12,7 @@ import torch
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.dispatch import FallbackForbiddenError
 from tests.adaptors.comparison import here
-from tests.adaptors.megatron_core import local_layers_worker as worker
+from tests.adaptors.megatron_core import te_fallback_worker as worker
 from tests.adaptors.megatron_core.conftest import make_config
 from tests.conftest import ROOT
 from tests.end_to_end import tiny
@@ -40,7 +40,7 @@ def test_other_versions(version: str) -> None:
         pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
     path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.adaptors.megatron_core.local_layers_worker"],
+        [sys.executable, "-m", "tests.adaptors.megatron_core.te_fallback_worker"],
         env=tiny.environment() | {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)},
         cwd=ROOT,
         capture_output=True,

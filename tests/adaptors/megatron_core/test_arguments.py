@@ -1,0 +1,91 @@
+"""Checks of the scripts' arguments before upstream's own: adapted, or refused before anything is built."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from megatron_npu.adaptors.megatron_core import arguments
+from megatron_npu.errors import UsageError
+from megatron_npu.patching.registry import registry
+from tests.adaptors.comparison import here
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def checks(*names: str) -> tuple[arguments.Check, ...]:
+    """The checks of these names alone: the others want more arguments."""
+    return tuple(check for check in arguments.CHECKS if check.name in names)
+
+
+@pytest.mark.parametrize(("flags", "refused"), [({}, True), ({"bf16": True}, False), ({"fp16": True}, False)])
+def test_fp32_parameters_are_not_offloaded(flags, refused, monkeypatch):
+    """Upstream's optimizer of views would end in a ValueError, after the model has been built."""
+    given = {"optimizer_cpu_offload": True, "bf16": False, "fp16": False, **flags}
+    args = argparse.Namespace(**given)
+    monkeypatch.setattr(arguments, "CHECKS", checks("refuse_offload_in_fp32"))
+    if refused:
+        with pytest.raises(UsageError, match="--optimizer-cpu-offload with fp32 parameters; expected --bf16"):
+            arguments.validate_args(lambda args: args, args)
+    else:
+        assert arguments.validate_args(lambda args: args, args) is args
+    args.optimizer_cpu_offload = False
+    assert arguments.validate_args(lambda args: args, args) is args
+
+
+def _arguments(**values) -> argparse.Namespace:
+    plain = {"profile": False, "use_pytorch_profiler": False, "record_memory_history": False}
+    return argparse.Namespace(**{**plain, **values})
+
+
+def test_tools_of_cuda_are_refused_before_anything_is_built() -> None:
+    with pytest.raises(UsageError, match=f"--profile alone on the {here().type} device"):
+        arguments.refuse_tools_of_cuda(_arguments(profile=True))
+    both = _arguments(profile=True, use_pytorch_profiler=True)
+    arguments.refuse_tools_of_cuda(both)
+    assert both.profile
+    history = _arguments(record_memory_history=True)
+    if here().type == "cpu":
+        with pytest.raises(UsageError, match="--record-memory-history on the cpu device"):
+            arguments.refuse_tools_of_cuda(history)
+    else:
+        arguments.refuse_tools_of_cuda(history)
+        assert history.record_memory_history
+
+
+def test_the_checks_of_this_device_run_in_order_before_upstreams(monkeypatch) -> None:
+    ran: list[str] = []
+
+    def check(name: str, **options: Any) -> arguments.Check:
+        return arguments.Check(lambda _: ran.append(name), why="a test", **options)
+
+    others = tuple({"npu", "cuda", "cpu"} - {here().type})
+    checks = (
+        check("first", devices=(here().type,)),
+        check("of other devices", devices=others),
+        check("not needed", condition=lambda: "something is installed"),
+        check("last", condition=lambda: None),
+    )
+    monkeypatch.setattr(arguments, "CHECKS", checks)
+
+    def validate(args: argparse.Namespace, defaults: dict[str, int], *, strict: bool) -> tuple[Any, ...]:
+        ran.append("upstream")
+        return args, defaults, strict
+
+    args = _arguments()
+    assert arguments.validate_args(validate, args, {"seq_length": 8}, strict=True) == (
+        args,
+        {"seq_length": 8},
+        True,
+    )
+    assert ran == ["first", "last", "upstream"]
+
+
+def test_the_ledger_names_every_check_of_the_arguments() -> None:
+    (patch,) = [one for one in registry.patches if one.target == "megatron.training.arguments:validate_args"]
+    for check in arguments.CHECKS:
+        assert check.name in patch.why
+        assert check.why in patch.why
+        assert not check.until or f"{check.name}: {check.until}" in patch.until
