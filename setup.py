@@ -66,7 +66,7 @@ setup(
         ],
         "cuda": ["torch>=2.5", MEGATRON_CORE],
         "npu": ["torch-npu", MEGATRON_CORE],
-        "hf": ["safetensors", "transformers"],
+        "hf": ["huggingface_hub", "safetensors", "transformers"],
     },
     entry_points={
         "console_scripts": ["megatron-npu = megatron_npu.cli:main"],

@@ -89,7 +89,7 @@ def _check(args: Namespace) -> None:
         )
     if args.make_vocab_size_divisible_by < 1 or args.max_shard_gb <= 0:
         raise UsageError("--make-vocab-size-divisible-by or --max-shard-gb", "a number above 0", "Change it.")
-    hf_files.require_safetensors()
+    hf_files.require("safetensors", *(["huggingface_hub"] if args.target == "hf" else []))
     if args.proof == "logits" and not verify.has_reference():
         raise UsageError(
             "--proof logits, but transformers is not installed", "it", 'pip install "megatron_npu[hf]"'
@@ -112,13 +112,13 @@ def _to_megatron(given: Namespace, part: Path) -> Iterator[str]:
         *family.flags(configuration),
         *("--make-vocab-size-divisible-by", str(given.make_vocab_size_divisible_by)),
     ]
-    kept = part / checkpoint_files.CARRIED
-    tokenizer_files.copy(source, kept)
-    tokenizer = tokenizer_files.tokenizer_flags(kept, vocabulary)
+    hf_folder = part / checkpoint_files.HF_FOLDER
+    tokenizer_files.copy(source, hf_folder)
+    tokenizer = tokenizer_files.tokenizer_flags(hf_folder, vocabulary)
     args = _arguments(part, [*model_flags, *tokenizer])
-    found = weights.weights(source, family)
+    found = weights.open_folder(source, family)
     weights.check_names(found, family, args)
-    dtype = given.dtype or weights.one_dtype(found, family.rules(args))
+    dtype = given.dtype or weights.common_dtype(found, family.weight_map(args))
     args.bf16, args.fp16 = dtype == "bf16", dtype == "fp16"
     _save(args, family, found)
     _name_final_paths(part, final)
@@ -126,7 +126,7 @@ def _to_megatron(given: Namespace, part: Path) -> Iterator[str]:
     moved = [word.replace(str(part), str(final)) for word in tokenizer]
     line = shlex.join([*model_flags, *moved, *precision])
     files.write(part / FLAGS, line + "\n")
-    yield from _proven(given, part, source, family, dtype)
+    yield from _verified(given, part, source, family, dtype)
     yield f"{tokenizer[1]}; vocabulary {vocabulary}, padded to {args.padded_vocab_size}"
     yield f"the model's flags, also in {FLAGS}: {line}"
 
@@ -144,7 +144,7 @@ def _save(args: Namespace, family: Family, found: weights.Weights) -> None:
     config.perform_initialization = False  # every weight is filled
     with initialize.session(args):
         gpt = model.gpt(args, config, None, True, True)
-        weights.fill(dict(gpt.named_parameters()), found, family.rules(args))
+        weights.fill(dict(gpt.named_parameters()), found, family.weight_map(args))
         # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
         path = checkpoint.save(
             args,
@@ -176,11 +176,11 @@ def _to_hf(given: Namespace, part: Path) -> Iterator[str]:
         family = families.of_arguments(args, tokenizer_files.model_type(root, args))
         dtype = given.dtype or ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
         values = family.config(args)
-        kept = tokenizer_files.bring_back(root, args, part)
-        named = {**kept, **values, "torch_dtype": str(weights.DTYPES[dtype]).removeprefix("torch.")}
+        extra_keys = tokenizer_files.copy_from_checkpoint(root, args, part)
+        named = {**extra_keys, **values, "torch_dtype": str(weights.DTYPES[dtype]).removeprefix("torch.")}
         files.write(part / CONFIG, json.dumps(named, indent=2, sort_keys=True) + "\n")
         _write(part, dict(model.unwrap(module).named_parameters()), family, args, dtype, given.max_shard_gb)
-    yield from _proven(given, root, part, family, dtype)
+    yield from _verified(given, root, part, family, dtype)
     yield f"{values['architectures'][0]}; {args.tokenizer_type}"
 
 
@@ -196,10 +196,10 @@ def _write(
     shapes = {name: parameter.detach().to("meta") for name, parameter in parameters.items()}
     sizes = {
         name: tensor.numel() * kind.itemsize
-        for name, tensor in weights.taken_apart(shapes, family.rules(args))
+        for name, tensor in weights.to_hf(shapes, family.weight_map(args))
     }
     tensors = (
-        (name, tensor.cpu().to(kind)) for name, tensor in weights.taken_apart(parameters, family.rules(args))
+        (name, tensor.cpu().to(kind)) for name, tensor in weights.to_hf(parameters, family.weight_map(args))
     )
     hf_files.write(part, tensors, sizes, int(shard_gb * 1e9))
 
@@ -207,14 +207,14 @@ def _write(
 # -- both ---------------------------------------------------------------------------------------------------
 
 
-def _proven(given: Namespace, megatron: Path, hf: Path, family: Family, dtype: str) -> Iterator[str]:
+def _verified(given: Namespace, megatron: Path, hf: Path, family: Family, dtype: str) -> Iterator[str]:
     """Prove the conversion and yield the line that says so.
 
     Raises:
         UsageError: the two sides differ.
     """
     logits = verify.has_reference() if given.proof is None else given.proof == "logits"
-    result = verify.prove(
+    result = verify.verify(
         megatron,
         hf,
         family,

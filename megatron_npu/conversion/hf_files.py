@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_npu import files
 from megatron_npu.errors import UsageError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -19,18 +20,19 @@ PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}  # of safetensors
 
 
-def require_safetensors() -> None:
-    """Check that the library is there.
+def require(*libraries: str) -> None:
+    """Check that libraries of Hugging Face are there.
 
     Raises:
-        UsageError: it is not.
+        UsageError: one is not.
     """
-    if importlib.util.find_spec("safetensors") is None:
-        raise UsageError(
-            "safetensors is not installed",
-            "what reads and writes the files",
-            'pip install "megatron_npu[hf]"',
-        )
+    for library in libraries:
+        if importlib.util.find_spec(library) is None:
+            raise UsageError(
+                f"{library} is not installed",
+                "what reads and writes the files",
+                'pip install "megatron_npu[hf]"',
+            )
 
 
 class Source:
@@ -112,41 +114,38 @@ def _shards(index: Path) -> list[Path]:
     for name in names:
         # an index must not lead out of its folder
         if Path(name).name != name or not (index.parent / name).is_file():
-            raise UsageError(f"{index} names {name!r}", "a file beside it", "Get the missing shard.")
+            raise UsageError(f"{index} names {name!r}", "a file in its folder", "Get the missing shard.")
     return [index.parent / name for name in names]
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int], limit: int) -> None:
-    """Write tensors into shards.
+    """Write tensors into shards, which huggingface_hub plans, and their index.
+
+    The files are our own: a shard is written as soon as its last tensor has come, so that there is one in
+    memory at a time (and a tensor that is a shard by itself), where the library wants the whole model.
 
     Args:
         folder: where to; it exists.
-        tensors: names and tensors in the order of ``sizes``; one shard of them is held at a time.
+        tensors: names and tensors in the order of ``sizes``.
         sizes: bytes of each tensor.
         limit: bytes of a shard; a larger tensor has one for itself.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.torch import save_file
 
-    plan = _plan(sizes, limit)
-    source: Iterator[tuple[str, Tensor]] = iter(tensors)
-    where: dict[str, str] = {}
-    for number, names in enumerate(plan, 1):
-        name = SINGLE if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
-        shard = {key: tensor.contiguous().clone() for key, tensor in (next(source) for _ in names)}
-        save_file(shard, str(folder / name), metadata={"format": "pt"})
-        where |= dict.fromkeys(names, name)
-    if len(plan) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _plan(sizes: Mapping[str, int], limit: int) -> Sequence[Sequence[str]]:
-    shards: list[list[str]] = [[]]
-    room = limit
-    for name, size in sizes.items():
-        if shards[-1] and size > room:
-            shards.append([])
-            room = limit
-        shards[-1].append(name)
-        room -= size
-    return shards
+    plan = split_state_dict_into_shards_factory(
+        dict(sizes),
+        get_storage_size=lambda size: size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=limit,
+    )
+    shards: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        file = plan.tensor_to_filename[name]
+        shard = shards.setdefault(file, {})
+        shard[name] = tensor.contiguous().clone()
+        if len(shard) == len(plan.filename_to_tensors[file]):
+            save_file(shards.pop(file), str(folder / file), metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        files.write(folder / INDEX, json.dumps(index, indent=2) + "\n")

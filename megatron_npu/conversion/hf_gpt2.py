@@ -11,7 +11,14 @@ from torch import Tensor
 from megatron_npu.conversion import unsupported
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.unsupported import must_be
-from megatron_npu.conversion.weight_map import Heads, Rule, fused_qkv, padded, same, transposed
+from megatron_npu.conversion.weight_map import (
+    Heads,
+    WeightMapping,
+    direct,
+    fused_qkv,
+    padded_vocabulary,
+    transposed,
+)
 
 MODEL_TYPE = "gpt2"
 
@@ -91,20 +98,20 @@ def config(args: Namespace) -> dict[str, Any]:
     }
 
 
-def rules(args: Namespace) -> Iterator[Rule]:
-    """Yield the rules of all tensors."""
+def weight_map(args: Namespace) -> Iterator[WeightMapping]:
+    """Yield the mapping of every parameter."""
     heads = Heads(args.num_attention_heads, args.num_attention_heads, args.kv_channels)
     rows = args.tokenizer_vocab_size, args.padded_vocab_size
-    yield padded("embedding.word_embeddings.weight", f"{_PREFIX}wte.weight", *rows)
-    yield same("embedding.position_embeddings.weight", f"{_PREFIX}wpe.weight")
+    yield padded_vocabulary("embedding.word_embeddings.weight", f"{_PREFIX}wte.weight", *rows)
+    yield direct("embedding.position_embeddings.weight", f"{_PREFIX}wpe.weight")
     for number in range(args.num_layers):
         yield from _layer(f"decoder.layers.{number}", f"{_PREFIX}h.{number}", heads)
     yield from _with_bias("decoder.final_layernorm", f"{_PREFIX}ln_f")
     if args.untie_embeddings_and_output_weights:
-        yield padded("output_layer.weight", "lm_head.weight", *rows)
+        yield padded_vocabulary("output_layer.weight", "lm_head.weight", *rows)
 
 
-def _layer(ours: str, theirs: str, heads: Heads) -> Iterator[Rule]:
+def _layer(ours: str, theirs: str, heads: Heads) -> Iterator[WeightMapping]:
     yield from _with_bias(f"{ours}.input_layernorm", f"{theirs}.ln_1")
     for kind in ("weight", "bias"):
         yield fused_qkv(f"{ours}.self_attention.linear_qkv.{kind}", f"{theirs}.attn.c_attn.{kind}", heads)
@@ -114,31 +121,31 @@ def _layer(ours: str, theirs: str, heads: Heads) -> Iterator[Rule]:
     yield from _linear(f"{ours}.mlp.linear_fc2", f"{theirs}.mlp.c_proj")
 
 
-def _with_bias(ours: str, theirs: str) -> Iterator[Rule]:
+def _with_bias(ours: str, theirs: str) -> Iterator[WeightMapping]:
     for kind in ("weight", "bias"):
-        yield same(f"{ours}.{kind}", f"{theirs}.{kind}")
+        yield direct(f"{ours}.{kind}", f"{theirs}.{kind}")
 
 
-def _linear(ours: str, theirs: str) -> Iterator[Rule]:
+def _linear(ours: str, theirs: str) -> Iterator[WeightMapping]:
     yield transposed(f"{ours}.weight", f"{theirs}.weight")
-    yield same(f"{ours}.bias", f"{theirs}.bias")
+    yield direct(f"{ours}.bias", f"{theirs}.bias")
 
 
-def names(stored: Iterable[str]) -> dict[str, str]:
-    """Return stored name -> the name that the rules use: OpenAI's own files lack the prefix."""
+def canonical_names(stored: Iterable[str]) -> dict[str, str]:
+    """Return stored name -> the name in the weight map: OpenAI's own files lack the prefix."""
     stored = list(stored)
     if any(name.startswith(_PREFIX) for name in stored):
         return {name: name for name in stored}
     return {name: name if name.startswith("lm_head.") else _PREFIX + name for name in stored}
 
 
-def copies(args: Namespace) -> dict[str, str]:
+def tied_weights(args: Namespace) -> dict[str, str]:
     """Return tensors that files may hold although they are another one: name -> the other's name."""
     return {} if args.untie_embeddings_and_output_weights else {"lm_head.weight": f"{_PREFIX}wte.weight"}
 
 
-def is_constant(name: str, tensor: Tensor) -> bool:
-    """Return whether a tensor is no weight but the causal mask, which old files keep for each layer."""
+def is_buffer(name: str, tensor: Tensor) -> bool:
+    """Return whether a tensor is a buffer: the causal mask, which old files keep for each layer."""
     if name.endswith(".attn.bias") and tensor.dim() == 4:
         return bool((tensor.bool() == tensor.new_ones(tensor.shape[-2:]).tril().bool()).all())
     return name.endswith(".attn.masked_bias") and tensor.numel() == 1

@@ -17,7 +17,15 @@ from torch import Tensor
 from megatron_npu.conversion import rotary, unsupported
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.unsupported import must_be
-from megatron_npu.conversion.weight_map import Heads, Rule, head_norm, padded, qkv, same, stacked
+from megatron_npu.conversion.weight_map import (
+    Heads,
+    WeightMapping,
+    concatenated,
+    direct,
+    padded_vocabulary,
+    qk_norm,
+    qkv,
+)
 from megatron_npu.errors import UsageError
 
 _FREQUENCIES = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
@@ -188,54 +196,56 @@ class Kind:
 
     # -- tensors --------------------------------------------------------------------------------------------
 
-    def rules(self, args: Namespace) -> Iterator[Rule]:
-        """Yield the rules of all tensors."""
+    def weight_map(self, args: Namespace) -> Iterator[WeightMapping]:
+        """Yield the mapping of every parameter."""
         rows = args.tokenizer_vocab_size, args.padded_vocab_size
-        yield padded("embedding.word_embeddings.weight", "model.embed_tokens.weight", *rows)
+        yield padded_vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", *rows)
         for number in range(args.num_layers):
             yield from _layer(args, f"decoder.layers.{number}", f"model.layers.{number}")
-        yield same("decoder.final_layernorm.weight", "model.norm.weight")
+        yield direct("decoder.final_layernorm.weight", "model.norm.weight")
         if args.untie_embeddings_and_output_weights:
-            yield padded("output_layer.weight", "lm_head.weight", *rows)
+            yield padded_vocabulary("output_layer.weight", "lm_head.weight", *rows)
 
     @staticmethod
-    def names(stored: Iterable[str]) -> dict[str, str]:
-        """Return stored name -> the name that the rules use: the same."""
+    def canonical_names(stored: Iterable[str]) -> dict[str, str]:
+        """Return stored name -> the name in the weight map: the same."""
         return {name: name for name in stored}
 
     @staticmethod
-    def copies(args: Namespace) -> dict[str, str]:
+    def tied_weights(args: Namespace) -> dict[str, str]:
         """Return tensors that files may hold although they are another one: name -> the other's name."""
         if args.untie_embeddings_and_output_weights:
             return {}
         return {"lm_head.weight": "model.embed_tokens.weight"}
 
     @staticmethod
-    def is_constant(name: str, tensor: Tensor) -> bool:
-        """Return whether a tensor is no weight but the rotary frequencies, which follow from config.json."""
+    def is_buffer(name: str, tensor: Tensor) -> bool:
+        """Return whether a tensor is a buffer: the rotary frequencies, which follow from config.json."""
         return _FREQUENCIES.fullmatch(name) is not None and tensor.dim() == 1
 
 
-def _layer(args: Namespace, ours: str, theirs: str) -> Iterator[Rule]:
-    yield same(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
-    yield same(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight")
+def _layer(args: Namespace, ours: str, theirs: str) -> Iterator[WeightMapping]:
+    yield direct(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
+    yield direct(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight")
     yield from _attention(args, f"{ours}.self_attention", f"{theirs}.self_attn")
     mlp = f"{theirs}.mlp"
     for kind in _kinds(args.add_bias_linear):
-        yield stacked(f"{ours}.mlp.linear_fc1.{kind}", [f"{mlp}.gate_proj.{kind}", f"{mlp}.up_proj.{kind}"])
-        yield same(f"{ours}.mlp.linear_fc2.{kind}", f"{mlp}.down_proj.{kind}")
+        yield concatenated(
+            f"{ours}.mlp.linear_fc1.{kind}", [f"{mlp}.gate_proj.{kind}", f"{mlp}.up_proj.{kind}"]
+        )
+        yield direct(f"{ours}.mlp.linear_fc2.{kind}", f"{mlp}.down_proj.{kind}")
 
 
-def _attention(args: Namespace, ours: str, theirs: str) -> Iterator[Rule]:
+def _attention(args: Namespace, ours: str, theirs: str) -> Iterator[WeightMapping]:
     heads = Heads(
         args.num_attention_heads, args.num_query_groups, args.kv_channels, bool(args.rotary_interleaved)
     )
     for kind in _kinds(args.add_bias_linear or args.add_qkv_bias):
         yield qkv(f"{ours}.linear_qkv.{kind}", [f"{theirs}.{part}_proj.{kind}" for part in "qkv"], heads)
     for kind in _kinds(args.add_bias_linear):
-        yield same(f"{ours}.linear_proj.{kind}", f"{theirs}.o_proj.{kind}")
+        yield direct(f"{ours}.linear_proj.{kind}", f"{theirs}.o_proj.{kind}")
     for part in "qk" if args.qk_layernorm else "":
-        yield head_norm(f"{ours}.{part}_layernorm.weight", f"{theirs}.{part}_norm.weight", heads)
+        yield qk_norm(f"{ours}.{part}_layernorm.weight", f"{theirs}.{part}_norm.weight", heads)
 
 
 def _kinds(biased: bool) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ _FILES = (*_TOKENIZER, "generation_config.json", config.NAME)
 
 
 def copy(source: Path, destination: Path) -> None:
-    """Copy what there is of the carried files into a folder, which is made."""
+    """Copy what there is of these files from one folder into another, which is made."""
     destination.mkdir(exist_ok=True)
     for name in _FILES:
         if (source / name).is_file():
@@ -55,19 +55,19 @@ def tokenizer_flags(folder: Path, vocabulary: int) -> list[str]:
     return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary - 1)]
 
 
-def bring_back(root: Path, args: Namespace, destination: Path) -> dict[str, Any]:
-    """Put a checkpoint's tokenizer into a Hugging Face folder; return keys for its ``config.json``.
+def copy_from_checkpoint(root: Path, args: Namespace, destination: Path) -> dict[str, Any]:
+    """Copy a checkpoint's tokenizer into a Hugging Face folder; return keys for its ``config.json``.
 
     Args:
-        root: the checkpoint's directory, which has what was carried if it was converted itself.
+        root: the checkpoint's directory, which has the files of Hugging Face if it was converted itself.
         args: its flags.
         destination: the folder.
     """
-    folder = _carried(root, args)
+    folder = _hf_folder(root, args)
     if folder is not None:
         copy(folder, destination)
         (destination / config.NAME).unlink(missing_ok=True)
-        return _harmless(folder)
+        return _harmless_keys(folder)
     if args.tokenizer_type != "GPT2BPETokenizer":
         return {"bos_token_id": None, "eos_token_id": args.tokenizer_vocab_size - 1}
     shutil.copyfile(args.vocab_file, destination / "vocab.json")
@@ -84,23 +84,23 @@ def bring_back(root: Path, args: Namespace, destination: Path) -> dict[str, Any]
 
 def model_type(root: Path, args: Namespace) -> str | None:
     """Return the ``model_type`` that a checkpoint was converted from; None if it was not."""
-    folder = _carried(root, args)
+    folder = _hf_folder(root, args)
     kind = None if folder is None else config.read(folder).get("model_type")
     return kind if isinstance(kind, str) else None
 
 
-def _carried(root: Path, args: Namespace) -> Path | None:
+def _hf_folder(root: Path, args: Namespace) -> Path | None:
     """Return the folder that the tokenizer came with, if it was one of Hugging Face."""
     named = {"GPT2BPETokenizer": args.vocab_file, "HuggingFaceTokenizer": args.tokenizer_model}
     path = named.get(args.tokenizer_type)
-    near = [root / checkpoint_files.CARRIED]
+    near = [root / checkpoint_files.HF_FOLDER]
     if path is not None:
         near.insert(0, Path(path) if Path(path).is_dir() else Path(path).parent)
     return next((place for place in near if (place / config.NAME).is_file()), None)
 
 
-def _harmless(folder: Path) -> dict[str, Any]:
-    """Return the keys of a carried ``config.json`` that do not change what the model computes."""
+def _harmless_keys(folder: Path) -> dict[str, Any]:
+    """Return the keys of a ``config.json`` that do not change what the model computes."""
     ours = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
     values = config.read(folder)
     return {key: value for key, value in values.items() if key in config.HARMLESS - ours}

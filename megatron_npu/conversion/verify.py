@@ -27,7 +27,7 @@ _TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Proof:
+class Verification:
     """What was compared.
 
     Attributes:
@@ -49,7 +49,7 @@ def has_reference() -> bool:
 
 
 @torch.no_grad()
-def prove(
+def verify(
     megatron: Path,
     hf: Path,
     family: Family,
@@ -58,7 +58,7 @@ def prove(
     logits: bool,
     vocab_file: str | None = None,
     merge_file: str | None = None,
-) -> Proof:
+) -> Verification:
     """Compare a checkpoint of the driver with a folder of Hugging Face.
 
     Args:
@@ -77,15 +77,17 @@ def prove(
         for parameter in gpt.parameters():
             parameter.copy_(_rounded(parameter, dtype))
         tensors = _compare_tensors(
-            dict(gpt.named_parameters()), weights.weights(hf, family), family, args, dtype
+            dict(gpt.named_parameters()), weights.open_folder(hf, family), family, args, dtype
         )
         if not logits:
-            return Proof(tensors)
+            return Verification(tensors)
         tokens = _tokens(args.tokenizer_vocab_size, min(_TOKENS, args.max_position_embeddings))
         ours = _megatron_logits(gpt, tokens)[..., : args.tokenizer_vocab_size]
     del gpt, module
     theirs = _hf_logits(hf, tokens, dtype)
-    result = Proof(tensors, tokens.numel(), (ours - theirs).abs().max().item(), theirs.abs().max().item())
+    result = Verification(
+        tensors, tokens.numel(), (ours - theirs).abs().max().item(), theirs.abs().max().item()
+    )
     if not result.difference <= BOUND * result.largest:  # also if it is no number
         raise UsageError(
             f"the logits of the two models differ by {result.difference:.3g} (the largest is "
@@ -105,7 +107,7 @@ def _compare_tensors(
 ) -> int:
     """Return how many tensors are equal, which is all of them."""
     number = 0
-    for name, tensor in weights.taken_apart(parameters, family.rules(args)):
+    for name, tensor in weights.to_hf(parameters, family.weight_map(args)):
         if not torch.equal(tensor.cpu(), _rounded(found.read(name), dtype)):
             raise UsageError(
                 f"{name} is not what was converted", "the same numbers on both sides", "Please report it."

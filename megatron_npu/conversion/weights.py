@@ -1,4 +1,4 @@
-"""The one way through a family's rules, in both directions, that proves that no tensor was left over."""
+"""The one way through a family's weight map, in both directions, that proves that no tensor was left over."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_npu.conversion.families import Family
 from megatron_npu.conversion.hf_files import Source
-from megatron_npu.conversion.weight_map import Rule
+from megatron_npu.conversion.weight_map import WeightMapping
 from megatron_npu.errors import UsageError
 
 # What --dtype may say, by Megatron's names.
@@ -22,33 +22,33 @@ _MANY = 4
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a Hugging Face folder under the names that the rules use.
+    """The tensors of a Hugging Face folder under the names of the weight map.
 
     Attributes:
         source: the files.
-        stored: the rules' name -> the name in the files.
+        stored: name in the weight map -> the name in the files.
     """
 
     source: Source
     stored: Mapping[str, str]
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor by the rules' name."""
+        """Return a tensor by its name in the weight map."""
         return self.source.read(self.stored[name])
 
 
-def weights(folder: Path, family: Family) -> Weights:
+def open_folder(folder: Path, family: Family) -> Weights:
     """Return the tensors of a folder.
 
     Raises:
         UsageError: there are none, or they are broken.
     """
     source = Source(folder)
-    return Weights(source, {name: stored for stored, name in family.names(source.names()).items()})
+    return Weights(source, {name: stored for stored, name in family.canonical_names(source.names()).items()})
 
 
 def check_names(found: Weights, family: Family, args: Namespace) -> None:
-    """Check that each tensor of the files is used by exactly one rule, and that none is missing.
+    """Check that each tensor of the files is used by exactly one mapping, and that none is missing.
 
     A tensor that is a copy of another by definition (tied embeddings), or that follows from the configuration
     (masks, frequencies), may be there; it is compared and left out.
@@ -56,18 +56,18 @@ def check_names(found: Weights, family: Family, args: Namespace) -> None:
     Raises:
         UsageError: naming the tensors.
     """
-    wanted = [name for rule in family.rules(args) for name in rule.hf]
+    wanted = [name for mapping in family.weight_map(args) for name in mapping.hf]
     if len(set(wanted)) != len(wanted):
-        raise AssertionError(f"two rules of {family.MODEL_TYPE} use one tensor")
+        raise AssertionError(f"two mappings of {family.MODEL_TYPE} use one tensor")
     missing = set(wanted) - found.stored.keys()
     if missing:
         raise _bad_tensors(found, "lacks", missing, "every tensor of the model that config.json describes")
-    copies = family.copies(args)
+    tied = family.tied_weights(args)
     rest = []
     for name in sorted(found.stored.keys() - set(wanted)):
         tensor = found.read(name)
-        is_copy = name in copies and torch.equal(tensor, found.read(copies[name]))
-        if not is_copy and not family.is_constant(name, tensor):
+        is_copy = name in tied and torch.equal(tensor, found.read(tied[name]))
+        if not is_copy and not family.is_buffer(name, tensor):
             rest.append(name)
     if rest:
         raise _bad_tensors(
@@ -89,13 +89,13 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:_MANY]) + more
 
 
-def one_dtype(found: Weights, rules: Iterable[Rule]) -> str:
-    """Return the type of all tensors that the rules use, by Megatron's name for it.
+def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
+    """Return the type of all tensors that the weight map names, by Megatron's name for it.
 
     Raises:
         UsageError: there are several, or one that Megatron does not train in.
     """
-    kinds = {found.source.dtype(found.stored[name]) for rule in rules for name in rule.hf}
+    kinds = {found.source.dtype(found.stored[name]) for mapping in weight_map for name in mapping.hf}
     for name, dtype in DTYPES.items():
         if kinds == {str(dtype).removeprefix("torch.")}:
             return name
@@ -107,29 +107,29 @@ def one_dtype(found: Weights, rules: Iterable[Rule]) -> str:
 
 
 @torch.no_grad()
-def fill(targets: Mapping[str, Tensor], found: Weights, rules: Iterable[Rule]) -> None:
-    """Fill every parameter of a ``GPTModel`` on the host, one rule at a time.
+def fill(targets: Mapping[str, Tensor], found: Weights, weight_map: Iterable[WeightMapping]) -> None:
+    """Fill every parameter of a ``GPTModel`` on the host, one mapping at a time.
 
     Raises:
         UsageError: a tensor of the files has another shape than its part of the target.
     """
     unfilled = dict(targets)
-    for rule in rules:
-        target = unfilled.pop(rule.megatron)
-        target.copy_(rule.join(_checked(rule, target, found)))
+    for mapping in weight_map:
+        target = unfilled.pop(mapping.megatron)
+        target.copy_(mapping.to_megatron(_checked(mapping, target, found)))
     if unfilled:
-        raise AssertionError(f"no rule fills {_listed(unfilled)}")
+        raise AssertionError(f"no mapping fills {_listed(unfilled)}")
 
 
-def _checked(rule: Rule, target: Tensor, found: Weights) -> Sequence[Tensor]:
-    """Return the tensors of a rule, which have the shapes that its inverse gives.
+def _checked(mapping: WeightMapping, target: Tensor, found: Weights) -> Sequence[Tensor]:
+    """Return the Hugging Face tensors of a mapping, which have the shapes that its inverse gives.
 
     Raises:
         UsageError: naming the tensor that has not.
     """
-    tensors = [found.read(name) for name in rule.hf]
-    expected = [part.shape for part in rule.split(target.detach().to("meta"))]
-    for name, tensor, shape in zip(rule.hf, tensors, expected, strict=True):
+    tensors = [found.read(name) for name in mapping.hf]
+    expected = [part.shape for part in mapping.to_hf(target.detach().to("meta"))]
+    for name, tensor, shape in zip(mapping.hf, tensors, expected, strict=True):
         if tensor.shape != shape:
             raise UsageError(
                 f"{found.source.folder}: {name} has the shape {list(tensor.shape)}",
@@ -139,14 +139,14 @@ def _checked(rule: Rule, target: Tensor, found: Weights) -> Sequence[Tensor]:
     return tensors
 
 
-def taken_apart(sources: Mapping[str, Tensor], rules: Iterable[Rule]) -> Iterator[tuple[str, Tensor]]:
+def to_hf(sources: Mapping[str, Tensor], weight_map: Iterable[WeightMapping]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of Hugging Face, by name, that the parameters of a ``GPTModel`` hold.
 
     Every parameter is used exactly once; meta parameters give meta tensors.
     """
     unused = dict(sources)
-    for rule in rules:
-        parts = rule.split(unused.pop(rule.megatron).detach())
-        yield from zip(rule.hf, parts, strict=True)
+    for mapping in weight_map:
+        parts = mapping.to_hf(unused.pop(mapping.megatron).detach())
+        yield from zip(mapping.hf, parts, strict=True)
     if unused:
-        raise AssertionError(f"no rule uses {_listed(unused)}")
+        raise AssertionError(f"no mapping uses {_listed(unused)}")

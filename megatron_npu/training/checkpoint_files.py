@@ -21,7 +21,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name, in tracker and directory, for weights that no run has trained here
 DESCRIPTION = "arguments.json"
 FILES = ("common.pt", "metadata.json", ".metadata")  # of megatron-core, beside those with the weights
-CARRIED = "hf"  # in a converted checkpoint: the tokenizer's files, and others that came with the weights
+HF_FOLDER = "hf"  # in a converted checkpoint: the files of Hugging Face that came with the weights
 # What decides the shapes of the weights and what is computed with them: (attribute, its flag).
 _SAME_MODEL = (
     ("num_layers", "--num-layers"),
@@ -142,14 +142,14 @@ def _read(path: Path) -> Found:
         ) from error
 
 
-def near(root: str | Path, path: str | None) -> str | None:
+def relocated(root: str | Path, path: str | None) -> str | None:
     """Return ``path`` if it is there; else what has its name in the checkpoint's directory, if anything.
 
     A converted checkpoint brings its tokenizer along, and may have been moved.
     """
     if path is None or Path(path).exists():
         return path
-    places = (Path(root) / CARRIED / Path(path).name, Path(root) / Path(path).name)
+    places = (Path(root) / HF_FOLDER / Path(path).name, Path(root) / Path(path).name)
     return next((str(place) for place in places if place.exists()), path)
 
 

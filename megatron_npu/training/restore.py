@@ -58,7 +58,7 @@ def restored(
         raise checkpoint_files.no_checkpoint(load)
     args = Namespace(**{**found.arguments, **changes, **_ALONE})
     for name, given in (("vocab_file", vocab_file), ("merge_file", merge_file), ("tokenizer_model", None)):
-        setattr(args, name, given or checkpoint_files.near(load, getattr(args, name)))
+        setattr(args, name, given or checkpoint_files.relocated(load, getattr(args, name)))
     tokenizer = tokenizers.build(args)
     if "tokenizer_vocab_size" not in args:  # a stock script does not write it down
         args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, tokenizer)

@@ -254,8 +254,9 @@ def test_a_checkpoint_that_no_family_can_hold(flags, tmp_path, refused, capsys, 
 
 
 def test_a_wrong_mapping_is_found_by_the_logits_and_leaves_nothing(source, tmp_path, refused, monkeypatch):
-    """The two halves of a rule agree with each other, so that tensors alone would not tell."""
-    monkeypatch.setattr(Heads, "_turn", lambda self, rows, order: rows.flip(0))
+    """The two directions of a mapping agree with each other, so that tensors alone would not tell."""
+    for direction in ("to_megatron", "to_hf"):
+        monkeypatch.setattr(Heads, direction, lambda self, rows: rows.flip(0))
     line = ["convert", "--from", "hf", "--to", "megatron", source, tmp_path / "m"]
     assert "the logits of the two models differ by" in refused(*line)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -20,7 +20,7 @@ def check(args: Namespace) -> None:
     """
     if args.load:  # flags.txt of a converted checkpoint names files of its folder, which may have been moved
         for name in ("vocab_file", "merge_file", "tokenizer_model"):
-            setattr(args, name, checkpoint_files.near(args.load, getattr(args, name)))
+            setattr(args, name, checkpoint_files.relocated(args.load, getattr(args, name)))
     tokenizer = tokenizers.build(args)
     args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, tokenizer)
     derive.padded_vocab_size(args)

@@ -58,7 +58,7 @@ def found(tmp_path):
     def stored(tensors: dict[str, torch.Tensor], family=hf_gpt2) -> weights.Weights:
         sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}
         hf_files.write(tmp_path, tensors.items(), sizes, 1 << 30)
-        return weights.weights(tmp_path, family)
+        return weights.open_folder(tmp_path, family)
 
     return stored
 
@@ -67,17 +67,19 @@ def targets() -> dict[str, torch.Tensor]:
     """Return parameters that are not filled yet, of the shapes that the whole files give."""
     tensors = gpt2()
     return {
-        rule.megatron: torch.full_like(rule.join([tensors[name] for name in rule.hf]), torch.nan)
-        for rule in hf_gpt2.rules(ARGS)
+        mapping.megatron: torch.full_like(
+            mapping.to_megatron([tensors[name] for name in mapping.hf]), torch.nan
+        )
+        for mapping in hf_gpt2.weight_map(ARGS)
     }
 
 
 def test_whole_files_fill_every_parameter_and_come_back(found):
     stored, filled = found(gpt2()), targets()
     weights.check_names(stored, hf_gpt2, ARGS)
-    weights.fill(filled, stored, hf_gpt2.rules(ARGS))
+    weights.fill(filled, stored, hf_gpt2.weight_map(ARGS))
     assert not any(tensor.isnan().any() for tensor in filled.values())
-    back = dict(weights.taken_apart(filled, hf_gpt2.rules(ARGS)))
+    back = dict(weights.to_hf(filled, hf_gpt2.weight_map(ARGS)))
     assert back.keys() == gpt2().keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in gpt2().items())
 
@@ -90,7 +92,7 @@ def test_names_without_the_prefix_masks_and_a_tied_copy(found):
     tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     stored = found(tensors)
     weights.check_names(stored, hf_gpt2, ARGS)
-    weights.fill(targets(), stored, hf_gpt2.rules(ARGS))
+    weights.fill(targets(), stored, hf_gpt2.weight_map(ARGS))
 
 
 @pytest.mark.parametrize(
@@ -120,19 +122,19 @@ def test_another_shape_is_named(found):
     name = "transformer.h.0.mlp.c_fc.weight"
     stored = found({**gpt2(), name: torch.ones(4 * H, H)})
     with pytest.raises(UsageError, match=rf"{name} has the shape \[16, 4\]; expected \[4, 16\]"):
-        weights.fill(targets(), stored, hf_gpt2.rules(ARGS))
+        weights.fill(targets(), stored, hf_gpt2.weight_map(ARGS))
 
 
 def test_old_frequencies_of_llama_are_no_weights():
-    assert LLAMA.is_constant("model.layers.3.self_attn.rotary_emb.inv_freq", torch.ones(4))
-    assert not LLAMA.is_constant("model.layers.3.self_attn.q_norm.weight", torch.ones(4))
+    assert LLAMA.is_buffer("model.layers.3.self_attn.rotary_emb.inv_freq", torch.ones(4))
+    assert not LLAMA.is_buffer("model.layers.3.self_attn.q_norm.weight", torch.ones(4))
 
 
 def test_one_type_for_all(found):
     tensors = gpt2()
-    assert weights.one_dtype(found(tensors), hf_gpt2.rules(ARGS)) == "fp32"
+    assert weights.common_dtype(found(tensors), hf_gpt2.weight_map(ARGS)) == "fp32"
     mixed = {**tensors, "transformer.wte.weight": tensors["transformer.wte.weight"].half()}
     with pytest.raises(UsageError, match=r"float16, float32; .*--dtype"):
-        weights.one_dtype(found(mixed), hf_gpt2.rules(ARGS))
+        weights.common_dtype(found(mixed), hf_gpt2.weight_map(ARGS))
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    assert weights.one_dtype(found(halves), hf_gpt2.rules(ARGS)) == "bf16"
+    assert weights.common_dtype(found(halves), hf_gpt2.weight_map(ARGS)) == "bf16"

@@ -17,7 +17,7 @@ def heads(draw) -> weight_map.Heads:
         queries=groups * draw(st.integers(1, 3)),
         groups=groups,
         size=draw(st.sampled_from([2, 4, 6])),
-        interleaved=draw(st.booleans()),
+        rotary_interleaved=draw(st.booleans()),
     )
 
 
@@ -26,10 +26,12 @@ def numbered(*shape: int) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 
-def inverse(rule: weight_map.Rule, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return what a rule joins, when it takes the same apart again, also as to shapes on meta."""
-    joined = rule.join(tensors)
-    for part, meta, tensor in zip(rule.split(joined), rule.split(joined.to("meta")), tensors, strict=True):
+def inverse(mapping: weight_map.WeightMapping, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the tensor of Megatron, from which the same tensors come back, also as to shapes on meta."""
+    joined = mapping.to_megatron(tensors)
+    for part, meta, tensor in zip(
+        mapping.to_hf(joined), mapping.to_hf(joined.to("meta")), tensors, strict=True
+    ):
         assert torch.equal(part, tensor)
         assert meta.shape == tensor.shape
     return joined
@@ -44,7 +46,7 @@ def test_qkv_is_a_key_its_queries_and_its_value_group_by_group(heads, columns):
     joined = inverse(weight_map.qkv("m", ("q", "k", "v"), heads), [query, key, value])
     shared = heads.queries // heads.groups
     half = heads.size // 2
-    place = {i: (i // 2 + (i % 2) * half if heads.interleaved else i) for i in range(heads.size)}
+    place = {i: (i // 2 + (i % 2) * half if heads.rotary_interleaved else i) for i in range(heads.size)}
     row = 0
     for group in range(heads.groups):
         for head in range(shared):
@@ -73,8 +75,8 @@ def test_thirds_of_gpt2(columns):
 def test_transposed_stacked_and_same():
     assert torch.equal(inverse(weight_map.transposed("m", "h"), [numbered(2, 3)]), numbered(2, 3).t())
     parts = [numbered(2, 3), 10 + numbered(2, 3)]
-    assert torch.equal(inverse(weight_map.stacked("m", ("gate", "up")), parts), torch.cat(parts))
-    assert torch.equal(inverse(weight_map.same("m", "h"), [numbered(3)]), numbered(3))
+    assert torch.equal(inverse(weight_map.concatenated("m", ("gate", "up")), parts), torch.cat(parts))
+    assert torch.equal(inverse(weight_map.direct("m", "h"), [numbered(3)]), numbered(3))
 
 
 @settings(max_examples=25)
@@ -83,7 +85,7 @@ def test_padding_rows_take_their_share_of_the_softmax_at_most(rows, padding, see
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, 8, generator=generator, dtype=torch.float64)
     weight[:, 0] = far  # moves all logits, as OpenAI's GPT-2 has them
-    joined = inverse(weight_map.padded("m", "h", rows, rows + padding), [weight])
+    joined = inverse(weight_map.padded_vocabulary("m", "h", rows, rows + padding), [weight])
     hidden = torch.randn(8, generator=generator, dtype=torch.float64).abs() * 3
     logits = joined @ hidden
     added = logits.logsumexp(0) - logits[:rows].logsumexp(0)
@@ -93,6 +95,6 @@ def test_padding_rows_take_their_share_of_the_softmax_at_most(rows, padding, see
 
 def test_half_precision_is_padded_in_fp32():
     weight = torch.full((1000, 2), 0.3, dtype=torch.bfloat16)
-    joined = weight_map.padded("m", "h", 1000, 1024).join([weight])
+    joined = weight_map.padded_vocabulary("m", "h", 1000, 1024).to_megatron([weight])
     assert joined.dtype == torch.bfloat16
     assert torch.equal(joined[1000:], weight[:24])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("safetensors")
+pytest.importorskip("huggingface_hub")
 
 from megatron_npu.conversion import hf_files
 from megatron_npu.errors import UsageError
@@ -27,6 +28,17 @@ def test_shards_are_read_as_they_were_written(tmp_path, limit, files):
     for name, tensor in TENSORS.items():
         assert torch.equal(source.read(name), tensor)
         assert f"torch.{source.dtype(name)}" == str(tensor.dtype)
+
+
+def test_a_large_tensor_between_small_ones_is_a_shard_by_itself(tmp_path):
+    tensors = {"a": torch.ones(1), "large": torch.ones(20), "b": torch.ones(2)}
+    sizes = {name: tensor.numel() * 4 for name, tensor in tensors.items()}
+    hf_files.write(tmp_path, tensors.items(), sizes, 16)
+    index = json.loads((tmp_path / hf_files.INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    assert index["weight_map"]["a"] == index["weight_map"]["b"] != index["weight_map"]["large"]
+    for name, tensor in tensors.items():
+        assert torch.equal(hf_files.Source(tmp_path).read(name), tensor)
 
 
 def test_a_view_is_written_as_its_own_tensor(tmp_path):
