@@ -1,7 +1,7 @@
 """The main job: real English text, a GPT of about 10M parameters: train, validate, save, reload, sample.
 
     python demo/run.py            go on where the last run stopped
-    python demo/run.py --clean    begin anew (the old run is kept as runs/demo.old)
+    python demo/run.py --clean    start over (the old run is kept as runs/demo.old)
 
 Everything lies in runs/demo; the table printed at the end is also runs/demo/summary.json.
 """
@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--clean", action="store_true", help="begin anew; the data are kept")
+    parser.add_argument("--clean", action="store_true", help="start over; the data are kept")
     if parser.parse_args().clean:
         set_aside()
     os.umask(0o027)

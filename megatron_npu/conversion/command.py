@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = parser().parse_args(argv)
     _check(args)
-    initialize.quieten()
+    initialize.silence_known_warnings()
     plugin.install()
     convert = _to_megatron if args.target == "megatron" else _to_hf
     with files.new_folder(args.destination) as part:

@@ -83,7 +83,7 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise UsageError(f"{file}: {error}", "a file of safetensors", "Get it anew.") from error
+        raise UsageError(f"{file}: {error}", "a file of safetensors", "Get a fresh copy.") from error
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ def _shards(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UsageError(f"{index}: {error}", "an index of shards", "Get it anew.") from error
+        raise UsageError(f"{index}: {error}", "an index of shards", "Get a fresh copy.") from error
     for name in names:
         # an index must not lead out of its folder
         if Path(name).name != name or not (index.parent / name).is_file():

@@ -79,7 +79,7 @@ def _bad_tensors(found: Weights, verb: str, names: Iterable[str], expected: str)
     return UsageError(
         f"{found.source.folder} {verb} {_listed(names)}",
         expected,
-        "Correct config.json, or get the files anew.",
+        "Correct config.json, or get a fresh copy of the files.",
     )
 
 
@@ -134,7 +134,7 @@ def _checked(mapping: WeightMapping, target: Tensor, found: Weights) -> Sequence
             raise UsageError(
                 f"{found.source.folder}: {name} has the shape {list(tensor.shape)}",
                 f"{list(shape)}, as config.json says",
-                "Correct config.json, or get the files anew.",
+                "Correct config.json, or get a fresh copy of the files.",
             )
     return tensors
 

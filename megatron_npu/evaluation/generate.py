@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         UsageError: no such checkpoint, or a prompt or number that does not fit the model.
     """
     args = parser().parse_args(argv)
-    initialize.quieten()
+    initialize.silence_known_warnings()
     text = generate(
         args.load,
         args.prompt,
@@ -97,9 +97,9 @@ def generate(
                 f"Give --num-tokens {max(longest - len(ids), 0)} or a shorter prompt.",
             )
         generator = torch.Generator().manual_seed(seed)
-        for logits in _steps(gpt, ids, num_tokens):
+        for logits in next_token_logits(gpt, ids, num_tokens):
             # what pads the vocabulary stands for no token
-            token = choose(logits[: args.tokenizer_vocab_size], temperature, top_k, top_p, generator)
+            token = sample_token(logits[: args.tokenizer_vocab_size], temperature, top_k, top_p, generator)
             if token == tokenizer.eod:
                 break
             ids.append(token)
@@ -118,7 +118,7 @@ def _check_sampling(num_tokens: int, temperature: float, top_k: int, top_p: floa
 
 
 @torch.no_grad()
-def _steps(gpt: torch.nn.Module, ids: list[int], number: int) -> Iterator[torch.Tensor]:
+def next_token_logits(gpt: torch.nn.Module, ids: list[int], number: int) -> Iterator[torch.Tensor]:
     """Yield, up to ``number`` times, the logits [vocabulary] of what follows ``ids``, fp32 on the host.
 
     The caller appends the token that it chooses to ``ids``; keys and values of the past are kept.
@@ -136,7 +136,7 @@ def _steps(gpt: torch.nn.Module, ids: list[int], number: int) -> Iterator[torch.
         yield logits[0, -1].float().cpu()
 
 
-def choose(
+def sample_token(
     logits: torch.Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
 ) -> int:
     """Return a token drawn from the probabilities that logits mean; the likeliest if nothing is to be drawn.

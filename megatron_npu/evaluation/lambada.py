@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         UsageError: no such checkpoint or file, or a passage that does not fit the model.
     """
     args = parser().parse_args(argv)
-    initialize.quieten()
+    initialize.silence_known_warnings()
     right, total = accuracy(
         args.load,
         args.valid_data,
@@ -104,12 +104,12 @@ def accuracy(
         UsageError: no such checkpoint or file, or a passage that does not fit the model.
     """
     with restored(load, vocab_file, merge_file, **changes) as (args, gpt, tokenizer):
-        examples = read(file, tokenizer, strict=strict, longest=args.max_position_embeddings)
+        examples = read_examples(file, tokenizer, strict=strict, longest=args.max_position_embeddings)
         batches = [examples[start : start + batch] for start in range(0, len(examples), batch)]
-        return sum(_right(gpt, some, tokenizer.eod) for some in batches), len(examples)
+        return sum(_num_correct(gpt, some, tokenizer.eod) for some in batches), len(examples)
 
 
-def read(file: str, tokenizer: Tokenizer, *, strict: bool, longest: int) -> list[Example]:
+def read_examples(file: str, tokenizer: Tokenizer, *, strict: bool, longest: int) -> list[Example]:
     """Return the passages of a file; each has at most ``longest`` tokens before the last one to be found.
 
     Raises:
@@ -149,7 +149,7 @@ def _example(text: str, tokenizer: Tokenizer, strict: bool) -> Example:
 
 
 @torch.no_grad()
-def _right(gpt: torch.nn.Module, examples: list[Example], padding: int) -> int:
+def _num_correct(gpt: torch.nn.Module, examples: list[Example], padding: int) -> int:
     """Return how many of the examples have the likeliest token at every place of their answers."""
     length = max(len(context) + len(answer) for context, answer in examples)
     rows = [[*context, *answer] for context, answer in examples]

@@ -21,7 +21,7 @@ from megatron_npu.tokenization.hf import HuggingFaceTokenizer
 
 # Words that are worth remembering: longer ones hardly come back. Full, the table takes about 40 MB.
 _WORD_LENGTH = 32
-_WORDS_KEPT = 200_000
+_WORDS_CACHED = 200_000
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Result:
     read: int
 
 
-class _Words(dict[str, bytes]):
+class _WordCache(dict[str, bytes]):
     """Word to token bytes. Text repeats its words: looking one up is many times cheaper than the BPE."""
 
     def __init__(self, tokenizer: GPT2Tokenizer, dtype: np.dtype) -> None:
@@ -113,7 +113,7 @@ class _Words(dict[str, bytes]):
     def __missing__(self, word: str) -> bytes:
         tokens = np.array(self._tokenizer.encode_word(word), dtype=self._dtype).tobytes()
         if len(word) <= _WORD_LENGTH:
-            if len(self) >= _WORDS_KEPT:
+            if len(self) >= _WORDS_CACHED:
                 self.clear()
             self[word] = tokens
         return tokens
@@ -124,7 +124,7 @@ def _text_encoder(
 ) -> Callable[[str], bytes]:
     """Return a function: a text -> the bytes of its tokens, with what is put around it if ``special``."""
     if isinstance(tokenizer, GPT2Tokenizer):
-        bytes_of, words = _Words(tokenizer, dtype).__getitem__, tokenizer.words
+        bytes_of, words = _WordCache(tokenizer, dtype).__getitem__, tokenizer.words
         return lambda text: b"".join(map(bytes_of, words(text)))
     return lambda text: np.array(tokenizer.encode(text, special_tokens=special), dtype=dtype).tobytes()
 
@@ -189,7 +189,7 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
         raise UsageError(
             "a worker process was killed",
             f"{workers} workers that stay alive",
-            "Look for want of memory, or give fewer --workers; nothing was written.",
+            "Is the machine out of memory? Give fewer --workers; nothing was written.",
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -51,6 +51,10 @@ def token_type(vocab_size: int) -> np.dtype:
 class Writer:
     """Writes one dataset under temporary names; ``publish`` gives all of several their names.
 
+    The bytes are those of megatron-core's ``IndexedDatasetBuilder``, which is not used for two reasons: it
+    needs torch, which nothing else here does, and it writes under the final names, so that a run that was
+    killed leaves what looks like a dataset.
+
     Leaving the ``with`` block without having published removes what was written.
 
     Args:
@@ -61,10 +65,10 @@ class Writer:
     def __init__(self, prefix: str, dtype: np.dtype) -> None:
         self.prefix, self.dtype = prefix, dtype
         self.tokens = 0
-        self._parts = {end: files.partial_file(Path(f"{prefix}.{end}")) for end in ("bin", "idx")}
-        self._lengths = array("i")
+        self._partial_files = {end: files.partial_file(Path(f"{prefix}.{end}")) for end in ("bin", "idx")}
+        self._sequence_lengths = array("i")
         self._sequences_of_documents = array("q")
-        self._bin = _create(self._parts["bin"])
+        self._bin = _create(self._partial_files["bin"])
 
     def __enter__(self) -> Writer:
         return self
@@ -73,7 +77,7 @@ class Writer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bin.close()
-        for part in self._parts.values():
+        for part in self._partial_files.values():
             part.unlink(missing_ok=True)
 
     def add(self, tokens: bytes, lengths: np.ndarray, sequences: np.ndarray) -> None:
@@ -85,7 +89,7 @@ class Writer:
             sequences: [documents] int64, sequences of each document.
         """
         self._bin.write(tokens)
-        self._lengths.frombytes(lengths.astype(np.int32, copy=False).tobytes())
+        self._sequence_lengths.frombytes(lengths.astype(np.int32, copy=False).tobytes())
         self._sequences_of_documents.frombytes(sequences.astype(np.int64, copy=False).tobytes())
         self.tokens += len(tokens) // self.dtype.itemsize
 
@@ -93,19 +97,19 @@ class Writer:
         """Write the index, still under its temporary name; both files are on disk afterwards."""
         files.sync(self._bin)
         self._bin.close()
-        with _create(self._parts["idx"]) as stream:
+        with _create(self._partial_files["idx"]) as stream:
             for piece in self._index():
                 stream.write(piece)
             files.sync(stream)
 
     def _index(self) -> Iterator[bytes]:
-        lengths = np.frombuffer(self._lengths, dtype=np.int32)
+        lengths = np.frombuffer(self._sequence_lengths, dtype=np.int32)
         counts = np.frombuffer(self._sequences_of_documents, dtype=np.int64)
         code = next(code for code, name in CODES.items() if name == self.dtype.name)
         yield HEADER.pack(MAGIC, VERSION, code, len(lengths), len(counts) + 1)
         yield lengths.astype("<i4").tobytes()
-        for begins in _begins(lengths, self.dtype.itemsize):
-            yield begins.astype("<i8").tobytes()
+        for pointers in _sequence_pointers(lengths, self.dtype.itemsize):
+            yield pointers.astype("<i8").tobytes()
         yield bytes(8)
         yield np.cumsum(counts).astype("<i8").tobytes()
 
@@ -122,8 +126,8 @@ def publish(writers: Sequence[Writer]) -> None:
             data, index = Path(f"{writer.prefix}.bin"), Path(f"{writer.prefix}.idx")
             touched += [index, data]
             index.unlink(missing_ok=True)
-            os.replace(writer._parts["bin"], data)
-            os.replace(writer._parts["idx"], index)
+            os.replace(writer._partial_files["bin"], data)
+            os.replace(writer._partial_files["idx"], index)
             files.sync_directory(index.parent)
     except BaseException:
         for path in touched:
@@ -135,7 +139,7 @@ def _create(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640), "wb", buffering=1 << 20)
 
 
-def _begins(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
+def _sequence_pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
     """Yield, piece by piece, [S] int64: the byte at which each sequence begins."""
     total = 0
     for at in range(0, len(lengths), _CHUNK):
@@ -145,7 +149,7 @@ def _begins(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Summary:
+class DatasetSummary:
     """What a sound dataset holds.
 
     Attributes:
@@ -163,7 +167,7 @@ class Summary:
     sampled: bool
 
 
-def validate(prefix: str | Path, vocab_size: int | None = None) -> Summary:
+def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummary:
     """Check a dataset before work begins on it; the index is read as a whole.
 
     The ids are compared with the vocabulary in all tokens of a ``.bin`` of up to 256 MiB; of a larger one
@@ -191,7 +195,7 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> Summary:
     if not tokens:
         raise UsageError(f"{data}: no tokens", "at least one", "Preprocess files that hold text.")
     largest, sampled = _check_tokens(data, dtype, vocab_size)
-    return Summary(dtype, sequences, boundaries - 1, tokens, largest, sampled)
+    return DatasetSummary(dtype, sequences, boundaries - 1, tokens, largest, sampled)
 
 
 def _require(path: Path, found: int, expected: int, what: str) -> None:
@@ -223,13 +227,13 @@ def _check_index(path: Path, dtype: np.dtype, sequences: int, boundaries: int) -
     raw = np.memmap(path, dtype=np.uint8, mode="r")
     at = HEADER.size
     lengths = raw[at : at + 4 * sequences].view("<i4")
-    begins = raw[at + 4 * sequences : at + 12 * sequences].view("<i8")
+    pointers = raw[at + 4 * sequences : at + 12 * sequences].view("<i8")
     documents = raw[at + 12 * sequences :].view("<i8")
     if sequences and lengths.min() < 0:
         raise UsageError(f"{path}: a sequence of {lengths.min()} tokens", "lengths from 0", _REMEDY)
     done = 0
-    for expected in _begins(lengths, dtype.itemsize):
-        if not np.array_equal(begins[done : done + len(expected)], expected):
+    for expected in _sequence_pointers(lengths, dtype.itemsize):
+        if not np.array_equal(pointers[done : done + len(expected)], expected):
             raise UsageError(f"{path}: the beginnings of sequences", "the sums of their lengths", _REMEDY)
         done += len(expected)
     ordered = boundaries and documents[0] == 0 and documents[-1] == sequences and _ascends(documents)

@@ -26,12 +26,14 @@ class HuggingFaceTokenizer:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise UsageError(
-                f"--tokenizer-model {folder}: no tokenizer.json", "one in it", "Correct the path."
+                f"--tokenizer-model {folder}: no tokenizer.json", "a folder that has one", "Correct the path."
             )
         try:
             self._model = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise UsageError(f"{path}: {error}", "a tokenizer of Hugging Face", "Get it anew.") from error
+            raise UsageError(
+                f"{path}: {error}", "a tokenizer of Hugging Face", "Get a fresh copy."
+            ) from error
         self.vocab_size: int = self._model.get_vocab_size(with_added_tokens=True)
         end = _end_of_text(Path(folder))
         eod = None if end is None else self._model.token_to_id(end)

@@ -81,8 +81,10 @@ def save(args: Namespace, state: State, position: Position, common: Mapping[str,
     return place
 
 
-def _description(args: Namespace, position: Position, metadata: dict[str, Any]) -> checkpoint_files.Found:
-    return checkpoint_files.Found(
+def _description(
+    args: Namespace, position: Position, metadata: dict[str, Any]
+) -> checkpoint_files.CheckpointInfo:
+    return checkpoint_files.CheckpointInfo(
         path=Path(),
         iteration=position.iteration,
         consumed_train_samples=position.train_samples,
@@ -201,11 +203,11 @@ def _state_dict(
     return content
 
 
-def _same_ranks(args: Namespace, found: checkpoint_files.Found) -> bool:
+def _same_ranks(args: Namespace, found: checkpoint_files.CheckpointInfo) -> bool:
     """Return whether each rank finds its own generators: tensor and pipeline sizes are the same."""
     same = checkpoint_files.same_model_parallel_sizes(found, args)
     if not same and dist.get_rank() == 0:
-        print(" the layout has changed: random numbers begin anew from --seed", flush=True)
+        print(" the layout has changed: random numbers start again from --seed", flush=True)
     return same
 
 

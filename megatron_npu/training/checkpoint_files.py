@@ -50,7 +50,7 @@ _MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointInfo:
     """A checkpoint on disk.
 
     Attributes:
@@ -77,7 +77,7 @@ def directory(root: str | Path, iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
 
 
-def find(root: str | Path) -> Found | None:
+def find(root: str | Path) -> CheckpointInfo | None:
     """Return the newest checkpoint under ``root``, None if there is none.
 
     Raises:
@@ -87,7 +87,7 @@ def find(root: str | Path) -> Found | None:
     return None if place is None else _read(place)
 
 
-def existing(root: str | Path) -> Found:
+def existing(root: str | Path) -> CheckpointInfo:
     """Return the newest checkpoint under ``root``.
 
     Raises:
@@ -128,11 +128,11 @@ def newest(root: str | Path) -> Path | None:
     return path
 
 
-def _read(path: Path) -> Found:
+def _read(path: Path) -> CheckpointInfo:
     description = path / DESCRIPTION
     try:
         values = json.loads(description.read_text(encoding="utf-8"))
-        return Found(path=path, **values)
+        return CheckpointInfo(path=path, **values)
     except (OSError, ValueError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
@@ -153,7 +153,7 @@ def relocated(root: str | Path, path: str | None) -> str | None:
     return next((str(place) for place in places if place.exists()), path)
 
 
-def describe(path: Path, found: Found) -> None:
+def describe(path: Path, found: CheckpointInfo) -> None:
     """Write the description of a checkpoint into ``path``."""
     values = {name: value for name, value in vars(found).items() if name != "path"}
     files.write(path / DESCRIPTION, json.dumps(values, indent=1))
@@ -178,7 +178,7 @@ def set_latest(root: str | Path, iteration: int) -> None:
     files.write(Path(root) / TRACKER, f"{iteration}\n")
 
 
-def require_same_model(found: Found, args: Namespace) -> None:
+def require_same_model(found: CheckpointInfo, args: Namespace) -> None:
     """Check that a checkpoint holds the model that the flags describe.
 
     Args:
@@ -212,12 +212,12 @@ def _shown(value: object) -> object:
     return value
 
 
-def same_model_parallel_sizes(found: Found, args: Namespace) -> bool:
+def same_model_parallel_sizes(found: CheckpointInfo, args: Namespace) -> bool:
     """Return whether a run has the tensor- and pipeline-parallel sizes that a checkpoint was saved with."""
     return all(found.arguments.get(size) == getattr(args, size) for size in _MODEL_PARALLEL_SIZES)
 
 
-def require_loadable_optimizer(found: Found, args: Namespace) -> None:
+def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
     """Check that the optimizer of a checkpoint can go on in a run's layout.
 
     Args:

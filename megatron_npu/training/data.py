@@ -20,7 +20,7 @@ from megatron_npu.training import tokenizers
 Batch = dict[str, torch.Tensor]
 
 
-class Samples(NamedTuple):
+class Datasets(NamedTuple):
     """The datasets of a run; None where the split leaves nothing or nothing is needed."""
 
     train: Dataset | None
@@ -28,7 +28,7 @@ class Samples(NamedTuple):
     test: Dataset | None
 
 
-def samples(args: Namespace) -> Samples:
+def datasets(args: Namespace) -> Datasets:
     """Build the indices on rank 0, then open them on every rank; all ranks must call this.
 
     As in Megatron the split is by documents, and a split that is too short is gone through again.
@@ -58,7 +58,7 @@ def samples(args: Namespace) -> Samples:
     kind = MockGPTDataset if args.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config)
     try:
-        return Samples(*builder.build())
+        return Datasets(*builder.build())
     except Exception as error:  # megatron-core raises a bare one (0.12 to 0.16)
         if not isinstance(error.__cause__, OSError):
             raise
@@ -112,11 +112,11 @@ def evaluation_count(args: Namespace) -> int:
     return (between + 1) * args.eval_iters
 
 
-class PositionedBatches:
+class ResumableBatchSampler:
     """Sample numbers of the micro batches of one data-parallel rank, from ``consumed`` on, in order.
 
     Args:
-        total: number of samples in the dataset; reading begins anew after them.
+        total: number of samples in the dataset; after the last one comes the first again.
         consumed: samples that all ranks together have used before.
         micro_batch: samples of one micro batch.
         rank, size: of the data-parallel group.
@@ -151,13 +151,13 @@ def _batches(args: Namespace, dataset: Any, consumed: int) -> Iterator[Batch]:
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     rank = parallel_state.get_data_parallel_rank()
-    order = PositionedBatches(
+    sampler = ResumableBatchSampler(
         len(dataset), consumed, args.micro_batch_size, rank, parallel_state.get_data_parallel_world_size()
     )
     device = devices.current()
     loader = DataLoader(
         dataset,
-        batch_sampler=order,
+        batch_sampler=sampler,
         num_workers=args.num_workers,
         pin_memory=not device.is_host,
         persistent_workers=args.num_workers > 0,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_npu import devices
 
 
-def quieten() -> None:
+def silence_known_warnings() -> None:
     """Silence, in this process, warnings that every start of megatron-core gives and no user can act on."""
     # each module says what it falls back from (the plug-in brings it), and one warns of its own default
     known = ".*(Transformer Engine|Apex).* not installed|full scope is deprecated"
@@ -39,7 +39,7 @@ def session(args: Namespace) -> Iterator[None]:
     # Megatron relies on the order in which kernels are queued; one hardware queue keeps it (cuda only)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     devices.current().set_current(args.local_rank)
-    _join(args)
+    _init_process_group(args)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -55,7 +55,7 @@ def session(args: Namespace) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _join(args: Namespace) -> None:
+def _init_process_group(args: Namespace) -> None:
     """Join the group of all processes; a process that is alone needs no address."""
     backend = devices.current().backend
     timeout = timedelta(minutes=args.distributed_timeout_minutes)

@@ -47,11 +47,11 @@ class Clock:
         self._since = time.perf_counter()
 
     def start(self) -> None:
-        """Go on."""
+        """Start or go on."""
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Wait for the device, then stand still."""
+        """Wait for the device, then stop."""
         devices.current().synchronize()
         elapsed = time.perf_counter() - self._since
         self.total += elapsed
@@ -75,16 +75,16 @@ class Log:
 
     def __init__(self, args: Namespace, iteration: int) -> None:
         self.args = args
-        self.speaks = args.rank == 0
-        self.path = metrics_path(args) if self.speaks else None
+        self.on_rank_0 = args.rank == 0
+        self.path = metrics_path(args) if self.on_rank_0 else None
         self._board = self._bar = None
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.speaks and args.tensorboard_dir:
+        if self.on_rank_0 and args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(args.tensorboard_dir)
-        if self.speaks and sys.stdout.isatty() and sys.stderr.isatty():
+        if self.on_rank_0 and sys.stdout.isatty() and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=args.train_iters, initial=iteration, unit="it", dynamic_ncols=True)
@@ -92,7 +92,7 @@ class Log:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        if not self.speaks:
+        if not self.on_rank_0:
             return
         if self._bar is not None:
             self._bar.write(text)
@@ -139,7 +139,7 @@ class Log:
             learning_rate: of the last one.
             scale: the loss scale after the last one; 1 without fp16.
         """
-        if not self.speaks:
+        if not self.on_rank_0:
             return
         row = _row(self.args, samples, interval, losses, seconds, learning_rate, scale)
         self.say(line(self.args, iteration, row))

@@ -73,7 +73,7 @@ class Trainer:
         args: what ``validation.check`` returned.
         config: the model's, connected to its optimizer.
         state: model, optimizer and schedule.
-        samples: the datasets.
+        datasets: of training and validation samples.
         position: where the run begins.
         log: the run's log.
         on_gradients: called in each iteration with its number and the chunks of the model, when every
@@ -85,7 +85,7 @@ class Trainer:
         args: Namespace,
         config: TransformerConfig,
         state: State,
-        samples: data.Samples,
+        datasets: data.Datasets,
         position: Position,
         log: Log,
         on_gradients: OnGradients | None = None,
@@ -93,19 +93,19 @@ class Trainer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.args, self.config, self.state = args, config, state
-        self.samples, self.log, self.on_gradients = samples, log, on_gradients
+        self.datasets, self.log, self.on_gradients = datasets, log, on_gradients
         self.position = position
         self.outcome = Outcome(position)
         self.clock = Clock()
         self.interval = Interval()
         self.forward_backward = get_forward_backward_func()
-        self.nothing = torch.zeros(2, device=devices.current().torch_device())
+        self.no_loss = torch.zeros(2, device=devices.current().torch_device())
 
     def run(self) -> Outcome:
         """Train to the end, or to where a flag or signal ends it; evaluate and save; return how it went."""
         for chunk in self.state.model:
             chunk.train()
-        batches = data.batches(self.args, self.samples.train, self.position.train_samples)
+        batches = data.batches(self.args, self.datasets.train, self.position.train_samples)
         with _Termination(self.args.exit_signal_handler) as termination:
             self.clock.start()
             while self.position.iteration < self.args.train_iters:
@@ -140,11 +140,11 @@ class Trainer:
         if self.on_gradients is not None:
             self.on_gradients(self.position.iteration + 1, model)
         updated, norm, _ = optimizer.step()
-        self._check(norm)
+        self._check_gradient(norm)
         if updated:
             self.state.schedule.step(self.args.global_batch_size)
         else:
-            self._say_skipped()
+            self._report_skipped_update()
         self.interval.losses.append(losses)
         self.interval.norms.append(None if norm is None else float(norm))
         self.interval.skipped += not updated
@@ -164,9 +164,9 @@ class Trainer:
             micro_batch_size=self.args.micro_batch_size,
             forward_only=forward_only,
         )
-        return torch.stack(outputs).sum(0) if outputs else self.nothing
+        return torch.stack(outputs).sum(0) if outputs else self.no_loss
 
-    def _check(self, norm: float | None) -> None:
+    def _check_gradient(self, norm: float | None) -> None:
         """End a run whose gradient is not a number (fp16 skips such an update and lowers its scale)."""
         if not self.args.check_for_nan_in_loss_and_grad or self.args.fp16 or norm is None:
             return
@@ -176,7 +176,7 @@ class Trainer:
                 "saved after it. Lower --lr or look at the data; --no-check-for-nan-in-loss-and-grad goes on."
             )
 
-    def _say_skipped(self) -> None:
+    def _report_skipped_update(self) -> None:
         scale = self.state.optimizer.get_loss_scale().item()
         self.log.say(
             f" iteration {self.position.iteration + 1}: the gradient overflowed, update skipped, "
@@ -209,11 +209,11 @@ class Trainer:
     def _evaluate(self) -> None:
         """Measure the loss on the validation samples, leaving generators and training data untouched."""
         args = self.args
-        if not args.eval_iters or self.samples.valid is None:
+        if not args.eval_iters or self.datasets.valid is None:
             return
         self.clock.stop()
-        batches = data.batches(args, self.samples.valid, self.position.valid_samples)
-        with _synchronised(args, self.state.model), torch.no_grad():
+        batches = data.batches(args, self.datasets.valid, self.position.valid_samples)
+        with _with_gathered_parameters(args, self.state.model), torch.no_grad():
             for chunk in self.state.model:
                 chunk.eval()
             sums = [self._forward(batches, forward_only=True) for _ in range(args.eval_iters)]
@@ -229,7 +229,7 @@ class Trainer:
     def _save(self) -> None:
         self.clock.stop()
         try:
-            with _synchronised(self.args, self.state.model):
+            with _with_gathered_parameters(self.args, self.state.model):
                 self.outcome.checkpoint = checkpoint.save(self.args, self.state, self.position)
         except checkpoint_failures.FAILURES as error:
             raise UnsavedError(
@@ -285,7 +285,7 @@ def _forward_step(batches: Iterator[data.Batch] | None, model: torch.nn.Module) 
 
 
 @contextlib.contextmanager
-def _synchronised(args: Namespace, model: list[Any]) -> Iterator[None]:
+def _with_gathered_parameters(args: Namespace, model: list[Any]) -> Iterator[None]:
     """Have all parameters gathered inside the block (--overlap-param-gather gathers them while running)."""
     if not args.overlap_param_gather:
         yield

@@ -91,13 +91,13 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: bad input, on rank 0; the other ranks end silently with exit code 2.
     """
-    initialize.quieten()
+    initialize.silence_known_warnings()
     try:
         train(arguments.parse(argv))
     except UsageError:
         if int(os.environ.get("RANK", "0")) == 0:
             raise
-        _let_rank_0_speak()
+        _wait_for_rank_0_to_report()
         return 2
     except (loop.DivergedError, loop.UnsavedError) as error:
         print(f"megatron-npu pretrain: {error}", file=sys.stderr)
@@ -110,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _let_rank_0_speak(seconds: float = 10.0) -> None:
+def _wait_for_rank_0_to_report(seconds: float = 10.0) -> None:
     """Wait to be ended: torchrun stops all ranks when the first one fails, and that must be rank 0."""
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(2))
     time.sleep(seconds)
@@ -137,18 +137,18 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
         state = checkpoint.State(chunks, optimizer, model.schedule(args, optimizer))
         model.connect(args, config, chunks, optimizer)
         size = model.count(chunks)
-        samples = data.samples(args) if args.has_data else data.Samples(None, None, None)
+        datasets = data.datasets(args) if args.has_data else data.Datasets(None, None, None)
         position = checkpoint.load(args, state) if args.load_from else checkpoint.Position()
         journal = log.Log(args, position.iteration)
         try:
-            _introduce(args, size, journal, position)
-            outcome = loop.Trainer(args, config, state, samples, position, journal, on_gradients).run()
+            _log_start(args, size, journal, position)
+            outcome = loop.Trainer(args, config, state, datasets, position, journal, on_gradients).run()
             return _report(args, size, outcome, journal)
         finally:
             journal.close()
 
 
-def _introduce(
+def _log_start(
     args: Namespace, size: model.Parameters, journal: log.Log, position: checkpoint.Position
 ) -> None:
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")

@@ -52,7 +52,7 @@ class _Inert:
         return f"{type(self).__name__}{self.given}"
 
 
-def find(root: str | Path) -> checkpoint_files.Found | None:
+def find(root: str | Path) -> checkpoint_files.CheckpointInfo | None:
     """Return the newest checkpoint under ``root``, the driver's or a stock script's; None if there is none.
 
     A stock script's is good for its weights alone: optimizer and random numbers are not offered. What follows
@@ -72,7 +72,7 @@ def find(root: str | Path) -> checkpoint_files.Found | None:
             "a checkpoint of pretrain_gpt.py or of `megatron-npu pretrain`",
             "Load another one.",
         )
-    return checkpoint_files.Found(
+    return checkpoint_files.CheckpointInfo(
         path=path,
         iteration=int(values.get("iteration", 0)),
         consumed_train_samples=0,

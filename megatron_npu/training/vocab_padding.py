@@ -16,40 +16,40 @@ import torch.distributed as dist
 from megatron_npu.training.model import unwrap
 
 
-def mean_row(rows: torch.Tensor, vocabulary: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def mean_row(rows: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the row that pads a vocabulary, [h] fp32.
 
     Args:
         rows: [rows, h], the rows of this process that stand for tokens; perhaps none.
-        vocabulary: such rows of all processes together.
+        vocab_size: such rows of all processes together.
         group: the processes that share them, all of which must call this; None: this one has all.
     """
     total = rows.float().sum(0)
     if group is not None:
         dist.all_reduce(total, group=group)
-    return total / vocabulary
+    return total / vocab_size
 
 
 @torch.no_grad()
-def fill(model: Sequence[torch.nn.Module], saved: int, vocabulary: int) -> None:
+def fill(model: Sequence[torch.nn.Module], saved_rows: int, vocab_size: int) -> None:
     """Fill the rows that a checkpoint did not have. All ranks must call this.
 
     Args:
         model: this process's chunks.
-        saved: rows of the embedding in the checkpoint, padding included.
-        vocabulary: rows that stand for tokens.
+        saved_rows: rows of the embedding in the checkpoint, padding included.
+        vocab_size: rows that stand for tokens.
     """
     for chunk in map(unwrap, model):
         for name in ("embedding.word_embeddings", "output_layer"):
             weight = dict(chunk.named_parameters()).get(f"{name}.weight")
             if weight is not None:  # other pipeline stages have it, or both are one
-                _fill_shard(weight, saved, vocabulary)
+                _fill_shard(weight, saved_rows, vocab_size)
 
 
-def _fill_shard(weight: torch.Tensor, saved: int, vocabulary: int) -> None:
+def _fill_shard(weight: torch.Tensor, saved_rows: int, vocab_size: int) -> None:
     """Fill the part [rows, h] of this tensor-parallel rank."""
     from megatron.core import parallel_state
 
     first = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
     group = parallel_state.get_tensor_model_parallel_group()
-    weight[max(saved - first, 0) :] = mean_row(weight[: max(vocabulary - first, 0)], vocabulary, group)
+    weight[max(saved_rows - first, 0) :] = mean_row(weight[: max(vocab_size - first, 0)], vocab_size, group)

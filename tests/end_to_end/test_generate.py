@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_npu import cli
-from megatron_npu.evaluation.generate import _steps, generate
+from megatron_npu.evaluation.generate import generate, next_token_logits
 from megatron_npu.training.restore import restored
 
 pytest.importorskip("megatron.core")
@@ -30,7 +30,7 @@ def test_keeping_the_past_gives_what_reading_it_again_gives(trained):
     with restored(str(trained)) as (args, gpt, _):
         ids = [5, 6, 7, 8]
         stepwise = []
-        for logits in _steps(gpt, ids, 6):
+        for logits in next_token_logits(gpt, ids, 6):
             stepwise.append(logits)
             ids.append(int(logits.argmax()))
         with torch.no_grad():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files, derive
-from megatron_npu.training.checkpoint_files import Found
+from megatron_npu.training.checkpoint_files import CheckpointInfo
 
 
 def logging(args: Namespace) -> None:
@@ -48,7 +48,7 @@ def checkpoints(args: Namespace) -> None:
     _spare(args, found)
 
 
-def _find_checkpoint(args: Namespace) -> Found | None:
+def _find_checkpoint(args: Namespace) -> CheckpointInfo | None:
     if not args.load:
         return None
     found = checkpoint_files.find(args.load)
@@ -56,7 +56,7 @@ def _find_checkpoint(args: Namespace) -> Found | None:
         raise UsageError(
             f"--load {args.load}: no checkpoint there",
             f"a directory with {checkpoint_files.TRACKER}",
-            "Correct the path, or leave --load out to begin anew.",
+            "Correct the path, or leave --load out to start from scratch.",
         )
     return found
 
@@ -65,7 +65,7 @@ def _same_directory(one: str | None, other: str | None) -> bool:
     return bool(one and other) and Path(one or "").resolve() == Path(other or "").resolve()
 
 
-def _spare(args: Namespace, found: Found | None) -> None:
+def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
     """Check that saving will not write over the checkpoints of another run."""
     if not args.save:
         return

@@ -98,9 +98,9 @@ def test_the_word_table_is_bounded_and_changes_nothing(
 ) -> None:
     file = corpus_file({"text": text} for text in ODD)
     plenty = preprocess(file, prefix="plenty")
-    monkeypatch.setattr(encoder, "_WORDS_KEPT", 2)
+    monkeypatch.setattr(encoder, "_WORDS_CACHED", 2)
     assert contents(preprocess(file, prefix="scarce")) == contents(plenty)
-    words = encoder._Words(GPT2Tokenizer(*tiny), np.dtype(np.uint16))
+    words = encoder._WordCache(GPT2Tokenizer(*tiny), np.dtype(np.uint16))
     for word in ["a", "b", "c" * 100, "d", "e"]:
         assert words[word]
         assert len(words) <= 2

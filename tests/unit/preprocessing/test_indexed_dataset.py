@@ -58,7 +58,7 @@ def test_token_type_is_the_one_of_megatron(size: int, name: str) -> None:
 
 def test_summary_and_mode(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d")
-    expected = indexed_dataset.Summary(np.dtype("<u2"), 3, 3, 8, largest_token=7, sampled=False)
+    expected = indexed_dataset.DatasetSummary(np.dtype("<u2"), 3, 3, 8, largest_token=7, sampled=False)
     assert indexed_dataset.validate(prefix, vocab_size=8) == expected
     for path in tmp_path.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) & 0o137 == 0  # 640 or less

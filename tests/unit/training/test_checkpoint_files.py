@@ -8,14 +8,14 @@ import pytest
 
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files
-from megatron_npu.training.checkpoint_files import Found
+from megatron_npu.training.checkpoint_files import CheckpointInfo
 
 
 @pytest.fixture
-def found(tmp_path) -> Found:
+def found(tmp_path) -> CheckpointInfo:
     path = checkpoint_files.directory(tmp_path, 10)
     path.mkdir()
-    return Found(path, 10, 40, 8, True, True, None, {"num_layers": 2})
+    return CheckpointInfo(path, 10, 40, 8, True, True, None, {"num_layers": 2})
 
 
 def test_names_are_those_of_megatron(tmp_path):

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_npu.errors import UsageError
-from megatron_npu.training.data import PositionedBatches, blend
+from megatron_npu.training.data import ResumableBatchSampler, blend
 
 sizes = st.integers(1, 4)
 
 
 def taken(number, **kwargs):
-    return list(islice(PositionedBatches(**kwargs), number))
+    return list(islice(ResumableBatchSampler(**kwargs), number))
 
 
 @given(micro=sizes, ranks=sizes, steps=st.integers(1, 5))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_npu.errors import UsageError
-from megatron_npu.evaluation.generate import choose, generate
+from megatron_npu.evaluation.generate import generate, sample_token
 from megatron_npu.training.tokenizers import NullTokenizer
 
 LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.25, 0.15]))
@@ -15,7 +15,7 @@ LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.25, 0.15]))
 def drawn(temperature=1.0, top_k=0, top_p=0.0, number=400) -> torch.Tensor:
     """Return how often each token comes, as parts of one."""
     generator = torch.Generator().manual_seed(0)
-    tokens = [choose(LOGITS, temperature, top_k, top_p, generator) for _ in range(number)]
+    tokens = [sample_token(LOGITS, temperature, top_k, top_p, generator) for _ in range(number)]
     return torch.bincount(torch.tensor(tokens), minlength=4) / number
 
 
