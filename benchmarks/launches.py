@@ -151,11 +151,11 @@ def measure(style: str, variant: str, layers: int, arguments: argparse.Namespace
 
 def keep_only_what_is_needed() -> None:
     """Leave out every patch that makes Megatron faster and not just run."""
-    from megatron_npu.adaptors import megatron_core, megatron_lm
+    from megatron_npu import adaptors, upstream
     from megatron_npu.patching.registry import registry
 
-    for adaptors in (megatron_core, megatron_lm):
-        adaptors.register()
+    for name in upstream.NAMES:
+        adaptors.register(name)
     registry.keep(
         lambda patch: (
             patch.module in NEEDED

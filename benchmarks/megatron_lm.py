@@ -74,13 +74,12 @@ def main() -> None:
 
 def run_script(variant: str, *command: str) -> None:
     """Run a stock script as ``megatron-npu run`` does; without the operations for "redirection"."""
-    from megatron_npu import runner, settings
-    from megatron_npu.adaptors import megatron_lm
+    from megatron_npu import adaptors, runner, settings
     from megatron_npu.patching.registry import registry
 
     if variant == "redirection":
         os.environ[settings.KEEP_MEMORY.name] = "0"
-        megatron_lm.register()
+        adaptors.register("megatron_lm")
         registry.keep(lambda patch: not patch.target.startswith(OPERATIONS))
     sys.exit(runner.main(list(command)))
 

@@ -142,12 +142,11 @@ def measure_project(model: dict, arguments: argparse.Namespace) -> float:
 
 def measure_redirection(model: dict, arguments: argparse.Namespace) -> float:
     """The same driver on Megatron's own unfused code: only what makes it run is patched."""
-    from megatron_npu import settings
-    from megatron_npu.adaptors import megatron_core
+    from megatron_npu import adaptors, settings
     from megatron_npu.patching.registry import registry
 
     os.environ[settings.KEEP_MEMORY.name] = "0"
-    megatron_core.register()
+    adaptors.register("megatron_core")
     registry.keep(lambda patch: not patch.target.startswith(FUSED))
     return measure_project(model, arguments)
 

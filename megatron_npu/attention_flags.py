@@ -33,10 +33,6 @@ class AttentionFlags:
         return cls(args.pre_tokens, args.next_tokens, args.shape_order)
 
 
-CURRENT = AttentionFlags()
-"""The values in force in this process, for modules that do not carry their own."""
-
-
 def add_attention_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the extra flags: both spellings, Megatron-LM's users write ``tockens``."""
     add = parser.add_argument_group(title="fused attention").add_argument

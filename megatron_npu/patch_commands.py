@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from megatron_npu import files, plugin, settings, upstream
+from megatron_npu import adaptors, files, plugin, settings, upstream
 from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.ledger import Ledger
@@ -133,7 +133,7 @@ def _records(found: Upstream) -> list[Patch]:
     """Return the patches for this version of upstream; their adaptors are imported, which only records."""
     if found.name not in upstream.NAMES:
         raise UsageError(f"no upstream {found.name}", " or ".join(upstream.NAMES), "Check --upstream.")
-    importlib.import_module(f"megatron_npu.adaptors.{found.name}").register()
+    adaptors.register(found.name)
     patches = [patch for patch in registry.patches if patch.is_for(found.name, found.version)]
     if not patches:
         raise UsageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from functools import cache
 from pathlib import Path
@@ -80,7 +79,7 @@ def announce() -> None:
 def _activate() -> Context:
     """Find the upstream, select the device, redirect torch, and let upstream's adaptors record patches."""
     global _redirection
-    from megatron_npu import devices, standins, upstream
+    from megatron_npu import adaptors, devices, standins, upstream
     from megatron_npu.devices.redirect import Redirection
     from megatron_npu.ops import dispatch
 
@@ -94,7 +93,7 @@ def _activate() -> Context:
     device.prepare()
     standins.install(found)
     engine().ledger.fallbacks = dispatch.fallbacks
-    importlib.import_module(f"megatron_npu.adaptors.{found.name}").register()
+    adaptors.register(found.name)
     banner.prepare(announce)
     return Context(
         upstream=found.name,

@@ -1,1 +1,17 @@
 """What connects a Megatron's symbols to operations: a folder for each upstream, and what they share."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+
+def register(upstream: str) -> None:
+    """Import every module of the folder of ``upstream``; the adaptors among them record their patches.
+
+    Raises:
+        ModuleNotFoundError: there are no adaptors of that name.
+    """
+    folder = importlib.import_module(f"{__name__}.{upstream}")
+    for module in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}."):
+        importlib.import_module(module.name)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import random
 import socket
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
 from megatron_npu.adaptors.shared import rendezvous
+from tests import ports
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +22,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_is_free_and_not_one_that_connections_get() -> None:
-    port = rendezvous.free_port()
+    port = ports.free_port()
     assert 20_000 <= port < 32_000
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", port))
@@ -28,14 +32,14 @@ def test_taken_ports_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         taken = listener.getsockname()[1]
-        monkeypatch.setattr(rendezvous, "_PORTS", range(taken, taken + 1))
+        monkeypatch.setattr(ports, "_PORTS", range(taken, taken + 1))
         with pytest.raises(OSError, match=f"no free port of 127.0.0.1 from {taken} to {taken}"):
-            rendezvous.free_port()
+            ports.free_port()
 
 
 def test_the_run_s_random_numbers_stay_as_they_are() -> None:
     before = random.getstate()
-    rendezvous.free_port()
+    ports.free_port()
     assert random.getstate() == before
 
 
@@ -43,7 +47,27 @@ def test_who_is_alone_gets_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     rendezvous.provide_address()
     assert os.environ["MASTER_ADDR"] == "127.0.0.1"
-    assert 20_000 <= int(os.environ["MASTER_PORT"]) < 32_000
+    assert os.environ["MASTER_PORT"] == "0"
+
+
+def test_processes_that_are_alone_do_not_meet() -> None:
+    """Two at a time, each with a store of its own, in torch's words of ``env://``."""
+    code = """if True:
+        import torch.distributed as dist
+        from megatron_npu.adaptors.shared import rendezvous
+        rendezvous.provide_address()
+        dist.init_process_group("gloo", rank=0, world_size=1)
+        dist.barrier()
+        print("met", flush=True)
+        input()"""
+    command = [sys.executable, "-c", code]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as first, subprocess.Popen(command, **pipes) as second:
+        for process in (first, second):
+            assert process.stdout.readline() == "met\n"
+        for process in (first, second):
+            process.communicate("\n", timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0)
 
 
 @pytest.mark.parametrize("given", [{"WORLD_SIZE": "2"}, {"MASTER_ADDR": "10.0.0.1"}], ids=str)

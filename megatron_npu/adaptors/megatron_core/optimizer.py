@@ -90,11 +90,7 @@ _multi_tensor(f"{_OPTIMIZER}.optimizer:multi_tensor_scale_impl", multi_tensor.mu
 _multi_tensor(f"{_OPTIMIZER}.clip_grads:multi_tensor_scale_impl", multi_tensor.multi_tensor_scale)
 _multi_tensor(f"{_OPTIMIZER}.clip_grads:l2_norm_impl", multi_tensor.multi_tensor_l2norm)
 
-
-@replace(
+replace(
     f"{_OPTIMIZER}.optimizer:_multi_tensor_copy_this_to_that",
     why="upstream copies tensor by tensor, bf16 always: a launch for each parameter of the model",
-)
-def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
-    """Copy each tensor of ``this`` to its partner in ``that``."""
-    multi_tensor.copy_all(this, that, overflow_buf)
+)(multi_tensor.copy_all)

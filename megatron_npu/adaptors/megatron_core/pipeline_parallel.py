@@ -6,18 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_npu.adaptors.megatron_core.decorators import around
+from megatron_npu.adaptors.shared.start import announce_first
 from megatron_npu.errors import UsageError
-from megatron_npu.patching import banner
 
-
-@around(
+around(
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
     why="called before each step: the place to say once what was patched",
-)
-def announce_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Print the ledger's one line on rank 0 before the first step."""
-    banner.before_step()
-    return original(*args, **kwargs)
+)(announce_first)
 
 
 @around(

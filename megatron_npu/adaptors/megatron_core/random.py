@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.decorators import (
     NOT_FIXED,
     WITHOUT_CUDA,
@@ -16,17 +15,14 @@ from megatron_npu.adaptors.megatron_core.decorators import (
     replace,
     transformer_engine_present,
 )
+from megatron_npu.adaptors.shared.random import set_cuda_rng_state
 
-
-@replace(
+replace(
     "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
     devices=WITHOUT_CUDA,
     why="upstream queues the change with _lazy_call until CUDA is initialised, which never happens: "
     "fork() would neither set nor restore a state, and tensor-parallel ranks would share masks",
-)
-def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
-    """Put ``new_state`` into the generator of this process's device, now."""
-    devices.current().set_rng_state(new_state)
+)(set_cuda_rng_state)
 
 
 @around(

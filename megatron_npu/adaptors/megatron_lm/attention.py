@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_npu import attention_flags
-from megatron_npu.adaptors.megatron_lm.decorators import replace, wrap
-from megatron_npu.adaptors.shared.core_attention import attend, dropout_generator
-from megatron_npu.ops import softmax
-from megatron_npu.ops.attention import Window
+from megatron_npu.adaptors.megatron_lm.decorators import around, replace
+from megatron_npu.adaptors.shared.core_attention import attend, dropout_generator, forward_fused_softmax
+from megatron_npu.attention_flags import AttentionFlags
 
 _MODULE = "megatron.model.transformer"
 
@@ -26,6 +23,7 @@ def forward(
     self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None
 ) -> Tensor:
     """``[sq, b, n, d]`` and ``[sk, b, n, d]`` to ``[sq, b, n * d]``."""
+    flags: AttentionFlags = getattr(self, "attention_flags", AttentionFlags())  # see initialise_fused
     causal = self.attn_mask_type.name == "causal"
     dropout_p = self.attention_dropout.p if self.training else 0.0
     with dropout_generator(dropout_p, self.sequence_parallel):
@@ -33,20 +31,15 @@ def forward(
             query_layer,
             key_layer,
             value_layer,
-            shape_order=attention_flags.CURRENT.shape_order,
+            shape_order=flags.shape_order,
             # apply_query_key_layer_scaling divides by the layer's number and multiplies by it again
             scale=(self.scale_mask_softmax.scale or 1.0) / self.norm_factor,
             causal=causal,
-            window=(None, None) if getattr(self, "is_cross_attention", False) else _window(),
+            window=flags.window,
             offset=key_layer.size(0) - query_layer.size(0) if causal else 0,
             mask=attention_mask if not causal or _more_is_masked_than_the_future() else None,
             dropout_p=dropout_p,
         ).flatten(2)
-
-
-def _window() -> Window:
-    """Return how far a query sees: ``--pre-tockens`` and ``--next-tockens``."""
-    return attention_flags.CURRENT.pre_tokens, attention_flags.CURRENT.next_tokens
 
 
 def _more_is_masked_than_the_future() -> bool:
@@ -66,7 +59,7 @@ def _more_is_masked_than_the_future() -> bool:
     why="upstream's needs the packages flash-attn and einops, half precision and CUDA",
 )
 class FlashSelfAttention(torch.nn.Module):
-    """Fused attention with upstream's interface.
+    """Fused attention with upstream's interface, and the window and layout of the flags in force when built.
 
     Args:
         causal: no key after the query's own position; queries stand at the end of longer keys.
@@ -83,7 +76,10 @@ class FlashSelfAttention(torch.nn.Module):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
+        from megatron import get_args
+
         super().__init__()
+        self.attention_flags = AttentionFlags.from_args(get_args())
         self.causal, self.softmax_scale, self.dropout_p = causal, softmax_scale, attention_dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -93,69 +89,59 @@ class FlashSelfAttention(torch.nn.Module):
             query,
             key,
             value,
-            shape_order=attention_flags.CURRENT.shape_order,
+            shape_order=self.attention_flags.shape_order,
             scale=q.size(-1) ** -0.5 if self.softmax_scale is None else self.softmax_scale,
             causal=self.causal,
-            window=_window(),
+            window=self.attention_flags.window,
             offset=k.size(1) - q.size(1) if self.causal else 0,
             dropout_p=self.dropout_p if self.training else 0.0,
         ).transpose(0, 1)
 
 
-@wrap(
+@around(
     f"{_MODULE}:ParallelAttention.__init__",
     why="--use-flash-attn asks for two packages and takes a path that ignores masks; CoreAttention is fused",
 )
-def initialise_fused(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Build the layer without upstream's flash path, which CoreAttention makes superfluous."""
+def initialise_fused(original: Callable[..., None], self: Any, *positional: Any, **keywords: Any) -> None:
+    """Build the layer without upstream's flash path, which CoreAttention makes superfluous.
 
-    @functools.wraps(original)
-    def __init__(self: Any, *positional: Any, **keywords: Any) -> None:  # noqa: N807
-        from megatron import get_args
+    The layer takes the window and the layout from the flags as they are now; cross-attention has no window.
+    """
+    from megatron import get_args
 
-        args = get_args()
-        flash, args.use_flash_attn = args.use_flash_attn, False
-        try:
-            original(self, *positional, **keywords)
-        finally:
-            args.use_flash_attn = flash
-        self.core_attention.is_cross_attention = self.attention_type.name == "cross_attn"
-        if flash:  # nothing of size [s, s] is kept, so there is nothing to gain from recomputing it
-            self.checkpoint_core_attention = False
-
-    return __init__
-
-
-_WHY = "upstream's kernels are CUDA extensions that it compiles at start"
+    args = get_args()
+    flash, args.use_flash_attn = args.use_flash_attn, False
+    try:
+        original(self, *positional, **keywords)
+    finally:
+        args.use_flash_attn = flash
+    flags = AttentionFlags.from_args(args)
+    if self.attention_type.name == "cross_attn":
+        flags = AttentionFlags(shape_order=flags.shape_order)
+    self.core_attention.attention_flags = flags
+    if flash:  # nothing of size [s, s] is kept, so there is nothing to gain from recomputing it
+        self.checkpoint_core_attention = False
 
 
-@replace("megatron.model.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available", why=_WHY)
+_WHY_SOFTMAX = "upstream's kernels are CUDA extensions that it compiles at start"
+
+
+@replace("megatron.model.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available", why=_WHY_SOFTMAX)
 def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
     """Return whether ``forward_fused_softmax`` means the same as upstream's torch path for this call."""
     return self.scaled_masked_softmax_fusion and (self.attn_mask_type.name != "causal" or sq == sk)
 
 
-@replace("megatron.model.fused_softmax:FusedScaleMaskSoftmax.forward_fused_softmax", why=_WHY)
-def forward_fused_softmax(self: Any, input: Tensor, mask: Tensor | None) -> Tensor:
-    """``[b, n, sq, sk]`` scores to probabilities of the same shape and dtype.
-
-    A causal mask that forbids more than the future (``--reset-attention-mask``) counts; upstream's causal
-    kernel ignores it.
-    """
-    causal = self.attn_mask_type.name == "causal"
-    return softmax.scale_mask_softmax(input, mask, self.scale, causal)
+replace("megatron.model.fused_softmax:FusedScaleMaskSoftmax.forward_fused_softmax", why=_WHY_SOFTMAX)(
+    forward_fused_softmax
+)
 
 
-@wrap(
+@around(
     "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
     why="it takes a view of the gradient, which fused attention leaves in its own order of dimensions (the "
     "query of cross-attention)",
 )
-def with_contiguous_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+def with_contiguous_gradient(original: Callable[..., Any], ctx: Any, grad_output: Tensor) -> Any:
     """Bring the gradient into the order of the output first."""
-
-    @functools.wraps(original)
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return original(ctx, grad_output.contiguous())
-
-    return backward
+    return original(ctx, grad_output.contiguous())

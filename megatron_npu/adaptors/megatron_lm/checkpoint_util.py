@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatron_npu.adaptors.megatron_lm.decorators import wrap
+from megatron_npu.adaptors.megatron_lm.decorators import around
 
 
-@wrap(
+@around(
     "megatron.checkpointing:load_args_from_checkpoint",
     why="tools/checkpoint_util.py calls it, and then mpu.parallel_state.set_...: at this commit mpu is "
     "parallel_state itself",
+    upstream_bug=True,
+    until="the tool calls mpu.set_... (by megatron-core 0.12); 285068c8 is frozen",
 )
-def name_parallel_state(original: Callable[..., Any]) -> Callable[..., Any]:
+def name_parallel_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Let ``mpu.parallel_state`` be ``mpu`` for the tool that asks for it next."""
+    from megatron.core import mpu
 
-    @functools.wraps(original)
-    def load_args_from_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core import mpu
-
-        mpu.parallel_state = mpu
-        return original(*args, **kwargs)
-
-    return load_args_from_checkpoint
+    mpu.parallel_state = mpu
+    return original(*args, **kwargs)
 
 
-@wrap(
+@around(
     "megatron.core.parallel_state:get_data_parallel_group",
     why="every transformer asks for the group, for fp8 alone; tools/checkpoint_util.py builds models in a "
     "process without groups, and fails",
+    upstream_bug=True,
+    until="transformers ask for a group with fp8 only (by megatron-core 0.12); 285068c8 is frozen",
 )
-def none_without_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+def none_without_groups(original: Callable[..., Any]) -> Any:
     """Return None where torch.distributed is not initialised, as a group of this process alone."""
-
-    @functools.wraps(original)
-    def get_data_parallel_group() -> Any:
-        return original() if torch.distributed.is_initialized() else None
-
-    return get_data_parallel_group
+    return original() if torch.distributed.is_initialized() else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,36 +13,31 @@ import numpy
 import torch
 
 from megatron_npu import safe_load
-from megatron_npu.adaptors.megatron_lm.decorators import wrap
+from megatron_npu.adaptors.megatron_lm.decorators import around
 from megatron_npu.errors import UsageError
 
 _TRACKER_FILE = "latest_checkpointed_iteration.txt"
 _PRIVATE = 0o027  # files 640, folders 750
 
 
-@wrap(
+@around(
     "megatron.checkpointing:_load_base_checkpoint",
     why="torch.load of today refuses argparse.Namespace and numpy's RNG state, and upstream then ends the "
     "process with exit code 0; torch.load of 2.5 and before runs whatever code the file holds",
 )
-def load_data_only(original: Callable[..., Any]) -> Callable[..., Any]:
+def load_data_only(original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
     """Read tensors, numbers and arguments, nothing that runs; say what is wrong with a bad file."""
-
-    @functools.wraps(original)
-    def _load_base_checkpoint(load_dir: str, *args: Any, **kwargs: Any) -> Any:
-        with safe_load.allowing(*_harmless()), _weights_only():
-            try:
-                return original(load_dir, *args, **kwargs)
-            except SystemExit as stop:
-                # upstream: print_rank_0(error); sys.exit()
-                cause = stop.__context__
-                raise UsageError(
-                    f"the checkpoint in {load_dir} cannot be read ({type(cause).__name__}: {_first(cause)})",
-                    "a checkpoint of Megatron-LM that holds tensors and arguments only",
-                    "Check that its files are complete; never load one from a source that you do not trust.",
-                ) from cause
-
-    return _load_base_checkpoint
+    with safe_load.allowing(*_harmless()), _weights_only():
+        try:
+            return original(load_dir, *args, **kwargs)
+        except SystemExit as stop:
+            # upstream: print_rank_0(error); sys.exit()
+            cause = stop.__context__
+            raise UsageError(
+                f"the checkpoint in {load_dir} cannot be read ({type(cause).__name__}: {_first(cause)})",
+                "a checkpoint of Megatron-LM that holds tensors and arguments only",
+                "Check that its files are complete; never load one from a source that you do not trust.",
+            ) from cause
 
 
 def _first(error: BaseException | None) -> str:
@@ -99,54 +93,58 @@ def _environment(values: dict[str, str | None]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-@wrap(
+@around(
     "megatron.checkpointing:load_checkpoint",
     why="without the optimizer's state upstream refreshes its fp32 weights for fp16 only: with bf16 the "
     "first step puts the initial weights back",
+    upstream_bug=True,
+    until="upstream refreshes them with --bf16, too (by megatron-core 0.12); 285068c8 is frozen",
 )
-def refresh_main_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+def refresh_main_weights(
+    original: Callable[..., int],
+    model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    strict: bool = True,
+) -> int:
     """Copy the loaded weights to the optimizer's fp32 ones with ``--bf16``, as upstream with ``--fp16``."""
+    from megatron import get_args
 
-    @functools.wraps(original)
-    def load_checkpoint(
-        model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load", strict: bool = True
-    ) -> int:
-        from megatron import get_args
-
-        iteration = original(model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
-        args = get_args()
-        without_state = args.finetune or args.no_load_optim or _is_release(getattr(args, load_arg))
-        if args.bf16 and optimizer is not None and without_state:
-            optimizer.reload_model_params()
-        return iteration
-
-    return load_checkpoint
+    iteration = original(model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
+    args = get_args()
+    without_state = args.finetune or args.no_load_optim or _is_release(getattr(args, load_arg))
+    if args.bf16 and optimizer is not None and without_state:
+        optimizer.reload_model_params()
+    return iteration
 
 
-@wrap(
+@around(
     "megatron.checkpointing:load_checkpoint",
     why="a task or the text server whose --load holds no checkpoint goes on with random weights, and its "
     "figures end with exit code 0",
+    upstream_bug=True,
+    until="upstream has --exit-on-missing-checkpoint (by megatron-core 0.12); 285068c8 is frozen",
 )
-def require_what_is_evaluated(original: Callable[..., Any]) -> Callable[..., Any]:
+def require_what_is_evaluated(
+    original: Callable[..., int],
+    model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    strict: bool = True,
+) -> int:
     """Refuse to evaluate a model that was never loaded; a training may begin so, and has an optimizer."""
+    from megatron import get_args
 
-    @functools.wraps(original)
-    def load_checkpoint(
-        model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load", strict: bool = True
-    ) -> int:
-        from megatron import get_args
-
-        directory = getattr(get_args(), load_arg)
-        if optimizer is None and not Path(directory, _TRACKER_FILE).is_file():
-            raise UsageError(
-                f"--{load_arg.replace('_', '-')} {directory}: no checkpoint there (no {_TRACKER_FILE})",
-                "a folder that --save of a training was",
-                "Correct the path; without weights there is nothing to evaluate.",
-            )
-        return original(model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
-
-    return load_checkpoint
+    directory = getattr(get_args(), load_arg)
+    if optimizer is None and not Path(directory, _TRACKER_FILE).is_file():
+        raise UsageError(
+            f"--{load_arg.replace('_', '-')} {directory}: no checkpoint there (no {_TRACKER_FILE})",
+            "a folder that a training wrote with --save",
+            "Correct the path; without weights there is nothing to evaluate.",
+        )
+    return original(model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
 
 
 def _is_release(directory: str) -> bool:
@@ -157,42 +155,34 @@ def _is_release(directory: str) -> bool:
 _saving = False  # while upstream's save_checkpoint runs, the tracker is written under another name
 
 
-@wrap(
+@around(
     "megatron.checkpointing:get_checkpoint_tracker_filename",
     why="upstream opens the tracker for writing in place: killed then, it leaves an empty one",
+    upstream_bug=True,
+    until="285068c8 is frozen: for ever (0.16 still writes it in place)",
 )
-def name_unfinished_tracker(original: Callable[..., Any]) -> Callable[..., Any]:
+def name_unfinished_tracker(original: Callable[..., str], checkpoints_path: str) -> str:
     """Return the name to write to while a checkpoint is being saved."""
-
-    @functools.wraps(original)
-    def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
-        name = original(checkpoints_path)
-        return f"{name}.part" if _saving else name
-
-    return get_checkpoint_tracker_filename
+    name = original(checkpoints_path)
+    return f"{name}.part" if _saving else name
 
 
-@wrap(
+@around(
     "megatron.checkpointing:save_checkpoint",
     why="files are to be 640, folders 750, and the tracker to appear at once",
 )
-def save_privately(original: Callable[..., Any]) -> Callable[..., Any]:
+def save_privately(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Save with umask 027; rename the tracker when all is written."""
+    global _saving
+    mask, _saving = os.umask(_PRIVATE), True
+    try:
+        original(*args, **kwargs)
+    finally:
+        _saving = False
+        os.umask(mask)
+    from megatron import get_args
 
-    @functools.wraps(original)
-    def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-        global _saving
-        mask, _saving = os.umask(_PRIVATE), True
-        try:
-            original(*args, **kwargs)
-        finally:
-            _saving = False
-            os.umask(mask)
-        from megatron import get_args
-
-        unfinished = Path(get_args().save, f"{_TRACKER_FILE}.part")
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        if rank == 0:
-            unfinished.replace(unfinished.with_suffix(""))
-
-    return save_checkpoint
+    unfinished = Path(get_args().save, f"{_TRACKER_FILE}.part")
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if rank == 0:
+        unfinished.replace(unfinished.with_suffix(""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_npu.adaptors.megatron_lm import safe_numpy
 from megatron_npu.adaptors.megatron_lm.decorators import constant, replace
+from megatron_npu.adaptors.shared.start import build_nothing
 
 _WITH_INDEX_FILES = (
     "megatron.data.gpt_dataset",
@@ -17,13 +18,12 @@ for _module in _WITH_INDEX_FILES:
         safe_numpy,
         why="upstream loads index files with allow_pickle=True, which runs whatever code they hold, and "
         "writes them in place",
+        upstream_bug=True,
+        until="285068c8 is frozen: for ever (0.16 still passes allow_pickle=True)",
     )
 
-
-@replace(
+replace(
     "megatron.data.dataset_utils:compile_helper",
     why="it runs make inside the checkout, for whichever python3 is first on the path, and ends the process "
-    "if that fails",
-)
-def compile_helper() -> None:
-    """Build nothing: ``megatron.data.helpers`` is Python here."""
+    "if that fails; megatron.data.helpers is Python here",
+)(build_nothing)

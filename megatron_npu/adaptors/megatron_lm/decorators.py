@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_npu.patching.registry import Recorder, registry
+from megatron_npu.adaptors.shared.decorators import recorder
 
-UPSTREAM = "megatron_lm"
-WITHOUT_CUDA = ("npu", "cpu")
-
-_recorder = Recorder(registry, UPSTREAM)
+_recorder = recorder("megatron_lm")
 replace, around, wrap = _recorder.replace, _recorder.around, _recorder.wrap
 constant, watch = _recorder.constant, _recorder.watch

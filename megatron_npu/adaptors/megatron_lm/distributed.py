@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_lm.decorators import wrap
+from megatron_npu.adaptors.megatron_lm.decorators import around
 
 # Of the backward pass that runs: parameter -> its part of the gradient buffer and its new gradient.
 _waiting: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
 
-@wrap(
+@around(
     "megatron.model.distributed:DistributedDataParallel._make_param_hook",
     why="it adds the gradient of every bias and norm to the buffer in a launch, eight a layer",
 )
-def add_vectors_together(original: Callable[..., Any]) -> Callable[..., Any]:
+def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) -> Callable[..., None]:
     """Let the gradients of vectors, which cost no memory, wait for the end of the backward pass."""
+    if param.dim() != 1:
+        return original(self, param)
 
-    @functools.wraps(original)
-    def _make_param_hook(self: Any, param: Any) -> Callable[..., None]:
-        if param.dim() != 1:
-            return original(self, param)
+    def param_hook(*unused: Any) -> None:
+        if param.grad is None:
+            return
+        if param in _waiting:  # a backward pass inside another one, of recomputation
+            _add_waiting()
+        _waiting[param] = param.main_grad, param.grad
+        param.grad = None
+        # Each time: should a pass fail, the next one adds what it has left behind, as upstream does.
+        torch.autograd.Variable._execution_engine.queue_callback(_add_waiting)
 
-        def param_hook(*unused: Any) -> None:
-            if param.grad is None:
-                return
-            if param in _waiting:  # a backward pass inside another one, of recomputation
-                _add_waiting()
-            _waiting[param] = param.main_grad, param.grad
-            param.grad = None
-            # Each time: should a pass fail, what it has left behind is added by the next one, as upstream.
-            torch.autograd.Variable._execution_engine.queue_callback(_add_waiting)
-
-        return param_hook
-
-    return _make_param_hook
+    return param_hook
 
 
 def _add_waiting() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_npu import devices
-from megatron_npu.adaptors.megatron_lm.decorators import WITHOUT_CUDA, replace, wrap
+from megatron_npu.adaptors.megatron_lm.decorators import around, replace
+from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 
 _WHY = (
     "upstream compares with torch.cuda's tensor types as they were when it was imported; the dtype says it "
@@ -38,36 +38,32 @@ def _convert(val: Any, dtypes: tuple[torch.dtype, ...], convertor: Callable[...,
     return conversion_helper(val, convert)
 
 
-@wrap(
+@around(
     "megatron.optimizer.optimizer:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
     devices=("npu",),
     why="Ascend chips before 910B saturate instead of returning inf: only the overflow flag tells",
 )
-def heed_overflow_flag(original: Callable[..., Any]) -> Callable[..., Any]:
+def heed_overflow_flag(original: Callable[..., bool], self: Any) -> bool:
     """Make an overflow that only the device's flag knows of visible to upstream's check."""
-
-    @functools.wraps(original)
-    def _unscale_main_grads_and_check_for_nan(self: Any) -> bool:
-        if devices.current().overflowed():
-            # upstream resets its own flag first; these gradients are thrown away in any case
-            self._collect_main_grad_data_for_unscaling()[0].fill_(float("inf"))
-        return original(self)
-
-    return _unscale_main_grads_and_check_for_nan
+    if devices.current().overflowed():
+        # upstream resets its own flag first; these gradients are thrown away in any case
+        self._collect_main_grad_data_for_unscaling()[0].fill_(float("inf"))
+    return original(self)
 
 
-def clear_overflow_first(original: Callable[..., Any]) -> Callable[..., Any]:
+def clear_overflow_first(
+    original: Callable[..., Any],
+    forward_step_func: Any,
+    data_iterator: Any,
+    model: Any,
+    optimizer: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Clear the device's overflow flag before the first micro-batch of a step with loss scaling."""
-
-    @functools.wraps(original)
-    def schedule(
-        forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if getattr(optimizer, "grad_scaler", None) is not None:
-            devices.current().clear_overflow()
-        return original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
-
-    return schedule
+    if getattr(optimizer, "grad_scaler", None) is not None:
+        devices.current().clear_overflow()
+    return original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
 
 
 for _name in (
@@ -75,7 +71,7 @@ for _name in (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 ):
-    wrap(
+    around(
         f"megatron.schedules:{_name}",
         devices=("npu",),
         why="Ascend chips before 910B set a flag on overflow, which stays until it is cleared",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -11,23 +10,18 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_lm.decorators import replace, wrap
+from megatron_npu.adaptors.megatron_lm.decorators import around, replace
 from megatron_npu.ops import norm
 
 _TARGET = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
 _KERNEL = "fused_mix_prec_layer_norm_cuda"
 
 
-@wrap(f"{_TARGET}.__init__", why="it imports a CUDA extension, which the forward below does without")
-def initialise_without_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+@around(f"{_TARGET}.__init__", why="it imports a CUDA extension, which the forward below does without")
+def initialise_without_kernel(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Run it while the name of the extension can be imported."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        with _importable(_KERNEL):
-            original(self, *args, **kwargs)
-
-    return __init__
+    with _importable(_KERNEL):
+        original(self, *args, **kwargs)
 
 
 @contextlib.contextmanager

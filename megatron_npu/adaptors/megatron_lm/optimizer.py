@@ -3,49 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron_npu.adaptors.megatron_lm.decorators import replace, wrap
+from megatron_npu.adaptors.megatron_lm.decorators import around, replace
 from megatron_npu.ops import multi_tensor
 
-
-@replace(
+replace(
     "megatron.optimizer.optimizer:_multi_tensor_copy_this_to_that",
     why="upstream copies bf16 tensor by tensor: a launch for each parameter of the model",
-)
-def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
-    """Copy each tensor of ``this`` to its partner in ``that``."""
-    multi_tensor.copy_all(this, that, overflow_buf)
+)(multi_tensor.copy_all)
 
 
-_TARGET = "megatron.optimizer.distrib_optimizer:DistributedOptimizer"
-
-
-@wrap(
-    f"{_TARGET}.__init__",
+@around(
+    "megatron.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
     why="it reinterprets the gradient buffers through TypedStorage._untyped, renamed in torch 2.0",
 )
-def initialise_with_views(original: Callable[..., Any]) -> Callable[..., Any]:
+def initialise_with_views(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Let the old name be found meanwhile; then reinterpret the buffers as views, which surely share."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        with _untyped_storage_by_its_old_name():
-            original(self, *args, **kwargs)
-        self.param_buffers = [
-            {
-                dtype: buffer.data.view(self.params_dtype)[: buffer.numel_padded]
-                for dtype, buffer in model._grad_buffers.items()
-            }
-            for model in self.models
-        ]
-
-    return __init__
+    with _untyped_storage_by_its_old_name():
+        original(self, *args, **kwargs)
+    self.param_buffers = [
+        {
+            dtype: buffer.data.view(self.params_dtype)[: buffer.numel_padded]
+            for dtype, buffer in model._grad_buffers.items()
+        }
+        for model in self.models
+    ]
 
 
 @contextlib.contextmanager

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from megatron_npu.adaptors.megatron_lm.decorators import WITHOUT_CUDA, wrap
+from megatron_npu.adaptors.megatron_lm.decorators import around
+from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 
 
-@wrap(
+@around(
     "megatron.core.tensor_parallel.utils:gather_split_1d_tensor",
     devices=WITHOUT_CUDA,
     why="while the input requires grad, autograd refuses gloo's writing into views of the gathered tensor, "
     "and with HCCL takes the result for that of a function without gradient",
 )
-def gather_without_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+def gather_without_grad(original: Callable[..., Any], tensor: Tensor) -> Any:
     """Gather the values alone; the callers mark the result as a leaf themselves."""
-
-    @functools.wraps(original)
-    def gather_split_1d_tensor(tensor: torch.Tensor) -> Any:
-        return original(tensor.detach())
-
-    return gather_split_1d_tensor
+    return original(tensor.detach())

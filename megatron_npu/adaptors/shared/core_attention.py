@@ -1,4 +1,4 @@
-"""The core attention of both Megatrons: what they have in common."""
+"""What the core attention of both Megatrons has in common."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_npu.ops import softmax
 from megatron_npu.ops.attention import attention
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, shape_order: str, **kwargs: Any) -> Tensor:
-    """Hand ``[s, b, n, d]`` tensors over as ``--shape-order`` asks for; answer alike, contiguous.
+    """Return the contiguous attention ``[sq, b, n, d]`` of a query ``[sq, b, n, d]`` to ``[sk, b, n, d]``.
 
-    The heads stay a dimension of their own: SBH and SBND are the same memory.
+    Args:
+        shape_order: ``--shape-order``, the layout that the operation is given: ``SBH`` or ``BSH``. The heads
+            stay a dimension of their own: SBH and SBND are the same memory.
+        kwargs: of ``ops.attention.attention``.
     """
     if shape_order == "SBH":
         return attention(query, key, value, layout="SBND", **kwargs).contiguous()
@@ -32,3 +36,13 @@ def dropout_generator(dropout_p: float, sequence_parallel: bool) -> contextlib.A
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     return get_cuda_rng_tracker().fork()
+
+
+def forward_fused_softmax(self: Any, input: Tensor, mask: Tensor | None) -> Tensor:
+    """``[b, n, sq, sk]`` scores to probabilities of the same shape and dtype: ``FusedScaleMaskSoftmax``'s.
+
+    A causal mask that forbids more than the future (``--reset-attention-mask``) counts; the causal kernel of
+    Megatron-LM 285068c8 ignores it.
+    """
+    causal = self.attn_mask_type.name == "causal"
+    return softmax.scale_mask_softmax(input, mask, self.scale, causal)

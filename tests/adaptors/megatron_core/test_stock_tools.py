@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from megatron_npu.adaptors.shared.rendezvous import free_port
 from megatron_npu.evaluation import generate, lambada
 from megatron_npu.preprocessing import command as preprocess
 from megatron_npu.preprocessing import indexed_dataset
 from tests.adaptors.megatron_core.stock import losses, pretrain, run_script
 from tests.conftest import checkout
 from tests.end_to_end import tiny
+from tests.ports import free_port
 from tests.sim.conftest import unavailable
 
 MODEL = [

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_npu import runner
-from megatron_npu.adaptors import megatron_lm
+from megatron_npu import adaptors, runner
 from megatron_npu.patching.registry import registry
 
 OPERATIONS = (
@@ -27,7 +26,7 @@ OPERATIONS = (
 
 
 def main() -> None:
-    megatron_lm.register()
+    adaptors.register("megatron_lm")
     registry.keep(lambda patch: patch.module not in OPERATIONS)
     sys.exit(runner.main(sys.argv[1:]))
 

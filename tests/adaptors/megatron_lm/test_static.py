@@ -6,15 +6,17 @@ import shutil
 
 import pytest
 
-from megatron_npu import cli, upstream
-from megatron_npu.adaptors import megatron_lm
+from megatron_npu import adaptors, cli, upstream
 from megatron_npu.patching.registry import registry
 from tests.adaptors.megatron_lm.appendix import LISTED
+from tests.end_to_end.tiny import ROOT
+
+KINDS = ("replace(", "around(", "wrap(", "constant(", "watch(")
 
 
 @pytest.mark.parametrize("adaptor", LISTED)
 def test_listed_functions_have_their_adaptor(adaptor):
-    megatron_lm.register()
+    adaptors.register("megatron_lm")
     for target, room in LISTED[adaptor].items():
         upstreams = ("", "megatron_lm")
         patches = [
@@ -22,6 +24,19 @@ def test_listed_functions_have_their_adaptor(adaptor):
         ]
         assert patches, target
         assert {patch.origin.split(".")[3] for patch in patches} == {room}
+
+
+def test_the_page_tells_the_line_of_every_listed_function():
+    adaptors.register("megatron_lm")
+    rows = (ROOT / "docs" / "megatron-lm.md").read_text(encoding="utf-8").splitlines()
+    for file, functions in LISTED.items():
+        for target, room in functions.items():
+            start = f"| `{file}.py` | `{target}` | "
+            (row,) = (row for row in rows if row.startswith(start))
+            place, line = row.removeprefix(start).strip("` |").split(":")
+            assert place == f"megatron_lm/{room}.py"
+            record = (ROOT / "megatron_npu" / "adaptors" / place).read_text().splitlines()[int(line) - 1]
+            assert record.strip(" @_").startswith(KINDS), row
 
 
 def test_pins_are_those_of_the_checkout(checkout, capsys):

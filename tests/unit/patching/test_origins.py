@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import re
 import sys
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_npu import adaptors
 from megatron_npu.patching.ledger import Ledger
 from megatron_npu.patching.registry import Patch, registry
 
@@ -31,7 +30,7 @@ def test_every_adaptor_of_the_tables_is_a_file(upstream: str) -> None:
 @pytest.mark.parametrize("upstream", PAGES)
 def test_every_origin_is_an_adaptor(upstream: str) -> None:
     """Of records whose function a helper made, too: they name the adaptor that asked for it."""
-    importlib.import_module(f"megatron_npu.adaptors.{upstream}").register()
+    adaptors.register(upstream)
     ledger = Ledger()
     ledger.keep(patch for patch in registry.patches if patch.upstream == upstream)
     for row in json.loads(ledger.json())["patches"]:
@@ -49,7 +48,7 @@ def adaptor(origin: str) -> str:
 
 @pytest.mark.parametrize("upstream", PAGES)
 def test_every_record_has_a_row_of_its_own(upstream: str) -> None:
-    importlib.import_module(f"megatron_npu.adaptors.{upstream}").register()
+    adaptors.register(upstream)
     patches: list[Patch] = [patch for patch in registry.patches if patch.upstream == upstream]
     ledger = Ledger()
     ledger.keep(patches)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import installed, replace
-from megatron_npu.ops import softmax
+from megatron_npu.adaptors.shared.core_attention import forward_fused_softmax
 
 _SOFTMAX = "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax"
 _replace = partial(
@@ -27,8 +27,4 @@ def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int
     return self.attn_mask_type.name != "causal" or (mask is None and sq == sk)
 
 
-@_replace(f"{_SOFTMAX}.forward_fused_softmax")
-def forward_fused_softmax(self: Any, input: Tensor, mask: Tensor | None) -> Tensor:
-    """``[b, n, sq, sk]`` scores to probabilities of the same shape and dtype."""
-    causal = self.attn_mask_type.name == "causal"
-    return softmax.scale_mask_softmax(input, mask, self.scale, causal)
+_replace(f"{_SOFTMAX}.forward_fused_softmax")(forward_fused_softmax)

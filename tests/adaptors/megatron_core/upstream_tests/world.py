@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from megatron_npu.adaptors.shared.rendezvous import free_port
+from tests.ports import free_port
 
 from . import worlds
 from .results import COLLECTION, EXCLUDED, FAILED, FileResult, Result, merge

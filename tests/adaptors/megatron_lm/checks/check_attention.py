@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import sys
 
 import pytest
 import torch
 
-from megatron_npu import attention_flags
 from megatron_npu.attention_flags import AttentionFlags
 from tests.adaptors.comparison import here, leaf, load_stock, same_gradients
 
@@ -21,10 +20,13 @@ def modules():
 
 
 def core_attention(modules, kind="causal", layer_number=3):
-    """Return our CoreAttention and a stock one."""
+    """Return our CoreAttention, with the flags as they are, and a stock one."""
+    from megatron import get_args
     from megatron.model.enums import AttnMaskType
 
-    return [module.CoreAttention(layer_number, AttnMaskType[kind]).train() for module in modules]
+    ours, stock = (module.CoreAttention(layer_number, AttnMaskType[kind]).train() for module in modules)
+    ours.attention_flags = AttentionFlags.from_args(get_args())
+    return ours, stock
 
 
 def qkv(queries=13, keys=13, batch=2, heads=4, size=16):
@@ -39,8 +41,8 @@ def future(queries, keys):
 
 
 @pytest.fixture(params=["SBH", "BSH"], autouse=True)
-def shape_order(request, monkeypatch):
-    monkeypatch.setattr(attention_flags, "CURRENT", AttentionFlags(shape_order=request.param))
+def shape_order(request, args):
+    args(shape_order=request.param)
 
 
 @pytest.mark.parametrize("scaling", [False, True])
@@ -82,17 +84,43 @@ def check_decoder_of_t5(modules, args):
     same_gradients(ours(*leaves, mask), stock(*leaves, mask), leaves)
 
 
-def check_window(modules, monkeypatch):
+def check_window(modules, args):
     """The flags restrict what a query sees, in cross-attention nothing."""
-    flags = dataclasses.replace(attention_flags.CURRENT, pre_tokens=4, next_tokens=0)
-    monkeypatch.setattr(attention_flags, "CURRENT", flags)
+    from megatron.model.enums import AttnMaskType, AttnType
+
+    args(pre_tokens=4, next_tokens=0)
     ours, stock = core_attention(modules)
     leaves, mask = qkv(), future(13, 13)
-    same_gradients(ours(*leaves, mask), stock(*leaves, mask | ~mask.new_ones(13, 13).triu(-4)), leaves)
-    cross, stock = core_attention(modules, "padding")
-    cross.is_cross_attention = True
+    same_gradients(ours(*leaves, mask), stock(*leaves, outside(mask, 4)), leaves)
+    crossing = {"attention_type": AttnType.cross_attn, "mask": AttnMaskType.padding}
+    cross, stock = (layer.core_attention for layer in attention_layers(modules, **crossing))
     nothing = torch.zeros(1, 1, 13, 13, dtype=torch.bool, device=here())
     same_gradients(cross(*leaves, nothing), stock(*leaves, nothing), leaves)
+
+
+def outside(mask, before):
+    """Return a causal mask that hides what is more than ``before`` keys before the query, too."""
+    return mask | ~torch.ones_like(mask).triu(-before)
+
+
+def check_two_windows_in_one_process(modules, args, monkeypatch):
+    """Flags that are parsed later change nothing for a layer that was built before."""
+    from megatron.arguments import parse_args
+
+    def built(*flags):
+        monkeypatch.setattr(sys, "argv", [*sys.argv[:1], *flags])
+        parsed = parse_args(ignore_unknown_args=True)
+        args(**{name: getattr(parsed, name) for name in ("pre_tokens", "next_tokens")})
+        flash = modules[0].FlashSelfAttention(causal=True)
+        return attention_layers(modules[:1] * 2)[0].core_attention, flash
+
+    short, all_of_it = built("--pre-tockens=4", "--next-tockens=0"), built()
+    _, stock = core_attention(modules, layer_number=1)
+    leaves, mask = qkv(), future(13, 13)
+    for (core, flash), expected in [(all_of_it, mask), (short, outside(mask, 4))]:
+        same_gradients(core(*leaves, mask), stock(*leaves, expected), leaves)
+        found = flash(*(leaf.transpose(0, 1) for leaf in leaves)).transpose(0, 1).flatten(2)
+        same_gradients(found, stock(*leaves, expected), leaves)
 
 
 def check_dropout_draws_from_the_tracker(modules, args):
@@ -183,11 +211,12 @@ def check_key_value_cache(modules, args):
             torch.testing.assert_close(part, whole[first:last], atol=1e-5, rtol=1e-5)
 
 
-def check_cross_attention(modules):
+def check_cross_attention(modules, args):
     from megatron.model.enums import AttnMaskType, AttnType
 
+    args(pre_tokens=1, next_tokens=1)
     ours, stock = attention_layers(modules, attention_type=AttnType.cross_attn, mask=AttnMaskType.padding)
-    assert ours.core_attention.is_cross_attention
+    assert ours.core_attention.attention_flags.window == (None, None)
     inputs, encoded = leaf(5, 2, 64), torch.randn(9, 2, 64, device=here())
     mask = torch.zeros(2, 1, 5, 9, dtype=torch.bool, device=here())
     mask[0, ..., 6:] = True

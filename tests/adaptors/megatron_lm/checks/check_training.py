@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_npu import attention_flags, devices
+from megatron_npu import devices
 from megatron_npu.adaptors.megatron_lm import mixed_precision
+from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.adam import FusedAdam
 from tests.adaptors.comparison import here, leaf
@@ -38,8 +40,6 @@ class Evil:
 def parse(monkeypatch):
     from megatron.arguments import parse_args
 
-    monkeypatch.setattr(attention_flags, "CURRENT", attention_flags.CURRENT)
-
     def with_flags(*flags):
         monkeypatch.setattr(sys, "argv", ["check", *runs.flags(DATA), *flags])
         return parse_args()
@@ -49,10 +49,9 @@ def parse(monkeypatch):
 
 @pytest.mark.parametrize("spelling", ["tockens", "tokens"])
 def check_attention_flags(parse, spelling):
-    parse(f"--pre-{spelling}=2048", f"--next-{spelling}", "0", "--shape-order=BSH")
-    assert attention_flags.AttentionFlags(2048, 0, "BSH") == attention_flags.CURRENT
-    parse()
-    assert (attention_flags.CURRENT.pre_tokens, attention_flags.CURRENT.next_tokens) == (None, None)
+    args = parse(f"--pre-{spelling}=2048", f"--next-{spelling}", "0", "--shape-order=BSH")
+    assert AttentionFlags.from_args(args) == AttentionFlags(2048, 0, "BSH")
+    assert AttentionFlags.from_args(parse()).window == (None, None)
 
 
 @pytest.mark.parametrize("flag", ["--pre-tockens=-1", "--next-tockens=many", "--shape-order=HSB"])
@@ -219,7 +218,7 @@ def check_overflow_flag_of_the_device(training, monkeypatch, flag):
     optimizer = fp16_optimizer(training)
     monkeypatch.setattr(devices.current(), "overflowed", lambda: flag)
     check = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
-    assert mixed_precision.heed_overflow_flag(check)(optimizer) == flag
+    assert mixed_precision.heed_overflow_flag(check, optimizer) == flag
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -227,7 +226,7 @@ def check_overflow_flag_is_cleared_once_a_step(training, monkeypatch, scaled):
     cleared = []
     monkeypatch.setattr(devices.current(), "clear_overflow", lambda: cleared.append(1))
     optimizer = fp16_optimizer(training) if scaled else training()[1]
-    schedule = mixed_precision.clear_overflow_first(lambda *args, **kwargs: (args, kwargs))
+    schedule = partial(mixed_precision.clear_overflow_first, lambda *args, **kwargs: (args, kwargs))
     assert schedule("step", "data", "model", optimizer, None, forward_only=False) == (
         ("step", "data", "model", optimizer, None),
         {"forward_only": False},

@@ -1,0 +1,26 @@
+"""The start of a run, which the stock scripts of both Megatrons begin alike."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu.patching import banner
+
+
+def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``initialize_megatron`` with ``allow_no_cuda=True``, whatever the script passes."""
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.arguments["allow_no_cuda"] = True
+    return original(*given.args, **given.kwargs)
+
+
+def announce_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Print the ledger's one line on rank 0 before the first step."""
+    banner.before_step()
+    return original(*args, **kwargs)
+
+
+def build_nothing(*args: Any) -> None:
+    """Stand in for what compiles CUDA kernels, or C++ inside the checkout."""
