@@ -22,6 +22,8 @@ SUITES = {
                 "test_adaptors",
                 "test_arguments",
                 "test_attention_adaptor",
+                "test_attention_flags",
+                "test_attention_packed",
                 "test_autocast",
                 "test_checkpointing",
                 "test_context_parallel",

@@ -33,7 +33,7 @@ class Norm(torch.nn.Module):
 
     def __init__(
         self,
-        config,
+        config: Any,
         hidden_size: int,
         eps: float = 1e-5,
         persist_layer_norm: bool = False,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import copy
 import inspect
 import sys
 import types
@@ -11,42 +9,20 @@ import types
 import pytest
 import torch
 
-from megatron_npu.adaptors.megatron_core.attention import attention_mask, context_parallel
-from megatron_npu.adaptors.megatron_core.attention.layer_options import flags_of
 from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.attention import packed_mask
-from tests.adaptors.comparison import here, load_stock, same_gradients
+from tests.adaptors.comparison import here, same_gradients
 from tests.adaptors.megatron_core.conftest import make_config
+from tests.adaptors.megatron_core.core_attention import (
+    attention_pair,
+    document_mask,
+    leaves_of,
+    positional_attention,
+    qkv,
+)
 
 pytestmark = pytest.mark.usefixtures("single_process")
-
-
-def attention_pair(layer=1, **changes):
-    """Return our attention module and a stock one, with the same configuration."""
-    from megatron.core.transformer import dot_product_attention as patched
-    from megatron.core.transformer.enums import AttnMaskType
-
-    stock = load_stock("megatron.core.transformer.dot_product_attention")
-    kind = getattr(AttnMaskType, changes.pop("mask_type", "causal"))
-    arguments = {"softmax_scale": changes.pop("softmax_scale", None)}
-    of_what = changes.pop("attention_type", "self")
-    flags = changes.pop("flags", AttentionFlags())
-    config = make_config(attention_softmax_in_fp32=True, **changes)
-    config.attention_flags = flags
-    return tuple(
-        module.DotProductAttention(config, layer, kind, of_what, **arguments).train()
-        for module in (patched, stock)
-    )
-
-
-def leaves_of(*shapes, dtype=torch.float32):
-    torch.manual_seed(3)
-    return [torch.randn(shape, dtype=dtype, device=here(), requires_grad=True) for shape in shapes]
-
-
-def qkv(queries=12, keys=12, heads=4, groups=4, dtype=torch.float32):
-    return leaves_of((queries, 2, heads, 8), *[(keys, 2, groups, 8)] * 2, dtype=dtype)
 
 
 @pytest.mark.parametrize("shape_order", ["SBH", "BSH"])
@@ -100,16 +76,6 @@ def test_attention_is_the_fused_one(monkeypatch):
 # -- masks that a data loader builds ----------------------------------------------------------------
 
 
-def document_mask(*rows):
-    """Return ``[b, 1, s, s]``: causal within the documents of each row, as Megatron's datasets build it."""
-    masks = []
-    for lengths in rows:
-        document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        seen = (document[:, None] == document) & torch.ones(sum(lengths), sum(lengths)).tril().bool()
-        masks.append(~seen)
-    return torch.stack(masks)[:, None].to(here())
-
-
 @pytest.mark.parametrize(
     ("rows", "lengths"),
     [
@@ -160,189 +126,7 @@ def test_a_mask_is_read_once_per_batch(monkeypatch):
     assert len(read) == 2
 
 
-# -- packed sequences -------------------------------------------------------------------------------
-
-
-def packed_params(*lengths, padded=None, key_lengths=None):
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    def ends(values):
-        return torch.tensor([0, *values], device=here()).cumsum(0).int()
-
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends(lengths),
-        cu_seqlens_kv=ends(key_lengths or lengths),
-        cu_seqlens_q_padded=None if padded is None else ends(padded),
-        cu_seqlens_kv_padded=None if padded is None else ends(padded),
-    )
-
-
-@pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("window", [None, (3, 0)])
-def test_packed_sequences(groups, window):
-    """thd against stock, document by document; upstream itself refuses packed sequences here."""
-    ours, stock = attention_pair(num_query_groups=groups, window_size=window)
-    leaves = leaves_of(*((14, n, 8) for n in (4, groups, groups)))
-    result = ours(*leaves, None, packed_seq_params=packed_params(5, 2, 7))
-    assert result.shape == (14, 32)
-    parts = zip(*(t.split([5, 2, 7]) for t in leaves), strict=True)
-    expected = torch.cat([stock(*(t[:, None] for t in part), None)[:, 0] for part in parts])
-    same_gradients(result, expected, leaves)
-
-
-def test_padding_between_packed_sequences():
-    ours, stock = attention_pair()
-    leaves = leaves_of(*[(16, 4, 8)] * 3)
-    result = ours(*leaves, None, packed_seq_params=packed_params(3, 5, padded=(4, 8)))
-    used = [slice(0, 3), slice(4, 9)]  # and 1, 3 and 4 tokens that are padding
-    expected = torch.cat([stock(*(t[u, None] for t in leaves), None)[:, 0] for u in used])
-    same_gradients(torch.cat([result[u] for u in used]), expected, leaves)
-
-
-def test_packed_through_self_attention():
-    """The whole SelfAttention: projections, reshaping, the checkpoint of core attention."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.spec_utils import build_module
-
-    spec = get_gpt_layer_local_spec().submodules.self_attention
-    config = make_config(recompute_granularity="selective", recompute_modules=["core_attn"])
-    layer = build_module(spec, config=config, layer_number=1).train().to(here())
-    torch.manual_seed(5)
-    hidden, grad = (torch.randn(9, 1, 32, device=here()) for _ in range(2))
-    together, apart = (hidden.clone().requires_grad_() for _ in range(2))
-    packed, _ = layer(together, None, packed_seq_params=packed_params(4, 5))
-    parts = torch.cat([layer(part, None)[0] for part in apart.split([4, 5])])
-    torch.testing.assert_close(packed, parts)
-    packed.backward(grad)  # .grad() is not for checkpoints
-    parts.backward(grad)
-    torch.testing.assert_close(together.grad, apart.grad)
-
-
-def test_packed_lengths_are_read_once_per_batch():
-    params = packed_params(5, 0, 7, padded=(6, 0, 8))
-    found = attention_mask.packed_sequences(params, 14, 14)
-    assert found.query_lengths == found.key_lengths == (5, 1, 7, 1)
-    assert attention_mask.packed_sequences(params, 14, 14) is found
-
-
-def new_boundaries(params):
-    """Yield the parameters of a second batch of as many tokens, in each way that a loop may make them."""
-    other = copy.copy(params)
-    other.cu_seqlens_q = other.cu_seqlens_kv = params.cu_seqlens_q.new_tensor([0, 4, 16])
-    yield "a copy with other tensors", other
-    for ends in (params.cu_seqlens_q, params.cu_seqlens_kv):
-        ends.copy_(ends.new_tensor([0, 4, 16]))
-    yield "the same tensors, written to", params
-
-
-def test_boundaries_of_the_last_batch_are_not_used_again():
-    ours, stock = attention_pair()
-    params, leaves = packed_params(8, 8), leaves_of(*[(16, 4, 8)] * 3)
-    ours(*leaves, None, packed_seq_params=params)
-    parts = zip(*(t.split([4, 12]) for t in leaves), strict=True)
-    expected = torch.cat([stock(*(t[:, None] for t in part), None)[:, 0] for part in parts])
-    for how, other in new_boundaries(params):
-        torch.testing.assert_close(ours(*leaves, None, packed_seq_params=other), expected, msg=how)
-
-
-def test_documents_are_dealt_out_anew_for_each_batch():
-    """The same under context parallelism, whose plan of the tokens is kept, too."""
-    group = types.SimpleNamespace(size=lambda: 2, rank=lambda: 1)
-    params = packed_params(8, 8)
-
-    def plan(of):
-        return context_parallel.sharding_of_batch(of, 8, True, group, here())
-
-    first = plan(params)
-    assert plan(params) is first
-    for how, other in new_boundaries(params):
-        assert plan(other).packed.query_lengths == (1, 1, 3, 3), how
-
-
-def test_a_batch_that_is_cut_is_not_taken_for_a_whole_one():
-    ours, _ = attention_pair()
-    params = packed_params(8, 8)
-    params.cp_group = types.SimpleNamespace(size=lambda: 2)
-    with pytest.raises(UsageError, match="a cp_group of 2 ranks, and context_parallel_size 1"):
-        ours(*leaves_of(*[(16, 4, 8)] * 3), None, packed_seq_params=params)
-
-
-# -- windows, caches, dropout -----------------------------------------------------------------------
-
-
-def test_window_flags_reach_the_attention():
-    _, stock = attention_pair(window_size=(3, 0))
-    narrow, plain = attention_pair(flags=AttentionFlags(3, 0))
-    leaves = qkv()
-    for mask in (None, document_mask([12], [12])):
-        torch.testing.assert_close(narrow(*leaves, mask), stock(*leaves, None))
-    wide, _ = attention_pair(flags=AttentionFlags(65536, 65536))
-    torch.testing.assert_close(wide(*leaves, None), plain(*leaves, None))
-
-
-def test_window_flags_leave_cross_attention_alone():
-    ours, stock = attention_pair(attention_type="cross", mask_type="no_mask", flags=AttentionFlags(1))
-    leaves = qkv(queries=6)
-    same_gradients(ours(*leaves, None), stock(*leaves, None), leaves)
-
-
-def test_a_script_has_the_flags_among_its_arguments(monkeypatch):
-    """Those of the configuration win: a script may build a model that is not of its own arguments."""
-    script = types.SimpleNamespace(_GLOBAL_ARGS=None)
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", script)
-    assert flags_of(make_config()) == AttentionFlags()
-    script._GLOBAL_ARGS = argparse.Namespace(pre_tokens=3, next_tokens=0, shape_order="BSH")
-    config = make_config()
-    assert flags_of(config) == AttentionFlags(3, 0, "BSH")
-    assert positional_attention().layer_options.window == (3, 0)
-    config.attention_flags = AttentionFlags(5)
-    assert flags_of(config) == AttentionFlags(5)
-    script._GLOBAL_ARGS = argparse.Namespace(window_size=None)  # of a program with a parser of its own
-    assert flags_of(make_config()) == AttentionFlags()
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
-def test_a_copy_of_a_configuration_has_its_flags(copied):
-    """Upstream copies configurations for experts, encoders, decoders, and inference."""
-    config = make_config()
-    config.attention_flags = AttentionFlags(3, 0)
-    assert flags_of(copied(config)) == AttentionFlags(3, 0)
-
-
-def small_gpt(flags=None, **changes):
-    """Return a GPT, whose weights are always the same."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    config = make_config(add_qkv_bias=True, bias_activation_fusion=True, **changes)
-    if flags is not None:
-        config.attention_flags = flags
-    torch.manual_seed(7)
-    spec = get_gpt_layer_local_spec(normalization="LayerNorm")
-    return GPTModel(config, spec, vocab_size=64, max_sequence_length=12).train().to(here())
-
-
-def losses_of(*models):
-    """Return the losses of a batch, and the gradients of the first weights; all forwards come first."""
-    tokens = torch.arange(24, device=here()).view(2, 12) * 5 % 64
-    position = torch.arange(12, device=here()).expand(2, 12)
-    losses = [model(tokens, position, None, labels=tokens).mean() for model in models]
-    for loss in losses:
-        loss.backward()
-    weights = [model.decoder.layers[0].self_attention.linear_qkv.weight for model in models]
-    return list(zip(losses, [weight.grad for weight in weights], strict=True))
-
-
-def test_two_models_of_one_process_keep_their_windows():
-    """Also where a layer is computed again in the backward pass, when the other model has run meanwhile."""
-    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    narrow, wide = small_gpt(AttentionFlags(3, 0), **again), small_gpt(AttentionFlags(65536), **again)
-    expected = losses_of(small_gpt(window_size=(3, 0))) + losses_of(small_gpt())
-    found = losses_of(narrow, wide)
-    torch.testing.assert_close(found, expected)
-    assert not torch.allclose(found[0][1], found[1][1])
-    assert narrow.state_dict().keys() == wide.state_dict().keys() == small_gpt().state_dict().keys()
+# -- caches, dropout -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [None, (4, 0)])
@@ -461,14 +245,6 @@ def test_qk_l2_norm_of_the_script_reaches_the_local_spec(monkeypatch):
     assert spec.submodules.self_attention.submodules.q_layernorm is not L2Norm
 
 
-def positional_attention(*arguments, **named):
-    """Return a DotProductAttention made with arguments in upstream's order behind the configuration."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-
-    return DotProductAttention(make_config(), 1, AttnMaskType.causal, "self", *arguments, **named)
-
-
 def test_arguments_may_be_positional():
     module = positional_attention(0.25, 0.5, "p2p")
     assert (module.attention_dropout.p, module.softmax_scale) == (0.25, 0.5)
@@ -511,11 +287,3 @@ def test_other_softmaxes_are_upstreams_and_said(softmax_type, monkeypatch):
     monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
     with pytest.raises(dispatch.FallbackForbiddenError, match=softmax_type):
         ours(*leaves, None)
-
-
-def test_an_unknown_packing_is_upstreams_to_refuse():
-    ours, _ = attention_pair()
-    params = packed_params(5, 7)
-    params.qkv_format = "sbhd"
-    with pytest.raises(AssertionError, match="Packed sequence is not supported"):
-        ours(*qkv(), None, packed_seq_params=params)

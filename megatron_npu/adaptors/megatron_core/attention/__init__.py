@@ -1,1 +1,7 @@
-"""Attention of megatron-core: what a query sees, over how many ranks, and by which operation."""
+"""Attention of megatron-core: what a query sees, over how many ranks, and by which operation.
+
+``core_attention`` connects ``transformer.dot_product_attention``: ``layer_options`` has what a layer decides
+when it is built, ``call`` one forward call, ``attention_mask`` and ``context_parallel`` what it means.
+``softmax`` connects ``fusions.fused_softmax``, for attention that does not take the fused path; ``backends``
+the switches that choose an attention.
+"""
