@@ -63,7 +63,7 @@ ROOMS = (
         "devices errors settings",
         ("torch", "torch_npu"),
     ),
-    Room("tokenization/", "text to ids without Megatron", "errors files"),
+    Room("tokenization/", "text to ids without Megatron", "errors"),
     Room(
         "upstream.py",
         "which Megatron is on the path, and its version; imports nothing of it",
@@ -96,26 +96,24 @@ ROOMS = (
         "`megatron-npu check`, `pin`, `ledger`: what the patches are and how they stand",
         "adaptors arg_parser errors files patching plugin settings upstream",
     ),
-    Room("preprocessing/", "a corpus to token files", "arg_parser errors files settings tokenization"),
+    Room("preprocessing/", "a corpus to token files", "arg_parser errors files tokenization"),
     Room(
         "training/",
         "the embedded driver",
-        "arg_parser attention_flags devices errors files ops plugin preprocessing safe_load settings "
-        "tokenization upstream",
+        "arg_parser attention_flags devices errors files plugin preprocessing safe_load tokenization "
+        "upstream",
         ("torch", "megatron"),
     ),
     Room(
         "evaluation/",
         "text and scores of a trained model",
-        "arg_parser attention_flags devices errors files ops plugin preprocessing settings tokenization "
-        "training upstream",
+        "arg_parser attention_flags devices errors files tokenization training",
         ("torch", "megatron"),
     ),
     Room(
         "conversion/",
         "checkpoints to and from Hugging Face's format",
-        "arg_parser attention_flags devices errors evaluation files ops plugin preprocessing safe_load "
-        "settings tokenization training upstream",
+        "arg_parser devices errors files plugin tokenization training",
         ("torch", "megatron"),
     ),
     Room(

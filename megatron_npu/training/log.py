@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -36,33 +35,6 @@ class Interval:
     losses: list[torch.Tensor] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
     skipped: int = 0
-
-
-class Clock:
-    """Seconds of training alone: stopped during evaluation and saving."""
-
-    def __init__(self) -> None:
-        self.total = 0.0
-        self._lap = 0.0
-        self._since = time.perf_counter()
-
-    def start(self) -> None:
-        """Start or go on."""
-        self._since = time.perf_counter()
-
-    def stop(self) -> None:
-        """Wait for the device, then stop."""
-        devices.current().synchronize()
-        elapsed = time.perf_counter() - self._since
-        self.total += elapsed
-        self._lap += elapsed
-
-    def lap(self) -> float:
-        """Return the seconds since the last lap; the clock goes on."""
-        self.stop()
-        elapsed, self._lap = self._lap, 0.0
-        self.start()
-        return elapsed
 
 
 class Log:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron_npu import devices
 from megatron_npu.training import checkpoint, checkpoint_failures, data, loss
 from megatron_npu.training.checkpoint import Position, State
-from megatron_npu.training.log import Clock, Interval, Log
+from megatron_npu.training.clock import Clock
+from megatron_npu.training.log import Interval, Log
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
