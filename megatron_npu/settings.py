@@ -7,10 +7,13 @@ is not here, which would otherwise do nothing, silently. (Torch's entry point, o
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_npu.arg_parser import Number, Unfit, byte_size, positive, whole
 from megatron_npu.errors import UsageError
@@ -204,19 +207,20 @@ def check() -> None:
     verified_operations()
 
 
-# What MEGATRON_NPU_VERIFY may name: the operations of megatron_npu/ops and their groups. Written out, as
-# settings are checked where nothing has been imported that knows them.
-OPERATIONS = """
-    activation bias_gelu geglu swiglu
-    adam sgd
-    attention attention_part attention_part_backward
-    dropout bias_dropout_add
-    embedding vocab_parallel_embedding
-    grouped_matmul grouped_matmul_weight_gradient
-    norm layer_norm rms_norm
-    rotary
-    softmax scale_mask_softmax
-""".split()
+@functools.cache
+def operation_names() -> frozenset[str]:
+    """Return what ``MEGATRON_NPU_VERIFY`` may name: the operations of ``megatron_npu/ops`` and their groups.
+
+    They are read from the sources, as settings are checked where nothing that knows them has been imported.
+    """
+    names: set[str] = set()
+    for file in sorted((Path(__file__).parent / "ops").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Operation":
+                texts = [*node.args[:1], *(word.value for word in node.keywords if word.arg == "group")]
+                values = [text.value for text in texts if isinstance(text, ast.Constant)]
+                names |= {value for value in values if isinstance(value, str)}
+    return frozenset(names)
 
 
 def verified_operations() -> frozenset[str]:
@@ -226,11 +230,11 @@ def verified_operations() -> frozenset[str]:
         UsageError: one of them is neither an operation nor a group of operations, nor ``all``.
     """
     names = frozenset(name.strip() for name in VERIFY.get().split(",") if name.strip())
-    unknown = sorted(names - {"all", *OPERATIONS})
+    unknown = sorted(names - {"all"} - operation_names()) if names - {"all"} else []
     if unknown:
         raise UsageError(
             f"{VERIFY.name}={','.join(sorted(names))}",
-            f"all, or names among {', '.join(sorted(OPERATIONS))}",
+            f"all, or names among {', '.join(sorted(operation_names()))}",
             f"Correct or remove {', '.join(unknown)}.",
         )
     return names

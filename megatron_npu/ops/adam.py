@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.ops.dispatch import Operation
-from megatron_npu.ops.fused_optimizer import FusedOptimizer, buckets, fused_as_it_is, precise_twins
+from megatron_npu.ops.dispatch import Make, Operation
+from megatron_npu.ops.fused_optimizer import FusedOptimizer, update_fused
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,7 @@ class FusedAdam(FusedOptimizer):
             decoupled=bool(self.adam_w_mode),
         )
         rows = [self._row(parameter) for parameter in parameters]
-        twins = {i: precise_twins(row) for i, row in enumerate(rows) if not fused_as_it_is(row)}
-        for columns in buckets(twins.get(i, row) for i, row in enumerate(rows)):
-            _adam(*columns, step)
-        for i, (target, _, *moments) in twins.items():
-            for old, new in zip((rows[i][0], *rows[i][2:]), (target, *moments), strict=True):
-                old.copy_(new)
+        update_fused(rows, functools.partial(_adam, step=step))
         for parameter in parameters:
             master = self.state[parameter].get("master_param")
             if master is not None:
@@ -114,8 +110,7 @@ class FusedAdam(FusedOptimizer):
 
     def _row(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return what is updated, its gradient and its two moments; make the state at the first step."""
-        if parameter.grad.is_sparse:
-            raise ValueError("FusedAdam does not take sparse gradients")
+        grad = self._dense_gradient(parameter)
         state = self.state[parameter]
         precise = torch.promote_types(parameter.dtype, torch.float32)
         if "exp_avg" not in state:
@@ -123,7 +118,7 @@ class FusedAdam(FusedOptimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=precise)
         if self.master_weights and parameter.dtype is not precise and "master_param" not in state:
             state["master_param"] = parameter.detach().to(precise)
-        return state.get("master_param", parameter), parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+        return state.get("master_param", parameter), grad, state["exp_avg"], state["exp_avg_sq"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, of apex's FusedAdam or of torch's Adam and AdamW.
@@ -172,7 +167,7 @@ def _adam_reference(
 _adam = Operation("adam", _adam_reference)
 
 
-@_adam.on("cpu", "cuda")
+@_adam.on("cpu", "cuda", note="`torch._fused_adamw_`, `torch._fused_adam_`")
 def _adam_torch(
     targets: list[Tensor],
     grads: list[Tensor],
@@ -203,7 +198,7 @@ def _adam_torch(
     )
 
 
-@_adam.on("npu")
+@_adam.on("npu", note="`torch._fused_adamw_`; without bias correction `npu_apply_adam_w`")
 def _adam_npu(
     targets: list[Tensor],
     grads: list[Tensor],
@@ -224,3 +219,10 @@ def _adam_npu(
     numbers = (0.0, 0.0, step.lr, step.weight_decay, *step.betas, step.eps)
     for target, grad, m, v in zip(targets, grads, first, second, strict=True):
         torch_npu.npu_apply_adam_w(*numbers, grad, None, False, False, out=(target, m, v))
+
+
+@_adam.example()
+def _example(make: Make) -> None:
+    parameter = torch.nn.Parameter(make(33, 65).detach())
+    parameter.grad = make(33, 65).detach()
+    FusedAdam([parameter], lr=0.1).step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Rows are worked on in pieces of about this many bytes, so that a piece stays in a core's L2 cache.
-_CHUNK_BYTES = 1 << 20
+from megatron_npu.ops.dispatch import Make, Operation
+from megatron_npu.ops.tiling import whole_row_slices
 
 
 def vocab_parallel_cross_entropy(
@@ -40,21 +39,65 @@ def vocab_parallel_cross_entropy(
     Returns:
         ``[...]``, fp32.
 
-    Everything is computed in fp32, chunk by chunk; the extra memory is O(tokens).
+    Everything is computed in fp32, tile by tile; the extra memory is O(tokens).
     """
-    return CrossEntropy.apply(logits, target, vocab_start, vocab_size, group, label_smoothing)
+    return _cross_entropy(logits, target, vocab_start, vocab_size, group, label_smoothing)
 
 
-def _chunks(rows: int, columns: int) -> Iterator[slice]:
-    threads = torch.get_num_threads()
-    step = max(1, _CHUNK_BYTES // (4 * columns) // threads) * threads  # every thread gets as many rows
-    return (slice(first, first + step) for first in range(0, rows, step))
+def _local_ids(target: Tensor, vocab_start: int, part: int) -> tuple[Tensor, Tensor]:
+    """Return ids within this rank's part, 0 where they are of another's, and where that is."""
+    local = target - vocab_start
+    elsewhere = (local < 0) | (local >= part)
+    return local.masked_fill(elsewhere, 0), elsewhere
+
+
+def _is_split(group: dist.ProcessGroup | None) -> bool:
+    return group is not None and group.size() > 1
+
+
+def _reference(
+    logits: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    group: dist.ProcessGroup | None,
+    label_smoothing: float,
+) -> Tensor:
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    local, elsewhere = _local_ids(target, vocab_start, z.size(-1))
+    largest = z.detach().amax(-1)
+    if _is_split(group):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    predicted = z.gather(-1, local[..., None]).squeeze(-1).masked_fill(elsewhere, 0.0)
+    sums = torch.stack([(z - largest[..., None]).exp().sum(-1), predicted, z.sum(-1)])
+    if _is_split(group):
+        sums = _SumOverRanks.apply(sums, group)
+    normalizer = largest + sums[0].log()
+    smoothing = label_smoothing * vocab_size / (vocab_size - 1)
+    return (1 - smoothing) * (normalizer - sums[1]) + smoothing * (normalizer - sums[2] / vocab_size)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum from which every rank computes the same loss: its gradient is that of each summand."""
+
+    @staticmethod
+    def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = summand.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+_cross_entropy = Operation("vocab_parallel_cross_entropy", _reference, group="cross_entropy")
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
     """Return fp32 ``[rows]`` from ``[rows, v]`` without a second buffer of its size."""
     result = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
-    for rows in _chunks(*logits.shape):
+    for rows in whole_row_slices(*logits.shape):
         torch.logsumexp(logits[rows].float(), dim=-1, out=result[rows])
     return result
 
@@ -73,9 +116,7 @@ class CrossEntropy(torch.autograd.Function):
         label_smoothing: float,
     ) -> Tensor:
         flat = logits.reshape(-1, logits.size(-1))
-        local = target.reshape(-1) - vocab_start
-        elsewhere = (local < 0) | (local >= flat.size(-1))
-        local = local.masked_fill(elsewhere, 0)
+        local, elsewhere = _local_ids(target.reshape(-1), vocab_start, flat.size(-1))
         predicted = flat.gather(1, local[:, None]).squeeze(1).float().masked_fill_(elsewhere, 0.0)
         total = flat.sum(-1, dtype=torch.float32) if label_smoothing else predicted.new_zeros(())
         normalizer, predicted, total = _reduce(_log_sum_exp(flat), predicted, total, group)
@@ -98,7 +139,7 @@ class CrossEntropy(torch.autograd.Function):
         flat = grad.view(-1, grad.size(-1))
         factor = grad_output.reshape(-1, 1).float()
         hit = (factor * (1 - ctx.smoothing)).masked_fill_(elsewhere[:, None], 0.0)
-        for rows in _chunks(*flat.shape):
+        for rows in whole_row_slices(*flat.shape):
             part = flat[rows]
             softmax = part.float().sub_(normalizer[rows, None]).exp_()  # in place when part is fp32
             if ctx.smoothing:
@@ -113,10 +154,22 @@ def _reduce(
     normalizer: Tensor, predicted: Tensor, total: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Combine what each rank knows of its part: two collectives over ``[tokens]``-sized tensors."""
-    if group is None or group.size() == 1:
+    if not _is_split(group):
         return normalizer, predicted, total
     largest = normalizer.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack([(normalizer - largest).exp_(), predicted, total.expand_as(predicted)])
     dist.all_reduce(sums, group=group)
     return largest + sums[0].log(), sums[1], sums[2]
+
+
+_cross_entropy.on("cpu", "cuda", "npu", note="tiles of rows, gradient in place of the logits")(
+    CrossEntropy.apply
+)
+
+
+@_cross_entropy.example()
+def _example(make: Make) -> Tensor:
+    logits = make(32, 2, 500)
+    target = torch.arange(64, device=logits.device).view(32, 2) * 7
+    return vocab_parallel_cross_entropy(logits * 1, target, vocab_start=0, vocab_size=500)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
+import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from megatron_npu import devices, settings
 from megatron_npu.errors import UsageError
@@ -15,6 +20,12 @@ logger = logging.getLogger(__name__)
 
 Implementation = Callable[..., Any]
 Supports = Callable[..., str | None]
+# Makes a random leaf tensor of a shape, on the device and in the dtype that are tested.
+Make = Callable[..., Tensor]
+Example = Callable[[Make], Tensor | None]
+
+# What the float kernels of torch_npu 2.13 take, unless their documentation says otherwise.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Unsupported(NamedTuple):
@@ -27,11 +38,20 @@ Plan = Callable[..., Any | Unsupported]
 
 
 class Registered(NamedTuple):
-    """The implementation of a device, and what is asked before each call: one of the two, or nothing."""
+    """The implementation of a device.
+
+    Attributes:
+        function: the implementation.
+        supports, plan: what is asked before each call: one of the two, or nothing.
+        note: what the function runs on, for the table in docs/operations.md.
+        limits: what ``supports`` admits, for the same table.
+    """
 
     function: Implementation
     supports: Supports | None
     plan: Plan | None
+    note: str
+    limits: str
 
 
 class FallbackForbiddenError(UsageError):
@@ -69,11 +89,17 @@ class Operation:
         self.draws = draws
         self.reference = reference
         self.implementations: dict[str, Registered] = {}
+        self.examples: dict[str, Example] = {}
         self._bound: Implementation = self._bind_and_call
         OPERATIONS.append(self)
 
     def on(
-        self, *names: str, supports: Supports | None = None, plan: Plan | None = None
+        self,
+        *names: str,
+        supports: Supports | None = None,
+        plan: Plan | None = None,
+        note: str = "",
+        limits: str = "",
     ) -> Callable[[Implementation], Implementation]:
         """Register the decorated function as the implementation for the named devices.
 
@@ -82,11 +108,26 @@ class Operation:
             supports: given the arguments of a call, returns why the function cannot take it, or None.
             plan: instead of ``supports``, where finding that out decides how the call is made: returns
                 ``Unsupported``, or anything else, which the function is given as ``plan``.
+            note: what the function runs on, for the table in docs/operations.md; Markdown.
+            limits: what ``supports`` admits, for the same table; Markdown.
         """
 
         def register(function: Implementation) -> Implementation:
             for name in names:
-                self.implementations[name] = Registered(function, supports, plan)
+                self.implementations[name] = Registered(function, supports, plan, note, limits)
+            return function
+
+        return register
+
+    def example(self, case: str = "") -> Callable[[Example], Example]:
+        """Register the decorated function as a small call, which ``megatron-npu doctor`` makes and verifies.
+
+        The function makes its tensors with what it is given: shape to random leaf. It returns the tensor that
+        is to be differentiated, or None. ``case`` tells several examples of one operation apart.
+        """
+
+        def register(function: Example) -> Example:
+            self.examples[case] = function
             return function
 
         return register
@@ -104,7 +145,7 @@ class Operation:
             report_fallback(self.name, f"there is no implementation for {device}")
             self._bound = self.reference
             return
-        function, supports, plan = self.implementations[device]
+        function, supports, plan, *_ = self.implementations[device]
         verified = verify.watches(self.name, self.group)
         if plan is not None:
             self._bound = functools.partial(self._planned, function, plan, verified)
@@ -145,6 +186,14 @@ class Operation:
         return self._bound(*args, **kwargs)
 
 
+def all_operations() -> list[Operation]:
+    """Import every module of ``megatron_npu/ops`` and return their operations."""
+    package = importlib.import_module("megatron_npu.ops")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+    return [each for each in OPERATIONS if each.reference.__module__.startswith(f"{package.__name__}.")]
+
+
 # What was not done as it was asked for, and how often: {(operation, reason): calls}.
 fallbacks: dict[tuple[str, str], int] = {}
 
@@ -172,3 +221,8 @@ def report_fallback(operation: str, reason: str, does: str = "falls back", remed
     fallbacks[operation, reason] = seen + 1
     if not seen:
         logger.warning("%s %s: %s", operation, does, reason)
+
+
+def unsupported_dtype(kernel: str, tensor: Tensor) -> str | None:
+    """Return why ``kernel`` does not take the dtype of ``tensor``, or None: a part of ``supports``."""
+    return None if tensor.dtype in KERNEL_DTYPES else f"{kernel} takes no {tensor.dtype}"

@@ -78,10 +78,11 @@ def _composed(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Ten
 
 
 _bias_dropout_add = Operation("bias_dropout_add", _composed, group="dropout", draws=lambda *_: True)
-_bias_dropout_add.on("cuda", "npu")(_composed)
+_bias_dropout_add.on("cuda", note="torch's dropout")(_composed)
+_bias_dropout_add.on("npu", note="torch_npu's dropout")(_composed)
 
 
-@_bias_dropout_add.on("cpu")
+@_bias_dropout_add.on("cpu", note="tiles, 16 random bits a value²")
 def _cpu(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
     """Keep with the multiple of 2^-16 that is next to 1 - p, and scale by exactly that: no bias."""
     keep = round((1.0 - p) * KEEP_LEVELS)
@@ -138,7 +139,7 @@ class _CpuBiasDropoutAdd(torch.autograd.Function):
                 out.copy_(product)
             if d_bias is not None:
                 d_bias += product.sum(0)
-        return output, None if bias is None else d_bias.to(bias.dtype), grad, None
+        return output, None if d_bias is None else d_bias.to(bias.dtype), grad, None
 
 
 def _step(width: int) -> int:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_npu.ops.dispatch import Operation
+from megatron_npu.ops.dispatch import Make, Operation
 
 
 def vocab_parallel_embedding(
@@ -81,4 +81,13 @@ def _sum_in_fp32(grad: Tensor, rows: Tensor, table_rows: int) -> Tensor:
     return grad.new_zeros((table_rows, width)).index_copy_(0, present, sums.to(grad.dtype))
 
 
-_embedding.on("cpu", "cuda", "npu")(_Embedding.apply)
+_embedding.on("cpu", note="sums of 16-bit gradients in fp32¹")(_Embedding.apply)
+_embedding.on("cuda", note="gradients by sorting")(_Embedding.apply)
+_embedding.on("npu", note="torch_npu's kernel")(_Embedding.apply)
+
+
+@_embedding.example()
+def _example(make: Make) -> Tensor:
+    table = make(64, 128)
+    ids = torch.arange(256, device=table.device).view(8, 32) % 96
+    return vocab_parallel_embedding(ids, table, 32, 96)

@@ -1,12 +1,14 @@
-"""What the optimizers of apex have in common: closures, refused options, exact state dicts, buckets."""
+"""What the optimizers of apex have in common: closures, refused options, exact state dicts, fused updates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_npu.ops.multi_tensor import group_by_dtypes
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -18,7 +20,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         set_grad_none: whether ``zero_grad()`` drops gradients (True) or zeroes them in place.
     """
 
-    # What a constructor sets beside the groups; a copy or a pickle has it, too.
+    # What a constructor sets in addition to the groups; a copy or a pickle has it, too.
     _options: tuple[str, ...] = ("set_grad_none",)
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool) -> None:
@@ -54,6 +56,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         raise NotImplementedError
 
+    def _dense_gradient(self, parameter: Tensor) -> Tensor:
+        """Return the gradient of a parameter that has one.
+
+        Raises:
+            ValueError: it is sparse.
+        """
+        grad = parameter.grad
+        if grad is None or grad.is_sparse:
+            raise ValueError(f"{type(self).__name__} does not take sparse gradients")
+        return grad
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, of apex's optimizer or of torch's of the same kind.
 
@@ -70,19 +83,21 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
 
-def buckets(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Yield rows of tensors as columns, one bunch for each device and dtype: what a fused kernel takes.
+def update_fused(rows: Sequence[tuple[Tensor, ...]], update: Callable[..., None]) -> None:
+    """Call ``update`` with the columns of ``rows``, once per device and dtype; it changes them in place.
 
-    The first tensor of a row sets its bunch; the others are on the same device.
+    A row is what is updated, its gradient and its state. Rows that torch's fused kernels do not take as they
+    are go as copies, which are copied back.
     """
-    bunches: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, ...]]] = {}
-    for row in rows:
-        bunches.setdefault((row[0].device, row[0].dtype), []).append(row)
-    for bunch in bunches.values():
-        yield tuple(list(column) for column in zip(*bunch, strict=True))
+    twins = {i: _precise_twins(row) for i, row in enumerate(rows) if not _fused_as_it_is(row)}
+    for columns in group_by_dtypes(twins.get(i, row) for i, row in enumerate(rows)):
+        update(*columns)
+    for i, (target, _, *state) in twins.items():
+        for old, new in zip((rows[i][0], *rows[i][2:]), (target, *state), strict=True):
+            old.copy_(new)
 
 
-def fused_as_it_is(row: tuple[Tensor, ...]) -> bool:
+def _fused_as_it_is(row: tuple[Tensor, ...]) -> bool:
     """Return whether torch's fused kernels may walk through the tensors of the row side by side.
 
     Those of torch 2.13 for the CPU are silently wrong otherwise: they take strides for equal, and SGD
@@ -94,6 +109,6 @@ def fused_as_it_is(row: tuple[Tensor, ...]) -> bool:
     return precise and all(t.dtype is first.dtype and strides(t) == strides(first) for t in row[1:])
 
 
-def precise_twins(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _precise_twins(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return copies of the row in fp32 with the strides of the first, for a kernel that wants them alike."""
     return tuple(torch.empty_like(row[0], dtype=torch.float32).copy_(t) for t in row)

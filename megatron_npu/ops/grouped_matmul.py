@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_npu.ops.dispatch import Operation
+from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
 
 
 def grouped_matmul(input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class _GroupedMatmul(torch.autograd.Function):
         return d_input, d_weight, None
 
 
-@_by_row.on("cpu")
+@_by_row.on("cpu", note="a product for each expert")
 def _by_row_cpu(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     output = rows.new_empty(rows.size(0), weight.size(2))
     sizes = counts.tolist()
@@ -78,7 +78,7 @@ def _by_row_cpu(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return output
 
 
-@_by_expert.on("cpu")
+@_by_expert.on("cpu", note="a product for each expert")
 def _by_expert_cpu(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
     output = rows.new_empty(len(counts), rows.size(1), grad.size(1))
     sizes = counts.tolist()
@@ -100,12 +100,12 @@ def _ends(counts: Tensor, device: torch.device) -> Tensor:
     return counts.to(device, non_blocking=True).cumsum(0, dtype=torch.int32)
 
 
-@_by_row.on("cuda", supports=_beyond_cuda)
+@_by_row.on("cuda", supports=_beyond_cuda, note="`F.grouped_mm`", limits="bf16, sizes in multiples of 8")
 def _by_row_cuda(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return F.grouped_mm(rows, weight, offs=_ends(counts, rows.device))
 
 
-@_by_expert.on("cuda", supports=_beyond_cuda)
+@_by_expert.on("cuda", supports=_beyond_cuda, note="`F.grouped_mm`", limits="bf16, sizes in multiples of 8")
 def _by_expert_cuda(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
     counts = counts.to(rows.device, non_blocking=True)
     output = F.grouped_mm(rows.t(), grad, offs=_ends(counts, rows.device))
@@ -114,19 +114,18 @@ def _by_expert_cuda(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
 
 # torch_npu 2.13, npu_grouped_matmul: sizes of the last dimensions, and number of experts
 _NPU_SIZE, _NPU_EXPERTS = 65536, 1024
+_NPU_LIMITS = f"sizes below {_NPU_SIZE:,}, at most {_NPU_EXPERTS:,} experts, at least one row"
 
 
 def _beyond_npu(rows: Tensor, other: Tensor, counts: Tensor) -> str | None:
     """Return which documented limit of ``npu_grouped_matmul`` (torch_npu 2.13) the call exceeds."""
-    if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"npu_grouped_matmul takes no {rows.dtype}"
     if max(rows.size(1), other.size(-1)) >= _NPU_SIZE:
         return f"npu_grouped_matmul takes sizes below {_NPU_SIZE}"
     if len(counts) > _NPU_EXPERTS:
         return f"npu_grouped_matmul takes {_NPU_EXPERTS} experts, not {len(counts)}"
     if not rows.size(0):
         return "npu_grouped_matmul is given no row"
-    return None
+    return unsupported_dtype("npu_grouped_matmul", rows)
 
 
 def _npu(left: Tensor, right: Tensor, counts: Tensor, group_type: int) -> Tensor:
@@ -137,11 +136,17 @@ def _npu(left: Tensor, right: Tensor, counts: Tensor, group_type: int) -> Tensor
     return torch_npu.npu_grouped_matmul([left], [right], group_list=counts, **options)[0]
 
 
-@_by_row.on("npu", supports=_beyond_npu)
+@_by_row.on("npu", supports=_beyond_npu, note="`npu_grouped_matmul`", limits=_NPU_LIMITS)
 def _by_row_npu(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return _npu(rows, weight, counts, group_type=0)
 
 
-@_by_expert.on("npu", supports=_beyond_npu)
+@_by_expert.on("npu", supports=_beyond_npu, note="`npu_grouped_matmul`", limits=_NPU_LIMITS)
 def _by_expert_npu(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
     return _npu(rows.t(), grad, counts, group_type=2).view(len(counts), rows.size(1), grad.size(1))
+
+
+@_by_row.example()  # its gradient is the other operation
+def _example(make: Make) -> Tensor:
+    counts = torch.tensor([10, 0, 50, 36])  # an expert without rows is the case that goes wrong
+    return grouped_matmul(make(96, 32), make(4, 32, 48), counts)

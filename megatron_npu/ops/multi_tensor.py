@@ -8,15 +8,17 @@ and finds inf or nan, and never reset here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_npu.ops.dispatch import Make, Operation
+
 # Values whose squares are added up in one go. torch's kernel for the CPU does so in a few fp32 lanes:
 # over 20 million values its norm is 1e-3 off.
-_PIECE = 1 << 13
+_CHUNK = 1 << 13
 
 TensorLists = list[list[Tensor]]
 
@@ -50,22 +52,33 @@ def multi_tensor_l2norm(
     if not tensors:
         device = overflow.device if overflow is not None else None
         return torch.zeros(1, device=device), torch.zeros(0, device=device) if per_tensor else None
-    if tensors[0].device.type == "cpu":
-        norms = [_norm_by_pieces(tensor) for tensor in tensors]
-    else:
-        norms = list(torch._foreach_norm(tensors, 2, dtype=torch.float32))
-    each = torch.stack(norms)
+    each = _norms(tensors)
     return torch.linalg.vector_norm(each).reshape(1), each if per_tensor else None
 
 
-def _norm_by_pieces(tensor: Tensor) -> Tensor:
+def _norms_reference(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([tensor.detach().float().square().sum().sqrt() for tensor in tensors])
+
+
+_norms = Operation("multi_tensor_l2norm", _norms_reference, group="multi_tensor")
+
+
+@_norms.on("cpu", "cuda", "npu", note="`torch._foreach_norm`; tensors on a cpu in chunks¹")
+def _norms_by_device(tensors: list[Tensor]) -> Tensor:
+    """Return the L2 norm of each tensor, fp32 ``[n]``."""
+    if tensors[0].device.type == "cpu":  # also beside an accelerator: an optimizer that is offloaded
+        return torch.stack([_norm_in_chunks(tensor) for tensor in tensors])
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+
+
+def _norm_in_chunks(tensor: Tensor) -> Tensor:
     """Return the L2 norm of a tensor on the CPU, fp32 ``[]``, the same to 1e-6 whatever its size."""
     flat = tensor.detach().reshape(-1)
-    whole = flat.numel() - flat.numel() % _PIECE
+    whole = flat.numel() - flat.numel() % _CHUNK
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
     if not whole:
         return norm(flat)
-    return norm(torch.cat([norm(flat[:whole].view(-1, _PIECE), dim=1), norm(flat[whole:])[None]]))
+    return norm(torch.cat([norm(flat[:whole].view(-1, _CHUNK), dim=1), norm(flat[whole:])[None]]))
 
 
 def multi_tensor_scale(
@@ -100,7 +113,7 @@ def _scale_in_place(tensors: list[Tensor], overflow: Tensor | None, scale: float
     if overflow is None and tensors:
         torch._foreach_mul_(tensors, scale)
     elif overflow is not None:
-        for bunch in _by_dtype(tensors):
+        for (bunch,) in group_by_dtypes((tensor,) for tensor in tensors):
             unscale(bunch, overflow, scale)
 
 
@@ -133,12 +146,44 @@ def unscale(tensors: list[Tensor], found: Tensor, factor: float | Tensor) -> Non
     device = tensors[0].device
     flag = torch.zeros(1, dtype=torch.float32, device=device)
     factor = torch.as_tensor(factor, dtype=torch.float32, device=device).reshape(1)
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, factor)
+    _scale(tensors, flag, factor)
     found.logical_or_(flag.to(torch.bool).reshape(found.shape))
 
 
-def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    kinds: dict[torch.dtype, list[Tensor]] = {}
+def _scale_reference(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
+    """``found`` and ``factor`` are fp32 ``[1]``."""
     for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    return list(kinds.values())
+        found.masked_fill_(~tensor.isfinite().all(), 1.0)
+        tensor.mul_(factor)
+
+
+_scale = Operation("multi_tensor_scale", _scale_reference, group="multi_tensor")
+_scale.on("cpu", "cuda", "npu", note="torch's kernel of loss scaling")(
+    torch._amp_foreach_non_finite_check_and_unscale_
+)
+
+
+def group_by_dtypes(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
+    """Yield rows of tensors as columns, one bunch per device and dtypes: what torch's fused kernels take.
+
+    The tensors of a row are on one device; their dtypes may differ.
+    """
+    bunches: dict[tuple[Any, ...], list[tuple[Tensor, ...]]] = {}
+    for row in rows:
+        bunches.setdefault((row[0].device, *(tensor.dtype for tensor in row)), []).append(row)
+    for bunch in bunches.values():
+        yield tuple(list(column) for column in zip(*bunch, strict=True))
+
+
+@_norms.example()
+def _norms_example(make: Make) -> None:
+    multi_tensor_l2norm(0, None, [[make(33, 65).detach(), make(7).detach()]])
+
+
+@_scale.example()
+def _scale_example(make: Make) -> None:
+    source = make(33, 65).detach()
+    overflow = torch.zeros(1, dtype=torch.int, device=source.device)
+    multi_tensor_scale(0, overflow, [[source], [torch.empty_like(source)]], 0.5)
+    if overflow.item():
+        raise ArithmeticError("finite values were taken for inf or nan")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_npu.ops.dispatch import Operation
+from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
 from megatron_npu.ops.tiling import row_slices
 
 # A factor of zero has lost its input: below this the memory-efficient backward divides by this instead.
@@ -89,26 +89,28 @@ def _mixed_dtypes(input: Tensor, weight: Tensor, *_: Any) -> str | None:
     return None
 
 
-@_layer_norm.on("cuda", "npu", supports=_mixed_dtypes)
+@_layer_norm.on(
+    "cuda", "npu", supports=_mixed_dtypes, note="`F.layer_norm`", limits="weight in the dtype of the input"
+)
 def _layer_norm_native(
     input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool
 ) -> Tensor:
     return F.layer_norm(input, weight.shape, _factor(weight, zero_centered), bias, eps)
 
 
-@_layer_norm.on("cpu")
+@_layer_norm.on("cpu", note="torch's kernel, 16 bits in fp32 tiles¹")
 def _layer_norm_cpu(input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
     if not zero_centered and input.dtype is weight.dtype is bias.dtype is torch.float32:
         return F.layer_norm(input, weight.shape, weight, bias, eps)
     return _CpuNorm.apply(input, weight, bias, eps, zero_centered)
 
 
-@_rms_norm.on("cpu")
+@_rms_norm.on("cpu", note="tiles; backward by layer norm's kernel")
 def _rms_norm_cpu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     return _CpuNorm.apply(input, weight, None, eps, zero_centered)
 
 
-@_rms_norm.on("cuda", supports=_mixed_dtypes)
+@_rms_norm.on("cuda", supports=_mixed_dtypes, note="`F.rms_norm`", limits="weight in the dtype of the input")
 def _rms_norm_native(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     return F.rms_norm(input, weight.shape, _factor(weight, zero_centered), eps)
 
@@ -116,12 +118,15 @@ def _rms_norm_native(input: Tensor, weight: Tensor, eps: float, zero_centered: b
 def _beyond_npu(input: Tensor, weight: Tensor, *rest: Any) -> str | None:
     if not 2 <= input.dim() <= 8:
         return f"npu_rms_norm takes 2 to 8 dimensions, not {input.dim()}"
-    if input.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"npu_rms_norm takes no {input.dtype}"
-    return _mixed_dtypes(input, weight, *rest)
+    return unsupported_dtype("npu_rms_norm", input) or _mixed_dtypes(input, weight, *rest)
 
 
-@_rms_norm.on("npu", supports=_beyond_npu)
+@_rms_norm.on(
+    "npu",
+    supports=_beyond_npu,
+    note="`npu_rms_norm`",
+    limits="2 to 8 dimensions, weight in the dtype of the input",
+)
 def _rms_norm_npu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     import torch_npu
 
@@ -231,3 +236,13 @@ class _FromOutput(torch.autograd.Function):
         d_weight = (dy * normal).sum(rows).to(weight.dtype)
         d_bias = None if bias is None else dy.sum(rows).to(bias.dtype)
         return dx.mul_(rstd).to(output.dtype), d_weight, d_bias, None, None
+
+
+@_layer_norm.example()
+def _layer_norm_example(make: Make) -> Tensor:
+    return layer_norm(make(64, 2, 128), make(128), make(128), 1e-5)
+
+
+@_rms_norm.example()
+def _rms_norm_example(make: Make) -> Tensor:
+    return rms_norm(make(64, 2, 128), make(128), 1e-5)

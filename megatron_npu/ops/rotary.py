@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.caching import cache_on_tensor
-from megatron_npu.ops.dispatch import Operation
+from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
 from megatron_npu.ops.tiling import row_slices
 
 
@@ -110,13 +110,11 @@ def _turn(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forth:
     return output
 
 
-_rotary.on("cpu", "cuda")(_Rotary.apply)
+_rotary.on("cpu", "cuda", note="products in fp32, tables computed once")(_Rotary.apply)
 
 
 def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> str | None:
     """Return which documented limit of ``npu_rotary_mul`` (torch_npu 2.13) the call exceeds."""
-    if input.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"npu_rotary_mul takes no {input.dtype}"
     if input.dim() != 4 or cosine.dim() != 4:
         return f"npu_rotary_mul takes 4 dimensions, not {input.dim()} and {cosine.dim()}"
     batch, heads, size = input.size(1), input.size(2), cosine.size(-1)
@@ -126,10 +124,15 @@ def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) 
         return f"npu_rotary_mul takes less than 896 elements of a head, not {size}"
     if batch >= 1000 or heads >= 1000 or (interleaved and batch * heads >= 1000):
         return f"npu_rotary_mul takes less than 1000 sequences and heads, not {batch} and {heads}"
-    return None
+    return unsupported_dtype("npu_rotary_mul", input)
 
 
-@_rotary.on("npu", supports=_beyond_npu)
+@_rotary.on(
+    "npu",
+    supports=_beyond_npu,
+    note="`npu_rotary_mul`, tables in the input's dtype",
+    limits="[s, b, n, d], tables [s, 1, 1, d], d < 896, b and n < 1000 (b·n interleaved)",
+)
 def _npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
     import torch_npu
 
@@ -138,3 +141,11 @@ def _npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tens
     tables = (cosine.to(input.dtype), sine.to(input.dtype))
     turned = torch_npu.npu_rotary_mul(input[..., :size].contiguous(), *tables, mode)
     return turned if size == input.size(-1) else torch.cat((turned, input[..., size:]), -1)
+
+
+@_rotary.example()
+def _example(make: Make) -> Tensor:
+    input = make(64, 2, 4, 64)
+    positions = torch.arange(64.0, device=input.device)
+    turns = positions[:, None] * torch.linspace(1, 0.01, 32, device=input.device)
+    return rotary(input, torch.cat([turns, turns], dim=-1)[:, None, None, :])

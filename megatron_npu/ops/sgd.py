@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.ops.dispatch import Operation
-from megatron_npu.ops.fused_optimizer import FusedOptimizer, buckets, fused_as_it_is, precise_twins
+from megatron_npu.ops.dispatch import Make, Operation
+from megatron_npu.ops.fused_optimizer import FusedOptimizer, update_fused
 
 
 @dataclass(frozen=True)
@@ -95,24 +95,20 @@ class FusedSGD(FusedOptimizer):
             decay_after=self.wd_after_momentum,
             first=first_step,
         )
-        rows = [self._row(parameter, group["momentum"]) for parameter in parameters]
-        twins = {i: precise_twins(row) for i, row in enumerate(rows) if not fused_as_it_is(row)}
-        for targets, grads, *buffers in buckets(twins.get(i, row) for i, row in enumerate(rows)):
-            _sgd(targets, grads, buffers[0] if buffers else [], step)
-        for i, (target, _, *buffer) in twins.items():
-            for old, new in zip((rows[i][0], *rows[i][2:]), (target, *buffer), strict=True):
-                old.copy_(new)
+        update_fused(
+            [self._row(parameter, group["momentum"]) for parameter in parameters],
+            lambda targets, grads, buffers=(): _sgd(targets, grads, list(buffers), step),
+        )
 
     def _row(self, parameter: Tensor, momentum: float) -> tuple[Tensor, ...]:
-        if parameter.grad.is_sparse:
-            raise ValueError("FusedSGD does not take sparse gradients")
+        grad = self._dense_gradient(parameter)
         if not momentum:
-            return parameter, parameter.grad
+            return parameter, grad
         state = self.state[parameter]
         if state.get("momentum_buffer") is None:
             precise = torch.promote_types(parameter.dtype, torch.float32)
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=precise)
-        return parameter, parameter.grad, state["momentum_buffer"]
+        return parameter, grad, state["momentum_buffer"]
 
 
 def _sgd_reference(
@@ -139,7 +135,7 @@ def _sgd_reference(
 _sgd = Operation("sgd", _sgd_reference)
 
 
-@_sgd.on("cpu", "cuda", "npu")
+@_sgd.on("cpu", "cuda", "npu", note="`torch._fused_sgd_`")
 def _sgd_torch(
     targets: list[Tensor],
     grads: list[Tensor],
@@ -163,3 +159,10 @@ def _sgd_torch(
         maximize=False,
         is_first_step=step.first,
     )
+
+
+@_sgd.example()
+def _example(make: Make) -> None:
+    parameter = torch.nn.Parameter(make(33, 65).detach())
+    parameter.grad = make(33, 65).detach()
+    FusedSGD([parameter], lr=0.1).step()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.caching import lru_cache_tensors
-from megatron_npu.ops.dispatch import Operation
+from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
 
 MASKED = -10000.0  # what megatron's attention_mask_func writes; a fully masked row becomes uniform
 
@@ -94,22 +94,25 @@ def _shift(queries: int, keys: int, device: torch.device, dtype: torch.dtype) ->
     return torch.full((1, 1, queries, keys), float("-inf"), dtype=dtype, device=device).triu_(1)
 
 
-_scale_mask_softmax.on("cpu", "cuda")(_ScaleMaskSoftmax.apply)
+_scale_mask_softmax.on("cpu", "cuda", note="in place, keeps the result only")(_ScaleMaskSoftmax.apply)
 
 
 def _beyond_npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> str | None:
     """Return which documented limit of ``npu_scaled_masked_softmax`` (torch_npu 2.13) the call exceeds."""
-    if scores.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"npu_scaled_masked_softmax takes no {scores.dtype}"
     if scores.dim() != 4:
         return f"npu_scaled_masked_softmax takes 4 dimensions, not {scores.dim()}"
     for name, size in (("queries", scores.size(2)), ("keys", scores.size(3))):
         if not 32 <= size <= 4096 or size % 32:
             return f"npu_scaled_masked_softmax takes 32 to 4096 {name} in multiples of 32, not {size}"
-    return None
+    return unsupported_dtype("npu_scaled_masked_softmax", scores)
 
 
-@_scale_mask_softmax.on("npu", supports=_beyond_npu)
+@_scale_mask_softmax.on(
+    "npu",
+    supports=_beyond_npu,
+    note="`npu_scaled_masked_softmax`",
+    limits="queries and keys 32 to 4096, multiples of 32",
+)
 def _npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     import torch_npu
 
@@ -122,3 +125,8 @@ def _npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Ten
 @lru_cache_tensors(maxsize=4)
 def _nothing_masked(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.zeros((1, 1, queries, keys), dtype=torch.bool, device=device)
+
+
+@_scale_mask_softmax.example()
+def _example(make: Make) -> Tensor:
+    return scale_mask_softmax(make(2, 4, 64, 64), None, 0.5, True)

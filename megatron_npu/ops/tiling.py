@@ -9,6 +9,8 @@ from torch import Tensor
 
 # Of one tile in fp32. A chain works on three or four at a time, and a core's L2 cache has 1 to 2 MiB.
 _TILE_BYTES = 1 << 18
+# Of one tile in fp32 for all threads together, where rows are long: a few of 50,000 values.
+_WHOLE_ROWS_BYTES = 1 << 20
 
 
 def rows_per_tile(width: int) -> int:
@@ -18,7 +20,16 @@ def rows_per_tile(width: int) -> int:
 
 def row_slices(rows: int, width: int) -> Iterator[slice]:
     """Yield slices that cover ``rows`` rows of ``width`` values, a tile each."""
-    step = rows_per_tile(width)
+    return _slices(rows, rows_per_tile(width))
+
+
+def whole_row_slices(rows: int, width: int) -> Iterator[slice]:
+    """As ``row_slices`` for reductions of long rows: every thread gets as many rows of a tile."""
+    threads = torch.get_num_threads()
+    return _slices(rows, max(1, _WHOLE_ROWS_BYTES // (4 * max(width, 1)) // threads) * threads)
+
+
+def _slices(rows: int, step: int) -> Iterator[slice]:
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.ops.caching import lru_cache_tensors
-from megatron_npu.ops.dispatch import report_fallback
+from megatron_npu.ops.dispatch import Make, Operation
 
 _HALVES = (torch.bfloat16, torch.float16)
 _NPU_SIZE = 65536  # npu_grouped_matmul_add of torch_npu 2.13 takes sizes below
@@ -24,28 +24,37 @@ def accumulate_weight_gradient(input: Tensor, grad_output: Tensor, main_grad: Te
         grad_output: ``[..., h_out]``, of the same dtype.
         main_grad: ``[h_out, h_in]``, fp32, or the dtype of the others; changed in place.
     """
-    input = input.reshape(-1, input.size(-1))
-    grad_output = grad_output.reshape(-1, grad_output.size(-1))
+    rows, grad_rows = input.reshape(-1, input.size(-1)), grad_output.reshape(-1, grad_output.size(-1))
+    _weight_gradient(rows, grad_rows, main_grad)
+
+
+def _reference(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    main_grad.add_(grad_output.t() @ input)
+
+
+_weight_gradient = Operation("weight_gradient", _reference)
+
+
+@_weight_gradient.on(
+    "cpu", "cuda", note="fp32: one product that adds; 16 bits into an fp32 buffer: product, then sum"
+)
+def _accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
     if main_grad.dtype == input.dtype:
         main_grad.addmm_(grad_output.t(), input)
-    elif input.device.type == "npu" and _fits_npu(input, grad_output, main_grad):
-        _accumulate_npu(input, grad_output, main_grad)
     else:
-        main_grad.add_(grad_output.t() @ input)
+        _reference(input, grad_output, main_grad)
 
 
-def _fits_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> bool:
-    """Return whether ``npu_grouped_matmul_add_`` takes the call; report why if not."""
-    reason = _beyond_npu(input, grad_output, main_grad)
-    if reason is not None:
-        report_fallback("weight_gradient", reason)
-    return reason is None
+def _for_npu_kernel(input: Tensor, main_grad: Tensor) -> bool:
+    return input.device.type == "npu" and main_grad.dtype is not input.dtype
 
 
 def _beyond_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> str | None:
     """Return which documented limit of ``npu_grouped_matmul_add_`` (torch_npu 2.13) the call exceeds."""
     import torch_npu
 
+    if not _for_npu_kernel(input, main_grad):
+        return None
     if not hasattr(torch_npu, "npu_grouped_matmul_add_"):
         return "this torch_npu has no npu_grouped_matmul_add_"
     if not torch_npu.npu.utils.is_support_inf_nan():
@@ -59,10 +68,19 @@ def _beyond_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> str | 
     return None
 
 
+@_weight_gradient.on(
+    "npu",
+    supports=_beyond_npu,
+    note="16 bits into an fp32 buffer: `npu_grouped_matmul_add_`; otherwise as cpu",
+    limits="sizes below 65,536",
+)
 def _accumulate_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
     """One group of the product for experts: the rows are all of one weight."""
     import torch_npu
 
+    if not _for_npu_kernel(input, main_grad):
+        _accumulate(input, grad_output, main_grad)
+        return
     rows = _rows(input.size(0), input.device)
     torch_npu.npu_grouped_matmul_add_(main_grad.unsqueeze(0), grad_output, input, rows)
 
@@ -71,3 +89,9 @@ def _accumulate_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> No
 def _rows(count: int, device: torch.device) -> Tensor:
     """Return ``[count]`` on the device; the layers of a model share it."""
     return torch.full((1,), count, dtype=torch.int64, device=device)
+
+
+@_weight_gradient.example()
+def _example(make: Make) -> None:
+    input, grad_output = make(64, 48).detach(), make(64, 32).detach()
+    accumulate_weight_gradient(input, grad_output, torch.ones(32, 48, device=input.device))

@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_npu.ops import cross_entropy
+from megatron_npu.ops import dispatch, tiling
 from megatron_npu.ops.cross_entropy import vocab_parallel_cross_entropy
 from tests.ops.tolerances import assert_near
 
@@ -46,7 +46,7 @@ def test_whole_vocabulary(device, dtype, tokens, vocabulary, smoothing, chunk):
     torch.manual_seed(2)
     logits = torch.randn(*tokens, vocabulary, device=device) * 3
     target = torch.randint(vocabulary, tokens, device=device)
-    whole, cross_entropy._CHUNK_BYTES = cross_entropy._CHUNK_BYTES, chunk  # also more chunks than one
+    whole, tiling._WHOLE_ROWS_BYTES = tiling._WHOLE_ROWS_BYTES, chunk  # also more chunks than one
     try:
         check(
             logits,
@@ -58,7 +58,7 @@ def test_whole_vocabulary(device, dtype, tokens, vocabulary, smoothing, chunk):
             smoothing,
         )
     finally:
-        cross_entropy._CHUNK_BYTES = whole
+        tiling._WHOLE_ROWS_BYTES = whole
 
 
 def test_large_logits_do_not_overflow(device):
@@ -98,14 +98,23 @@ def test_the_loss_can_be_divided_in_place(device, smoothing):
     torch.testing.assert_close(half, whole / 2)
 
 
-def _rank(rank: int, world_size: int, store: str) -> None:
+SPLIT = [
+    (2, torch.float32),
+    (3, torch.float32),
+    (2, torch.bfloat16),
+    (2, torch.float16),
+]
+
+
+def _rank(rank: int, world_size: int, store: str, dtype: torch.dtype) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     torch.manual_seed(3)
     vocabulary, part = 12 * world_size, 12
-    logits = torch.randn(5, 2, vocabulary, requires_grad=True)
+    logits = torch.randn(5, 2, vocabulary).to(dtype)
     target = torch.randint(vocabulary, (5, 2))
+    (operation,) = (each for each in dispatch.OPERATIONS if each.name == "vocab_parallel_cross_entropy")
     for smoothing in (0.0, 0.1):
-        piece = logits.detach()[..., rank * part : (rank + 1) * part].clone().requires_grad_()
+        piece = logits[..., rank * part : (rank + 1) * part].clone().requires_grad_()
         loss = vocab_parallel_cross_entropy(
             piece * 1,
             target,
@@ -114,15 +123,22 @@ def _rank(rank: int, world_size: int, store: str) -> None:
             group=dist.group.WORLD,
             label_smoothing=smoothing,
         )
-        double = logits.detach().double().requires_grad_()
+        assert loss.dtype is torch.float32
+        double = logits.double().requires_grad_()
         expected = formula(double, target, smoothing)
-        assert_near(loss, expected, torch.float32)
+        assert_near(loss, expected, torch.float32)  # sums are in fp32 whatever the dtype of the logits
         loss.sum().backward()
         (whole,) = torch.autograd.grad(expected.sum(), double)
-        assert_near(piece.grad, whole[..., rank * part : (rank + 1) * part], torch.float32, "gradient")
+        assert_near(piece.grad, whole[..., rank * part : (rank + 1) * part], dtype, "gradient")
+        copy = piece.detach().requires_grad_()
+        reference = operation.reference(copy, target, rank * part, vocabulary, dist.group.WORLD, smoothing)
+        assert_near(reference, expected, torch.float32)
+        reference.sum().backward()
+        assert_near(copy.grad, whole[..., rank * part : (rank + 1) * part], dtype, "gradient")
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_split_vocabulary(tmp_path, world_size):
-    mp.spawn(_rank, (world_size, str(tmp_path / "store")), nprocs=world_size)
+@pytest.mark.parametrize(("world_size", "dtype"), SPLIT, ids=str)
+def test_split_vocabulary(tmp_path, world_size, dtype):
+    """The operation and its reference, which verify mode runs beside it."""
+    mp.spawn(_rank, (world_size, str(tmp_path / "store"), dtype), nprocs=world_size)

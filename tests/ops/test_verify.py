@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from megatron_npu import devices, ops, settings
+from megatron_npu import devices, settings
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch, verify
 from megatron_npu.ops.dispatch import Operation
@@ -22,7 +20,8 @@ from tests.conftest import ROOT
 def clean(monkeypatch):
     monkeypatch.setattr(verify, "findings", {})
     monkeypatch.setattr(verify, "random_calls", {})
-    monkeypatch.setattr(settings, "OPERATIONS", [*settings.OPERATIONS, "scaled", "sample"])
+    names = settings.operation_names() | {"scaled", "sample"}
+    monkeypatch.setattr(settings, "operation_names", lambda: names)
     yield
     dispatch.OPERATIONS[:] = [operation for operation in dispatch.OPERATIONS if operation.name != "scaled"]
 
@@ -194,12 +193,8 @@ def test_an_unknown_name_is_refused(monkeypatch):
 
 
 def test_settings_name_all_operations_there_are():
-    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
-        importlib.import_module(module.name)
-    package = ops.__name__ + "."
-    ours = [each for each in dispatch.OPERATIONS if each.reference.__module__.startswith(package)]
-    names = [*{name for operation in ours for name in (operation.name, operation.group)}, "scaled", "sample"]
-    assert sorted(names) == sorted(settings.OPERATIONS)
+    names = {name for each in dispatch.all_operations() for name in (each.name, each.group)}
+    assert names | {"scaled", "sample"} == settings.operation_names()
 
 
 @pytest.mark.parametrize("command", [["ledger"], ["pretrain", "--save", "out", "--mock-data"]])
@@ -238,3 +233,18 @@ torch.nn.Sequential(layer)(torch.randn(3, 4, requires_grad=True)).exp().sum().ba
     assert done.returncode == 0, done.stderr
     assert "verify: layer_norm: largest error" in done.stdout
     assert "2 comparisons, 0 beyond the limit" in done.stdout
+
+
+@pytest.mark.parametrize(("factor", "beyond"), [(1.005, 0), (1.1, 1)])
+def test_in_place_the_limit_is_that_of_the_least_precise_tensor(monkeypatch, factor, beyond):
+    """A 16-bit product added to an fp32 buffer is off by more than fp32 may be."""
+
+    def add(total, value):
+        total.add_(value)
+
+    def add_too_much(total, value):
+        total.add_(value.float() * factor)
+
+    total, value = torch.zeros(4), torch.ones(4, dtype=torch.bfloat16)
+    assert bound(monkeypatch, add_too_much, add)(total, value) is None
+    assert found("total").beyond == beyond

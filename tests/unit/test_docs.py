@@ -86,7 +86,8 @@ def test_the_page_lists_every_patch(name, page):
 
 
 @pytest.mark.parametrize(
-    "script", ["pretrain_flags.py", "benchmark_tables.py", "rooms.py", "simulator_kernels.py"]
+    "script",
+    ["pretrain_flags.py", "benchmark_tables.py", "operation_table.py", "rooms.py", "simulator_kernels.py"],
 )
 def test_the_generated_page_is_up_to_date(script):
     command = [sys.executable, str(ROOT / "scripts" / script), "--check"]

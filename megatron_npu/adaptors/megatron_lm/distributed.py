@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_lm.decorators import around
+from megatron_npu.ops.multi_tensor import group_by_dtypes
 
 # Of the backward pass that runs: parameter -> its part of the gradient buffer and its new gradient.
 _waiting: dict[Tensor, tuple[Tensor, Tensor]] = {}
@@ -38,14 +39,11 @@ def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) ->
 
 def _add_waiting() -> None:
     """Add the gradients that wait, in one call for each pair of dtypes."""
-    bunches: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
-    for total, grad in _waiting.values():
-        bunches.setdefault((total.dtype, grad.dtype), []).append((total, grad))
+    waiting = list(_waiting.values())
     _waiting.clear()
-    for (precise, given), bunch in bunches.items():
-        totals, grads = (list(column) for column in zip(*bunch, strict=True))
+    for totals, grads in group_by_dtypes(waiting):
         with torch.no_grad():
-            if precise is not given:  # torch's fused kernels take equal dtypes only
+            if totals[0].dtype is not grads[0].dtype:  # torch's fused kernels take equal dtypes only
                 given_grads, grads = grads, [torch.empty_like(total) for total in totals]
                 torch._foreach_copy_(grads, given_grads)
             torch._foreach_add_(totals, grads)

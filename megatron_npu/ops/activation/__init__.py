@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_npu.ops.activation import cpu, cuda, npu, reference  # noqa: F401  (each device registers itself)
+from megatron_npu.ops.dispatch import Make
 
 __all__ = ["bias_gelu", "geglu", "swiglu", "swiglu_backward"]
 
@@ -56,3 +57,18 @@ def swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
 def geglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``gelu(a) * b``, tanh form, for ``input + bias = [a, b]``; shapes as ``swiglu``."""
     return reference.geglu(input, bias)
+
+
+@reference.bias_gelu.example()
+def _bias_gelu_example(make: Make) -> Tensor:
+    return bias_gelu(make(64, 2, 128), make(128))
+
+
+@reference.swiglu.example()
+def _swiglu_example(make: Make) -> Tensor:
+    return swiglu(make(64, 2, 128))
+
+
+@reference.geglu.example()
+def _geglu_example(make: Make) -> Tensor:
+    return geglu(make(64, 2, 128))

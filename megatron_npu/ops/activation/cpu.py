@@ -92,7 +92,7 @@ class _BiasGelu(torch.autograd.Function):
         return output, d_bias.to(bias.dtype), None
 
 
-@reference.bias_gelu.on("cpu")
+@reference.bias_gelu.on("cpu", note="chain in tiles")
 def _bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
     return _BiasGelu.apply(input, bias, _needs_slope(input, bias))
 
@@ -152,23 +152,23 @@ class _Gated(torch.autograd.Function):
         slopes, bias = ctx.saved_tensors
         output = torch.empty_like(slopes)
         d_bias = None if bias is None else torch.zeros_like(_precise(slopes, bias))
-        d_biases = (None, None) if bias is None else d_bias.chunk(2)
+        d_biases = (None, None) if d_bias is None else d_bias.chunk(2)
         (buffer,) = scratch_buffers(1, grad, torch.promote_types(grad.dtype, torch.float32))
         halves = (*_rows(slopes).chunk(2, -1), *_rows(output).chunk(2, -1))
         for g, *slope, d_gate, d_value in row_tiles(_rows(grad), *halves):
             for part, out, bias_part in zip(slope, (d_gate, d_value), d_biases, strict=True):
                 product = out if out.dtype is buffer.dtype else buffer[: out.size(0)]
                 _store(torch.mul(part, g, out=product), out, bias_part)
-        return output, None if bias is None else d_bias.to(bias.dtype), None, None
+        return output, None if d_bias is None else d_bias.to(bias.dtype), None, None
 
 
-@reference.swiglu.on("cpu")
+@reference.swiglu.on("cpu", note="`F.silu`; with a bias a chain in tiles")
 def _swiglu(input: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return Gated.apply(input, None, "silu")  # two of torch's fast kernels: a chain is no better
     return _Gated.apply(input, bias, _silu, _needs_slope(input, bias))
 
 
-@reference.geglu.on("cpu")
+@reference.geglu.on("cpu", note="chain in tiles")
 def _geglu(input: Tensor, bias: Tensor | None) -> Tensor:
     return _Gated.apply(input, bias, _gelu, _needs_slope(input, bias))

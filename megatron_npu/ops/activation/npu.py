@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.activation import reference
 from megatron_npu.ops.activation.native import bias_gradient, with_bias
+from megatron_npu.ops.dispatch import unsupported_dtype
 
 
 class _BiasGelu(torch.autograd.Function):
@@ -38,7 +39,7 @@ class _BiasGelu(torch.autograd.Function):
         return result, bias_gradient(result, bias)
 
 
-reference.bias_gelu.on("npu")(_BiasGelu.apply)
+reference.bias_gelu.on("npu", note="`npu_gelu`")(_BiasGelu.apply)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -62,12 +63,12 @@ class _SwiGLU(torch.autograd.Function):
 def _beyond_swiglu(input: Tensor, bias: Tensor | None) -> str | None:
     if input.dim() > 8:
         return f"npu_swiglu takes at most 8 dimensions, not {input.dim()}"
-    if input.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"npu_swiglu takes no {input.dtype}"
-    return None
+    return unsupported_dtype("npu_swiglu", input)
 
 
-reference.swiglu.on("npu", supports=_beyond_swiglu)(_SwiGLU.apply)
+reference.swiglu.on("npu", supports=_beyond_swiglu, note="`npu_swiglu`", limits="at most 8 dimensions")(
+    _SwiGLU.apply
+)
 
 
 class _GEGLU(torch.autograd.Function):
@@ -94,4 +95,4 @@ class _GEGLU(torch.autograd.Function):
         return result, bias_gradient(result, bias)
 
 
-reference.geglu.on("npu")(_GEGLU.apply)
+reference.geglu.on("npu", note="`npu_gelu` and a product")(_GEGLU.apply)
