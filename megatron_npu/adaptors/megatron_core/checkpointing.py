@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_map_only
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, wrap
 from megatron_npu.errors import UsageError
 
+logger = logging.getLogger(__name__)
+
 
 @wrap(
     "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item",
@@ -67,9 +69,6 @@ def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, as
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy in memory of its own; ``.cpu()`` of a cpu tensor is the tensor itself."""
     return tensor.detach().clone()
-
-
-logger = logging.getLogger(__name__)
 
 
 @around(
