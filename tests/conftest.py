@@ -14,6 +14,7 @@ import pytest
 
 from megatron_npu import upstream
 from megatron_npu.errors import UsageError
+from tests import skipped
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST = 540  # seconds for whatever a test starts; the watchdog in pyproject.toml comes later
@@ -87,3 +88,11 @@ def checkout(name: str, version: str) -> Path:
     tree = f"core_v{version}" if name == "megatron_core" else version
     command = f"bash scripts/get_megatron.sh checkouts {tree}"
     pytest.skip(f"no tree of {name} {version}: run `{command}`, or set MEGATRON_LM_PATH to one")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end what the suite could not look at, by group."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = [report.longrepr[-1] for report in reports if isinstance(report.longrepr, tuple)]
+    for line in skipped.summary(reasons):
+        terminalreporter.line(line)

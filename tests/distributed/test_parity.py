@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.end_to_end import tiny
 
 WORKER = Path(__file__).parent / "worker.py"
@@ -42,9 +42,10 @@ def train(folder: Path, start: Path | None, flags: list[str], processes: int) ->
     norms, log = folder / "norms.json", folder / "metrics.jsonl"
     launcher = tiny.torchrun(processes)
     load = ["--load", str(start), "--finetune"]
-    result = subprocess.run(
+    result = warm.run(
         [sys.executable, *launcher, str(WORKER), str(norms), *flags, *load, "--json-log", str(log)],
         env=tiny.environment(),
+        modules=warm.DRIVER,
         capture_output=True,
         text=True,
         timeout=300,

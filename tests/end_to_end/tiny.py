@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_npu.preprocessing import indexed_dataset
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 255  # --vocab-size; 255 is the end of document
@@ -61,9 +62,10 @@ def command(*arguments: str, processes: int = 1) -> list[str]:
 
 def run(*arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
     """Run ``megatron-npu`` to its end."""
-    return subprocess.run(
+    return warm.run(
         command(*arguments, processes=processes),
         env=environment(),
+        modules=warm.DRIVER,
         capture_output=True,
         text=True,
         timeout=300,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.end_to_end import tiny
 from tests.end_to_end.conftest import dataset
 
@@ -42,9 +42,10 @@ def on_cpu(dataset, tmp_path_factory) -> tuple[list[str], list[float]]:
     saved = tiny.run("pretrain", *flags, "--train-iters", "0", "--save", str(folder / "start"))
     assert saved.returncode == 0, saved.stderr
     flags += ["--load", str(folder / "start"), "--finetune"]
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, str(WORKER), str(folder / "norms"), *flags, "--json-log", str(folder / "log")],
         env=tiny.environment(),
+        modules=warm.DRIVER,
         capture_output=True,
         text=True,
         timeout=300,

@@ -6,6 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
+from tests import warm
 from tests.conftest import LONGEST
 from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated
@@ -67,9 +68,11 @@ def run_script(
         done = run_simulated(*command, cwd=folder, timeout=LONGEST, **variables)
         done.stderr = done.stdout  # it has both
     else:
-        done = subprocess.run(
+        done = warm.run(
             command,
             env=tiny.environment() | variables,
+            modules=warm.STOCK,
+            tree=tree,
             cwd=folder,
             capture_output=True,
             text=True,

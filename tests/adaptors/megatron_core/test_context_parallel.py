@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from megatron_npu.adaptors.megatron_core.attention.layer_options import comm_typ
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.attention.context_parallel.packed import token_indices
+from tests import warm
 from tests.adaptors.megatron_core.conftest import make_config
 from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
@@ -23,9 +23,10 @@ CASES = 3 * (6 + 5)  # three ways to communicate; masks of a batch, and packed d
 
 def test_every_mask_and_window_is_that_of_the_whole_sequence() -> None:
     pytest.importorskip("megatron.core")
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, *LAUNCHER, str(WORKER)],
         env=tiny.environment(),
+        modules=warm.DRIVER,
         capture_output=True,
         text=True,
         timeout=300,

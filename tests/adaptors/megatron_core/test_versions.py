@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.conftest import ROOT
 from tests.end_to_end import tiny
 
@@ -32,9 +32,10 @@ def curve(
         environment["MEGATRON_LM_PATH"] = str(root)
         environment["PYTHONPATH"] = os.pathsep.join([str(root), environment["PYTHONPATH"]])
     argv = [*tiny.flags_for(numbers), *EXACT, "--json-log", str(log), *flags]
-    done = subprocess.run(
+    done = warm.run(
         tiny.command("pretrain", *argv, processes=processes),
         env=environment,
+        modules=warm.DRIVER,
         capture_output=True,
         text=True,
         timeout=300,
@@ -107,9 +108,8 @@ def test_windows_where_upstream_refuses_them(tmp_path, root) -> None:
     """The local attention has had windows since 0.15 only."""
     path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
     environment = tiny.environment() | {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)}
-    subprocess.run(
-        [sys.executable, "-c", WINDOW, tmp_path / "store"], env=environment, check=True, timeout=120
-    )
+    command = [sys.executable, "-c", WINDOW, str(tmp_path / "store")]
+    warm.run(command, env=environment, modules=warm.DRIVER, check=True, timeout=120)
 
 
 def test_interleaved_pipeline(numbers, tmp_path, root, installed) -> None:

@@ -9,7 +9,6 @@ import functools
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,7 +92,7 @@ class Guide:
     def execute(self, command: str, **changes: str) -> subprocess.CompletedProcess[str]:
         """Run a command in ``tests_gpt``, as a user's shell would; return the finished process."""
         line = f"cd '{self.scripts}' && {command}"
-        own = {"PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1", "MEGATRON_LM_PATH": ""}
+        own = {"PYTHONDONTWRITEBYTECODE": "1", "MEGATRON_LM_PATH": ""}
         return self._run("bash", "-c", line, **{**own, **self.sizes, **changes})
 
     @functools.cache  # noqa: B019 - lives as long as the tests that share it

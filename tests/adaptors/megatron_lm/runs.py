@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_npu.preprocessing import indexed_dataset
+from tests import warm
 from tests.end_to_end import tiny
 
 END = 256  # <|endoftext|>, behind the 256 bytes
@@ -97,9 +98,12 @@ def run(
     launcher = tiny.torchrun(processes)
     entry = ["-m", "megatron_npu", "run"] if with_operations else [str(BASELINE)]
     command = [sys.executable, *(launcher if processes > 1 else []), *entry, str(script)]
-    return subprocess.run(
+    tree = next((folder for folder in script.parents if (folder / "megatron" / "model").is_dir()), None)
+    return warm.run(
         [*command, *map(str, arguments)],
         env=environment(**changes),
+        modules=warm.STOCK if with_operations and tree else (),
+        tree=tree,
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.adaptors.megatron_lm import runs
 from tests.end_to_end.tiny import ROOT
 from tests.sim.conftest import run_simulated, unavailable
@@ -24,7 +25,7 @@ PYTEST = [
 
 
 def on_cpu(file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm.run(
         [*PYTEST, str(file)],
         cwd=ROOT,
         env=runs.environment(**environment),

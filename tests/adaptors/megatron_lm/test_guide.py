@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from tests import warm
 from tests.adaptors.megatron_lm import guide, runs
 from tests.conftest import LONGEST
 
@@ -15,7 +16,7 @@ def commands(checkout, tmp_path_factory) -> guide.Guide:
     def run(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command,
-            env=runs.environment(**changes),
+            env=warm.for_scripts(runs.environment(**changes)),
             capture_output=True,
             text=True,
             timeout=LONGEST,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 import pytest
 
@@ -18,7 +19,8 @@ def commands(checkout, tmp_path_factory) -> guide.Guide:
 
     def run(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
         one = {"MEGATRON_NPU_DEVICE": "npu", "NPUS_PER_NODE": "1"}  # of the eight that there seem to be
-        done = run_simulated(*command, timeout=LONGEST, PRESET="small", **one, **changes)
+        own = {"PYTHON": sys.executable, "PRESET": "small", **one}
+        done = run_simulated(*command, timeout=LONGEST, **own, **changes)
         assert " x npu" in done.stdout, done.stdout[-3000:]
         done.stderr = ""  # both outputs are one text
         return done

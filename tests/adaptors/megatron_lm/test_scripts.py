@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_npu import upstream
+from tests import warm
 from tests.adaptors.megatron_lm import guide, runs
 from tests.adaptors.megatron_lm.test_runs import load
 from tests.conftest import LONGEST
@@ -29,7 +30,6 @@ def script(data, tmp_path):
 
     def run(name: str, *options: str, **changes: object) -> subprocess.CompletedProcess[str]:
         own = {
-            "PYTHON": sys.executable,
             "DATA_PATH": data / "text",
             "VOCAB_FILE": data / "vocab.json",
             "MERGE_FILE": data / "merges.txt",
@@ -41,7 +41,7 @@ def script(data, tmp_path):
         settings = {name: str(value) for name, value in {**own, **changes}.items()}
         return subprocess.run(
             ["bash", str(SCRIPTS / name), *options],
-            env=runs.environment(**settings),
+            env=warm.for_scripts(runs.environment(**settings)),
             capture_output=True,
             text=True,
             timeout=LONGEST,
@@ -165,10 +165,10 @@ def alone(tmp_path):
             "SEQ_LENGTH": 64,
             "TRAIN_ITERS": 30,
         }
-        own = {"PYTHON": sys.executable, **guide.SIZES, **elsewhere, **changes}
+        own = {**guide.SIZES, **elsewhere, **changes}
         return subprocess.run(
             ["bash", str(scripts / name), *options],
-            env=runs.environment(**{name: str(value) for name, value in own.items()}),
+            env=warm.for_scripts(runs.environment(**{name: str(value) for name, value in own.items()})),
             capture_output=True,
             text=True,
             timeout=LONGEST,

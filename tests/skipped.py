@@ -1,0 +1,30 @@
+"""What the suite could not look at here: the skipped tests by what they lack."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+# the first that matches a reason names the group
+GROUPS = {
+    "a Megatron tree or wheel (make megatron)": r"no tree of|no checkouts|get_megatron",
+    "the simulated Ascend": r"simulated Ascend|torch_npu wheel",
+    "an NPU or a GPU": r"needs an NPU|no GPU|no CUDA|cuda is not",
+    "data (../shared/data or make demo)": r"gpt2-vocab|lambada|LAMBADA",
+    "a package": r"could not import|not installed|no Megatron is installed|needs einops",
+    "a program": r"no (g\+\+|gcc|C\+\+ compiler|shellcheck|git)",
+}
+CASE = "nothing: the case does not arise here"
+
+
+def group_of(reason: str) -> str:
+    """Return what the test that was skipped for ``reason`` lacks."""
+    return next((name for name, pattern in GROUPS.items() if re.search(pattern, reason)), CASE)
+
+
+def summary(reasons: Iterable[str]) -> list[str]:
+    """Return a line for each group, most tests first; what needs nothing comes last."""
+    counts = Counter(map(group_of, reasons))
+    ordered = sorted(counts.items(), key=lambda item: (item[0] == CASE, -item[1]))
+    return [f"{number:5} skipped for want of {name}" for name, number in ordered]

@@ -1,0 +1,129 @@
+"""Forked interpreters behave as started ones: arguments, environment, files, signals, ends, children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+from tests.end_to_end import tiny
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the case: processes are forked on Linux only"
+)
+
+
+def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    env = tiny.environment() | changes
+    command = [sys.executable, *arguments]
+    return warm.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_it_is_another_interpreter_with_torch_in_it() -> None:
+    done = run(
+        "-c", "import sys; print('torch' in sys.modules, 'megatron' in sys.modules, sys.argv)", "a", "b"
+    )
+    assert done.stdout == "True False ['-c', 'a', 'b']\n"
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_environment_folder_and_search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside.py").write_text("NAME = 'found'\n")
+    (tmp_path / "script.py").write_text(
+        "import os, sys, beside\nprint(beside.NAME, os.environ['MARK'], os.getcwd(), __name__, sys.argv)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    script = str(tmp_path / "script.py")
+    expected = f"found here {tmp_path} __main__ {[script, 'x']}\n"
+    assert run(script, "x", MARK="here").stdout == expected
+    assert "MARK" not in run("-c", "import os; print(*os.environ)").stdout.split()
+    assert run("-m", "script", MARK="here").stdout.startswith("found here")
+
+
+@pytest.mark.parametrize(
+    ("code", "returncode"),
+    [
+        ("import sys; sys.exit(3)", 3),
+        ("1 / 0", 1),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
+        ("import os; os.abort()", -signal.SIGABRT),
+    ],
+)
+def test_it_ends_as_its_program_ends(code: str, returncode: int) -> None:
+    assert run("-c", code).returncode == returncode
+
+
+def test_one_run_leaves_nothing_to_the_next() -> None:
+    assert run("-c", "import torch, random; torch.mark = random.seed(1)").returncode == 0
+    done = run("-c", "import torch, random; print(hasattr(torch, 'mark'), random.random())")
+    other = run("-c", "import torch, random; print(hasattr(torch, 'mark'), random.random())")
+    assert done.stdout.startswith("False ")
+    assert done.stdout != other.stdout, "each draws a seed of its own"
+
+
+WAITING = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+
+
+def waiting() -> tuple[subprocess.Popen[str], int]:
+    command, env = warm.ready([sys.executable, "-c", WAITING], tiny.environment())
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def gone(process: int) -> bool:
+    for _ in range(200):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_both(number: signal.Signals) -> None:
+    process, fork = waiting()
+    process.send_signal(number)
+    assert process.wait(60) == -number
+    assert gone(fork)
+
+
+CHILDREN = """
+import multiprocessing, sys
+
+def ask(queue):
+    queue.put((__name__, "torch" in sys.modules))
+
+if __name__ == "__main__":
+    for method in ("spawn", "fork"):
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        child = context.Process(target=ask, args=(queue,))
+        child.start()
+        print(method, *queue.get())
+        child.join()
+        assert child.exitcode == 0
+"""
+
+
+def test_multiprocessing_and_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CHILDREN)
+    assert run(str(script)).stdout == "spawn __mp_main__ True\nfork __main__ True\n"
+    script.write_text("import os, sys; print(os.environ['RANK'] + ('torch' in sys.modules) * ' has torch')\n")
+    ranks = run(*tiny.torchrun(2), str(script))
+    assert sorted(ranks.stdout.split("\n")) == ["", "0 has torch", "1 has torch"]
+
+
+def test_where_the_plug_in_must_not_be_or_all_is_to_be_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", "pass"]
+    assert warm.ready(command, {"MEGATRON_NPU_AUTOLOAD": "0"})[0] == command
+    monkeypatch.setenv("TEST_COLD", "1")
+    assert warm.ready(command, {})[0] == command

@@ -1,0 +1,147 @@
+"""Interpreters for what tests start: forked from a parent that has imported torch, and Megatron, already.
+
+Importing torch takes one and a half seconds of a core, Megatron's training five, and the suite starts many
+hundred processes. ``ready(command, env)`` makes a command line and an environment for a process, and those
+that it starts with ``torchrun`` or ``multiprocessing``, that is forked by such a parent (``server.py``). It
+behaves as ``python`` does, but for the imports that are there already.
+
+It is not for tests of what happens at a start or an import: they use ``sys.executable``. Nor for simulated
+NPUs: torch_npu starts a thread when it is imported, and a fork does not have it. ``TEST_COLD=1`` lets every
+process of the suite start from nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TORCH = ("numpy", "torch", "torch.distributed.launcher.api", "torch.distributed.checkpoint")
+DRIVER = (
+    "megatron_npu.training.pretrain",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.models.gpt.gpt_layer_specs",
+)
+STOCK = ("megatron.training",)
+MOST = 6  # parents alive in this process; each holds up to 400 MB
+# What the imports of Megatron read and a parent may therefore be kept for.
+_READ = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_DEVICE")
+
+_parents: dict[tuple[object, ...], _Parent] = {}
+
+
+def run(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    modules: tuple[str, ...] = (),
+    tree: Path | None = None,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command``, which starts with ``sys.executable``, as ``subprocess.run`` does; see ``ready``."""
+    command, env = ready(command, env, modules, tree)
+    return subprocess.run(command, env=env, **options)
+
+
+def ready(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    modules: tuple[str, ...] = (),
+    tree: Path | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """Return ``command`` and ``env`` with an interpreter that has imported ``TORCH`` and ``modules``.
+
+    Args:
+        command: starts with ``sys.executable``; anything else is returned as it is.
+        env: of the process. Where it sets up the plug-in in an uncommon way, ``modules`` are not imported
+            before; where the plug-in must not be there, nothing is.
+        modules: ``DRIVER``, ``STOCK`` or others.
+        tree: what the imports take Megatron from, if neither the path nor MEGATRON_LM_PATH says it.
+    """
+    given = list(command), dict(env)
+    cold = "TEST_COLD" in os.environ or sys.platform != "linux" or env.get("MEGATRON_NPU_AUTOLOAD") == "0"
+    if cold or command[0] != sys.executable:
+        return given
+    uncommon = [name for name in env if name.startswith("MEGATRON_") and name not in _READ]
+    common = not uncommon and modules
+    read = {name: env[name] for name in _READ if env.get(name)} if common else {}
+    if common and tree is not None:
+        read["MEGATRON_LM_PATH"] = str(tree)
+    program = _parent(modules if common else (), read).program
+    # torchrun starts its ranks with PYTHON_EXEC
+    return [program, *command[1:]], {**env, "PYTHON_EXEC": program}
+
+
+def for_scripts(env: Mapping[str, str]) -> dict[str, str]:
+    """Return ``env`` for shell scripts that start ``$PYTHON``, with torch imported before as by ``ready``."""
+    [program], env = ready([sys.executable], env)
+    return {**env, "PYTHON": program}
+
+
+def _parent(modules: tuple[str, ...], read: dict[str, str]) -> _Parent:
+    key = (modules, *sorted(read.items()))
+    if key not in _parents:
+        if len(_parents) >= MOST:
+            _parents.pop(next(iter(_parents))).end()
+        _parents[key] = _Parent(modules, read)
+    _parents[key] = _parents.pop(key)  # the last used is the last to go
+    return _parents[key]
+
+
+class _Parent:
+    """A running ``server.py``; ``program`` takes the arguments of ``python``."""
+
+    def __init__(self, modules: tuple[str, ...], read: dict[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        folder = Path(self._folder.name)
+        address, program, log = folder / "socket", folder / "python", folder / "log"
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "server.py"), str(address), *TORCH, *modules],
+                env=_environment(read),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                preexec_fn=_die_with_parent,
+                start_new_session=True,  # Ctrl-C is for its clients
+                text=True,
+            )
+        atexit.register(self.end)
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"no warm parent with {', '.join((*TORCH, *modules))}:\n{log.read_text()}")
+        # a kernel takes one argument behind #!, so a shell gives them
+        client = [sys.executable, "-I", "-S", str(HERE / "client.py"), str(address), str(program)]
+        program.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
+        program.chmod(0o700)
+        self.program = str(program)
+
+    def end(self) -> None:
+        """Kill the parent; what it has forked for clients that are alive goes on."""
+        atexit.unregister(self.end)
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def _environment(read: dict[str, str]) -> dict[str, str]:
+    """Return the environment of a parent: this one, without what concerns the plug-in, and ``read``."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_")}
+    search = [read.get("MEGATRON_LM_PATH"), read.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, search))
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {**others, "PYTHONDONTWRITEBYTECODE": "1", **threads, **read, "PYTHONPATH": path}
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed pytest leaves none behind

@@ -1,0 +1,197 @@
+"""A warm parent: server.py SOCKET MODULE... imports the modules, then forks for each ``client.py`` that asks.
+
+The fork runs what the client's arguments say as ``python`` would, and ends as an interpreter ends. The parent
+tells the client its exit status, passes signals to it, and kills it when the client is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import multiprocessing.spawn
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+# what the environment was before the imports, which may add to it
+_ENVIRONMENT = dict(os.environ)
+# what a fork finds behind its first entry and PYTHONPATH
+_given = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+_MOST_FILES = 64
+_BASE = [entry for entry in sys.path[1:] if os.path.abspath(entry) not in _given]
+
+
+def main() -> None:
+    """Serve until killed; in a fork, return when its program has ended."""
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:  # a fork would have locks that nobody gives back
+        sys.exit(f"{threads} threads after the imports of {sys.argv[2:]}")
+    gc.collect()
+    gc.freeze()
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(sys.argv[1])
+    server.listen(64)
+    print("ready", flush=True)
+    request = Parent(server).serve()
+    run(request)
+
+
+class Parent:
+    """The loop of the parent: new clients, their signals and ends, and the ends of the forks."""
+
+    def __init__(self, server: socket.socket) -> None:
+        self._server = server
+        self._clients: dict[int, socket.socket] = {}  # by the number of the process that runs for it
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+        self._woken, self._waking = socket.socketpair()
+        for end in (self._woken, self._waking):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._waking.fileno())
+
+    def serve(self) -> dict[str, Any]:
+        """Serve for ever; return in a fork, with the request that it is for."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._server:
+                    request = self._fork(self._server.accept()[0])
+                    if request is not None:
+                        return request
+                elif key.fileobj is self._woken:
+                    self._woken.recv(4096)
+                    self._reap()
+                else:
+                    self._hear(key.data)
+
+    def _fork(self, client: socket.socket) -> dict[str, Any] | None:
+        """Fork for a client; return its request in the fork, None in the parent."""
+        message, files, _, _ = socket.recv_fds(client, 4, _MOST_FILES)
+        text = _received(client, struct.unpack("!I", message)[0]) if len(message) == 4 else None
+        if text is None:  # it went away
+            client.close()
+            return None
+        process = os.fork()
+        if process:
+            for file in files:
+                os.close(file)
+            self._clients[process] = client
+            self._selector.register(client, selectors.EVENT_READ, process)
+            return None
+        self._leave(client)
+        request = json.loads(text)
+        _renumber(files, request["files"])
+        return request
+
+    def _leave(self, client: socket.socket) -> None:
+        """Close in the fork what is the parent's."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        for end in (self._server, self._woken, self._waking, client, *self._clients.values()):
+            end.close()
+
+    def _hear(self, process: int) -> None:
+        client = self._clients[process]
+        said = client.recv(64)
+        for number in said or [signal.SIGKILL]:  # nothing: the client is gone
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+        if not said:
+            self._selector.unregister(client)
+
+    def _reap(self) -> None:
+        for process in list(self._clients):
+            done, status = os.waitpid(process, os.WNOHANG)
+            if not done:
+                continue
+            client = self._clients.pop(process)
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(client)
+            with contextlib.suppress(OSError):
+                client.sendall(struct.pack("!i", status))
+            client.close()
+
+
+def _renumber(files: list[int], numbers: list[int]) -> None:
+    """Give each file the number that it has in the client."""
+    # out of the way first: one's number may be another's wish
+    aside = [fcntl.fcntl(file, fcntl.F_DUPFD, max(numbers) + 1) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(aside, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _received(client: socket.socket, size: int) -> bytes | None:
+    text = b""
+    while len(text) < size:
+        part = client.recv(size - len(text))
+        if not part:
+            return None
+        text += part
+    return text
+
+
+def run(request: dict[str, Any]) -> None:
+    """Be the ``python`` that was asked for."""
+    os.chdir(request["cwd"])
+    added = {name: value for name, value in os.environ.items() if name not in _ENVIRONMENT}
+    os.environ.clear()
+    os.environ.update({**added, **request["env"]})
+    multiprocessing.spawn.set_executable(request["program"])
+    os.umask(request["umask"])
+    _reseed()
+    arguments = list(request["argv"])
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    while arguments and arguments[0] in ("-u", "-B"):
+        option = arguments.pop(0)
+        sys.dont_write_bytecode |= option == "-B"
+        if option == "-u":
+            for stream in (sys.stdout, sys.stderr):
+                stream.reconfigure(write_through=True)
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))
+    search = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    kind = arguments[0]
+    if kind in ("-m", "-c"):
+        name, *rest = arguments[1:]
+        sys.path[:] = [os.getcwd() if kind == "-m" else "", *search, *_BASE]
+        sys.argv = ["-m" if kind == "-m" else "-c", *rest]
+        if kind == "-m":
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            main_module = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(name, "<string>", "exec"), vars(main_module))
+    elif kind.startswith("-"):
+        sys.exit(f"a warm interpreter knows -m, -c, -u and -B, not {kind}")
+    else:
+        sys.argv = arguments
+        sys.path[:] = [str(Path(kind).resolve().parent), *search, *_BASE]
+        runpy.run_path(kind, run_name="__main__")
+
+
+def _reseed() -> None:
+    """A new interpreter draws seeds of its own."""
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+if __name__ == "__main__":
+    main()
