@@ -44,7 +44,7 @@ def formula(query, key, value, scale, pairs):
 
 
 def packed_formula(query, key, value, scale, packed, causal, window, offset):
-    """The same for ``[t, n, d]``: every document on its own."""
+    """The same for ``[t, n, d]``: every sequence on its own."""
     outputs, q, k = [], 0, 0
     for queries, keys in zip(packed.query_lengths, packed.key_lengths, strict=True):
         position = keys - queries if offset == "end" else offset

@@ -129,7 +129,7 @@ lengths = st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(sum)
     offset=st.sampled_from([0, "end"]),
 )
 def test_packed(device, dtype, query, data, groups, causal, window, offset):
-    """TND: documents of any length, also empty, of queries and of keys."""
+    """TND: sequences of any length, also empty, of queries and of keys."""
     same = st.lists(st.integers(0, 9), min_size=len(query), max_size=len(query)).filter(sum)
     packed = PackedSequences(tuple(query), tuple(data.draw(st.just(query) | same, label="keys")))
     heads, key_heads = groups
@@ -222,7 +222,7 @@ def test_nothing_to_attend_to(device, dtype, queries, keys, batch, causal):
         assert not grad.any()
 
 
-def test_no_documents_at_all(device):
+def test_no_sequences_at_all(device):
     tensors = leaves(torch.float32, device, *[(0, 2, 8)] * 3)
     assert attention(*tensors, layout="TND", scale=SCALE, packed=PackedSequences((), ())).shape == (0, 2, 8)
 
@@ -269,8 +269,8 @@ def test_no_gradient_is_needed(device, dtype):
         ({"window": (-1, 0)}, "window is not negative"),
         ({"dropout_p": 1.0}, "dropout_p"),
         ({"mask": torch.zeros(4, 4)}, "boolean"),
-        ({"packed": PackedSequences((3,), (3,))}, "documents of 3 queries"),
-        ({"packed": PackedSequences((4, 4), (8,))}, "2 documents of queries, 1 of keys"),
+        ({"packed": PackedSequences((3,), (3,))}, "sequences of 3 queries"),
+        ({"packed": PackedSequences((4, 4), (8,))}, "2 sequences of queries, 1 of keys"),
         ({"packed": PackedSequences((9, -1), (8, 0))}, "negative length"),
         (
             {"packed": PackedSequences((8,), (8,)), "mask": torch.zeros(4, 4, dtype=torch.bool)},

@@ -99,8 +99,8 @@ def test_limits_that_forbid_nothing_are_dropped():
     assert wide == Segment(0, 8192, 0, 8192, None, 0)
     tensor = torch.empty(8192, 1, 1, 8, device="meta")
     assert cpu.torch_has_a_kernel(tensor, tensor, AttentionSpec("SBND", 1, 1, 1.0, (wide,)))
-    documents = packed_segments(PackedSequences((3, 5), (3, 5)), True, (4, None), 0)
-    assert {s.window_left for s in documents} == {None}
+    segments = packed_segments(PackedSequences((3, 5), (3, 5)), True, (4, None), 0)
+    assert {s.window_left for s in segments} == {None}
 
 
 class Sizes(TorchDispatchMode):
@@ -143,7 +143,7 @@ WINDOWS = {
 
 @pytest.mark.parametrize("case", WINDOWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_windows_and_documents_cost_what_is_visible(case, dtype):
+def test_windows_and_packed_sequences_cost_what_is_visible(case, dtype):
     """Twice the tokens touch twice the bytes, and no tensor is larger than the queries or one tile."""
     short, _ = sizes_of(2048, dtype, **WINDOWS[case](2048))
     long, queries = sizes_of(4096, dtype, **WINDOWS[case](4096))

@@ -46,7 +46,7 @@ def choice(
 
 
 MASK = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
-DOCUMENTS = PackedSequences((3, 5), (3, 5))
+PACKED = PackedSequences((3, 5), (3, 5))
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,12 @@ DOCUMENTS = PackedSequences((3, 5), (3, 5))
         ({"mask": MASK, "causal": True}, Kernel.SDPA, Kernel.SDPA),
         ({"causal": True, "window": (2, 0)}, Kernel.FLASH_ATTN, Kernel.FLEX),
         ({"causal": True, "window": (2, 0), "dtype": torch.float32}, Kernel.FLEX, Kernel.FLEX),
-        ({"packed": DOCUMENTS, "causal": True}, Kernel.FLASH_ATTN, Kernel.FLEX),
-        ({"packed": DOCUMENTS, "dropout_p": 0.1}, Kernel.FLASH_ATTN, "dropout with a window or documents"),
+        ({"packed": PACKED, "causal": True}, Kernel.FLASH_ATTN, Kernel.FLEX),
+        (
+            {"packed": PACKED, "dropout_p": 0.1},
+            Kernel.FLASH_ATTN,
+            "dropout with a window or packed sequences",
+        ),
         ({"window": (2, 0), "size": 40, "value_size": 40}, Kernel.FLASH_ATTN, "head sizes 40 and 40"),
     ],
     ids=str,
@@ -114,7 +118,7 @@ def test_sdpa_and_flex_see_what_the_case_says(
     assert_near(actual, formula(*(t.double() for t in tensors), 0.3, pairs), torch.float32)
 
 
-def test_flex_sees_documents(cuda_on_the_host):
+def test_flex_sees_packed_sequences(cuda_on_the_host):
     packed = PackedSequences((3, 0, 7, 5), (4, 2, 7, 9))
     tensors = [torch.randn(t, 2, 16) for t in (15, 22, 22)]
     call = {"causal": True, "window": (2, None), "offset": "end"}
@@ -177,7 +181,7 @@ def documented_flash_attn():
         {"causal": True},
         {"causal": True, "window": (3, 0)},
         {"window": (3, 2)},
-        {"packed": DOCUMENTS, "causal": True, "window": (1, None)},
+        {"packed": PACKED, "causal": True, "window": (1, None)},
         {"packed": PackedSequences((3, 5), (4, 9)), "causal": True, "offset": "end"},
     ],
     ids=str,
@@ -205,7 +209,7 @@ def test_what_flash_attn_is_told(cuda_on_the_host, monkeypatch, call):
 
 
 @pytest.mark.parametrize("asked", [True, False])
-@pytest.mark.parametrize("packed", [None, DOCUMENTS])
+@pytest.mark.parametrize("packed", [None, PACKED])
 def test_flash_attn_is_deterministic_when_torch_is_to_be(cuda_on_the_host, monkeypatch, asked, packed):
     flash_attn = documented_flash_attn()
     monkeypatch.setattr(cuda, "_flash_attn_installed", lambda: True)

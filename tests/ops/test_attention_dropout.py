@@ -114,8 +114,8 @@ def test_recomputing_drops_the_same_weights(device, case):
         assert torch.equal(left, right)
 
 
-def test_packed_documents(device):
-    """Each document draws its own; what is dropped stays within the document."""
+def test_packed_sequences(device):
+    """Each sequence draws its own; what is dropped stays within the sequence."""
     packed = PackedSequences((SIZE // 2, SIZE // 2), (SIZE // 2, SIZE // 2))
     zero = torch.zeros(SIZE, 4, SIZE, device=device)
     identity = torch.eye(SIZE, device=device)[:, None].expand(SIZE, 4, SIZE).contiguous()

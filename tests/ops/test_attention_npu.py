@@ -5,6 +5,9 @@ What a sparse mode makes visible is written down here once more, from torch_npu'
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -116,7 +119,7 @@ def test_modes_mean_what_the_case_means(queries, keys, causal, window, offset):
         ({"heads": 257, "key_heads": 257}, "number of heads 257, 1 to 256"),
         ({"size": 769}, "head size 769, 1 to 768"),
         ({"queries": (1 << 20) + 1}, "number of queries 1048577"),
-        ({"packed": PackedSequences((1,) * 1025, (1,) * 1025)}, "1025 packed documents"),
+        ({"packed": PackedSequences((1,) * 1025, (1,) * 1025)}, "1025 packed sequences"),
         ({"packed": PackedSequences((4,), (2,)), "causal": True, "offset": "end"}, "see no key"),
         ({"packed": PackedSequences((4, 4), (4, 6)), "window": (1, 1)}, "lie differently"),
         ({"queries": 4, "keys": 4, "window": (0, 0), "offset": 9}, "a band of -9 tokens before"),
@@ -132,7 +135,18 @@ def test_arguments():
     assert call == NpuCall("SBH", 6, 0.25, 0.75, sparse_mode=2)
     packed = call_for(packed=PackedSequences((3, 0, 0, 5), (3, 0, 2, 5)), causal=True)
     assert packed.input_layout == "TND"
-    assert packed.cu_seqlens == ((3, 3, 8), (3, 5, 10))  # ends; a document of nothing is left out
+    assert packed.cu_seqlens == ((3, 3, 8), (3, 5, 10))  # ends; an empty sequence is left out
+
+
+def test_a_call_is_decided_once_and_its_mask_is_not_kept():
+    mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
+    first, second = (call_for(mask=mask.clone()) for _ in range(2))
+    assert first is second
+    alive = weakref.ref(mask)
+    assert call_for(mask=mask) is first
+    del mask
+    gc.collect()
+    assert alive() is None
 
 
 def mask_for(tensors, spec, mask=None):

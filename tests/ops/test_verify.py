@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -248,3 +249,17 @@ def test_in_place_the_limit_is_that_of_the_least_precise_tensor(monkeypatch, fac
     total, value = torch.zeros(4), torch.ones(4, dtype=torch.bfloat16)
     assert bound(monkeypatch, add_too_much, add)(total, value) is None
     assert found("total").beyond == beyond
+
+
+def test_tensors_in_a_named_tuple_are_compared_too(monkeypatch):
+    class Factors(NamedTuple):
+        x: torch.Tensor
+        weight: torch.Tensor
+
+    def product(factors):
+        assert isinstance(factors, Factors)
+        return factors.x * factors.weight
+
+    operation = bound(monkeypatch, lambda factors: 1.5 * product(factors), reference=product)
+    operation(Factors(torch.ones(3), torch.full((3,), 2.0)))
+    assert found("output").largest == 0.5

@@ -66,22 +66,22 @@ def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | Non
     """Raise ValueError unless ``packed`` is there for TND, and alone in saying what is visible."""
     if packed is None:
         if layout == "TND":
-            raise ValueError("layout TND needs packed, the lengths of its documents")
+            raise ValueError("layout TND needs packed, the lengths of its sequences")
         return
     if mask is not None:
         raise ValueError("packed sequences take no mask: their lengths say what is visible")
     if len(packed.query_lengths) != len(packed.key_lengths):
         raise ValueError(
-            f"{len(packed.query_lengths)} documents of queries, {len(packed.key_lengths)} of keys"
+            f"{len(packed.query_lengths)} sequences of queries, {len(packed.key_lengths)} of keys"
         )
 
 
 def check_lengths(packed: PackedSequences, queries: int, keys: int) -> None:
-    """Raise ValueError unless the documents cover the tokens."""
+    """Raise ValueError unless the sequences cover the tokens."""
     if min((*packed.query_lengths, *packed.key_lengths), default=0) < 0:
-        raise ValueError("a document has a negative length")
+        raise ValueError("a sequence has a negative length")
     if sum(packed.query_lengths) != queries or sum(packed.key_lengths) != keys:
         raise ValueError(
-            f"documents of {sum(packed.query_lengths)} queries and {sum(packed.key_lengths)} keys, "
+            f"sequences of {sum(packed.query_lengths)} queries and {sum(packed.key_lengths)} keys, "
             f"given {queries} and {keys} tokens"
         )

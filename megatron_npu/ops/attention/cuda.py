@@ -86,7 +86,7 @@ def choose(
     if not spec.packed and (spec.masked or one_query or triangle):
         return CudaCall(Kernel.SDPA)
     if spec.dropout_p:
-        return Unsupported("dropout with a window or documents needs flash-attn")
+        return Unsupported("dropout with a window or packed sequences needs flash-attn")
     if sizes[0] != sizes[2] or sizes[0] not in _FLEX_SIZES:
         return Unsupported(f"FlexAttention with head sizes {sizes[0]} and {sizes[2]}")
     return CudaCall(Kernel.FLEX)

@@ -100,7 +100,7 @@ def _sparse_mode(spec: AttentionSpec) -> tuple[int, int, int] | Unsupported:
             return BOTTOM_RIGHT, UNLIMITED, UNLIMITED
     window = window_from_end(spec.segments)
     if window is None:
-        return Unsupported("documents whose windows lie differently towards their ends")
+        return Unsupported("sequences whose windows lie differently towards their ends")
     left, right = (UNLIMITED if limit is None else limit for limit in window)
     for s in spec.segments:
         queries, keys = s.q1 - s.q0, s.k1 - s.k0
@@ -144,7 +144,7 @@ def _packed_limits(spec: AttentionSpec) -> str | None:
     if not spec.packed:
         return None
     if len(spec.segments) > _K:
-        return f"{len(spec.segments)} packed documents, {_K} are supported"
+        return f"{len(spec.segments)} packed sequences, {_K} are supported"
     if any(s.has_fully_masked_rows() for s in spec.segments):
         return "packed queries that see no key"
     return None

@@ -1,4 +1,4 @@
-"""From a mask ``[b, 1, s, s]`` back to what it was made of: a causal triangle, cut at document boundaries."""
+"""From a mask ``[b, 1, s, s]`` back to what it was made of: causal sequences, packed into the rows."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from megatron_npu.ops.caching import cache_on_tensor
 
 
 def sequence_lengths(mask: Tensor) -> tuple[int, ...] | None:
-    """Return the lengths of the documents of a causal document mask, row of the batch by row.
+    """Return the lengths of the packed sequences that a causal mask allows, row of the batch by row.
 
     Megatron builds its masks itself and hands over s² booleans even for plain causal attention. A mask that
-    says no more than "causal, within these documents" is recognised here, so that no kernel needs to read
-    it: Megatron's ``reset_attention_mask``, and without resets one document per row.
+    says no more than "causal, within these sequences" is recognised here, so that no kernel needs to read it:
+    ``--reset-attention-mask`` makes a sequence of each document, and without it each row is one.
 
     Args:
         mask: ``[b, 1, s, s]``, boolean, True where masked. Its values are read, which waits for a device;
             once only: the result is kept with the tensor until that is written to.
 
     Returns:
-        The lengths, those of the first row of the batch first; None if the mask says anything else.
+        The lengths, in tokens, those of the first row of the batch first; None if the mask says anything
+        else.
     """
-    return cache_on_tensor(mask, "documents", lambda: _read(mask))
+    return cache_on_tensor(mask, "sequence_lengths", lambda: _read(mask))
 
 
 def _read(mask: Tensor) -> tuple[int, ...] | None:
@@ -32,7 +33,7 @@ def _read(mask: Tensor) -> tuple[int, ...] | None:
     lengths: list[int] = []
     for row in mask[:, 0]:  # [s, s]: one row of the batch at a time
         begins = (~row).to(torch.uint8).argmax(-1)  # the first key that each query sees
-        # begins must begin documents themselves: a sliding window's move with every query
+        # begins must begin sequences themselves: a sliding window's move with every query
         if not torch.equal(begins[begins], begins):
             return None
         expected = (position > position[:, None]) | (position < begins[:, None])

@@ -57,7 +57,7 @@ def packed_sharding(
     rank_order = torch.cat([token_indices(cu_seqlens_padded, cp_size, rank) for rank in range(cp_size)])
     if rank_order.numel() != tokens * cp_size:
         raise UsageError(
-            f"packed documents that end at {cu_seqlens_padded[-1]}, "
+            f"packed sequences that end at {cu_seqlens_padded[-1]}, "
             f"and {tokens} tokens on each of {cp_size} ranks",
             "the same number of tokens in both",
             "Let the last boundary of cu_seqlens_q_padded be the end of the tokens.",
@@ -93,10 +93,10 @@ def token_indices(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> Tens
     bounds = list(itertools.pairwise(cu_seqlens))
     if any((end - start) % (2 * cp_size) for start, end in bounds):
         raise UsageError(
-            f"packed documents of {[end - start for start, end in bounds]} tokens, "
+            f"packed sequences of {[end - start for start, end in bounds]} tokens, "
             f"context-parallel size {cp_size}",
             f"multiples of {2 * cp_size}: each rank has two chunks of each",
-            "Pad the documents and set cu_seqlens_q_padded and cu_seqlens_kv_padded.",
+            "Pad the sequences and set cu_seqlens_q_padded and cu_seqlens_kv_padded.",
         )
     held = []
     for start, end in bounds:
