@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_npu import attention_flags, devices
+from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core import unsupported_options
 from megatron_npu.adaptors.megatron_core.decorators import (
     NOT_FIXED,
@@ -19,6 +19,7 @@ from megatron_npu.adaptors.megatron_core.decorators import (
     around,
     transformer_engine_present,
 )
+from megatron_npu.adaptors.shared.arguments import add_attention_flags
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.registry import ALL_DEVICES
 
@@ -154,17 +155,10 @@ def _for(names: tuple[str, ...]) -> str:
     return "" if names == ALL_DEVICES else f" ({'/'.join(names)})"
 
 
-@around(
+around(
     "megatron.training.arguments:add_megatron_arguments",
     why="--pre-tockens, --next-tockens and --shape-order of the fused attention",
-)
-def add_attention_flags(
-    original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
-) -> argparse.ArgumentParser:
-    """Add the flags to the parser."""
-    parser = original(parser)
-    attention_flags.add_attention_flags(parser)
-    return parser
+)(add_attention_flags)
 
 
 @around("megatron.training.arguments:validate_args", why=_reasons(), until=_until())

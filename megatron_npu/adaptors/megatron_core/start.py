@@ -6,7 +6,6 @@ Connects ``megatron.training.initialize``, ``megatron.training.dist_signal_handl
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, around, replace
-from megatron_npu.adaptors.shared import rendezvous
+from megatron_npu.adaptors.shared import rendezvous, start
 
 
 @around(
@@ -26,18 +25,20 @@ from megatron_npu.adaptors.shared import rendezvous
 def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call it with ``allow_no_cuda=True``, and with an address to meet at."""
     rendezvous.provide_address()
-    given = inspect.signature(original).bind(*args, **kwargs)
-    given.arguments["allow_no_cuda"] = True
-    return original(*given.args, **given.kwargs)
+    return start.allow_no_cuda(original, *args, **kwargs)
 
 
-@replace(
+replace(
     "megatron.legacy.fused_kernels:load",
     devices=WITHOUT_CUDA,
     why="it compiles CUDA kernels with nvcc, which nothing uses here",
-)
-def load(args: Any) -> None:
-    """Build nothing."""
+)(start.load_no_kernels)
+
+replace(
+    "megatron.core.datasets.utils:compile_helpers",
+    why="it runs make inside the checkout, for whichever python3-config is first on the path, and ends the "
+    "process if that fails; helpers_cpp is compiled already or a stand-in",
+)(start.compile_no_helpers)
 
 
 @replace(
@@ -48,15 +49,6 @@ def load(args: Any) -> None:
 )
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> None:
     """Return None: gloo and HCCL have no options of NCCL."""
-
-
-@replace(
-    "megatron.core.datasets.utils:compile_helpers",
-    why="it runs make inside the checkout, for whichever python3-config is first on the path, and ends the "
-    "process if that fails; helpers_cpp is compiled already or a stand-in",
-)
-def compile_helpers() -> None:
-    """Build nothing."""
 
 
 @replace(

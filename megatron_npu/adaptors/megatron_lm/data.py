@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_npu.adaptors.megatron_lm import safe_numpy
 from megatron_npu.adaptors.megatron_lm.decorators import constant, replace
-from megatron_npu.adaptors.shared.start import build_nothing
+from megatron_npu.adaptors.shared.start import compile_no_helpers
 
 _WITH_INDEX_FILES = (
     "megatron.data.gpt_dataset",
@@ -26,4 +26,4 @@ replace(
     "megatron.data.dataset_utils:compile_helper",
     why="it runs make inside the checkout, for whichever python3 is first on the path, and ends the process "
     "if that fails; megatron.data.helpers is Python here",
-)(build_nothing)
+)(compile_no_helpers)

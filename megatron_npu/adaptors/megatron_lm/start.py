@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megatron_npu.adaptors.megatron_lm.decorators import around, replace
 from megatron_npu.adaptors.shared import rendezvous
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
-from megatron_npu.adaptors.shared.start import allow_no_cuda, announce_first, build_nothing
+from megatron_npu.adaptors.shared.start import allow_no_cuda, announce_first, load_no_kernels
 
 around(
     "megatron.initialize:initialize_megatron",
@@ -18,7 +18,7 @@ around(
 replace(
     "megatron.fused_kernels:load",
     why="it compiles CUDA kernels with nvcc, inside the checkout; every one of them has an operation here",
-)(build_nothing)
+)(load_no_kernels)
 
 around(
     "megatron.schedules:get_forward_backward_func",
