@@ -32,7 +32,7 @@ lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/mypy
 
-$(VENV)/%.stamp: setup.py scripts/make_venv.sh
+$(VENV)/%.stamp: pyproject.toml setup.py scripts/make_venv.sh
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" bash scripts/make_venv.sh "$(VENV)" "$*"
 	touch $@
 

@@ -26,9 +26,8 @@ def installed(tmp_path):
     info = tmp_path / "megatron_npu-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron_npu\nVersion: 0\n")
-    setup = (ROOT / "setup.py").read_text()
     target = "megatron_npu_autoload:arm"
-    assert f'"megatron_npu = {target}"' in setup
+    assert f'"torch.backends"]\nmegatron_npu = "{target}"\n' in (ROOT / "pyproject.toml").read_text()
     (info / "entry_points.txt").write_text(f"[torch.backends]\nmegatron_npu = {target}\n")
     return os.pathsep.join([str(tmp_path), str(ROOT)])
 
