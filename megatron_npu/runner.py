@@ -13,7 +13,7 @@ _USAGE = """usage: megatron-npu run SCRIPT [ARGUMENTS...]
        torchrun --nproc-per-node N -m megatron_npu run SCRIPT [ARGUMENTS...]
 
 Runs SCRIPT as __main__, as `python SCRIPT ARGUMENTS...` would, with Megatron patched at import.
-A Megatron-LM checkout is found beside SCRIPT, or through MEGATRON_LM_PATH."""
+A Megatron-LM checkout is found in the folder of SCRIPT, or through MEGATRON_LM_PATH."""
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     script = Path(argv[0])
     if not script.is_file():
         raise UsageError(f"no script {script}", "the path of a Python file", "Check the path.")
-    plugin.install()  # of spawned children, too; other processes do as MEGATRON_NPU_AUTOLOAD says
+    plugin.install()  # for spawned children, too; other processes follow MEGATRON_NPU_AUTOLOAD
     sys.path[0] = str(script.resolve().parent)  # as the interpreter does for a script
     checkout = settings.MEGATRON_PATH.get()
     if checkout:

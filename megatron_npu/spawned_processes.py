@@ -1,9 +1,9 @@
-"""Processes that ``multiprocessing`` spawns: they start from nothing, and must be patched too.
+"""Processes that ``multiprocessing`` spawns: they start with a fresh interpreter and must be patched, too.
 
 A spawned child runs the main script again under another name, so it imports Megatron: the writers of
 asynchronous checkpoints, the server of their results, workers of loaders. Where the package is installed,
 torch's entry point arms the hook there. Where it is only on ``PYTHONPATH``, or torch's autoload is off,
-nothing would, and the child would fail on what its parent was spared.
+nothing would, and the child would fail on what is patched in its parent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def arm() -> None:
         command = original(**arguments)
         if "-c" in command:  # not in a frozen executable
             program = command.index("-c") + 1
-            # sys.path becomes the parent's in a moment, before the main script runs
+            # spawn replaces sys.path by the parent's right after this, before the main script runs
             arming = f"import sys; sys.path.append({_ROOT!r}); import megatron_npu"
             command[program] = f"{arming}; {command[program]}"
         return command
@@ -39,7 +39,7 @@ def arm() -> None:
 
 
 def disarm() -> None:
-    """Spawn children as Python does."""
+    """Let children be spawned as Python does it."""
     global _original
     if _original is not None:
         multiprocessing.spawn.get_command_line = _original

@@ -17,7 +17,7 @@ NAMES = ("megatron_core", "megatron_lm")
 # Tested versions of megatron-core: first that works, first that is not yet supported.
 OLDEST_CORE, FIRST_TOO_NEW_CORE = (0, 12), (0, 17)
 LEGACY_VERSION = "285068c8"
-# That tree has no version in it: it is known by the SHA-256 of these files, one after the other.
+# That tree states no version: it is recognised by the SHA-256 of these files, concatenated.
 _LEGACY_FILES = ("model/transformer.py", "schedules.py", "optimizer/optimizer.py", "arguments.py")
 _LEGACY_DIGEST = "ea09827de4da290fe48eaaec8f60cb95ed25031b179df8bd0469a805e8f372d6"
 
@@ -108,10 +108,10 @@ def named(path: str | None) -> tuple[str | None, str]:
 def _none_found(path: str | Path | None, given_by: str) -> UsageError:
     inside = "a folder megatron/ with megatron-core or Megatron-LM in it"
     if path is None:
-        named = settings.MEGATRON_PATH.get()
-        beside = f", nor in {named} ({settings.MEGATRON_PATH.name})" if named else ""
+        checkout = settings.MEGATRON_PATH.get()
+        nor = f", nor in {checkout} ({settings.MEGATRON_PATH.name})" if checkout else ""
         return UsageError(
-            f"no Megatron on the Python path{beside}",
+            f"no Megatron on the Python path{nor}",
             inside,
             "Run: pip install megatron-core==0.16.1, or put a Megatron-LM checkout on PYTHONPATH.",
         )
@@ -123,18 +123,20 @@ def _none_found(path: str | Path | None, given_by: str) -> UsageError:
 
 
 def _roots_on_path() -> list[Path]:
-    """Return every folder that a ``import megatron`` looks into, in its order.
+    """Return every folder that ``import megatron`` looks into, in its order.
 
-    Each entry of ``sys.path`` is asked by itself. A regular package (with ``__init__.py``) wins over the
+    Each entry of ``sys.path`` is asked separately. A regular package (with ``__init__.py``) wins over the
     portions of a namespace package (megatron-core from 0.16 on), even over those that come before it.
     """
     regular: list[Path] = []
     portions: list[Path] = []
     for entry in sys.path:
         spec = PathFinder.find_spec("megatron", [entry or "."])
-        for location in (spec.submodule_search_locations or ()) if spec else ():
+        if spec is None:
+            continue
+        roots = portions if spec.origin is None else regular
+        for location in spec.submodule_search_locations or ():
             root = Path(location).resolve().parent
-            roots = portions if spec.origin is None else regular
             if root not in roots:
                 roots.append(root)
     return regular + portions
