@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
+# Owner, name and new value of an attribute of torch that the redirection replaces.
+Replacement = tuple[Any, str, Any]
+
 
 @dataclass(frozen=True)
 class MemoryStatistics:
-    """Bytes in use on the device of this process: now, held by its allocator, and at most so far."""
+    """Bytes on the device of this process: in use, held by its allocator, and the most in use so far."""
 
     allocated: int
     reserved: int
@@ -21,12 +24,13 @@ class MemoryStatistics:
 
 
 class Device(ABC):
-    """One kind of device: how to find it, seed it, wait for it and what ``torch.cuda`` means on it.
+    """One kind of device: how to find it, seed it and wait for it, and what ``torch.cuda`` means on it.
 
     Attributes:
         name: ``npu``, ``cuda`` or ``cpu``; also the type of its ``torch.device``.
         backend: the ``torch.distributed`` backend that moves its tensors.
-        is_host: whether it is the host itself: its memory, and its cores, which reading data needs too.
+        is_host: whether it is the host itself: device memory is host memory, and the cores that compute also
+            read the data.
     """
 
     name: str
@@ -39,7 +43,7 @@ class Device(ABC):
 
     @abstractmethod
     def count(self) -> int:
-        """Return the number of devices that the processes of this machine can spread over."""
+        """Return the number of devices of this machine; on the CPU, of processes that share it."""
 
     @abstractmethod
     def torch_device(self) -> torch.device:
@@ -51,7 +55,7 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything that was queued has run."""
+        """Wait until all queued work has run."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
@@ -63,35 +67,35 @@ class Device(ABC):
 
     @abstractmethod
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Put a state of ``rng_state`` back."""
+        """Restore a state that ``rng_state`` returned."""
 
     def host_rng_state(self) -> torch.Tensor:
         """Return the state of the host's own generator (data order, weights initialised on the host)."""
         return torch.get_rng_state()
 
     def set_host_rng_state(self, state: torch.Tensor) -> None:
-        """Put a state of ``host_rng_state`` back."""
+        """Restore a state that ``host_rng_state`` returned."""
         torch.set_rng_state(state)
 
     @contextlib.contextmanager
     def host_rng(self) -> Iterator[None]:
         """Let random operations on host tensors draw from the host's generator inside the block.
 
-        A device with memory of its own has two generators anyway, so nothing is to be done.
+        A device with memory of its own has its own generator too, so there is nothing to do.
         """
         yield
 
     def prepare(self) -> None:  # noqa: B027  most devices need nothing
-        """Make the process ready to run on the device; called once, before upstream's first module runs."""
+        """Prepare the process for the device; called once, before upstream's first module runs."""
 
     def release(self) -> None:  # noqa: B027
-        """Take back what ``prepare`` changed."""
+        """Undo ``prepare``."""
 
     def clear_overflow(self) -> None:  # noqa: B027
-        """Forget overflows so far, on a device that keeps a flag of them instead of returning inf."""
+        """Clear the overflow flag of a device that sets one instead of returning inf."""
 
     def overflowed(self) -> bool:
-        """Return whether that flag is set; False on devices whose results are inf or nan themselves."""
+        """Return whether the overflow flag is set; False on devices that return inf and nan."""
         return False
 
     @abstractmethod
@@ -100,11 +104,11 @@ class Device(ABC):
 
     @abstractmethod
     def reset_peak_memory(self) -> None:
-        """Let ``memory().peak`` start again from what is in use now."""
+        """Restart ``memory().peak`` from what is in use now."""
 
     def cuda_namespace(self) -> Mapping[str, Any]:
-        """Return what each name of ``torch.cuda`` stands for here; a dotted name reaches a submodule.
+        """Return what each name of ``torch.cuda`` stands for here; a dotted name is one of a submodule.
 
-        Empty on the device that ``torch.cuda`` already means.
+        Empty where ``torch.cuda`` already means the device.
         """
         return {}

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_npu.devices import malloc
+from megatron_npu.devices import cpu_cuda_api, malloc
 from megatron_npu.devices.base import Device, MemoryStatistics
 
 _CPU = torch.device("cpu")
@@ -22,16 +22,17 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 class CpuDevice(Device):
     """Host memory as device memory.
 
-    torch has one CPU generator, where a GPU run has two: the host's and the device's. Here the default
-    generator is the *device's* (dropout draws from it without being told), and ``host_generator`` is
+    torch has one generator on a CPU where a GPU run has two, the host's and the device's. Here the default
+    generator is the *device's* (dropout draws from it by itself), and ``host_generator`` is
     the host's: for Megatron's ``torch.get_rng_state``, for weights initialised on the host, and for
     DataLoaders (seeds, shuffling, samples that are drawn in this process). With a single one, a DataLoader
     that only the first tensor-parallel rank builds would shift that rank's dropout masks against the others'.
 
     Attributes:
-        index: what ``torch.cuda.current_device()`` answers; it tells the processes of a machine apart.
+        index: what ``torch.cuda.current_device()`` returns, which tells the processes of a machine
+            apart.
         host_generator: the host's generator.
-        device_generator: the device's generator. Inside ``host_rng`` the two have changed places.
+        device_generator: the device's generator. Inside ``host_rng`` the two have swapped places.
     """
 
     name = "cpu"
@@ -54,14 +55,14 @@ class CpuDevice(Device):
         return _CPU
 
     def set_current(self, index: int) -> None:
-        """Remember the index for who asks; every process has the one CPU."""
+        """Remember the index for ``torch.cuda.current_device()``; there is one CPU for all processes."""
         self.index = index
 
     def synchronize(self) -> None:
         """Do nothing: CPU operations have run when they return."""
 
     def manual_seed(self, seed: int) -> None:
-        # Not torch.manual_seed, which seeds the devices too and would come back here.
+        # Not torch.manual_seed, which seeds all devices and would call this again.
         self.device_generator.manual_seed(seed)
 
     def rng_state(self) -> torch.Tensor:
@@ -78,17 +79,17 @@ class CpuDevice(Device):
 
     @contextlib.contextmanager
     def host_rng(self) -> Iterator[None]:
-        if self.host_generator is torch.default_generator:  # the data set of a loader may come here again
+        if self.host_generator is torch.default_generator:  # a loader's data set may enter again
             yield
             return
-        self._change_places()
+        self._swap_generators()
         try:
             yield
         finally:
-            self._change_places()
+            self._swap_generators()
 
-    def _change_places(self) -> None:
-        """Exchange the states of the two generators, and with them what each of them is."""
+    def _swap_generators(self) -> None:
+        """Swap the states of the two generators, and which of them is whose."""
         device, host = self.device_generator, self.host_generator
         state = device.get_state()
         device.set_state(host.get_state())
@@ -107,18 +108,16 @@ class CpuDevice(Device):
         return MemoryStatistics(resident, resident, max(resident, _peak_resident()))
 
     def reset_peak_memory(self) -> None:
-        """Start the peak again (Linux only: elsewhere the peak of the whole process is kept)."""
+        """Restart the peak (on Linux only; elsewhere it stays that of the whole process)."""
         with contextlib.suppress(OSError):
             _CLEAR_REFS.write_text("5")  # proc(5): resets the high-water mark of this process
 
     def cuda_namespace(self) -> Mapping[str, Any]:
-        from megatron_npu.devices import cpu_cuda_api
-
-        return cpu_cuda_api.of(self)
+        return cpu_cuda_api.namespace(self, lambda: self.index, lambda: self.device_generator)
 
 
 def _peak_resident() -> int:
-    """Return the high-water mark of the resident set, in bytes; 0 where the system does not tell."""
+    """Return the high-water mark of the resident set, in bytes; 0 where the system does not say."""
     try:
         line = next(row for row in _STATUS.read_text().splitlines() if row.startswith("VmHWM:"))
     except (OSError, StopIteration):

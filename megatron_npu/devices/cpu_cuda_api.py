@@ -8,36 +8,42 @@ import os
 import time
 import types
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 
 from megatron_npu.devices import device_monitor, malloc
+from megatron_npu.devices.base import Device
 from megatron_npu.devices.cpu_device_index import CpuDeviceIndex
-from megatron_npu.devices.cuda_types import no_operation, tensor_types
-
-if TYPE_CHECKING:
-    from megatron_npu.devices.cpu import CpuDevice
+from megatron_npu.devices.cuda_types import tensor_types
 
 
-def of(device: CpuDevice) -> dict[str, Any]:
-    """Return the namespace, as ``Device.cuda_namespace`` describes it."""
+def namespace(
+    cpu: Device, index: Callable[[], int], generator: Callable[[], torch.Generator]
+) -> dict[str, Any]:
+    """Return the namespace, as ``Device.cuda_namespace`` describes it.
+
+    Args:
+        cpu: the device.
+        index: returns the index that this process has been given.
+        generator: returns the device's generator.
+    """
     return {
-        **_device_names(device),
-        **_rng_names(device),
+        **_device_names(cpu, index),
+        **_rng_names(cpu, index, generator),
         **_stream_names(),
-        **_memory_names(device),
-        **device_monitor.of_the_host(),
+        **_memory_names(cpu),
+        **device_monitor.cpu_sensors(),
         **tensor_types("cpu"),
-        "nvtx.range_push": no_operation,
-        "nvtx.range_pop": no_operation,
-        "nvtx.mark": no_operation,
+        "nvtx.range_push": _no_operation,
+        "nvtx.range_pop": _no_operation,
+        "nvtx.mark": _no_operation,
     }
 
 
 class Event:
-    """A point in time: what was queued before it has always run, because nothing is queued."""
+    """A point in time. Work before it has always run: nothing is queued."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._time = 0.0
@@ -60,7 +66,7 @@ class Event:
 
 
 class Stream:
-    """The one order in which the CPU works; waiting for it takes no time."""
+    """The only stream of a CPU: work has run when the call returns, so nothing has to be waited for."""
 
     cuda_stream = stream_id = device_index = priority = 0
     device = torch.device("cpu")
@@ -70,7 +76,7 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the lowest and the highest priority: there is one."""
+        """Return the lowest and the highest priority: the same."""
         return 0, 0
 
     def wait_stream(self, stream: Any) -> None:
@@ -97,14 +103,18 @@ class Stream:
         pass
 
 
+def _no_operation(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
 class _DeviceContext(contextlib.nullcontext):
-    """``with torch.cuda.device(i)``: there is no other device to change to."""
+    """``with torch.cuda.device(i)``: there is no other device to switch to."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
 
-def _device_names(cpu: CpuDevice) -> dict[str, Any]:
+def _device_names(cpu: Device, index: Callable[[], int]) -> dict[str, Any]:
     properties = types.SimpleNamespace(
         name="cpu",
         major=0,
@@ -120,27 +130,27 @@ def _device_names(cpu: CpuDevice) -> dict[str, Any]:
         return properties
 
     def get_device_capability(device: Any = None) -> tuple[int, int]:
-        # Asked for only by --moe-grouped-gemm, whether bf16 is native; as on the npu.
+        # Only --moe-grouped-gemm asks, to learn whether bf16 is native. The same as on the npu.
         return (8, 0)
 
     def get_device_name(device: Any = None) -> str:
         return "cpu"
 
     return {
-        # Megatron's branches on this are right for a CPU when the answer is no.
+        # Where Megatron branches on this, its branch for no CUDA is right for a CPU.
         "is_available": lambda: False,
         "set_device": set_device,
-        "current_device": lambda: CpuDeviceIndex(cpu.index),
+        "current_device": lambda: CpuDeviceIndex(index()),
         "device": _DeviceContext,
         "device_count": cpu.count,
         "get_device_properties": get_device_properties,
         "get_device_capability": get_device_capability,
         "get_device_name": get_device_name,
-        "synchronize": no_operation,
-        "_lazy_init": no_operation,
+        "synchronize": _no_operation,
+        "_lazy_init": _no_operation,
         "_lazy_call": _call_now,
-        "check_error": no_operation,
-        "ipc_collect": no_operation,
+        "check_error": _no_operation,
+        "ipc_collect": _no_operation,
     }
 
 
@@ -152,12 +162,14 @@ def _index_of(which: Any) -> int:
 
 
 def _call_now(callable: Callable[[], Any], **_: Any) -> None:
-    """Run what torch would queue until CUDA is initialised: here that moment never comes."""
+    """Run at once what torch would queue until CUDA is initialised, which never happens here."""
     callable()
 
 
-def _rng_names(cpu: CpuDevice) -> dict[str, Any]:
-    """Return torch.cuda.random; whichever device of the machine is named, this process has its own one."""
+def _rng_names(
+    cpu: Device, index: Callable[[], int], generator: Callable[[], torch.Generator]
+) -> dict[str, Any]:
+    """Return torch.cuda.random; whichever device is named, a process has only its own."""
 
     def get_rng_state(device: Any = "cuda") -> torch.Tensor:
         return cpu.rng_state()
@@ -166,21 +178,21 @@ def _rng_names(cpu: CpuDevice) -> dict[str, Any]:
         cpu.set_rng_state(new_state)
 
     def get_rng_state_all() -> list[torch.Tensor]:
-        return [cpu.rng_state() for _ in range(max(cpu.count(), cpu.index + 1))]
+        return [cpu.rng_state() for _ in range(max(cpu.count(), index() + 1))]
 
     def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-        for index, state in enumerate(new_states):
-            if index == cpu.index:
+        for number, state in enumerate(new_states):
+            if number == index():
                 cpu.set_rng_state(state)
 
     def manual_seed(seed: int) -> None:
         cpu.manual_seed(int(seed))
 
     def seed() -> None:
-        cpu.device_generator.seed()
+        generator().seed()
 
     def initial_seed() -> int:
-        return cpu.device_generator.initial_seed()
+        return generator().initial_seed()
 
     names: dict[str, Any] = {
         "get_rng_state": get_rng_state,
@@ -214,12 +226,12 @@ def _stream_names() -> dict[str, Any]:
         "current_stream": current_stream,
         "default_stream": current_stream,
         "stream": stream_context,
-        "set_stream": no_operation,
+        "set_stream": _no_operation,
         "is_current_stream_capturing": lambda: False,
     }
 
 
-def _memory_names(cpu: CpuDevice) -> dict[str, Any]:
+def _memory_names(cpu: Device) -> dict[str, Any]:
     def memory_stats(device: Any = None) -> dict[str, int]:
         now = cpu.memory()
         known = {
@@ -228,7 +240,7 @@ def _memory_names(cpu: CpuDevice) -> dict[str, Any]:
             "reserved_bytes.all.current": now.reserved,
             "reserved_bytes.all.peak": now.peak,
         }
-        # Counters of the CUDA allocator that a CPU has nothing to say of are zero.
+        # The other counters of the CUDA allocator are zero: a CPU has no such thing.
         return collections.defaultdict(int, known)
 
     def memory_allocated(device: Any = None) -> int:
@@ -258,7 +270,7 @@ def _memory_names(cpu: CpuDevice) -> dict[str, Any]:
         "reset_peak_memory_stats": reset,
         "reset_max_memory_allocated": reset,
         "reset_max_memory_cached": reset,
-        "reset_accumulated_memory_stats": no_operation,  # counters that are always zero
-        "empty_cache": malloc.give_back,
+        "reset_accumulated_memory_stats": _no_operation,  # counters that are always zero
+        "empty_cache": malloc.trim,
     }
     return names | {f"memory.{name}": function for name, function in names.items()}

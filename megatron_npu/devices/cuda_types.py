@@ -1,4 +1,4 @@
-"""Stand-ins for names of ``torch.cuda`` that mean the same on every other device."""
+"""``torch.cuda.FloatTensor`` and its like, on any device."""
 
 from __future__ import annotations
 
@@ -20,19 +20,10 @@ _TYPES = {
 }
 
 
-def names_cuda(text: str) -> bool:
-    """Return whether it is ``cuda`` or ``cuda:`` with an index."""
-    return text == "cuda" or text.startswith("cuda:")
-
-
-def no_operation(*_: Any, **__: Any) -> None:
-    """Do nothing."""
-
-
 class TensorType(type):
     """The type of ``torch.cuda.FloatTensor`` and its like: callable, and usable with isinstance.
 
-    Types they must stay: ``megatron.core.transformer.module`` tests isinstance against them.
+    They have to be types: ``megatron.core.transformer.module`` tests isinstance against them.
     """
 
     dtype: torch.dtype

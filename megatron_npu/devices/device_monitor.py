@@ -1,7 +1,7 @@
-"""What ``torch.cuda`` reads off a GPU's instruments, as far as other devices have such instruments.
+"""What ``torch.cuda`` reads from a GPU's sensors, as far as other devices have them.
 
-Megatron's straggler detector and ``--log-device-memory-used`` ask for these. What nobody measures is nan,
-never a number that looks measured.
+Megatron's straggler detector (``--log-straggler``) and ``--log-device-memory-used`` ask for these. What is
+not measured is nan, never a number that looks like a measurement.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import psutil
 
 
 def unknown(device: Any = None) -> float:
-    """Return nan: this device has no such instrument."""
+    """Return nan: this device has no such sensor."""
     return math.nan
 
 
-def of_the_host() -> dict[str, Callable[..., Any]]:
-    """Return the names of ``torch.cuda`` that read this machine's processors and memory."""
-    psutil.cpu_percent()  # the first call starts the measurement and returns nothing of use
+def cpu_sensors() -> dict[str, Callable[..., Any]]:
+    """Return the functions of ``torch.cuda`` that here read the machine's processors and memory."""
+    psutil.cpu_percent()  # the first call only starts the measurement
     return {
         "mem_get_info": _free_and_total,
         "device_memory_used": _used,
@@ -32,18 +32,18 @@ def of_the_host() -> dict[str, Callable[..., Any]]:
 
 
 def _free_and_total(device: Any = None) -> tuple[int, int]:
-    """Return the bytes that processes can still get, and those that the machine has."""
+    """Return the bytes that are still available, and the machine's total."""
     memory = psutil.virtual_memory()
     return memory.available, memory.total
 
 
 def _used(device: Any = None) -> int:
-    """Return the bytes that all processes use."""
+    """Return the bytes in use by all processes together."""
     return psutil.virtual_memory().used
 
 
 def _utilization(device: Any = None) -> float:
-    """Return the percentage of time that the processors have worked since the last call."""
+    """Return the percentage of time that the processors were busy since the last call."""
     return psutil.cpu_percent()
 
 
@@ -54,6 +54,6 @@ def _temperature(device: Any = None) -> float:
 
 
 def _clock_rate(device: Any = None) -> float:
-    """Return the mean frequency of the processors in MHz; nan where the system does not tell."""
+    """Return the mean frequency of the processors in MHz; nan where the system does not say."""
     frequency = psutil.cpu_freq()
     return math.nan if frequency is None else frequency.current

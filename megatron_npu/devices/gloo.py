@@ -1,4 +1,4 @@
-"""What gloo cannot do and Megatron asks for; the end of a process whose groups nobody has ended."""
+"""What Megatron asks of NCCL and gloo does not do, and a clean exit while process groups are still open."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# What torch 2.13 calls the threads of a ProcessGroupGloo, and where Linux tells what threads do.
+# The name of a ProcessGroupGloo's threads in torch 2.13, and where Linux shows what threads do.
 _WORKER = "pt_gloo_runloop"
 _THREADS = Path("/proc/self/task")
 
 
-def regardless_of_shape(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_gather_into_tensor`` or ``reduce_scatter_tensor`` that counts numbers only, as NCCL does.
+def ignore_shape(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``all_gather_into_tensor`` or ``reduce_scatter_tensor`` that ignores shapes, as NCCL does.
 
-    gloo wants the larger tensor to be the smaller one stacked or concatenated. Megatron gathers
-    ``[s, b, h]`` shards into one flat buffer (``gather_split_1d_tensor``). Both are contiguous memory.
+    gloo wants the larger tensor to have the shape of the smaller ones stacked or concatenated. Megatron
+    gathers ``[s, b, h]`` shards into one flat buffer (``gather_split_1d_tensor``). Both are contiguous.
     """
 
     @functools.wraps(original)
@@ -36,10 +36,10 @@ def regardless_of_shape(original: Callable[..., Any]) -> Callable[..., Any]:
     return collective
 
 
-def owning_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``isend`` whose pending sends own the memory that they read.
+def hold_sent_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``isend`` whose pending sends keep the memory that they read alive.
 
-    Megatron's schedules give an output's memory back as soon as its send is issued (``out.data = ...``),
+    Megatron's schedules free an output's memory as soon as its send is issued (``out.data = ...``),
     which is safe in the order of a CUDA stream. gloo reads it later, from another thread: the receiver
     would get whatever has been written there since. A detached alias keeps the storage until the send
     is done.
@@ -52,8 +52,8 @@ def owning_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
     return isend
 
 
-def without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``barrier`` that takes ``device_ids``, which is NCCL's, and leaves it away."""
+def drop_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``barrier`` that accepts ``device_ids``, which only NCCL uses, and drops it."""
 
     @functools.wraps(original)
     def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
@@ -63,32 +63,32 @@ def without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def finish_at_exit() -> None:
-    """Make the end of the process wait for gloo's threads, see ``let_workers_finish``."""
-    atexit.register(let_workers_finish)
+def wait_at_exit() -> None:
+    """Make the process wait for gloo's threads when it exits, see ``wait_for_workers``."""
+    atexit.register(wait_for_workers)
 
 
-def let_workers_finish(timeout: float = 10.0) -> bool:
-    """Wait until no thread of gloo is at work; return whether that came within ``timeout`` seconds.
+def wait_for_workers(timeout: float = 10.0) -> bool:
+    """Wait until no thread of gloo is busy; return whether that happened within ``timeout`` seconds.
 
-    A thread of gloo gives its tensors back after it has told that a collective is done, and needs the
-    interpreter for that. Megatron's scripts end without ``destroy_process_group``: if the interpreter is
-    on its way out by then, C++ ends the process with "terminate called without an active exception"
-    (signal 6), and a run that has succeeded is reported as failed
+    A thread of gloo releases its tensors after it has reported a collective as done, and needs the
+    interpreter's lock for that. Megatron's scripts exit without ``destroy_process_group``: if the interpreter
+    is shutting down by then, C++ aborts the process with "terminate called without an active exception"
+    (signal 6), and a successful run is reported as failed
     (https://github.com/pytorch/pytorch/issues/190489, torch 2.13). ``destroy_process_group`` does not
     help: Megatron's globals keep the groups, and with them the threads, alive.
 
-    A thread that waits for other processes is not at work: nothing here waits for a peer.
+    A thread that waits for another process is not busy: this never waits for a peer.
     """
-    if not _THREADS.is_dir():  # macOS tells nothing of its threads without privileges
+    if not _THREADS.is_dir():  # macOS shows no threads to an ordinary user
         time.sleep(0.1)
         return True
     deadline = time.monotonic() + timeout
-    looked = _workers()
-    while looked:
-        time.sleep(0.01)  # without the interpreter's lock: a thread that waits for it has it now
-        before, looked = looked, _workers()
-        if looked == before and all(asleep for asleep, _ in looked.values()):
+    seen = _workers()
+    while seen:
+        time.sleep(0.01)  # releases the interpreter's lock to a thread that waits for it
+        before, seen = seen, _workers()
+        if seen == before and all(asleep for asleep, _ in seen.values()):
             break
         if time.monotonic() > deadline:
             logger.warning("threads of gloo are still at work after %g s; the process ends anyway", timeout)
@@ -99,10 +99,10 @@ def let_workers_finish(timeout: float = 10.0) -> bool:
 def _workers() -> dict[str, tuple[bool, int]]:
     """Return for each thread of gloo whether it sleeps, and how often it has gone to sleep.
 
-    One that waits for the interpreter's lock sleeps, too, but wakes every 5 ms to ask for it: only a
-    thread that sleeps at two looks and has not been awake between them has nothing to do.
+    A thread that waits for the interpreter's lock sleeps too, but wakes every 5 ms to ask for it: only one
+    that is asleep twice in a row and has not woken in between is idle.
 
-    A thread gives itself its name when it first runs. Until then it has the process's, and has never slept.
+    A thread names itself when it first runs. Until then it has the name of the process and has never slept.
     """
     found = {}
     for thread in _THREADS.iterdir():

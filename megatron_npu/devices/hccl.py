@@ -1,4 +1,4 @@
-"""What HCCL cannot do and Megatron asks for."""
+"""What Megatron asks of NCCL and HCCL does not do."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 
-def reducing_doubles(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``torch.distributed.all_reduce`` for HCCL, which refuses float64.
+def all_reduce_float64(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``all_reduce`` that also takes float64, which HCCL refuses.
 
-    Megatron reduces its start time that way, a few bytes once. The bits are gathered as int64 and
-    reduced on every rank.
+    Megatron reduces its start time in float64: a few bytes, once. Their bits are gathered as int64, and every
+    rank reduces them on the host.
     """
 
     @functools.wraps(original)

@@ -28,16 +28,16 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Put glibc's defaults back and give what is free to the system."""
+    """Restore glibc's defaults and return free memory to the system."""
     if settings.KEEP_MEMORY.enabled() and _set(_DEFAULTS):
-        give_back()
+        trim()
 
 
-def give_back() -> None:
-    """Give what is free now to the system, as ``torch.cuda.empty_cache`` does (glibc only)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+def trim() -> None:
+    """Return free memory to the system, as ``torch.cuda.empty_cache`` does (glibc only)."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def _set(values: dict[int, int]) -> bool:

@@ -1,7 +1,7 @@
-"""Ascend NPUs through torch_npu's own means, without its script-wide ``transfer_to_npu``.
+"""Ascend NPUs through torch_npu's own interface, without its process-wide ``transfer_to_npu``.
 
 ``transfer_to_npu`` switches ``torch.jit.script`` off and turns float64 into float32 for the whole
-process; the redirection here only gives ``torch.cuda`` names another meaning.
+process; our redirection only gives the names of ``torch.cuda`` another meaning.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 
 from megatron_npu.devices import device_monitor
 from megatron_npu.devices.base import Device, MemoryStatistics
-from megatron_npu.devices.cuda_types import names_cuda, no_operation, tensor_types
+from megatron_npu.devices.cuda_types import tensor_types
+from megatron_npu.devices.device_names import names_cuda
 
-# Everything Megatron asks of torch.cuda that torch.npu answers under the same name.
+# The names of torch.cuda that Megatron uses and torch.npu has too.
 _SAME_NAME = (
     "is_available set_device current_device device device_count get_device_properties get_device_name "
     "synchronize _lazy_init _lazy_call get_rng_state get_rng_state_all set_rng_state set_rng_state_all "
@@ -35,7 +36,7 @@ _RANDOM = (
     "get_rng_state get_rng_state_all set_rng_state set_rng_state_all "
     "manual_seed manual_seed_all seed seed_all initial_seed"
 ).split()
-# Ampere's is where Megatron stops asking for work-arounds: bf16 is native.
+# Ampere's: from there on bf16 is native and Megatron uses no work-arounds.
 _CAPABILITY = (8, 0)
 
 
@@ -50,7 +51,7 @@ class NpuDevice(Device):
             return "the package torch_npu is not installed"
         try:
             import torch_npu  # noqa: F401  (registers torch.npu)
-        except Exception as error:  # a wheel without its CANN fails in many ways; all mean absent
+        except Exception as error:  # a wheel without its CANN fails in many ways, all of which mean absent
             return f"torch_npu does not import ({type(error).__name__}: {error})"
         return None if torch.npu.is_available() else "torch_npu finds no NPU"
 
@@ -92,21 +93,25 @@ class NpuDevice(Device):
 
     def cuda_namespace(self) -> Mapping[str, Any]:
         npu = torch.npu
-        names = {name: _naming_npu(getattr(npu, name)) for name in _SAME_NAME if hasattr(npu, name)}
+        names = {name: _taking_cuda(getattr(npu, name)) for name in _SAME_NAME if hasattr(npu, name)}
         names |= {f"random.{name}": names[name] for name in _RANDOM if name in names}
         names["default_generators"] = _DefaultGenerators()
         names["get_device_capability"] = _capability
         names["_lazy_call"] = _call_when_ready
         names["get_device_properties"] = _with_capability(names["get_device_properties"])
-        names |= {f"nvtx.{name}": no_operation for name in ("range_push", "range_pop", "mark")}
+        names |= {f"nvtx.{name}": _no_range for name in ("range_push", "range_pop", "mark")}
         names |= _memory_history()
         names["device_memory_used"] = _memory_used
         names |= dict.fromkeys(("temperature", "power_draw", "clock_rate"), device_monitor.unknown)
         return names | tensor_types("npu")
 
 
+def _no_range(*_: Any, **__: Any) -> None:
+    """Stand for ``torch.cuda.nvtx``: ranges in a profile of NVIDIA's, which an NPU does not have."""
+
+
 def _call_when_ready(callable: Callable[[], Any], **_: Any) -> None:
-    """Call once the device is initialised. Which calls seed, torch_npu does not want to know."""
+    """Call once the device is initialised. torch_npu does not take torch's ``seed=``."""
     torch.npu._lazy_call(callable)
 
 
@@ -126,7 +131,7 @@ class _DefaultGenerators(Sequence):
 
 
 def _memory_used(device: Any = None) -> int:
-    """Return the bytes that all processes use of the device."""
+    """Return the bytes of the device that are in use, by all processes together."""
     free, total = torch.npu.mem_get_info(_npu_for_cuda(device))
     return total - free
 
@@ -134,7 +139,7 @@ def _memory_used(device: Any = None) -> int:
 def _memory_history() -> dict[str, Callable[..., Any]]:
     """Return what Megatron's ``--record-memory-history`` calls, answered by torch_npu's allocator.
 
-    Megatron up to 0.16 uses the first form of ``_record_memory_history``, which torch_npu never had.
+    Megatron up to 0.16 calls ``_record_memory_history`` in its first form, which torch_npu never had.
     """
 
     def record(enabled: Any = "all", *args: Any, trace_alloc_max_entries: int = 0, **options: Any) -> None:
@@ -158,12 +163,12 @@ def _memory_history() -> dict[str, Callable[..., Any]]:
 
 
 def _saturates() -> bool:
-    """Return whether the chip returns the largest number instead of inf (Ascend before 910B)."""
+    """Return whether the chip returns the largest finite number instead of inf (Ascend before 910B)."""
     return not torch.npu.utils.is_support_inf_nan()
 
 
 def _with_capability(properties: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``properties`` with a major and minor version, which torch_npu leaves at None."""
+    """Return ``properties`` with the major and minor version filled in, which torch_npu leaves at None."""
 
     @functools.wraps(properties)
     def get_device_properties(*args: Any, **kwargs: Any) -> Any:
@@ -174,8 +179,8 @@ def _with_capability(properties: Callable[..., Any]) -> Callable[..., Any]:
     return get_device_properties
 
 
-def _naming_npu(value: Any) -> Any:
-    """Return a function of torch.npu such that a device called cuda is understood; others as they are."""
+def _taking_cuda(value: Any) -> Any:
+    """Return a function of torch.npu that takes CUDA devices too; what is no function, unchanged."""
     if not isinstance(value, types.FunctionType):
         return value
 
@@ -183,7 +188,7 @@ def _naming_npu(value: Any) -> Any:
 
     @functools.wraps(value)
     def on_npu(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs and "device_name" in takes:  # torch_npu 2.13 calls it so in two places
+        if "device" in kwargs and "device_name" in takes:  # two functions of torch_npu 2.13 call it so
             kwargs["device_name"] = kwargs.pop("device")
         return value(*map(_npu_for_cuda, args), **{name: _npu_for_cuda(x) for name, x in kwargs.items()})
 

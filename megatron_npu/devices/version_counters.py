@@ -1,4 +1,4 @@
-"""Collectives that write to a tensor and do not count it."""
+"""Collectives that write to a tensor without raising its version counter, which in-place operations raise."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-# Of torch 2.13's: the others count what they write, or hand over to these. ``irecv`` does not count either;
-# it stays as it is, as who batches point-to-point operations compares it with torch's own.
-UNCOUNTED = ("broadcast", "recv", "scatter", "all_to_all", "all_to_all_single")
+# As of torch 2.13; the other collectives raise it, or call one of these. ``irecv`` does not raise it either,
+# but is left alone: ``batch_isend_irecv`` compares the functions that it is given with torch's own.
+WITHOUT_BUMP = ("broadcast", "recv", "scatter", "all_to_all", "all_to_all_single")
 
 
-def counting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the collective, whose writes to its first argument count as in-place operations do.
+def bump_version(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collective that raises the version counter of its first argument, or of the tensors in it.
 
-    What the attention has read from a mask is kept until the mask is written to. A data loader that receives
-    every batch in the same buffer would train on the documents of the first one. Floating-point tensors are
-    left alone: nothing is read from one and kept, and autograd would refuse the one that was sent.
+    Attention caches what it has read from a mask until the mask is written to. With a data loader that
+    receives every batch in the same buffer, it would train on the document boundaries of the first one.
+    Floating-point tensors are left alone: nothing is cached from them, and autograd
+    would object to one that was sent.
     """
     first = next(iter(inspect.signature(original).parameters))
 

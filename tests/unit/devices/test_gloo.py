@@ -89,28 +89,28 @@ def threads(tmp_path, monkeypatch):
 
 def test_threads_at_rest_are_not_waited_for(threads):
     write_thread(threads, 1, "python", "R (running)", 5)
-    assert gloo.let_workers_finish(timeout=0)  # none of gloo's
+    assert gloo.wait_for_workers(timeout=0)  # none of gloo's
     write_thread(threads, 2, "pt_gloo_runloop", "S (sleeping)", 5)
-    assert gloo.let_workers_finish(timeout=0)
+    assert gloo.wait_for_workers(timeout=0)
 
 
 def test_a_kernel_need_not_count(threads):
     write_thread(threads, 2, "pt_gloo_runloop", "S (sleeping)", None)
-    assert gloo.let_workers_finish(timeout=0)
+    assert gloo.wait_for_workers(timeout=0)
     write_thread(threads, 2, "pt_gloo_runloop", "R (running)", None)
-    assert not gloo.let_workers_finish(timeout=0)
+    assert not gloo.wait_for_workers(timeout=0)
 
 
 def test_a_thread_that_has_not_run_yet_is_waited_for(threads):
     write_thread(threads, os.getpid(), "python", "R (running)", 0)
-    assert gloo.let_workers_finish(timeout=0)  # the main thread is this one
+    assert gloo.wait_for_workers(timeout=0)  # the main thread is this one
     write_thread(threads, 2, "python", "R (running)", 0)
-    assert not gloo.let_workers_finish(timeout=0)
+    assert not gloo.wait_for_workers(timeout=0)
 
 
 def test_a_thread_at_work_is_waited_for_and_named(threads, caplog):
     write_thread(threads, 2, "pt_gloo_runloop", "R (running)", 5)
-    assert not gloo.let_workers_finish(timeout=0.05)
+    assert not gloo.wait_for_workers(timeout=0.05)
     assert "still at work after 0.05 s" in caplog.text
 
 
@@ -123,4 +123,4 @@ def test_a_thread_that_wakes_between_two_looks_is_at_work(threads, monkeypatch):
 
     monkeypatch.setattr(gloo, "time", types.SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     sleep(0)
-    assert not gloo.let_workers_finish(timeout=0)
+    assert not gloo.wait_for_workers(timeout=0)

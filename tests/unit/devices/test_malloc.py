@@ -39,7 +39,7 @@ def resident_after_free(keep: str) -> list[float]:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt(3) is glibc's")
-class TestHeap:
+class TestMalloc:
     def test_freed_memory_is_used_again_until_released(self) -> None:
         kept, released = resident_after_free(keep="1")
         assert kept > 200

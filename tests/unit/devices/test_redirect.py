@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, dataloader
 
 from megatron_npu import devices
-from megatron_npu.devices.redirect import Redirection
+from megatron_npu.devices.redirect import Redirection, callers
 
 
 def as_megatron(source: str, name: str = "megatron.core.example") -> dict:
@@ -262,6 +262,14 @@ def test_device_tensors_are_cuda_to_megatron_alone(redirection):
 def test_an_optimizer_that_offloads_finds_everything_on_the_host(redirection):
     module = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
     assert not as_megatron("def asks(x): return x.is_cuda", module)["asks"](torch.empty(2))
+
+
+@pytest.mark.parametrize(
+    ("module", "probes"),
+    [("torch", True), ("torch._inductor.utils", True), ("torchvision.ops", False), ("", False)],
+)
+def test_callers_are_whole_packages(module, probes):
+    assert (module in callers.PROBE_HARDWARE) is probes
 
 
 def test_torch_itself_still_sees_no_cuda(redirection):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_npu.devices import redirect
+from megatron_npu.devices.redirect import callers
 
 from .results import FAILED, PASSED, SKIPPED
 
@@ -163,18 +163,21 @@ def show_device_to_tests() -> None:
     the tests ask in order to skip themselves, and would hide half of what they can judge. What a tensor is
     (``is_cuda``, ``type()``) they are told as Megatron is.
     """
-    told, is_host = torch.cuda.is_available, redirect._is_host
+    told = torch.cuda.is_available
 
     @functools.wraps(told)
     def is_available() -> bool:
         return "/tests/unit_tests/" in sys._getframe(1).f_code.co_filename or told()
 
-    def is_host_or_test(module: str) -> bool:
-        file = getattr(sys.modules.get(module), "__file__", None)
-        return is_host(module) or "/tests/unit_tests/" in (file or "")
+    class AndTests(callers.Callers):
+        def __contains__(self, module: str) -> bool:
+            file = getattr(sys.modules.get(module), "__file__", None)
+            return super().__contains__(module) or "/tests/unit_tests/" in (file or "")
 
     torch.cuda.is_available = is_available
-    redirect._is_host = is_host_or_test
+    callers.SEE_CUDA_TENSORS = AndTests(
+        *callers.SEE_CUDA_TENSORS.names, why="upstream's tests stand for Megatron"
+    )
 
 
 def main(

@@ -1,4 +1,4 @@
-"""Where else torch is told a device: loading, storages, generators, default types, parallel modules."""
+"""Where else torch is told a device: loading, storages, generators, default types, meshes, DDP."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ from typing import Any
 
 import torch
 from torch import serialization
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_npu.devices.base import Device, Replacement
 from megatron_npu.devices.cuda_types import TensorType
+from megatron_npu.devices.device_names import Target, means_cuda, target_on
 
-Target = Callable[[Any], Any]
 
-
-def replacements(device: str, target: Target) -> Iterator[tuple[Any, str, Any]]:
-    """Yield owner, name and value of what gives ``cuda`` the meaning of ``device`` in these places.
-
-    Args:
-        device: ``cpu`` or ``npu``.
-        target: returns what a device argument stands for, others than of cuda as they are.
-    """
-    yield serialization, "default_restore_location", _restoring(target)
+def replacements(device: Device) -> Iterator[Replacement]:
+    """Yield what takes a device in these places."""
+    target = target_on(device)
+    yield serialization, "default_restore_location", _restore_location(target)
     yield torch.UntypedStorage, "to", _storage_to(target)
     yield torch, "Generator", _generator_type(target)
     yield torch, "set_default_tensor_type", _default_tensor_type(device)
-    yield DistributedDataParallel, "__init__", _parallel(device, target)
+    yield DeviceMesh, "__init__", _mesh_initializer(device)
+    yield DistributedDataParallel, "__init__", _ddp_initializer(device, target)
 
 
-def _restoring(target: Target) -> Callable[..., Any]:
-    """Every form of ``map_location`` ends here, and the tags of a checkpoint that CUDA has written, too."""
+def _restore_location(target: Target) -> Callable[..., Any]:
+    """Every form of ``map_location`` ends here, and so do the tags in a checkpoint written on CUDA."""
     original = serialization.default_restore_location
 
     @functools.wraps(original)
@@ -41,7 +39,7 @@ def _restoring(target: Target) -> Callable[..., Any]:
 
 
 def _storage_to(target: Target) -> Callable[..., Any]:
-    """``storage.cuda()``, and that of a typed storage, come here."""
+    """``storage.cuda()`` comes here, that of a typed storage too."""
     original = torch.UntypedStorage.to
 
     @functools.wraps(original)
@@ -52,7 +50,7 @@ def _storage_to(target: Target) -> Callable[..., Any]:
 
 
 def _generator_type(target: Target) -> type:
-    """Return what ``torch.Generator`` is meanwhile: it makes torch's own, and they are its instances."""
+    """Return a type in place of ``torch.Generator``: it makes torch's own, which are its instances."""
     original = torch.Generator
 
     class GeneratorType(type):
@@ -68,8 +66,8 @@ def _generator_type(target: Target) -> type:
     return GeneratorType("Generator", (), {"__doc__": original.__doc__, "__module__": original.__module__})
 
 
-def _default_tensor_type(device: str) -> Callable[[Any], None]:
-    """On an NPU torch takes no type of its tensors: the dtype and the device are set, each by itself."""
+def _default_tensor_type(device: Device) -> Callable[[Any], None]:
+    """torch has no NPU tensor types to set as the default, so dtype and device are set separately."""
     original = torch.set_default_tensor_type
     has_device = False
 
@@ -82,24 +80,34 @@ def _default_tensor_type(device: str) -> Callable[[Any], None]:
             torch.set_default_dtype(t.dtype)
         else:
             original(t)
-        if device != "cpu" and has_device != isinstance(t, TensorType):
+        if not device.is_host and has_device != isinstance(t, TensorType):
             has_device = not has_device
-            torch.set_default_device(device if has_device else None)
+            torch.set_default_device(device.name if has_device else None)
 
     return set_default_tensor_type
 
 
-def _parallel(device: str, target: Target) -> Callable[..., None]:
+def _mesh_initializer(device: Device) -> Callable[..., None]:
+    original = DeviceMesh.__init__
+
+    @functools.wraps(original)
+    def initialize(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, device.name if means_cuda(device_type) else device_type, *args, **kwargs)
+
+    return initialize
+
+
+def _ddp_initializer(device: Device, target: Target) -> Callable[..., None]:
     original = DistributedDataParallel.__init__
 
     @functools.wraps(original)
-    def initialise(
+    def initialize(
         self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        if device == "cpu":  # torch takes no index of a CPU, and there is one
+        if device.is_host:  # torch wants no device_ids for modules on the CPU
             device_ids = output_device = None
         elif device_ids is not None:
             device_ids, output_device = [target(one) for one in device_ids], target(output_device)
         original(self, module, device_ids, output_device, *args, **kwargs)
 
-    return initialise
+    return initialize

@@ -1,0 +1,43 @@
+"""Which device arguments name CUDA, and what they mean on another device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_npu.devices.base import Device
+
+Target = Callable[[Any], Any]
+
+
+def names_cuda(text: str) -> bool:
+    """Return whether it is ``cuda`` or ``cuda:`` with an index."""
+    return text == "cuda" or text.startswith("cuda:")
+
+
+def means_cuda(argument: Any) -> bool:
+    """Return whether a device argument names a CUDA device; an index alone does."""
+    if isinstance(argument, str):
+        return names_cuda(argument)
+    if isinstance(argument, int):
+        return not isinstance(argument, bool)
+    return isinstance(argument, torch.device) and argument.type == "cuda"
+
+
+def target_on(device: Device) -> Target:
+    """Return a function from a device argument to the ``torch.device`` that it stands for on ``device``.
+
+    An index is kept, except on a CPU, which has none. What does not name CUDA is returned unchanged.
+    """
+
+    def target(argument: Any) -> Any:
+        if not means_cuda(argument):
+            return argument
+        index = argument if isinstance(argument, int) else torch.device(argument).index
+        if device.is_host or index is None:
+            return torch.device(device.name)
+        return torch.device(device.name, index)
+
+    return target

@@ -1,0 +1,61 @@
+"""What ``torch.cuda``, ``"cuda"`` and ``nccl`` mean on a device that is not CUDA.
+
+Megatron names CUDA in some 750 lines (core 0.16.1), so patching each is hopeless; torch itself is told
+once what is meant. Three rules keep the lie small: only devices of type cuda are mapped; torch's own
+frames see the truth where they probe for hardware (``callers.py``); everything is undone by ``off``.
+
+Each module in ``_SUBJECTS`` has a function ``replacements(device)``, which yields owner, name and new value
+of every attribute of torch that it replaces. It sees what the modules before it have replaced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_npu.devices.base import Device
+from megatron_npu.devices.redirect import (
+    autocast,
+    collectives,
+    device_arguments,
+    factories,
+    generators,
+    loaders,
+    namespace,
+    tensors,
+)
+
+_SUBJECTS = (namespace, factories, tensors, device_arguments, autocast, collectives, generators, loaders)
+_MISSING = object()
+
+
+class Redirection:
+    """Gives torch's CUDA names the meaning of ``device``; ``off`` restores each of them."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def on(self) -> None:
+        """Switch the redirection on; on the cuda device, and when it is on already, nothing changes."""
+        if self.device.name == "cuda" or self._originals:
+            return
+        try:
+            for subject in _SUBJECTS:
+                for owner, name, value in subject.replacements(self.device):
+                    self._set(owner, name, value)
+        except BaseException:
+            self.off()
+            raise
+
+    def off(self) -> None:
+        """Put everything back, last change first."""
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)

@@ -1,0 +1,57 @@
+"""The redirected names whose answer depends on the module that asks: all of them, and why.
+
+torch, Megatron and other packages put the same question for different purposes. A name that is not listed
+here gives everybody the same answer.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+class Callers:
+    """Packages and modules that are answered differently from all others.
+
+    Attributes:
+        names: packages (with all their submodules) and modules.
+        why: what they ask, and why they are answered differently.
+    """
+
+    def __init__(self, *names: str, why: str) -> None:
+        self.names = names
+        self.why = why
+        self._prefixes = tuple(f"{name}." for name in names)
+
+    def __contains__(self, module: str) -> bool:
+        return f"{module}.".startswith(self._prefixes)
+
+
+PROBE_HARDWARE = Callers(
+    "torch",
+    "triton",
+    why="torch.cuda.is_available, device_count, get_device_*: torch's compiler and launcher choose kernels "
+    "by them, and are told the truth. All others are told what holds for the device.",
+)
+SEE_CUDA_TENSORS = Callers(
+    "megatron",
+    "__main__",
+    why="Tensor.is_cuda, Tensor.type(): Megatron and scripts ask whether a tensor is on the device. Without "
+    "it, expert-parallel all-to-all takes its split sizes from a tensor on the device "
+    "(maybe_move_tensor_to_cpu of moe_utils). All others, torch first of all, mean CUDA when they ask.",
+)
+OFFLOAD_TO_CPU = Callers(
+    "megatron.core.optimizer",
+    why="Tensor.is_cuda again, on the cpu device only: the optimizer moves what is on the device to the host "
+    "(--optimizer-cpu-offload), where everything is already.",
+)
+MEAN_THE_HOST_GENERATOR = Callers(
+    "megatron",
+    why="torch.get_rng_state, set_rng_state, on the cpu device only: Megatron's checkpoints and RNG tracker "
+    "mean the host's generator, next to torch.cuda's. Scripts and other packages mean the generator that "
+    "torch.rand draws from.",
+)
+
+
+def caller() -> str:
+    """Return the module name of the frame that called the function that calls this."""
+    return sys._getframe(2).f_globals.get("__name__", "")

@@ -1,0 +1,78 @@
+"""Process groups and collectives of ``torch.distributed``, asked for by NCCL's name and with its habits."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_npu.devices import gloo, hccl, version_counters
+from megatron_npu.devices.base import Device, Replacement
+from megatron_npu.devices.device_names import target_on
+
+
+def replacements(device: Device) -> Iterator[Replacement]:
+    """Yield what makes process groups, and the collectives with which the backend needs help."""
+    yield dist, "init_process_group", _init_process_group(device)
+    yield from _in_both_modules("new_group", _new_group(device))
+    for name in version_counters.WITHOUT_BUMP:
+        yield from _in_both_modules(name, version_counters.bump_version(getattr(dist, name)))
+    if device.backend == "hccl":
+        yield from _in_both_modules("all_reduce", hccl.all_reduce_float64(dist.all_reduce))
+    if device.backend == "gloo":
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            yield from _in_both_modules(name, gloo.ignore_shape(getattr(dist, name)))
+        yield from _in_both_modules("isend", gloo.hold_sent_memory(dist.isend))
+        yield dist, "barrier", gloo.drop_device_ids(dist.barrier)
+
+
+def _in_both_modules(name: str, value: Callable[..., Any]) -> Iterator[Replacement]:
+    """Yield a function under both its names: torch's own modules use the one of ``distributed_c10d``."""
+    yield dist, name, value
+    yield dist.distributed_c10d, name, value
+
+
+def _init_process_group(device: Device) -> Callable[..., Any]:
+    original = dist.init_process_group
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        options = _translate(signature.bind(*args, **kwargs).arguments, device)
+        gloo.wait_at_exit()
+        # torch without a name would take every backend it was built with
+        return original(**{**options, "backend": options.get("backend") or device.backend})
+
+    return init_process_group
+
+
+def _new_group(device: Device) -> Callable[..., Any]:
+    original = dist.new_group
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        return original(**_translate(signature.bind(*args, **kwargs).arguments, device))
+
+    return new_group
+
+
+def _translate(options: dict[str, Any], device: Device) -> dict[str, Any]:
+    """Return the options of a process group as this device takes them."""
+    options = {**options}
+    if options.get("backend") is not None:
+        options["backend"] = _backend_for(options["backend"], device)
+    options.pop("pg_options", None)  # options of ProcessGroupNCCL fit no other backend
+    if "device_id" in options:
+        options["device_id"] = None if device.is_host else target_on(device)(options["device_id"])
+    return options
+
+
+def _backend_for(asked: str, device: Device) -> str:
+    """Return the backend, or the backends by device (``cpu:gloo,cuda:nccl``), that ``asked`` means here."""
+    if device.is_host and ("nccl" in asked or ":" in asked):
+        return device.backend  # "cpu:gloo,cuda:nccl" names two devices; here there is one
+    return asked.replace("nccl", device.backend).replace("cuda:", f"{device.name}:")

@@ -1,0 +1,60 @@
+"""The names of ``torch.cuda`` itself."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_npu.devices.base import Device, Replacement
+from megatron_npu.devices.redirect import callers
+
+# Questions that torch's own modules ask to find out what hardware there is.
+_PROBES = {
+    "is_available",
+    "device_count",
+    "get_device_properties",
+    "get_device_capability",
+    "get_device_name",
+}
+
+
+def replacements(device: Device) -> Iterator[Replacement]:
+    """Yield what ``device.cuda_namespace`` lists."""
+    for path, value in device.cuda_namespace().items():
+        *parents, name = path.split(".")
+        owner = functools.reduce(getattr, parents, torch.cuda)
+        if name in _PROBES:
+            value = _truthful_to_torch(getattr(owner, name), value)
+        yield owner, name, _distinct(value)
+
+
+def _truthful_to_torch(real: Callable[..., Any], redirected: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that answers torch's own modules with ``real`` and all others with ``redirected``."""
+
+    @functools.wraps(real)
+    def probe(*args: Any, **kwargs: Any) -> Any:
+        answer = real if callers.caller() in callers.PROBE_HARDWARE else redirected
+        return answer(*args, **kwargs)
+
+    return probe
+
+
+def _distinct(value: Any) -> Any:
+    """Return a function object of its own for a function or method, anything else as it is.
+
+    torch._dynamo keeps its rules by function object: one function under two names of torch.cuda whose
+    rules differ makes its import fail.
+    """
+    if isinstance(value, (types.BuiltinMethodType, types.MethodType)):
+        return lambda *args, **kwargs: value(*args, **kwargs)
+    if not isinstance(value, types.FunctionType):
+        return value
+    copy = types.FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, value.__closure__
+    )
+    copy.__kwdefaults__ = value.__kwdefaults__
+    return copy
