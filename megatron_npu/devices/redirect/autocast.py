@@ -19,8 +19,8 @@ def replacements(device: Device) -> Iterator[Replacement]:
     """Yield what makes autocast of ``cuda`` that of ``device``.
 
     ``torch.amp.custom_fwd`` and ``custom_bwd`` need nothing of their own: they look these names up when they
-    are called. So functions decorated before the redirection follow it, and those decorated during it are torch's
-    own again when it ends. Megatron's linear layers are such functions
+    are called. So functions decorated before the redirection follow it, and those decorated during it leave
+    it when it ends. Megatron's linear layers are such functions
     (``LinearWithGradAccumulationAndAsyncCommunication``).
 
     Without a dtype, autocast takes the default of ``device``: bfloat16 on the CPU, float16 on the others.
