@@ -21,6 +21,7 @@ import pytest
 from megatron_npu import settings
 from megatron_npu.errors import UsageError
 from megatron_npu.sim import site
+from tests import warm
 from tests.conftest import LONGEST
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,9 +44,11 @@ def run_simulated(
     """Run ``megatron-npu sim -- command`` and return what it did; both outputs as one text in ``stdout``."""
     # The CPU-only settings of the surrounding run must not follow into a process that has NPUs.
     inherited = {name: value for name, value in os.environ.items() if name != settings.DEVICE.name}
+    own = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), **environment}
+    words, env = warm.simulated(command, own)
     return subprocess.run(
-        [sys.executable, "-m", "megatron_npu", "sim", "--", *command],
-        env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), **environment},
+        [sys.executable, "-m", "megatron_npu", "sim", "--", *words],
+        env=env,
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

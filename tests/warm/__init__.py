@@ -5,9 +5,9 @@ hundred processes. ``ready(command, env)`` makes a command line and an environme
 that it starts with ``torchrun`` or ``multiprocessing``, that is forked by such a parent (``server.py``). It
 behaves as ``python`` does, but for the imports that are there already.
 
-It is not for tests of what happens at a start or an import: they use ``sys.executable``. Nor for simulated
-NPUs: torch_npu starts a thread when it is imported, and a fork does not have it. ``TEST_COLD=1`` lets every
-process of the suite start from nothing.
+It is not for tests of what happens at a start or an import: they use ``sys.executable``. On simulated NPUs
+(``simulated``) only torch is imported before: torch_npu starts a thread then, which a fork would not have.
+``TEST_COLD=1`` lets every process of the suite start from nothing.
 """
 
 from __future__ import annotations
@@ -68,10 +68,8 @@ def ready(
         modules: ``DRIVER``, ``STOCK`` or others.
         tree: what the imports take Megatron from, if neither the path nor MEGATRON_LM_PATH says it.
     """
-    given = list(command), dict(env)
-    cold = "TEST_COLD" in os.environ or sys.platform != "linux" or env.get("MEGATRON_NPU_AUTOLOAD") == "0"
-    if cold or command[0] != sys.executable:
-        return given
+    if command[0] != sys.executable or _must_be_cold(env):
+        return list(command), dict(env)
     uncommon = [name for name in env if name.startswith("MEGATRON_") and name not in _READ]
     common = not uncommon and modules
     read = {name: env[name] for name in _READ if env.get(name)} if common else {}
@@ -82,18 +80,35 @@ def ready(
     return [program, *command[1:]], {**env, "PYTHON_EXEC": program}
 
 
+def simulated(command: Sequence[str], env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return what stands behind ``megatron-npu sim --``, and its environment, with torch imported before.
+
+    Args:
+        command: starts with ``sys.executable`` or ``python``; anything else is returned as it is.
+        env: of the process; the settings of the simulator in it count.
+    """
+    if command[0] not in (sys.executable, "python") or _must_be_cold(env):
+        return list(command), dict(env)
+    program = _parent((), {}, on_npu=True).program
+    return [program, *command[1:]], {**env, "PYTHON_EXEC": program}
+
+
+def _must_be_cold(env: Mapping[str, str]) -> bool:
+    return "TEST_COLD" in os.environ or sys.platform != "linux" or env.get("MEGATRON_NPU_AUTOLOAD") == "0"
+
+
 def for_scripts(env: Mapping[str, str]) -> dict[str, str]:
     """Return ``env`` for shell scripts that start ``$PYTHON``, with torch imported before as by ``ready``."""
     [program], env = ready([sys.executable], env)
     return {**env, "PYTHON": program}
 
 
-def _parent(modules: tuple[str, ...], read: dict[str, str]) -> _Parent:
-    key = (modules, *sorted(read.items()))
+def _parent(modules: tuple[str, ...], read: dict[str, str], *, on_npu: bool = False) -> _Parent:
+    key = (on_npu, modules, *sorted(read.items()))
     if key not in _parents:
         if len(_parents) >= MOST:
             _parents.pop(next(iter(_parents))).end()
-        _parents[key] = _Parent(modules, read)
+        _parents[key] = _Parent(modules, read, on_npu)
     _parents[key] = _parents.pop(key)  # the last used is the last to go
     return _parents[key]
 
@@ -101,14 +116,16 @@ def _parent(modules: tuple[str, ...], read: dict[str, str]) -> _Parent:
 class _Parent:
     """A running ``server.py``; ``program`` takes the arguments of ``python``."""
 
-    def __init__(self, modules: tuple[str, ...], read: dict[str, str]) -> None:
+    def __init__(self, modules: tuple[str, ...], read: dict[str, str], on_npu: bool) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         folder = Path(self._folder.name)
         address, program, log = folder / "socket", folder / "python", folder / "log"
+        launcher = [sys.executable, "-m", "megatron_npu", "sim", "--"] if on_npu else []
+        backends = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if on_npu else {}
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "server.py"), str(address), *TORCH, *modules],
-                env=_environment(read),
+                [*launcher, sys.executable, str(HERE / "server.py"), str(address), *TORCH, *modules],
+                env=_environment(read) | backends,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,

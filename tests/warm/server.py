@@ -24,6 +24,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch loads torch_npu unless it is 0
 # what the environment was before the imports, which may add to it
 _ENVIRONMENT = dict(os.environ)
 # what a fork finds behind its first entry and PYTHONPATH
@@ -155,6 +156,8 @@ def run(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update({**added, **request["env"]})
     multiprocessing.spawn.set_executable(request["program"])
+    if AUTOLOAD in _ENVIRONMENT and AUTOLOAD not in os.environ:
+        _load_backends()
     os.umask(request["umask"])
     _reseed()
     arguments = list(request["argv"])
@@ -183,6 +186,16 @@ def run(request: dict[str, Any]) -> None:
         sys.argv = arguments
         sys.path[:] = [str(Path(kind).resolve().parent), *search, *_BASE]
         runpy.run_path(kind, run_name="__main__")
+
+
+def _load_backends() -> None:
+    """Do what ``import torch`` does at its end and the parent has put off, with the settings of this run."""
+    import torch
+
+    simulator = sys.modules["megatron_npu.sim.activate"]
+    with simulator.unarmed():
+        simulator.load_runtime()
+    torch._import_device_backends()
 
 
 def _reseed() -> None:

@@ -98,7 +98,7 @@ def run(
     launcher = tiny.torchrun(processes)
     entry = ["-m", "megatron_npu", "run"] if with_operations else [str(BASELINE)]
     command = [sys.executable, *(launcher if processes > 1 else []), *entry, str(script)]
-    tree = next((folder for folder in script.parents if (folder / "megatron" / "model").is_dir()), None)
+    tree = next((folder for folder in Path(script).parents if (folder / "megatron" / "model").is_dir()), None)
     return warm.run(
         [*command, *map(str, arguments)],
         env=environment(**changes),
