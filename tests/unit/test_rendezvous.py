@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_npu.adaptors.shared import rendezvous
-from tests import ports
+from tests.adaptors.megatron_core.upstream_tests import ports
 
 
 @pytest.fixture(autouse=True)

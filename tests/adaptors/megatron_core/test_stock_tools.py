@@ -18,9 +18,9 @@ from megatron_npu.evaluation import generate, lambada
 from megatron_npu.preprocessing import command as preprocess
 from megatron_npu.preprocessing import indexed_dataset
 from tests.adaptors.megatron_core.stock import losses, pretrain, run_script
+from tests.adaptors.megatron_core.upstream_tests.ports import free_port
 from tests.conftest import checkout
 from tests.end_to_end import tiny
-from tests.ports import free_port
 from tests.sim.conftest import unavailable
 
 MODEL = [

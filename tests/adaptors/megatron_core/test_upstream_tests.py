@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.adaptors.megatron_core.upstream import baseline, exclusions, page, worlds
-from tests.adaptors.megatron_core.upstream.results import (
+from tests.adaptors.megatron_core.upstream_tests import baseline, exclusions, page, worlds
+from tests.adaptors.megatron_core.upstream_tests.results import (
     COLLECTION,
     FAILED,
     PASSED,
@@ -102,7 +102,7 @@ def test_last():
 DRIVER = """
 import dataclasses, json, sys
 from pathlib import Path
-from upstream import rank, world
+from upstream_tests import rank, world
 folder = Path(sys.argv[1])
 arguments = ("-q", "-p", "no:cacheprovider")
 setting = world.Setting(folder, folder, limit=120, grace=7, arguments=arguments)  # a busy machine is slow

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from tests.ports import free_port
-
 from . import worlds
+from .ports import free_port
 from .results import COLLECTION, EXCLUDED, FAILED, FileResult, Result, merge
 
 COLLECTING = 120.0  # seconds until every rank knows its tests
