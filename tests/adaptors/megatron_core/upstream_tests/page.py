@@ -40,7 +40,7 @@ pyzmq, flask, fastapi and nvidia-resiliency-ext. A test that lacks one of them i
 - **Worlds.** Upstream's CI runs every file with 8 ranks on 8 GPUs; so do we, with 8 processes, each with
   the environment that torchrun would give it. One process runs a file where eight would do the same eight
   times: it has no word of torch.distributed or Megatron's groups, or only layouts of one rank. Exceptions,
-  with reasons: `upstream/worlds.json`.
+  with reasons: `upstream_tests/worlds.json`.
 - **A test passes** if it passes in all its ranks. When it fails in some only, or hangs, the world is
   replaced, and the next one goes on with the next test.
 - **What the tests are told.** That there is an accelerator (`torch.cuda.is_available()` is true in the test
@@ -54,7 +54,7 @@ pyzmq, flask, fastapi and nvidia-resiliency-ext. A test that lacks one of them i
 ## What counts
 
 *Excluded* is a test that failed for a reason which has nothing to do with the plug-in; each rule and its
-reason are in `upstream/exclusions.json`. A rule never turns a pass into anything else, and a test that
+reason are in `upstream_tests/exclusions.json`. A rule never turns a pass into anything else, and a test that
 passed once and fails now is a regression whatever the rules say. A few tests are not even started: those
 that fill the device's memory, where it is the machine's. *Skipped* is what upstream's own marks skip. The
 quota is passed / (passed + failed). A file that cannot be imported counts as one test.
