@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_npu import files
+from marked import finish, inserted
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -187,27 +187,11 @@ def launch_table() -> str:
 def pages() -> dict[Path, str]:
     """Return each page with the text that it ought to have."""
     simulator = ROOT / "docs" / "simulator.md"
-    before, _, rest = simulator.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
     return {
         ROOT / "docs" / "benchmarks.md": page(),
-        simulator: f"{before}{BEGIN}\n\n{launch_table()}\n\n{END}{after}",
+        simulator: inserted(simulator.read_text(encoding="utf-8"), BEGIN, launch_table(), END),
     }
-
-
-def main(argv: list[str]) -> int:
-    """Write the pages, or check them."""
-    new = {
-        path: text
-        for path, text in pages().items()
-        if not path.is_file() or path.read_text(encoding="utf-8") != text
-    }
-    if "--check" in argv:
-        return int(bool(new))
-    for path, text in new.items():
-        files.write(path, text)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(finish(pages(), check="--check" in sys.argv[1:]))

@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_npu import files, patch_commands, upstream
+from marked import finish
+
+from megatron_npu import patch_commands, upstream
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.pins import Verdict
 from megatron_npu.upstream import Upstream
@@ -42,7 +44,7 @@ def main() -> None:
     found.sort(key=lambda one: [int(part) for part in one.version.split(".")])
     reached = {one.version: patch_commands.verdicts(one) for one in found}
     lines = [HEAD, *_table(found, reached), *_details(reached)]
-    files.write(PAGE, "\n".join(lines) + "\n")
+    finish({PAGE: "\n".join(lines) + "\n"}, check=False)
 
 
 def _table(found: list[Upstream], reached: dict[str, list[Verdict]]) -> list[str]:

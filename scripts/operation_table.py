@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_npu import files
+from marked import finish, inserted
+
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.dispatch import Operation
 
@@ -55,28 +56,6 @@ def _note(operation: Operation, device: str) -> str:
     return note
 
 
-def updated(page: str) -> str:
-    """Return the text of the page with the table in its place.
-
-    Raises:
-        ValueError: the page lacks one of the comment lines.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page needs the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
-
-
-def main(argv: list[str]) -> int:
-    """Write the page, or check it."""
-    old = PAGE.read_text(encoding="utf-8")
-    new = updated(old)
-    if "--check" in argv:
-        return int(new != old)
-    files.write(PAGE, new)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    text = inserted(PAGE.read_text(encoding="utf-8"), BEGIN, table(), END)
+    sys.exit(finish({PAGE: text}, check="--check" in sys.argv[1:]))

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_npu import files
+from marked import finish
+
 from megatron_npu.arg_parser import default_of, metavar_of
 from megatron_npu.training.arguments import parser
 
@@ -91,14 +92,5 @@ def _exceptions() -> Iterator[str]:
     yield f"\nMegatron-LM does not have {', '.join(f'`{flag}`' for flag in OWN)}.\n"
 
 
-def main(argv: list[str]) -> int:
-    """Write the page, or check it."""
-    new = page()
-    if "--check" in argv:
-        return int(not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != new)
-    files.write(PAGE, new)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(finish({PAGE: page()}, check="--check" in sys.argv[1:]))

@@ -49,7 +49,7 @@ ROOMS = (
     Room("spawned_processes.py", "spawned processes are patched as their parent is"),
     Room("arg_parser.py", "the parser that all commands share", "errors"),
     Room("settings.py", "every environment variable", "arg_parser errors"),
-    Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser errors settings"),
+    Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
     Room("patching/", "records, import hook, pins, ledger; knows nothing of Megatron, nor of this project"),
     Room(
         "devices/",
@@ -72,24 +72,23 @@ ROOMS = (
     Room(
         "standins/",
         "modules for absent packages that upstream imports",
-        "errors ops settings upstream",
-        ("torch",),
+        "ops upstream",
     ),
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags devices errors files ops patching safe_load settings upstream",
+        "attention_flags devices errors files ops patching safe_load",
         ("torch", "megatron"),
     ),
     Room(
         "plugin.py",
         "the wiring: arms the hook; at the first import of Megatron puts the rooms above together",
-        "adaptors devices errors ops patching settings spawned_processes standins upstream",
+        "adaptors devices ops patching settings spawned_processes standins upstream",
     ),
     Room(
         "runner.py",
         "`megatron-npu run`: a stock script with the hook armed",
-        "arg_parser errors plugin settings",
+        "errors plugin settings",
     ),
     Room(
         "patch_commands.py",
@@ -114,26 +113,26 @@ ROOMS = (
         "conversion/",
         "checkpoints to and from Hugging Face's format",
         "arg_parser devices errors files plugin tokenization training",
-        ("torch", "megatron"),
+        ("torch",),
     ),
     Room(
         "sim/",
         "the simulated Ascend: launcher, fake CANN, kernels of the NPU operations; leans on nothing that it "
         "serves to test",
         "arg_parser errors files settings",
-        ("torch", "torch_npu"),
+        ("torch",),
     ),
     Room(
         "doctor/",
         "what is installed, what works, what to do",
-        "arg_parser devices errors files ops patch_commands patching plugin settings upstream",
-        ("torch", "torch_npu"),
+        "arg_parser devices errors ops patch_commands settings upstream",
+        ("torch",),
     ),
     Room(
         "cli.py",
         "`megatron-npu COMMAND`: finds the command, tells errors of users in one line",
-        "arg_parser conversion doctor errors evaluation patch_commands patching preprocessing runner "
-        "settings sim training",
+        "conversion doctor errors evaluation patch_commands patching preprocessing runner settings sim "
+        "training",
     ),
     Room("__init__.py", "`import megatron_npu`: arms the hook; the ledger", "patching plugin"),
     Room("__main__.py", "`python -m megatron_npu`", "cli"),

@@ -10,7 +10,8 @@ import inspect
 import sys
 from pathlib import Path
 
-from megatron_npu import files
+from marked import finish
+
 from megatron_npu.sim import kernels
 from megatron_npu.sim.kernels.checker import Limit, Limits
 from megatron_npu.sim.kernels.limits import LIMITS
@@ -107,14 +108,5 @@ def _rows(limits: tuple[Limit, ...]) -> list[str]:
     ]
 
 
-def main(argv: list[str]) -> int:
-    """Write the page, or check it."""
-    new = page()
-    if "--check" in argv:
-        return int(not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != new)
-    files.write(PAGE, new)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(finish({PAGE: page()}, check="--check" in sys.argv[1:]))

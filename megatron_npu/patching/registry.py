@@ -203,7 +203,9 @@ class _Decorators:
 
             @around("megatron.training.arguments:add_megatron_arguments", why="the fused attention's flags")
             def add_flags(original, parser):
-                return attention_flags.add_attention_flags(original(parser))
+                parser = original(parser)
+                attention_flags.add_attention_flags(parser)
+                return parser
 
             @around("megatron.core.transformer.torch_norm:L2Norm.forward", why="...")
             def forward(original, self, x):  # a method: self comes after the original

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 
@@ -15,8 +14,8 @@ from megatron_npu.training.arguments import parser
 from tests.conftest import ROOT, checkout
 from tests.end_to_end import tiny
 
-PAGE = runpy.run_path(str(ROOT / "scripts" / "pretrain_flags.py"))
-OTHERWISE, OWN = PAGE["OTHERWISE"], PAGE["OWN"]
+sys.path.insert(0, str(ROOT / "scripts"))
+from pretrain_flags import OTHERWISE, OWN
 
 # defaults as JSON can say them: an enumeration's by its name, of one-element lists the element
 ASK = """
