@@ -138,7 +138,7 @@ class Operation:
         A device without one gets the reference, which is reported as a fallback.
 
         Raises:
-            UsageError: ``MEGATRON_NPU_VERIFY`` names an operation that there is not.
+            UsageError: ``MEGATRON_NPU_VERIFY`` names an operation that does not exist.
             FallbackForbiddenError: the device has no implementation, in strict mode.
         """
         if device not in self.implementations:
@@ -154,7 +154,7 @@ class Operation:
         self._bound = function if supports is None else functools.partial(self._guarded, function, supports)
 
     def unbind(self) -> None:
-        """Choose the implementation anew at the next call."""
+        """Choose the implementation again at the next call."""
         self._bound = self._bind_and_call
 
     def _guarded(self, function: Implementation, supports: Supports, *args: Any, **kwargs: Any) -> Any:
@@ -223,6 +223,6 @@ def report_fallback(operation: str, reason: str, does: str = "falls back", remed
         logger.warning("%s %s: %s", operation, does, reason)
 
 
-def unsupported_dtype(kernel: str, tensor: Tensor) -> str | None:
-    """Return why ``kernel`` does not take the dtype of ``tensor``, or None: a part of ``supports``."""
-    return None if tensor.dtype in KERNEL_DTYPES else f"{kernel} takes no {tensor.dtype}"
+def unsupported_dtype(kernel: str, dtype: torch.dtype) -> str | None:
+    """Return why ``kernel`` does not take ``dtype``, or None: a part of ``supports``."""
+    return None if dtype in KERNEL_DTYPES else f"{kernel} takes no {dtype}"

@@ -125,7 +125,7 @@ def _beyond_npu(rows: Tensor, other: Tensor, counts: Tensor) -> str | None:
         return f"npu_grouped_matmul takes {_NPU_EXPERTS} experts, not {len(counts)}"
     if not rows.size(0):
         return "npu_grouped_matmul is given no row"
-    return unsupported_dtype("npu_grouped_matmul", rows)
+    return unsupported_dtype("npu_grouped_matmul", rows.dtype)
 
 
 def _npu(left: Tensor, right: Tensor, counts: Tensor, group_type: int) -> Tensor:

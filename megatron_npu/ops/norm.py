@@ -118,7 +118,7 @@ def _rms_norm_native(input: Tensor, weight: Tensor, eps: float, zero_centered: b
 def _beyond_npu(input: Tensor, weight: Tensor, *rest: Any) -> str | None:
     if not 2 <= input.dim() <= 8:
         return f"npu_rms_norm takes 2 to 8 dimensions, not {input.dim()}"
-    return unsupported_dtype("npu_rms_norm", input) or _mixed_dtypes(input, weight, *rest)
+    return unsupported_dtype("npu_rms_norm", input.dtype) or _mixed_dtypes(input, weight, *rest)
 
 
 @_rms_norm.on(

@@ -104,7 +104,7 @@ def _beyond_npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool)
     for name, size in (("queries", scores.size(2)), ("keys", scores.size(3))):
         if not 32 <= size <= 4096 or size % 32:
             return f"npu_scaled_masked_softmax takes 32 to 4096 {name} in multiples of 32, not {size}"
-    return unsupported_dtype("npu_scaled_masked_softmax", scores)
+    return unsupported_dtype("npu_scaled_masked_softmax", scores.dtype)
 
 
 @_scale_mask_softmax.on(

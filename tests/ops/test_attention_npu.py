@@ -114,7 +114,7 @@ def test_modes_mean_what_the_case_means(queries, keys, causal, window, offset):
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ({"dtype": torch.float64}, "dtype torch.float64"),
+        ({"dtype": torch.float64}, "takes no torch.float64"),
         ({"value_size": 8}, "different shapes"),
         ({"heads": 257, "key_heads": 257}, "number of heads 257, 1 to 256"),
         ({"size": 769}, "head size 769, 1 to 768"),

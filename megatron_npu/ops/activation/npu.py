@@ -63,7 +63,7 @@ class _SwiGLU(torch.autograd.Function):
 def _beyond_swiglu(input: Tensor, bias: Tensor | None) -> str | None:
     if input.dim() > 8:
         return f"npu_swiglu takes at most 8 dimensions, not {input.dim()}"
-    return unsupported_dtype("npu_swiglu", input)
+    return unsupported_dtype("npu_swiglu", input.dtype)
 
 
 reference.swiglu.on("npu", supports=_beyond_swiglu, note="`npu_swiglu`", limits="at most 8 dimensions")(

@@ -64,7 +64,7 @@ def plan_call(
     return choose(query.shape, key.shape, value.shape, query.dtype, spec, _flash_attn_installed())
 
 
-@lru_cache(maxsize=64)  # every layer of every step asks anew
+@lru_cache(maxsize=64)  # every layer of every step asks
 def choose(
     query: Sequence[int],
     key: Sequence[int],

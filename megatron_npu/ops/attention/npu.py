@@ -18,10 +18,9 @@ from megatron_npu.ops.attention.layouts import bnsd_shape
 from megatron_npu.ops.attention.reference import operation
 from megatron_npu.ops.attention.spec import AttentionSpec, Segment, forbidden_pairs, window_from_end
 from megatron_npu.ops.caching import cache_on_tensor, lru_cache_tensors
-from megatron_npu.ops.dispatch import Unsupported
+from megatron_npu.ops.dispatch import Unsupported, unsupported_dtype
 
 _K, _M = 1 << 10, 1 << 20
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 UNLIMITED = 2147483647  # the operation's default for pre_tockens and next_tockens
 COMPRESSED = 2048  # rows and columns of the mask that sparse modes 2, 3 and 4 share
 
@@ -60,7 +59,7 @@ def plan_call(
     return npu_call(query.shape, key.shape, value.shape, query.dtype, spec)
 
 
-@lru_cache(maxsize=64)  # every layer of every step asks anew
+@lru_cache(maxsize=64)  # every layer of every step asks
 def npu_call(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype, spec: AttentionSpec
 ) -> NpuCall | Unsupported:
@@ -122,8 +121,8 @@ def _limits(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype, spec: AttentionSpec
 ) -> str | None:
     """Return which documented limit of the operation the shapes exceed."""
-    if dtype not in _DTYPES:
-        return f"dtype {dtype}"
+    if reason := unsupported_dtype("npu_fusion_attention", dtype):
+        return reason
     if key != value:
         return f"keys {tuple(key)} and values {tuple(value)} of different shapes"
     batch, heads, queries, size = bnsd_shape(query, spec.layout, spec.heads)

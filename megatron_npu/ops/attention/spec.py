@@ -16,7 +16,7 @@ Offset = int | Literal["end"]
 
 
 class PackedSequences(NamedTuple):
-    """Lengths, in tokens, of sequences that lie one behind the other (thd); numbers of the host.
+    """Lengths, in tokens, of sequences that lie one behind the other (thd); on the host.
 
     They are the differences of ``cu_seqlens``. Sequence n of the queries attends to sequence n of the keys
     and to nothing else. A length may be 0.
