@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_npu import safe_load
+from megatron_npu import files, safe_load
 from megatron_npu.adaptors.megatron_lm.decorators import around
 from megatron_npu.errors import UsageError
 
@@ -164,7 +164,7 @@ _saving = False  # while upstream's save_checkpoint runs, the tracker is written
 def name_unfinished_tracker(original: Callable[..., str], checkpoints_path: str) -> str:
     """Return the name to write to while a checkpoint is being saved."""
     name = original(checkpoints_path)
-    return f"{name}.part" if _saving else name
+    return str(files.partial_file(Path(name))) if _saving else name
 
 
 @around(
@@ -182,7 +182,7 @@ def save_privately(original: Callable[..., None], *args: Any, **kwargs: Any) -> 
         os.umask(mask)
     from megatron import get_args
 
-    unfinished = Path(get_args().save, f"{_TRACKER_FILE}.part")
+    tracker = Path(get_args().save, _TRACKER_FILE)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     if rank == 0:
-        unfinished.replace(unfinished.with_suffix(""))
+        files.partial_file(tracker).replace(tracker)

@@ -138,7 +138,7 @@ def test_resume_to_the_bit(checkout, data, tmp_path):
     for path in whole.rglob("*"):
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode == (0o750 if path.is_dir() else 0o640), path
-    assert not list(whole.glob("*.part"))
+    assert not list(whole.glob("*.partial"))
     assert (whole / "latest_checkpointed_iteration.txt").read_text() == "8"
 
 

@@ -105,7 +105,7 @@ def check_index_files(tmp_path):
     np.testing.assert_array_equal(built[1], expected)  # upstream's own Python, which nothing there calls
     files = sorted(path.name for path in tmp_path.iterdir())
     assert len(files) == 3
-    assert not any(name.endswith(".part") for name in files)
+    assert not any(name.endswith(".partial") for name in files)
     trap = tmp_path / "trapped"
     next(tmp_path.glob("*_doc_idx.npy")).write_bytes(pickle.dumps(Evil(str(trap))))
     with pytest.raises(ValueError, match=r"pickled \(object\) data"):
@@ -314,7 +314,7 @@ def check_checkpoint_is_private_and_complete(checkpoint):
     assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {0o640}
     assert (folder.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o750, 0o750)
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "3"
-    assert not list(folder.glob("*.part"))
+    assert not list(folder.glob("*.partial"))
 
 
 def check_checkpoint_loads_as_data(checkpoint, monkeypatch):
