@@ -158,7 +158,7 @@ def _load_pins(found: Upstream) -> Pins:
     try:
         return Pins.load(plugin.pins_directory(), found.name)
     except PinError as error:
-        raise UsageError(str(error), "a pin file", "Write it anew: megatron-npu pin") from error
+        raise UsageError(str(error), "a pin file", "Write it again: megatron-npu pin") from error
 
 
 def _keep_absent(pinned: PinFile, modules: set[str], directory: Path) -> None:

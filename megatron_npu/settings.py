@@ -193,7 +193,7 @@ def check() -> None:
     """Check every ``MEGATRON_NPU_*`` variable that is set, before any of them is needed.
 
     Raises:
-        UsageError: there is no such variable, or its value is none that it may have.
+        UsageError: there is no such variable, or it does not admit the value.
     """
     known = [variable.name for variable in VARIABLES]
     for name in os.environ:

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Check what needs no look into the files."""
+    """Check what can be checked without reading the files."""
     if args.origin == args.target:
         raise UsageError(f"--from {args.origin} --to {args.target}", "two different sides", "Change one.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -77,7 +77,7 @@ def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwar
     raise UsageError(
         "--optimizer-cpu-offload on the cpu device",
         "a device whose memory is not the host's",
-        "Leave the flag away: the optimizer's state is on the cpu already.",
+        "Leave out the flag: the optimizer's state is on the cpu already.",
     )
 
 

@@ -22,7 +22,7 @@ replace(
     why="it reinterprets the gradient buffers through TypedStorage._untyped, renamed in torch 2.0",
 )
 def initialise_with_views(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Let the old name be found meanwhile; then reinterpret the buffers as views, which surely share."""
+    """Let the old name be found while it runs; then reinterpret the buffers as views, which share memory."""
     with _untyped_storage_by_its_old_name():
         original(self, *args, **kwargs)
     self.param_buffers = [

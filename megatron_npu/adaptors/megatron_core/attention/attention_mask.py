@@ -51,7 +51,7 @@ def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
 
 
 def packed_sequences(packed_seq_params: Any, queries: int, keys: int) -> PackedSequences:
-    """Return the lengths as numbers of the host, read once per batch: every layer is handed the same object.
+    """Return the lengths, on the host, read once per batch: every layer is handed the same object.
 
     Padding between sequences, and behind the last one, is a sequence of its own: it sees itself only, and
     nobody reads what becomes of it.

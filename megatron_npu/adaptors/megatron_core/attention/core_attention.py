@@ -77,7 +77,7 @@ def _refuse_logit_maximum(config: Any) -> None:
             raise UsageError(
                 f"{flag} without TransformerEngine",
                 "attention that reports the largest of its scores, which no fused attention here does",
-                f"Leave {flag} away; --qk-layernorm keeps scores small, too.",
+                f"Leave out {flag}; --qk-layernorm keeps scores small, too.",
             )
 
 

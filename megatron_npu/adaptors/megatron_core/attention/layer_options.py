@@ -16,7 +16,7 @@ CommType = Literal["p2p", "all_gather", "a2a"]
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What ``DotProductAttention`` holds beside upstream's own attributes.
+    """What ``DotProductAttention`` holds in addition to upstream's own attributes.
 
     Attributes:
         window: how many keys before and after its own position a query sees; None is all of them.
@@ -32,10 +32,10 @@ class LayerOptions:
 
 
 def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
-    """Return the options of ``module``, whose constructor upstream's has just left.
+    """Return the options of ``module``, which upstream's constructor has just initialised.
 
-    Flags (``--pre-tockens``, ``--next-tockens``) win over ``config.window_size``. They do not hold for
-    cross-attention: positions in two sequences are not near to each other.
+    Flags (``--pre-tockens``, ``--next-tockens``) win over ``config.window_size``. They do not apply to
+    cross-attention: a distance between positions of two different sequences means nothing.
 
     Raises:
         UsageError: as ``comm_type``.
@@ -55,8 +55,8 @@ def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
 def flags_of(config: Any) -> AttentionFlags:
     """Return the flags of the fused attention for a layer with this TransformerConfig.
 
-    The embedded driver, or whoever builds a model from Python, sets ``config.attention_flags``. A stock
-    script has them among its arguments.
+    The embedded driver, or a program that builds its model from Python, sets ``config.attention_flags``; a
+    stock script has them among its arguments.
     """
     flags = getattr(config, "attention_flags", None)
     if flags is not None:
