@@ -43,14 +43,16 @@ class Room:
 
 
 ROOMS = (
-    Room("errors.py", "the error that a user can cause"),
-    Room("files.py", "files and folders that appear whole or not at all"),
-    Room("safe_load.py", "what torch may build of a file that is read", heavy=("torch",)),
-    Room("spawned_processes.py", "spawned processes are patched as their parent is"),
+    Room("errors.py", "the one error for a user's mistakes"),
+    Room("files.py", "atomic writes of files and folders"),
+    Room("safe_load.py", "the classes that `torch.load(weights_only=True)` may build", heavy=("torch",)),
+    Room("spawned_processes.py", "arms the hook in spawned processes, too"),
     Room("arg_parser.py", "the parser that all commands share", "errors"),
     Room("settings.py", "every environment variable", "arg_parser errors"),
     Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
-    Room("patching/", "records, import hook, pins, ledger; knows nothing of Megatron, nor of this project"),
+    Room(
+        "patching/", "records, import hook, pins, ledger; knows neither Megatron nor the rest of this project"
+    ),
     Room(
         "devices/",
         "npu, cuda, cpu behind one interface; what `torch.cuda` means here",
@@ -63,15 +65,15 @@ ROOMS = (
         "devices errors settings",
         ("torch", "torch_npu"),
     ),
-    Room("tokenization/", "text to ids without Megatron", "errors"),
+    Room("tokenization/", "tokenizers: text to ids, without Megatron", "errors"),
     Room(
         "upstream.py",
-        "which Megatron is on the path, and its version; imports nothing of it",
+        "which Megatron is on the path, and its version, without importing it",
         "errors settings",
     ),
     Room(
         "standins/",
-        "modules for absent packages that upstream imports",
+        "modules in place of absent packages that upstream imports (apex, amp_C, …)",
         "ops upstream",
     ),
     Room(
@@ -82,7 +84,7 @@ ROOMS = (
     ),
     Room(
         "plugin.py",
-        "the wiring: arms the hook; at the first import of Megatron puts the rooms above together",
+        "the wiring: arms the hook; at the first import of Megatron puts the rooms above to work",
         "adaptors devices ops patching settings spawned_processes standins upstream",
     ),
     Room(
@@ -92,45 +94,49 @@ ROOMS = (
     ),
     Room(
         "patch_commands.py",
-        "`megatron-npu check`, `pin`, `ledger`: what the patches are and how they stand",
+        "`megatron-npu check`, `pin`, `ledger`: the patches, their pins and their states",
         "adaptors arg_parser errors files patching plugin settings upstream",
     ),
-    Room("preprocessing/", "a corpus to token files", "arg_parser errors files tokenization"),
+    Room(
+        "preprocessing/",
+        "`megatron-npu preprocess`: text to `.bin/.idx`",
+        "arg_parser errors files tokenization",
+    ),
     Room(
         "training/",
-        "the embedded driver",
+        "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
         "arg_parser attention_flags devices errors files plugin preprocessing safe_load tokenization "
         "upstream",
         ("torch", "megatron"),
     ),
     Room(
         "evaluation/",
-        "text and scores of a trained model",
+        "`megatron-npu generate`, `lambada`: text and accuracy of a trained model",
         "arg_parser attention_flags devices errors files tokenization training",
         ("torch", "megatron"),
     ),
     Room(
         "conversion/",
-        "checkpoints to and from Hugging Face's format",
+        "`megatron-npu convert`: checkpoints to and from Hugging Face's format",
         "arg_parser devices errors files plugin tokenization training",
         ("torch",),
     ),
     Room(
         "sim/",
-        "the simulated Ascend: launcher, fake CANN, kernels of the NPU operations; leans on nothing that it "
-        "serves to test",
+        "`megatron-npu sim`: launcher, fake CANN and NPU kernels of the simulated Ascend; imports nothing "
+        "that it serves to test",
         "arg_parser errors files settings",
         ("torch",),
     ),
     Room(
         "doctor/",
-        "what is installed, what works, what to do",
+        "`megatron-npu doctor`: what is installed, what works, what to do",
         "arg_parser devices errors ops patch_commands settings upstream",
         ("torch",),
     ),
     Room(
         "cli.py",
-        "`megatron-npu COMMAND`: finds the command, tells errors of users in one line",
+        "`megatron-npu COMMAND`: finds the command, prints a `UsageError` in one line",
         "conversion doctor errors evaluation patch_commands patching preprocessing runner settings sim "
         "training",
     ),
@@ -142,7 +148,7 @@ ROOMS = (
 def table() -> str:
     """Return the rooms as a Markdown table, from the bottom to the top."""
     names = {room.module: room.name for room in ROOMS}
-    lines = ["| room | what is there | may import | and |", "|---|---|---|---|"]
+    lines = ["| room | what is there | may import | of torch, torch_npu, megatron |", "|---|---|---|---|"]
     for room in ROOMS:
         may = ", ".join(f"`{names[name]}`" for name in room.may.split())
         lines.append(f"| `{room.name}` | {room.what} | {may} | {', '.join(room.heavy)} |")
