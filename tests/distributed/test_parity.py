@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.end_to_end import tiny
 
 WORKER = Path(__file__).parent / "worker.py"
@@ -42,14 +41,8 @@ def train(folder: Path, start: Path | None, flags: list[str], processes: int) ->
     norms, log = folder / "norms.json", folder / "metrics.jsonl"
     launcher = tiny.torchrun(processes)
     load = ["--load", str(start), "--finetune"]
-    result = warm.run(
-        [sys.executable, *launcher, str(WORKER), str(norms), *flags, *load, "--json-log", str(log)],
-        env=tiny.environment(),
-        modules=warm.DRIVER,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    result = tiny.run_python(
+        [sys.executable, *launcher, str(WORKER), str(norms), *flags, *load, "--json-log", str(log)]
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     rows = tiny.rows(log)

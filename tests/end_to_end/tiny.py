@@ -62,9 +62,14 @@ def command(*arguments: str, processes: int = 1) -> list[str]:
 
 def run(*arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
     """Run ``megatron-npu`` to its end."""
+    return run_python(command(*arguments, processes=processes))
+
+
+def run_python(argv: list[str], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a Python program that imports the driver to its end, by default in ``environment()``."""
     return warm.run(
-        command(*arguments, processes=processes),
-        env=environment(),
+        argv,
+        env=env or environment(),
         modules=warm.DRIVER,
         capture_output=True,
         text=True,

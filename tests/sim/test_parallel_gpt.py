@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.end_to_end import tiny
 from tests.end_to_end.conftest import dataset
 
@@ -42,14 +41,8 @@ def on_cpu(dataset, tmp_path_factory) -> tuple[list[str], list[float]]:
     saved = tiny.run("pretrain", *flags, "--train-iters", "0", "--save", str(folder / "start"))
     assert saved.returncode == 0, saved.stderr
     flags += ["--load", str(folder / "start"), "--finetune"]
-    done = warm.run(
-        [sys.executable, str(WORKER), str(folder / "norms"), *flags, "--json-log", str(folder / "log")],
-        env=tiny.environment(),
-        modules=warm.DRIVER,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    done = tiny.run_python(
+        [sys.executable, str(WORKER), str(folder / "norms"), *flags, "--json-log", str(folder / "log")]
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return flags, [row["loss"] for row in tiny.rows(folder / "log")]

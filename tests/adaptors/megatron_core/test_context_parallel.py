@@ -11,7 +11,6 @@ from megatron_npu.adaptors.megatron_core.attention.layer_options import comm_typ
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.attention.context_parallel.packed import token_indices
-from tests import warm
 from tests.adaptors.megatron_core.conftest import make_config
 from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
@@ -23,15 +22,7 @@ CASES = 3 * (6 + 5)  # three ways to communicate; masks of a batch, and packed d
 
 def test_every_mask_and_window_is_that_of_the_whole_sequence() -> None:
     pytest.importorskip("megatron.core")
-    done = warm.run(
-        [sys.executable, *LAUNCHER, str(WORKER)],
-        env=tiny.environment(),
-        modules=warm.DRIVER,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = tiny.run_python([sys.executable, *LAUNCHER, str(WORKER)])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("equal: ") == CASES
 

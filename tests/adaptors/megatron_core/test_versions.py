@@ -32,15 +32,7 @@ def curve(
         environment["MEGATRON_LM_PATH"] = str(root)
         environment["PYTHONPATH"] = os.pathsep.join([str(root), environment["PYTHONPATH"]])
     argv = [*tiny.flags_for(numbers), *EXACT, "--json-log", str(log), *flags]
-    done = warm.run(
-        tiny.command("pretrain", *argv, processes=processes),
-        env=environment,
-        modules=warm.DRIVER,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = tiny.run_python(tiny.command("pretrain", *argv, processes=processes), environment)
     assert done.returncode == 0, done.stderr[-3000:]
     if root is not None:
         assert f"megatron_core {root.name.partition('-')[2]} " in done.stdout
