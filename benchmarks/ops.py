@@ -460,6 +460,8 @@ def draw(rows: list[dict]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from megatron_npu import files
+
     short = {"float32": "fp32", "bfloat16": "bf16"}
     labels = [f"{r['operation']} {short[r['dtype']]} {r['pass']}" for r in rows]
     figure, axes = pyplot.subplots(figsize=(7, 0.22 * len(rows) + 1))
@@ -471,9 +473,8 @@ def draw(rows: list[dict]) -> None:
     axes.set_xlabel("share of the rate of a copy")
     axes.legend()
     figure.tight_layout()
-    partial = RESULT.with_name("ops.part.png")
-    figure.savefig(partial, dpi=80)
-    partial.replace(RESULT.with_suffix(".png"))
+    with files.writing(RESULT.with_suffix(".png")) as stream:
+        figure.savefig(stream, format="png", dpi=80)
 
 
 if __name__ == "__main__":
