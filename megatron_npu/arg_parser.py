@@ -41,7 +41,7 @@ class Number:
         """Return the number.
 
         Raises:
-            Unfit: the text is no such number.
+            Unfit: the text is not such a number.
         """
         try:
             value = self.kind(text)

@@ -190,7 +190,7 @@ def _live_ledger(found: Upstream, modules: list[str] | None) -> Ledger:
                     f"no module {name}", f"a module of {found.root}", "Check --import."
                 ) from error
             _remark(patches, name, f"not imported: {error}")
-        except Exception as error:  # whatever an upstream module may raise belongs into the ledger
+        except Exception as error:  # whatever an upstream module may raise belongs in the ledger
             _remark(patches, name, f"not imported: {type(error).__name__}: {error}")
     return plugin.engine().ledger
 

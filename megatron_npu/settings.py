@@ -200,7 +200,7 @@ def check() -> None:
         if name.startswith("MEGATRON_NPU_") and name not in known:
             near = difflib.get_close_matches(name, known, n=1) or known
             raise UsageError(
-                f"{name}, which is no setting", " or ".join(near), f"Correct it or unset {name}."
+                f"{name}, which is not a setting", " or ".join(near), f"Correct it or unset {name}."
             )
     for variable in VARIABLES:
         variable.get()

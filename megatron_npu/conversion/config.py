@@ -65,7 +65,7 @@ class Config:
         """Return the keys inside a key; none if it is absent.
 
         Raises:
-            UsageError: it is no object.
+            UsageError: it is not an object.
         """
         value = self.take(key, {})
         if not isinstance(value, dict):

@@ -128,7 +128,7 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Mapping[st
         folder: where to; it exists.
         tensors: names and tensors in the order of ``sizes``.
         sizes: bytes of each tensor.
-        limit: bytes of a shard; a larger tensor has one for itself.
+        limit: bytes of a shard; a larger tensor has one to itself.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.torch import save_file

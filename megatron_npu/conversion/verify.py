@@ -88,7 +88,7 @@ def verify(
     result = Verification(
         tensors, tokens.numel(), (ours - theirs).abs().max().item(), theirs.abs().max().item()
     )
-    if not result.difference <= BOUND * result.largest:  # also if it is no number
+    if not result.difference <= BOUND * result.largest:  # nan is refused as well
         raise UsageError(
             f"the logits of the two models differ by {result.difference:.3g} (the largest is "
             f"{result.largest:.3g}), on {result.tokens} tokens",

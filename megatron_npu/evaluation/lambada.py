@@ -95,7 +95,7 @@ def accuracy(
     Args:
         load: directory that a run saved into.
         file: JSON lines with the key ``text``.
-        strict: the whole last word counts, cut into tokens by itself; else the last token of the passage.
+        strict: the whole last word counts, cut into tokens on its own; else the last token of the passage.
         batch: passages that are read at once; the figures do not depend on it.
         vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
         changes: flags of the run to be changed, by their names in its arguments.
@@ -113,7 +113,7 @@ def read_examples(file: str, tokenizer: Tokenizer, *, strict: bool, longest: int
     """Return the passages of a file; each has at most ``longest`` tokens before the last one to be found.
 
     Raises:
-        UsageError: no file, no passages, a line that is none, or one that is too long or too short.
+        UsageError: no file, no passages, a line that is not one, or a passage too long or too short.
     """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()

@@ -48,7 +48,7 @@ def cache_on_object(
 
     Args:
         owner: takes attributes; a copy takes the cached value along, which its own tensors do not match.
-        sources: what ``compute`` reads; the value is computed anew for another or a written tensor.
+        sources: what ``compute`` reads; the value is computed again for another tensor, or one written to.
     """
     if any(source is not None and source.is_inference() for source in sources):
         return compute()

@@ -64,7 +64,7 @@ def keep_mask_bits(
     count = torch.Size(shape).numel()
     bits = draws[: -(-count // 4)].random_(-(1 << 63), None, generator=generator)
     decisions = bits.view(torch.int16)[:count].view(shape)
-    # le, not lt: keep - 32768 is no int16 where everything is kept
+    # le, not lt: keep - 32768 does not fit int16 where everything is kept
     return torch.le(decisions, keep - KEEP_LEVELS // 2 - 1, out=decisions if out is None else out)
 
 

@@ -64,7 +64,7 @@ class ChangeLog:
         """Take a new lock: after a fork, a thread that held the old one does not exist."""
         # Held while a change is made and noted, or undone and forgotten: the list keeps their order. It comes
         # after every import lock: a thread patches with the lock of its module held, but what is done under
-        # this one imports nothing, so who has it waits for no other thread.
+        # this one imports nothing, so its holder waits for no other thread.
         self._lock = threading.RLock()
 
     def make(self, change: Change) -> None:

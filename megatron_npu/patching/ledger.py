@@ -23,7 +23,7 @@ class Row:
             although upstream has changed) or ``failed``.
         reason: why it is in that state, or what else is worth knowing; may be empty.
         repaired: ``module.name`` of the names that held the original and hold the new object now.
-        held: the tables, defaults and the like that hold the original still: who calls it there gets
+        held: the tables, defaults and the like that still hold the original: a call through them gets
             upstream's own.
         late: it was applied to a module that had been imported before.
     """

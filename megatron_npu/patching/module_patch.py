@@ -167,10 +167,10 @@ class ModulePatch:
             logger.warning("%s: %s", row.target, reason)
         row.settle("applied", reason, late=self.late)
 
-    # --- whoever holds the original ---
+    # --- names and values that hold the original ---
 
     def _repair(self) -> list[repair.Offer]:
-        """Give the new objects to those who took the old ones by value; tell who holds one otherwise."""
+        """Give the new objects to modules that took the old ones by value; report what else holds one."""
         changes = self.made.copy()
         repairs, offers = repair.find_repairs(self.module, changes, self.log.slots(), self.covers)
         for change in repairs:

@@ -48,7 +48,7 @@ class Patch:
         where: ``file:line`` of the record.
         nth: how many records before it were made at the same place with the same words: a loop may make
             several.
-        run: the run of the adaptor's body that made the record; a body that is imported anew is another.
+        run: the run of the adaptor's body that made the record; a body that is imported again is another.
     """
 
     target: str
@@ -79,7 +79,7 @@ class Patch:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells the patch from every other one, and is the same when its adaptor is imported anew."""
+        """What tells the patch from every other one, and is the same when its adaptor is imported again."""
         return (*_likeness(self), self.nth)
 
     def is_for(self, upstream: str, version: str) -> bool:
@@ -269,7 +269,7 @@ class _Decorators:
         """Record that ``target`` runs as upstream wrote it, although one may expect a patch.
 
         The ledger shows it as skipped. It is pinned as the patches are: when upstream changes the function,
-        ``megatron-npu check`` says so, and whoever reads ``why`` can tell whether it still holds.
+        ``megatron-npu check`` says so, and ``why`` lets a reader judge whether the reason still holds.
 
         Args:
             target: ``package.module:Qual.name``.
@@ -328,7 +328,7 @@ class Registry(_Decorators):
     patches: list[Patch] = field(default_factory=list)
 
     def add(self, patch: Patch) -> None:
-        """Record ``patch``. The same record again (its adaptor was imported anew) takes its own place.
+        """Record ``patch``. The same record again (its adaptor was imported again) takes its own place.
 
         Raises:
             PatchConflict: another replacement of the target could be in force at the same time.
@@ -362,7 +362,7 @@ class Registry(_Decorators):
 
 
 def _likeness(patch: Patch) -> tuple[str, ...]:
-    """Return what a record and the same made anew have in common: place, words, the name of ``make``."""
+    """Return what a record and the same made again have in common: place, words, the name of ``make``."""
     made = patch.make if patch.kind != "constant" else None
     name = f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}"
     return patch.target, patch.kind, patch.where, patch.why, name

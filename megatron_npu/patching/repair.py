@@ -1,4 +1,4 @@
-"""Names taken by value: whoever wrote ``from module import f`` before ``f`` was patched holds the old one.
+"""Names taken by value: a module that ran ``from module import f`` before the patch holds the old ``f``.
 
 That happens in a circular import, in which a sibling's body runs before that of ``module`` has ended, and
 when upstream was imported before the plug-in. Such names are found by identity.
@@ -44,7 +44,7 @@ def find_repairs(
 
     Returns:
         The changes that repair the names, and the new objects to take back on undo. A new object that has
-        a home of its own in upstream is not among the latter: who holds it may mean it.
+        a home of its own in upstream is not among the latter: a module that holds it may mean it.
     """
     changes = list(made)
     own = [change for change in changes if change.owner is module]

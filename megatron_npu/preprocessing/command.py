@@ -128,7 +128,7 @@ class _Progress:
         self._interval = interval
         self._documents = self._text = 0
         self._begin = time.monotonic()
-        # disable=None: no bar where stderr is no terminal
+        # disable=None: no bar where stderr is not a terminal
         self._bar = tqdm(total=size, unit="B", unit_scale=True, disable=None, dynamic_ncols=True)
 
     def __enter__(self) -> _Progress:

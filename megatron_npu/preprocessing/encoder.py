@@ -149,7 +149,7 @@ class Encoder:
         """Return the batch's tokens.
 
         Raises:
-            LineError: a line is no document.
+            LineError: a line is not a document.
         """
         documents = list(jsonl.documents(batch, self._recipe.keys))
         columns = zip(*documents, strict=True)
@@ -177,7 +177,7 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
     At most two batches a worker are under way, whatever the length of the input.
 
     Raises:
-        UsageError: a line is no document, or a worker was killed.
+        UsageError: a line is not a document, or a worker was killed.
     """
     if workers == 1:
         yield from map(Encoder(recipe).encode, batches)

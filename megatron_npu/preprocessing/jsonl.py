@@ -22,7 +22,7 @@ BATCH_BYTES = 256 * 1024
 
 
 class LineError(UsageError):
-    """A line that is no document. Unlike its base it survives the way back from a worker process."""
+    """A line that is not a document. Unlike its base class it can be pickled, by a worker process."""
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return type(self), (self.given, self.expected, self.remedy)
@@ -49,7 +49,7 @@ def check(paths: Sequence[str]) -> int:
     """Return the size on disk of all files together, in bytes.
 
     Raises:
-        UsageError: one is missing or is no file.
+        UsageError: one is missing or is not a file.
     """
     for path in paths:
         if not Path(path).is_file():

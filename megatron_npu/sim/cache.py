@@ -28,7 +28,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def _lock(name: str) -> Iterator[None]:
-    """Let one process at a time into the block; who has to wait says so.
+    """Let one process at a time into the block; one that has to wait says so.
 
     Raises:
         UsageError: the cache cannot be written to.

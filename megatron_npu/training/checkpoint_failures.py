@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files
 
-# Failures of files; CheckpointException, which is no Exception, holds those of each process.
+# Failures of files; CheckpointException, which is not an Exception, holds those of each process.
 FAILURES = (OSError, CheckpointException)
 
 

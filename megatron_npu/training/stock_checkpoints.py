@@ -97,7 +97,7 @@ def read_common(file: Path) -> dict[str, Any]:
     """Return what a ``common.pt`` holds; nothing in it is executed.
 
     Raises:
-        UsageError: it is broken, or names something that is no plain value.
+        UsageError: it is broken, or names something that is not a plain value.
     """
     if not hasattr(serialization, "get_unsafe_globals_in_checkpoint"):
         raise UsageError(

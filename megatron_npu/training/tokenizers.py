@@ -56,7 +56,7 @@ class NullTokenizer:
 def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
     """Return the ids of ``more`` behind ``text``.
 
-    GPT-2's tokenizers cut ``more`` by itself, as Megatron's LAMBADA does. One of Hugging Face may put
+    GPT-2's tokenizers cut ``more`` on its own, as Megatron's LAMBADA does. One of Hugging Face may put
     something before every text, so that it has to see both.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):

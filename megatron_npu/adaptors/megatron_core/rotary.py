@@ -19,7 +19,7 @@ _MODULE = "megatron.core.models.common.embeddings.rope_utils"
 @replace(
     f"{_MODULE}:_apply_rotary_pos_emb_bshd",
     devices=WITHOUT_CUDA,
-    why="computes sine and cosine anew in every layer, and five passes over the tensor",
+    why="computes sine and cosine again in every layer, and five passes over the tensor",
 )
 def _apply_rotary_pos_emb_bshd(
     t: Tensor,

@@ -16,7 +16,7 @@ constant(
 
 
 _COMPILED_ANEW = (
-    "three passes; and TorchScript compiles it in every process anew, rounding bf16 otherwise until it has: "
+    "three passes; and TorchScript compiles it again in every process, rounding bf16 otherwise until it has: "
     "a resumed run would not be the interrupted one to the bit"
 )
 

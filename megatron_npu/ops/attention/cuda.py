@@ -36,7 +36,7 @@ _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Kernel(enum.Enum):
-    """Who computes a call."""
+    """Which kernel computes a call."""
 
     FLASH_ATTN = "flash-attn"
     SDPA = "torch's scaled_dot_product_attention"

@@ -14,7 +14,7 @@ def check(args: Namespace) -> None:
     """Check that there is megatron-core, and a device for each process.
 
     Raises:
-        UsageError: there is not.
+        UsageError: one of them is missing.
     """
     args.megatron_version = _megatron_core()
     derive.process(args)

@@ -100,10 +100,10 @@ import torch
 before = torch.Tensor.to
 from megatron_npu import plugin, standins
 install, interruptions = standins.install, iter([KeyboardInterrupt()])
-def interrupted_once(host):
+def interrupted_once(upstream):
     for interruption in interruptions:
         raise interruption
-    install(host)
+    install(upstream)
 standins.install = interrupted_once
 plugin.install()
 try:
