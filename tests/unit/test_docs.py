@@ -1,4 +1,4 @@
-"""The documentation is true: links lead somewhere, names exist, and the worked example runs."""
+"""The documentation is true: links lead somewhere, names exist, and the worked examples run."""
 
 from __future__ import annotations
 
@@ -183,9 +183,10 @@ def test_every_flag_of_ours_is_documented():
     assert set(flags) <= set(FLAGS.findall(TEXTS[ROOT / "docs" / "flags.md"]))
 
 
-# -- the worked example -----------------------------------------------------------------------------
+# -- the worked examples ----------------------------------------------------------------------------
 
 GUIDE = ROOT / "docs" / "writing-an-adaptor.md"
+OPERATION = ROOT / "docs" / "adding-an-operation.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -208,3 +209,23 @@ def test_the_worked_adaptor_runs(tmp_path):
         [sys.executable, str(script)], env=tiny.environment(), capture_output=True, text=True, timeout=300
     )
     assert done.stdout.endswith("to the end\n"), done.stderr
+
+
+CHECKED_OPERATION = """
+x = torch.randn(4, 2, 8, requires_grad=True)
+torch.testing.assert_close(squared_relu(x), _reference(x))
+assert _squared_relu.implementations.keys() == {"cpu", "cuda", "npu"}
+assert "float64" in _beyond_npu(x.double())
+_example(lambda *shape: torch.randn(shape, requires_grad=True)).sum().backward()
+print("to the end")
+"""
+
+
+def test_the_worked_operation_runs(tmp_path):
+    (block,) = blocks(OPERATION, "python")
+    script = tmp_path / "squared_relu.py"
+    script.write_text(block["text"] + CHECKED_OPERATION)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=tiny.environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == "to the end\n", done.stderr
