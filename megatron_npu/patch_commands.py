@@ -30,7 +30,8 @@ def check(argv: list[str]) -> int:
         UsageError: there is no Megatron, or no patch is recorded for it.
     """
     parser = _parser("check", check, "0: every patch can be applied; 1: one cannot; 2: bad usage")
-    parser.add_argument("--strict", action="store_true", help="also fail on drift that a wrap survives")
+    strict = "also fail on drift that around and wrap survive"
+    parser.add_argument("--strict", action="store_true", help=strict)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     options = parser.parse_args(argv)
     found = _find(options)
