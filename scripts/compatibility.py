@@ -26,7 +26,8 @@ Megatrons on disk; `megatron-npu check --megatron PATH` does the same for one. I
 `python scripts/compatibility.py ROOT...`.
 
 - **same**: the symbol is one that is pinned, in this or another supported version.
-- **body_changed**: the signature is the same. A wrap still fits and warns; a replacement fails.
+- **body_changed**: the signature is the same. `around` and `wrap` still fit, with a warning; a replacement
+  fails.
 - **signature_changed**, **gone**: the patch fails.
 
 "Supported" versions are trained in the tests. The others are refused at import whatever the table says; it

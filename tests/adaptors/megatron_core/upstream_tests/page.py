@@ -122,7 +122,7 @@ def _folders(one: Baseline) -> dict[str, list[str]]:
     folders: dict[str, list[str]] = {}
     for file in one.files:
         inner = file.removeprefix("tests/unit_tests/")
-        folders.setdefault(inner.partition("/")[0] if "/" in inner else "(files beside)", []).append(file)
+        folders.setdefault(inner.partition("/")[0] if "/" in inner else "(top level)", []).append(file)
     return folders
 
 
