@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_npu.ops import activation, tiling
-from tests.ops.proof import RELAXED, check, rows_of
+from tests.ops.against_fp64 import RELAXED, check, rows_of
 
 widths = st.integers(1, 40)
 

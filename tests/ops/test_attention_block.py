@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_npu.ops.attention.block import Residuals, attention_block, attention_block_backward
 from megatron_npu.ops.attention.context_parallel import ring
-from tests.ops.proof import RELAXED
+from tests.ops.against_fp64 import RELAXED
 from tests.ops.tolerances import assert_near
 
 SCALE = 0.3

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_npu import devices
 from megatron_npu.ops import tiling
 from megatron_npu.ops.dropout import KEEP_LEVELS, bias_dropout_add, keep_mask_bits
-from tests.ops.proof import RELAXED, check, rows_of
+from tests.ops.against_fp64 import RELAXED, check, rows_of
 from tests.ops.tolerances import TOLERANCE, assert_near
 
 widths = st.integers(1, 40)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_npu.ops.grouped_matmul import grouped_matmul
-from tests.ops.proof import RELAXED, check
+from tests.ops.against_fp64 import RELAXED, check
 
 
 @RELAXED

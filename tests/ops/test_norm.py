@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_npu.ops import norm, tiling
-from tests.ops.proof import RELAXED, check, rows_of
+from tests.ops.against_fp64 import RELAXED, check, rows_of
 from tests.ops.tolerances import TOLERANCE
 
 EPS = 1e-5

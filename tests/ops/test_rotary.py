@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_npu.ops import dispatch, rotary, tiling
-from tests.ops.proof import RELAXED, check
+from tests.ops.against_fp64 import RELAXED, check
 
 
 def formula(x, theta, interleaved, scale):

@@ -48,8 +48,8 @@ def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
     size = vars(module.scale_mask_softmax).get("window_size", module.config.window_size)
     if size is None:
         return LayerOptions((None, None), False, flags.shape_order, communication)
-    pre, after = (None if limit < 0 else limit for limit in size)  # -1 is TransformerEngine's "no limit"
-    return LayerOptions((pre, after), True, flags.shape_order, communication)
+    left, right = (None if limit < 0 else limit for limit in size)  # -1 is TransformerEngine's "no limit"
+    return LayerOptions((left, right), True, flags.shape_order, communication)
 
 
 def flags_of(config: Any) -> AttentionFlags:
