@@ -176,7 +176,7 @@ class Operation:
         return function(*args, **kwargs, plan=planned)
 
     def _verified(self, function: Implementation) -> Implementation:
-        return verify.beside(self.name, function, self.reference, self.draws)
+        return verify.with_reference(self.name, function, self.reference, self.draws)
 
     def _bind_and_call(self, *args: Any, **kwargs: Any) -> Any:
         self.bind(devices.current().name)

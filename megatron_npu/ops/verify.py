@@ -54,13 +54,13 @@ def watches(name: str, group: str) -> bool:
     return not settings.verified_operations().isdisjoint({name, group, "all"})
 
 
-def beside(
+def with_reference(
     name: str,
     function: Implementation,
     reference: Implementation,
     draws: Callable[..., bool] | None = None,
 ) -> Implementation:
-    """Return ``function`` with ``reference`` run beside it: the same results, and a comparison.
+    """Return ``function`` with ``reference`` run after it at each call: the same results, and a comparison.
 
     A function that returns None works in place: then the tensors that it was given are compared. Calls of
     which ``draws`` says that they draw random numbers are counted only.
