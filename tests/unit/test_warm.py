@@ -122,6 +122,14 @@ def test_multiprocessing_and_torchrun(tmp_path: Path) -> None:
     assert sorted(ranks.stdout.split("\n")) == ["", "0 has torch", "1 has torch"]
 
 
+def test_options_of_the_interpreter() -> None:
+    code = "import sys, warnings; warnings.warn('loud'); print(sys.dont_write_bytecode)"
+    done = run("-W", "ignore", "-B", "-u", "-c", code)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+    assert "loud" in run("-c", code).stderr
+    assert run("-q").returncode == 1, "what it does not know is said, not ignored"
+
+
 def test_where_the_plug_in_must_not_be_or_all_is_to_be_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", "pass"]
     assert warm.ready(command, {"MEGATRON_NPU_AUTOLOAD": "0"})[0] == command

@@ -71,7 +71,7 @@ def ready(
     if command[0] != sys.executable or _must_be_cold(env):
         return list(command), dict(env)
     uncommon = [name for name in env if name.startswith("MEGATRON_") and name not in _READ]
-    common = not uncommon and modules
+    common = not uncommon and modules and env.get("MEGATRON_NPU_DEVICE") == "cpu"
     read = {name: env[name] for name in _READ if env.get(name)} if common else {}
     if common and tree is not None:
         read["MEGATRON_LM_PATH"] = str(tree)

@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,10 @@ def run(request: dict[str, Any]) -> None:
     _reseed()
     arguments = list(request["argv"])
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
-    while arguments and arguments[0] in ("-u", "-B"):
+    while arguments and arguments[0] in ("-u", "-B", "-W"):
         option = arguments.pop(0)
+        if option == "-W":
+            warnings.simplefilter(arguments.pop(0))
         sys.dont_write_bytecode |= option == "-B"
         if option == "-u":
             for stream in (sys.stdout, sys.stderr):
@@ -181,7 +184,7 @@ def run(request: dict[str, Any]) -> None:
             main_module = sys.modules["__main__"] = types.ModuleType("__main__")
             exec(compile(name, "<string>", "exec"), vars(main_module))
     elif kind.startswith("-"):
-        sys.exit(f"a warm interpreter knows -m, -c, -u and -B, not {kind}")
+        sys.exit(f"a warm interpreter knows -m, -c, -u, -B and -W, not {kind}")
     else:
         sys.argv = arguments
         sys.path[:] = [str(Path(kind).resolve().parent), *search, *_BASE]

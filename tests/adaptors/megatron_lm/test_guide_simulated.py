@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
+from tests import warm
 from tests.adaptors.megatron_lm import guide
 from tests.conftest import LONGEST
 from tests.sim.conftest import run_simulated, unavailable
@@ -19,7 +21,8 @@ def commands(checkout, tmp_path_factory) -> guide.Guide:
 
     def run(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
         one = {"MEGATRON_NPU_DEVICE": "npu", "NPUS_PER_NODE": "1"}  # of the eight that there seem to be
-        own = {"PYTHON": sys.executable, "PRESET": "small", **one}
+        [program], _ = warm.simulated([sys.executable], os.environ)
+        own = {"PYTHON": program, "PYTHON_EXEC": program, "PRESET": "small", **one}
         done = run_simulated(*command, timeout=LONGEST, **own, **changes)
         assert " x npu" in done.stdout, done.stdout[-3000:]
         done.stderr = ""  # both outputs are one text
