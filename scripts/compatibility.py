@@ -12,6 +12,7 @@ import argparse
 from pathlib import Path
 
 from marked import finish
+from packaging.version import Version
 
 from megatron_npu import patch_commands, upstream
 from megatron_npu.errors import UsageError
@@ -42,7 +43,7 @@ def main() -> None:
     )
     parser.add_argument("roots", nargs="+", metavar="ROOT")
     found = [upstream.find(root) for root in parser.parse_args().roots]
-    found.sort(key=lambda one: [int(part) for part in one.version.split(".")])
+    found.sort(key=lambda one: Version(one.version))
     reached = {one.version: patch_commands.verdicts(one) for one in found}
     lines = [HEAD, *_table(found, reached), *_details(reached)]
     finish({PAGE: "\n".join(lines) + "\n"}, check=False)
