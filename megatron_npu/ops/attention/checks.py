@@ -12,6 +12,11 @@ from megatron_npu.ops.attention.spec import PackedSequences, Window
 def head_counts(query: Tensor, key: Tensor, layout: str, num_heads: int | None) -> tuple[int, int]:
     """Return the number of heads of the queries and of the keys.
 
+    Args:
+        query, key: in ``layout``.
+        layout: one of ``layouts.LAYOUTS``.
+        num_heads: of the queries; needed by a layout that joins heads and head size.
+
     Raises:
         ValueError: an unknown layout, a wrong number of dimensions, or heads that do not divide.
     """
@@ -36,12 +41,21 @@ def _headless(query_size: int, key_size: int, layout: str, heads: int | None) ->
         raise ValueError(f"layout {layout} needs num_heads dividing {query_size}, given {heads}")
     size = query_size // heads
     if key_size % size:
-        raise ValueError(f"keys of size {key_size} are no heads of size {size}")
+        raise ValueError(f"keys of size {key_size} are not heads of size {size}")
     return heads, key_size // size
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str, heads: int, key_heads: int) -> None:
-    """Raise ValueError unless dtypes are one and shapes fit; value may have another head size."""
+    """Check that query, key and value have one dtype, and shapes that fit.
+
+    Args:
+        query, key, value: in ``layout``; the head size of ``value`` may be another.
+        layout: one of ``layouts.LAYOUTS``.
+        heads, key_heads: of the queries, and of keys and values, as ``head_counts`` returns them.
+
+    Raises:
+        ValueError: they differ in dtype, dimensions, batch, head size, or keys from values.
+    """
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
     if value.dim() != key.dim():
