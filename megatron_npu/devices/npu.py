@@ -180,7 +180,7 @@ def _with_capability(properties: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _taking_cuda(value: Any) -> Any:
-    """Return a function of torch.npu that takes CUDA devices too; what is no function, unchanged."""
+    """Return a function of torch.npu that takes CUDA devices too; other values unchanged."""
     if not isinstance(value, types.FunctionType):
         return value
 

@@ -67,7 +67,7 @@ def refuse_offload_in_fp32(args: argparse.Namespace) -> None:
 
 
 def refuse_tools_of_cuda(args: argparse.Namespace) -> None:
-    """Say before anything is built which tools cannot be had."""
+    """Refuse tools that need CUDA before anything is built."""
     device = devices.current().name
     if args.profile and not args.use_pytorch_profiler:
         raise UsageError(
@@ -110,7 +110,8 @@ CHECKS = (  # they run in this order
     Check(
         refuse_offload_in_fp32,
         why="--optimizer-cpu-offload with fp32 parameters is a ValueError of torch when the optimizer is "
-        "built: the offloading one is handed views of them, which are no leaves (0.12 to 0.16, every device)",
+        "built: the offloading one is handed views of them, which are not leaves (0.12 to 0.16, every "
+        "device)",
         until=NOT_FIXED,
     ),
     Check(

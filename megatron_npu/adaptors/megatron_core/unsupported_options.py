@@ -95,7 +95,7 @@ def refuse(options: Any, wanting: tuple[Option, ...], absent: str = "Transformer
 
 
 def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
-    """Switch off what ``options`` ask for in vain, and report it.
+    """Switch off those of ``options`` that have no effect here, and report it.
 
     Raises:
         FallbackForbiddenError: in strict mode.

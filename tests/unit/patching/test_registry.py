@@ -34,8 +34,8 @@ def test_second_replacement_is_refused_and_names_both_origins() -> None:
     registry.replace("a.b:f", why="w", devices=("npu", "cpu"))(first)
     with pytest.raises(PatchConflict) as caught:
         registry.replace("a.b:f", why="w", devices=("cpu",))(second)
-    assert "test_record.first" in str(caught.value)
-    assert "test_record.second" in str(caught.value)
+    assert "test_registry.first" in str(caught.value)
+    assert "test_registry.second" in str(caught.value)
     assert len(registry.patches) == 1
 
 
