@@ -6,6 +6,7 @@ It lends the fork its files, folder and environment, hands signals on, and ends 
 with ``-I -S``, it takes a hundredth of a second.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -24,6 +25,12 @@ def _is_open(file: int) -> bool:
     return True
 
 
+def pass_on(parent: socket.socket, number: int) -> None:
+    """Send the number of a signal to the parent, which may have closed: the fork has ended."""
+    with contextlib.suppress(OSError):
+        parent.send(bytes([number]))
+
+
 def main() -> None:
     """Ask, wait, and end in the same way."""
     umask = os.umask(0)
@@ -40,12 +47,12 @@ def main() -> None:
     }
     text = json.dumps(request).encode("utf-8", "surrogateescape")
     with socket.socket(socket.AF_UNIX) as parent:
-        for number in PASSED_ON:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda number, _: parent.send(bytes([number])))
         parent.connect(sys.argv[1])
         socket.send_fds(parent, [struct.pack("!I", len(text))], files)
         parent.sendall(text)
+        for number in PASSED_ON:  # one that came before ends this process, and the fork with it
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: pass_on(parent, number))
         answer = parent.recv(4)
     if len(answer) < 4:
         sys.exit("the warm parent is gone")

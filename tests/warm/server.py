@@ -82,10 +82,15 @@ class Parent:
 
     def _fork(self, client: socket.socket) -> dict[str, Any] | None:
         """Fork for a client; return its request in the fork, None in the parent."""
-        message, files, _, _ = socket.recv_fds(client, 4, _MOST_FILES)
-        text = _received(client, struct.unpack("!I", message)[0]) if len(message) == 4 else None
+        files: list[int] = []
+        text = None
+        with contextlib.suppress(ConnectionResetError):
+            message, files, _, _ = socket.recv_fds(client, 4, _MOST_FILES)
+            if len(message) == 4:
+                text = _received(client, struct.unpack("!I", message)[0])
         if text is None:  # it went away
-            client.close()
+            for end in (*files, client.detach()):
+                os.close(end)
             return None
         process = os.fork()
         if process:
@@ -108,8 +113,13 @@ class Parent:
             end.close()
 
     def _hear(self, process: int) -> None:
-        client = self._clients[process]
-        said = client.recv(64)
+        client = self._clients.get(process)
+        if client is None:  # its fork has ended in the same round
+            return
+        try:
+            said = client.recv(64)
+        except ConnectionResetError:
+            said = b""
         for number in said or [signal.SIGKILL]:  # nothing: the client is gone
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
