@@ -361,11 +361,12 @@ class Registry(_Decorators):
         self.patches = [patch for patch in self.patches if wanted(patch)]
 
 
-def _likeness(patch: Patch) -> tuple[str, ...]:
+def _likeness(patch: Patch) -> tuple[object, ...]:
     """Return what a record and the same made again have in common: place, words, the name of ``make``."""
     made = patch.make if patch.kind != "constant" else None
     name = f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}"
-    return patch.target, patch.kind, patch.where, patch.why, name
+    meant_for = patch.upstream, patch.versions, patch.devices
+    return patch.target, patch.kind, patch.where, patch.why, meant_for, name
 
 
 def _validate(patch: Patch) -> None:

@@ -193,6 +193,18 @@ def test_wraps_of_a_loop_on_one_line_are_so_many_records() -> None:
     assert [row.state for row in ledger.rows] == ["pending", "applied", "pending"]
 
 
+def test_records_of_one_line_for_other_upstreams_versions_or_devices_stay_apart() -> None:
+    registry = Registry()
+    meant = [{"upstream": "a"}, {"upstream": "b"}, {"versions": "<1"}, {"versions": ">=1"}]
+    meant += [{"devices": ("cpu",)}, {"devices": ("npu",)}]
+    for options in meant:
+        registry.wrap("m.x:f", why="w", **options)(without)
+    assert len(registry.patches) == len(meant)
+    for name in ("<1", ">=1"):
+        registry.constant("m.x:C", False, why="w", versions=name)
+    assert len(registry.for_module("m.x")) == len(meant) + 2
+
+
 ADAPTOR = """
 def without(name):
     return lambda original: lambda *args: (name, *original(*args))
