@@ -71,7 +71,7 @@ def announce() -> None:
         return
     print(
         f"megatron_npu {__version__} · {context.upstream} {context.version} · "
-        f"{device.name}/{device.backend} · {engine().ledger.summary()}",
+        f"{device.title}/{device.backend} · {engine().ledger.summary()}",
         flush=True,
     )
 
@@ -93,6 +93,13 @@ def _activate() -> Context:
     device.prepare()
     standins.install(found)
     engine().ledger.fallbacks = dispatch.fallbacks
+    engine().ledger.about = {
+        "upstream": found.name,
+        "version": found.version,
+        "device": device.title,
+        "backend": device.backend,
+        "simulated": device.simulated,
+    }
     adaptors.register(found.name)
     banner.prepare(announce)
     return Context(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 from megatron_npu import settings
 from megatron_npu.devices.base import Device, MemoryStatistics
@@ -17,6 +18,7 @@ __all__ = [
     "Device",
     "MemoryStatistics",
     "NpuDevice",
+    "board_folder",
     "current",
     "present",
     "select",
@@ -53,3 +55,12 @@ def present() -> list[str]:
 def current() -> Device:
     """Return the device of this process (the first call decides)."""
     return select(settings.DEVICE.get())
+
+
+def board_folder(folder: str) -> str:
+    """Return where a run's curves for TensorBoard belong, which takes the name of a run from its folder.
+
+    Curves of a simulated device lie in a folder below the one that was asked for, and its name says so.
+    """
+    device = current()
+    return str(Path(folder) / device.title.replace(" ", "-")) if device.simulated else folder

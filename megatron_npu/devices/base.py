@@ -31,11 +31,18 @@ class Device(ABC):
         backend: the ``torch.distributed`` backend that moves its tensors.
         is_host: whether it is the host itself: device memory is host memory, and the cores that compute also
             read the data.
+        simulated: whether it is no hardware: its numbers are right, its times say nothing.
     """
 
     name: str
     backend: str
     is_host: bool = False
+    simulated: bool = False
+
+    @property
+    def title(self) -> str:
+        """Its name for people: what is not hardware says so wherever a log may be read as one of hardware."""
+        return f"simulated {self.name}" if self.simulated else self.name
 
     @abstractmethod
     def absence(self) -> str | None:

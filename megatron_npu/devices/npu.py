@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_npu import settings
 from megatron_npu.devices import device_monitor
 from megatron_npu.devices.base import Device, MemoryStatistics
 from megatron_npu.devices.cuda_types import tensor_types
@@ -45,6 +46,9 @@ class NpuDevice(Device):
 
     name = "npu"
     backend = "hccl"
+
+    def __init__(self) -> None:
+        self.simulated = settings.SIM.enabled()
 
     def absence(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:

@@ -53,11 +53,14 @@ class Ledger:
     Attributes:
         fallbacks: how often an operation left its fast path, by its name and the reason. Whoever counts
             them puts its mapping here; the ledger only reports them.
+        about: what else a reader should know, such as the upstream and the device; whoever knows it puts it
+            here, under names that are none of the ledger's own.
     """
 
     def __init__(self) -> None:
         self._rows: dict[tuple[object, ...], Row] = {}
         self.fallbacks: Mapping[tuple[str, str], int] = {}
+        self.about: Mapping[str, str | bool] = {}
 
     @property
     def rows(self) -> list[Row]:
@@ -96,8 +99,9 @@ class Ledger:
         return f"{text} ({'; '.join(reasons)})" if reasons else text
 
     def text(self) -> str:
-        """Return the ledger for a terminal: a line for each patch, its reason and remarks below."""
-        lines = []
+        """Return the ledger for a terminal: what it is about, then a line for each patch, remarks below."""
+        about = [f"{name} {value}" for name, value in self.about.items() if isinstance(value, str)]
+        lines = [" · ".join(about)] if about else []
         for row in self.rows:
             lines.append(f"{row.state:<8} {row.kind:<8} {row.target}")
             for remark in (*_remarks(row), row.why, *([f"until {until(row)}"] if row.until else [])):
@@ -106,13 +110,14 @@ class Ledger:
         return "\n".join([*lines, self.summary()])
 
     def json(self) -> str:
-        """Return the ledger as a JSON object: ``summary``, ``counts``, ``patches``, ``fallbacks``."""
+        """Return a JSON object: what is in ``about``, ``summary``, ``counts``, ``patches``, ``fallbacks``."""
         fallbacks = [
             {"operation": name, "reason": reason, "count": count}
             for (name, reason), count in self.fallbacks.items()
         ]
         return json.dumps(
             {
+                **self.about,
                 "summary": self.summary(),
                 "counts": {state: self.count(state) for state in STATES},
                 "patches": [asdict(row) for row in self.rows],

@@ -55,12 +55,12 @@ class Log:
         if self.on_rank_0 and args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(args.tensorboard_dir)
+            self._board = SummaryWriter(devices.board_folder(args.tensorboard_dir))
         if self.on_rank_0 and sys.stdout.isatty() and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=args.train_iters, initial=iteration, unit="it", dynamic_ncols=True)
-        self.write("start", iteration, {"world_size": args.world_size})
+        self.write("start", iteration, {"world_size": args.world_size, "device": devices.current().title})
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -189,6 +189,8 @@ def _row(
 def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
     """Return the console's line for one log event: Megatron's fields, then throughput and memory."""
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
+    device = devices.current()
+    note = f" {device.title} |" if device.simulated else ""
     return (
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.train_iters:8d} |"
         f" consumed samples: {row['consumed_samples']:12d} |"
@@ -200,7 +202,7 @@ def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
         f" lm loss: {row['loss']:.6E} | loss scale: {row['loss_scale']:.1f} |{norm}"
         f" number of skipped iterations: {row['skipped_iterations']:3d} |"
         f" number of nan iterations: {row['nan_iterations']:3d} |"
-        f" peak memory (MiB): {row['peak_memory_bytes'] / 2**20:.0f} |"
+        f" peak memory (MiB): {row['peak_memory_bytes'] / 2**20:.0f} |{note}"
     )
 
 

@@ -49,6 +49,7 @@ class Summary:
 
     Attributes:
         device, backend, upstream: what it ran on, such as ``cpu``, ``gloo``, ``megatron_core 0.16.1``.
+        simulated: whether the device is no hardware, so that times and throughput say nothing.
         ledger: the patches, in one line.
         world_size: processes.
         parameters, parameters_without_embeddings: weights of the whole model.
@@ -65,6 +66,7 @@ class Summary:
 
     device: str
     backend: str
+    simulated: bool
     upstream: str
     ledger: str
     world_size: int
@@ -199,6 +201,7 @@ def _summary(
     return Summary(
         device=device.name,
         backend=device.backend,
+        simulated=device.simulated,
         upstream=f"megatron_core {args.megatron_version}",
         ledger=plugin.engine().ledger.summary(),
         world_size=args.world_size,

@@ -79,10 +79,21 @@ def test_timers_and_norms_reach_tensorboard(logged) -> None:
     assert scalars["lm loss validation ppl"][-1] == pytest.approx(math.exp(scalars["lm loss validation"][-1]))
 
 
+def test_a_log_of_simulated_npus_cannot_be_taken_for_one_of_hardware(logged) -> None:
+    done, folder, device = logged
+    iterations = [line for line in done.stdout.splitlines() if "elapsed time per iteration" in line]
+    assert len(iterations) == 4
+    assert all(line.endswith("| simulated npu |") == (device == "npu") for line in iterations)
+    assert (folder / "simulated-npu").is_dir() == (device == "npu")
+    assert any(folder.glob("events.out.*")) == (device == "cpu")
+
+
 def _scalars(folder: Path) -> dict[str, list[float]]:
+    """Return the curves of the one run in ``folder``; one of a simulated device has a folder in it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder)).Reload()
+    (file,) = folder.rglob("events.out.*")
+    events = EventAccumulator(str(file.parent)).Reload()
     return {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 

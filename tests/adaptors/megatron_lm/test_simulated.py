@@ -37,11 +37,15 @@ def on_cpu(checkout, data) -> dict[str, dict[int, float]]:
     ],
     ids=["tp2-sp-BSH", "dp2-distributed-optimizer-bf16-window-SBH"],
 )
-def test_trains_like_the_cpu(checkout, data, on_cpu, processes, window, layout, limit):
+def test_trains_like_the_cpu(checkout, data, on_cpu, processes, window, layout, limit, tmp_path):
     if unavailable():
         pytest.skip(unavailable())
-    command = tiny.command("run", *steps(checkout, data, f"{window} {layout}"), processes=processes)
+    flags = f"{window} {layout} --tensorboard-dir {tmp_path}"
+    command = tiny.command("run", *steps(checkout, data, flags), processes=processes)
     result = run_simulated(*command, PYTHONDONTWRITEBYTECODE="1")
     assert result.returncode == 0, result.stdout[-5000:]
-    assert "npu/hccl" in result.stdout
+    assert "· simulated npu/hccl ·" in result.stdout
+    iterations = [line for line in result.stdout.splitlines() if "elapsed time per iteration" in line]
+    assert all(line.endswith("| simulated npu |") for line in iterations)
+    assert [path.name for path in tmp_path.iterdir()] == ["simulated-npu"]  # what TensorBoard calls the run
     assert deviation(runs.losses(result.stdout), on_cpu[window]) < limit

@@ -47,6 +47,14 @@ def test_forms(upstream: UpstreamTree) -> None:
     assert text.endswith(engine.ledger.summary())
 
 
+def test_what_it_is_about_is_in_text_and_json(upstream: UpstreamTree) -> None:
+    engine = upstream.engine()
+    engine.ledger.about = {"device": "a machine of cardboard", "cardboard": True}
+    assert engine.ledger.text().splitlines()[0] == "device a machine of cardboard"
+    told = json.loads(engine.ledger.json())
+    assert (told["device"], told["cardboard"]) == ("a machine of cardboard", True)
+
+
 def test_the_summary_names_each_operation_that_fell_back_once() -> None:
     ledger = Ledger()
     assert "fallbacks" not in ledger.summary()

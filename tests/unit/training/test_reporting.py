@@ -45,6 +45,13 @@ def test_the_line_has_the_fields_of_megatron():
         assert part in text
 
 
+def test_the_line_of_a_simulated_device_says_so(monkeypatch):
+    device = Namespace(simulated=True, title="simulated npu")
+    monkeypatch.setattr(log.devices, "current", lambda: device)
+    text = log.line(Namespace(train_iters=100, global_batch_size=4), 10, row())
+    assert text.endswith("| simulated npu |")
+
+
 def journal(tmp_path, iteration=0, rank=0):
     args = Namespace(
         rank=rank,

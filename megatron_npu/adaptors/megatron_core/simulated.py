@@ -1,0 +1,23 @@
+"""Runs on simulated NPUs say so in their log and in TensorBoard.
+
+Connects ``megatron.training.utils`` and ``megatron.training.global_vars``.
+"""
+
+from __future__ import annotations
+
+from megatron_npu.adaptors.megatron_core.decorators import around
+from megatron_npu.adaptors.shared import simulated
+
+around(
+    "megatron.training.utils:print_rank_last",
+    devices=("npu",),
+    condition=simulated.on_hardware,
+    why=simulated.WHY_LINE,
+)(simulated.mark_line)
+
+around(
+    "megatron.training.global_vars:_set_tensorboard_writer",
+    devices=("npu",),
+    condition=simulated.on_hardware,
+    why=simulated.WHY_BOARD,
+)(simulated.mark_board)

@@ -1,0 +1,31 @@
+"""Runs on a simulated device say so where their logs could be read as those of hardware."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu import devices
+
+WHY_LINE = "its TFLOP/s and milliseconds would be read as those of an NPU"
+WHY_BOARD = "TensorBoard names a run by its folder, and would show the times as those of an NPU"
+
+
+def on_hardware() -> str | None:
+    """Return why these patches are not needed on this device, or None."""
+    return None if devices.current().simulated else "the device is hardware"
+
+
+def mark_line(original: Callable[..., Any], message: str) -> Any:
+    """Name the device at the end of every line of numbers."""
+    line = str(message)
+    return original(f"{line} {devices.current().title} |" if line.rstrip().endswith("|") else message)
+
+
+def mark_board(original: Callable[..., Any], args: argparse.Namespace) -> Any:
+    """Have the curves written into a folder that names the device; other files stay where they belong."""
+    if getattr(args, "tensorboard_dir", None):
+        args = argparse.Namespace(**vars(args))
+        args.tensorboard_dir = devices.board_folder(args.tensorboard_dir)
+    return original(args)
