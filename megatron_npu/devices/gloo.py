@@ -6,11 +6,13 @@ import atexit
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,26 @@ def drop_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(group, async_op)
 
     return barrier
+
+
+def copy_with_one_thread() -> None:
+    """Make gloo's threads, from now on, copy what they gather with one OpenMP thread each.
+
+    A thread of gloo copies the result of a gather by an operation of torch's, in parallel from 32,768
+    elements on. With OpenMP every thread of a process has threads of its own, which stay: after one gather
+    libgomp counts more threads than processors, no longer spins at the end of a parallel region, and every
+    small operation of the training afterwards waits for the kernel (twice the time of a step on two cores;
+    torch 2.13, shown without Megatron by tests/unit/devices/test_gloo.py).
+
+    A thread takes torch's number of threads when it first needs it. ``torch.set_num_threads`` sets that, and
+    also the number of the thread that calls it: hence the call from a thread that ends at once. The caller's
+    own number stays; other threads that begin later, a program's own too, have one unless they call
+    ``torch.set_num_threads`` themselves.
+    """
+    torch.get_num_threads()  # the caller takes its number before it is changed for the others
+    setter = threading.Thread(target=torch.set_num_threads, args=(1,))
+    setter.start()
+    setter.join()
 
 
 @functools.cache

@@ -43,6 +43,7 @@ def _init_process_group(device: Device) -> Callable[..., Any]:
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         options = _translate(signature.bind(*args, **kwargs).arguments, device)
         gloo.wait_at_exit()
+        gloo.copy_with_one_thread()
         # torch without a name would take every backend it was built with
         return original(**{**options, "backend": options.get("backend") or device.backend})
 

@@ -75,6 +75,40 @@ def test_a_process_that_keeps_its_groups_ends_well():
         assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
 
 
+# OpenMP gives every thread that computes in parallel threads of its own; they never end.
+GATHERS = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+from megatron_npu import devices
+from megatron_npu.devices import gloo
+from megatron_npu.devices.redirect import Redirection
+
+if sys.argv[1] == "uncured":
+    gloo.copy_with_one_thread = lambda: None
+torch.set_num_threads(2)
+Redirection(devices.CpuDevice()).on()
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+large = torch.ones(1_000_000)
+large.mul_(2)  # the main thread's pool
+before = len(os.listdir("/proc/self/task"))
+for _ in range(20):
+    dist.all_gather([torch.empty_like(large)], large)
+print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
+"""
+
+
+@pytest.mark.skipif(not gloo._THREADS.is_dir(), reason="needs Linux's /proc/self/task, to count threads")
+@pytest.mark.parametrize(("which", "grows"), [("cured", False), ("uncured", True)])
+def test_gathering_starts_no_second_pool_of_threads(which, grows):
+    """With one, every step after the first checkpoint takes twice as long on two cores (torch 2.13)."""
+    command = [sys.executable, "-c", GATHERS, which]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    more, own = map(int, result.stdout.split())
+    assert (more > 0, own) == (grows, 2)
+
+
 def write_thread(folder, number, name, state, sleeps):
     (folder / str(number)).mkdir(exist_ok=True)
     count = "" if sleeps is None else f"voluntary_ctxt_switches:\t{sleeps}\n"
