@@ -15,7 +15,7 @@ import torch
 
 from megatron_npu import files, plugin
 from megatron_npu.arg_parser import Parser, number, positive
-from megatron_npu.conversion import families, hf_files, tokenizer_files, verify, weights
+from megatron_npu.conversion import carried_files, families, hf_files, tokenizer_files, verify, weights
 from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.config import Config, read
 from megatron_npu.conversion.families import Family
@@ -57,6 +57,12 @@ def parser() -> argparse.ArgumentParser:
         help="pad the vocabulary to a multiple of N (to megatron)",
     )
     add("--max-shard-gb", type=number, default=5.0, help="largest file of weights in 10^9 bytes (to hf)")
+    add(
+        "--tokenizer-type",
+        choices=tokenizer_files.KINDS,
+        help="tokenizer of the result; NullTokenizer: none (to megatron; default: what the files are for)",
+    )
+    add("--eos-token", metavar="TEXT", help="the token that ends a text, if no file names it (to megatron)")
     tokenizer_flags.add_gpt2_files(add, ", if it has moved since the training (from megatron)")
     return result
 
@@ -113,9 +119,11 @@ def _to_megatron(given: Namespace, part: Path) -> Iterator[str]:
         *("--make-vocab-size-divisible-by", str(given.make_vocab_size_divisible_by)),
     ]
     hf_folder = part / checkpoint_files.HF_FOLDER
-    tokenizer_files.copy(source, hf_folder)
-    tokenizer = tokenizer_files.tokenizer_flags(hf_folder, vocabulary)
-    args = _arguments(part, [*model_flags, *tokenizer])
+    carried_files.copy(source, hf_folder)
+    tokenizer = tokenizer_files.choose(
+        source, hf_folder, vocabulary, kind=given.tokenizer_type, end=given.eos_token
+    )
+    args = _arguments(part, [*model_flags, *tokenizer.flags])
     found = weights.open_folder(source, family)
     weights.check_names(found, family, args)
     dtype = given.dtype or weights.common_dtype(found, family.weight_map(args))
@@ -123,11 +131,12 @@ def _to_megatron(given: Namespace, part: Path) -> Iterator[str]:
     _save(args, family, found)
     _name_final_paths(part, final)
     precision = [f"--{dtype}"] if dtype != "fp32" else []
-    moved = [word.replace(str(part), str(final)) for word in tokenizer]
+    moved = [word.replace(str(part), str(final)) for word in tokenizer.flags]
     line = shlex.join([*model_flags, *moved, *precision])
     files.write(part / FLAGS, line + "\n")
     yield from _verified(given, part, source, family, dtype)
-    yield f"{tokenizer[1]}; vocabulary {vocabulary}, padded to {args.padded_vocab_size}"
+    yield from tokenizer.said
+    yield f"{args.tokenizer_type}; vocabulary {vocabulary}, padded to {args.padded_vocab_size}"
     yield f"the model's flags, also in {FLAGS}: {line}"
 
 
@@ -172,14 +181,15 @@ def _name_final_paths(part: Path, final: Path) -> None:
 def _to_hf(given: Namespace, part: Path) -> Iterator[str]:
     """Write the folder into ``part``; yield what there is to say."""
     root = Path(given.source)
-    with restored(str(root), given.vocab_file, given.merge_file) as (args, module, _):
+    with restored(str(root), given.vocab_file, given.merge_file) as (args, module, tokenizer):
         family = families.of_arguments(args, tokenizer_files.model_type(root, args))
         dtype = given.dtype or ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
         values = family.config(args)
-        extra_keys = tokenizer_files.copy_from_checkpoint(root, args, part)
+        extra_keys = tokenizer_files.copy_from_checkpoint(root, args, tokenizer, part)
         named = {**extra_keys, **values, "torch_dtype": str(weights.DTYPES[dtype]).removeprefix("torch.")}
         files.write(part / CONFIG, json.dumps(named, indent=2, sort_keys=True) + "\n")
         _write(part, dict(model.unwrap(module).named_parameters()), family, args, dtype, given.max_shard_gb)
+    yield from tokenizer_files.prove(tokenizer, part)
     yield from _verified(given, root, part, family, dtype)
     yield f"{values['architectures'][0]}; {args.tokenizer_type}"
 

@@ -1,85 +1,287 @@
-"""The files that come along with the weights: the tokenizer's, and keys that say nothing about the model."""
+"""Which tokenizer goes with a converted model: found in its files, named in flags, and proven."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
 from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_npu import files
-from megatron_npu.conversion import config
+from megatron_npu.conversion import carried_files, config, tokenizer_proof, verify
 from megatron_npu.errors import UsageError
+from megatron_npu.tokenization import hf
 from megatron_npu.tokenization.gpt2_bpe import END_OF_TEXT, GPT2Tokenizer
+from megatron_npu.tokenization.hf import HuggingFaceTokenizer
 from megatron_npu.training import checkpoint_files, tokenizers
 
-_TOKENIZER = (
-    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
-    "tokenizer.model chat_template.jinja"
-).split()
-_FILES = (*_TOKENIZER, "generation_config.json", config.NAME)
+KINDS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+_UNPROVEN = 'transformers is not installed: the tokenizer was NOT compared (pip install "megatron_npu[hf]")'
+_LITERAL_END = f"{END_OF_TEXT} written inside a text is ordinary characters to it, as in Megatron"
 
 
-def copy(source: Path, destination: Path) -> None:
-    """Copy what there is of these files from one folder into another, which is made."""
-    destination.mkdir(exist_ok=True)
-    for name in _FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, destination / name)
+@dataclass(frozen=True)
+class Chosen:
+    """A tokenizer for the driver.
 
-
-def tokenizer_flags(folder: Path, vocabulary: int) -> list[str]:
-    """Return the flags of the tokenizer in a Hugging Face folder, for a model of so many tokens.
-
-    Without one that the driver can use it is the NullTokenizer: text is numbers then.
+    Attributes:
+        flags: that name it and the size of the model's vocabulary.
+        said: lines for the user.
     """
-    gpt2 = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
-    candidates = (
-        # another byte-level BPE has these two files too, but not GPT-2's end of text
-        ("GPT2BPETokenizer", gpt2, lambda: GPT2Tokenizer(gpt2[1], gpt2[3])),
-        (
-            "HuggingFaceTokenizer",
-            ["--tokenizer-model", str(folder)],
-            lambda: tokenizers.HuggingFaceTokenizer(folder),
-        ),
+
+    flags: list[str]
+    said: list[str]
+
+
+# -- to Megatron --------------------------------------------------------------------------------------------
+
+
+def choose(
+    source: Path, folder: Path, vocabulary: int, *, kind: str | None = None, end: str | None = None
+) -> Chosen:
+    """Return the tokenizer of a model, which reads and writes what that of transformers does.
+
+    Args:
+        source: the folder of Hugging Face, for messages.
+        folder: where its files have been copied to; what they leave open is written into them.
+        vocabulary: tokens that the model knows.
+        kind: the tokenizer, by Megatron's name; None: what the files are for.
+        end: the token that ends a text; None: what the files say.
+
+    Raises:
+        UsageError: the files do not say all of it, or another than transformers reads.
+    """
+    names = carried_files.vocabularies(folder)
+    if kind == "NullTokenizer" or (kind is None and not names):
+        reason = "as asked for" if kind else f"{source} has no tokenizer"
+        said = f"NullTokenizer, {reason}: text is numbers with blanks between"
+        return Chosen(["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary - 1)], [said])
+    with _naming(source, folder):
+        if end is not None:
+            _name_end(folder, end)
+        return _fitting(_made(folder, kind, names), vocabulary)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A tokenizer that has been built, its flags without the vocabulary's size, and lines for the user."""
+
+    tokenizer: tokenizer_proof.Tokenizer
+    flags: list[str]
+    said: list[str]
+
+
+def _made(folder: Path, kind: str | None, names: list[str]) -> _Candidate:
+    theirs = tokenizer_proof.reference(folder) if verify.has_reference() else None
+    if kind != "HuggingFaceTokenizer" and {"vocab.json", "merges.txt"} <= set(names):
+        if kind == "GPT2BPETokenizer":
+            return _gpt2(folder, theirs)
+        if "tokenizer.json" not in names and _is_plain_gpt2(folder):
+            with contextlib.suppress(UsageError):  # a byte-level BPE of others has these two files, too
+                return _gpt2(folder, theirs)
+    elif kind == "GPT2BPETokenizer":
+        raise UsageError(
+            f"{folder}: no vocab.json and merges.txt", "both for --tokenizer-type", "Leave it out."
+        )
+    return _hugging_face(folder, theirs)
+
+
+def _is_plain_gpt2(folder: Path) -> bool:
+    """Return whether nothing beside ``vocab.json`` and ``merges.txt`` names other tokens than GPT-2's."""
+    added = hf.read_object(folder / hf.CONFIG).get("added_tokens_decoder", {})
+    contents = {token.get("content") for token in added.values() if isinstance(token, dict)}
+    named = {hf.special_token(folder, role) for role in ("bos_token", "eos_token", "unk_token")}
+    others = hf.read_object(folder / "added_tokens.json").keys() | contents | named
+    return others <= {END_OF_TEXT, None}
+
+
+def _gpt2(folder: Path, theirs: Any) -> _Candidate:
+    names = str(folder / "vocab.json"), str(folder / "merges.txt")
+    tokenizer = GPT2Tokenizer(*names)
+    said = [_UNPROVEN] if theirs is None else [tokenizer_proof.require_equal(tokenizer, theirs)]
+    flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", names[0], "--merge-file", names[1]]
+    return _Candidate(tokenizer, flags, [*said, f"GPT2BPETokenizer: {_LITERAL_END}"])
+
+
+def _hugging_face(folder: Path, theirs: Any) -> _Candidate:
+    _settle_end(folder, theirs)
+    said = _rewritten(folder, theirs)
+    tokenizer = HuggingFaceTokenizer(folder)
+    said.append(_UNPROVEN if theirs is None else tokenizer_proof.require_equal(tokenizer, theirs))
+    return _Candidate(
+        tokenizer, ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)], said
     )
-    for kind, flags, build in candidates:
-        try:
-            size = build().vocab_size
-        except UsageError:
-            continue
-        if size <= vocabulary:
-            more = ["--vocab-size", str(vocabulary)] if size < vocabulary else []
-            return ["--tokenizer-type", kind, *flags, *more]
-    return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary - 1)]
 
 
-def copy_from_checkpoint(root: Path, args: Namespace, destination: Path) -> dict[str, Any]:
+def _rewritten(folder: Path, theirs: Any) -> list[str]:
+    """Let ``tokenizer.json`` be what transformers makes of all the files; return a line if it was not.
+
+    Old folders have none. And transformers 5 rebuilds some tokenizers from their vocabulary, with its own
+    rules for the blank before the first word.
+    """
+    path = folder / hf.FILE
+    if theirs is None:
+        return []
+    why = None
+    if path.is_file():
+        why = tokenizer_proof.difference(HuggingFaceTokenizer(folder), theirs)
+        if why is None:
+            return []
+    if not hasattr(theirs, "backend_tokenizer"):
+        raise UsageError(
+            f"{folder}: transformers has no tokenizer.json for a {type(theirs).__name__}",
+            "a tokenizer of the tokenizers library",
+            "Give --tokenizer-type NullTokenizer to leave it out.",
+        )
+    files.write(path, theirs.backend_tokenizer.to_str(pretty=True))
+    if why is None:
+        return ["tokenizer.json: there was none; it is what transformers makes of the other files"]
+    return [f"tokenizer.json is as transformers reads it, and not as it was: {why}"]
+
+
+def _settle_end(folder: Path, theirs: Any) -> None:
+    """Have the files name the token that ends a text.
+
+    Raises:
+        UsageError: they leave it open.
+    """
+    if hf.special_token(folder, "eos_token") is not None:
+        return
+    # the class of transformers has one of its own, which is right where the model says the same
+    if theirs is not None and theirs.eos_token_id in _ends_of_the_model(folder):
+        _name_end(folder, theirs.eos_token)
+        return
+    raise UsageError(
+        f"{folder} does not say which token ends a text (no eos_token in {hf.CONFIG})",
+        "its name",
+        "Give it with --eos-token, or --tokenizer-type NullTokenizer to leave the tokenizer out.",
+    )
+
+
+def _ends_of_the_model(folder: Path) -> set[int]:
+    """Return the ids that end a text as ``config.json`` and the settings of generation have it."""
+    ends: set[int] = set()
+    for name in (config.NAME, carried_files.GENERATION):
+        value = hf.read_object(folder / name).get("eos_token_id")
+        ends |= set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
+    return ends
+
+
+def _name_end(folder: Path, end: str) -> None:
+    """Write the token that ends a text into ``tokenizer_config.json``."""
+    path = folder / hf.CONFIG
+    # without a class transformers would guess one by the model, and that may know better than tokenizer.json
+    values = hf.read_object(path) or {"tokenizer_class": "PreTrainedTokenizerFast"}
+    files.write(path, json.dumps({**values, "eos_token": end}, indent=2, ensure_ascii=False) + "\n")
+
+
+def _fitting(candidate: _Candidate, vocabulary: int) -> Chosen:
+    size = candidate.tokenizer.vocab_size
+    if size > vocabulary:
+        raise UsageError(
+            f"a tokenizer of {size} tokens for a model of {vocabulary}",
+            "at most as many",
+            "Get the tokenizer of this model, or give --tokenizer-type NullTokenizer to leave it out.",
+        )
+    more = ["--vocab-size", str(vocabulary)] if size < vocabulary else []
+    return Chosen([*candidate.flags, *more], candidate.said)
+
+
+@contextlib.contextmanager
+def _naming(source: Path, folder: Path) -> Iterator[None]:
+    """Let messages name the folder that the files came from, and not the one that is being written."""
+    try:
+        yield
+    except UsageError as error:
+        parts = (error.given, error.expected, error.remedy)
+        raise UsageError(*(part.replace(str(folder), str(source)) for part in parts)) from error
+
+
+# -- to Hugging Face ----------------------------------------------------------------------------------------
+
+
+def copy_from_checkpoint(
+    root: Path, args: Namespace, tokenizer: tokenizers.Tokenizer, destination: Path
+) -> dict[str, Any]:
     """Copy a checkpoint's tokenizer into a Hugging Face folder; return keys for its ``config.json``.
 
     Args:
         root: the checkpoint's directory, which has the files of Hugging Face if it was converted itself.
         args: its flags.
+        tokenizer: what the flags name.
         destination: the folder.
     """
-    folder = _hf_folder(root, args)
-    if folder is not None:
-        copy(folder, destination)
+    origin = _hf_folder(root, args)
+    keys: dict[str, Any] = {}
+    if origin is not None:
+        carried_files.copy(origin, destination)
         (destination / config.NAME).unlink(missing_ok=True)
-        return _harmless_keys(folder)
-    if args.tokenizer_type != "GPT2BPETokenizer":
-        return {"bos_token_id": None, "eos_token_id": args.tokenizer_vocab_size - 1}
-    shutil.copyfile(args.vocab_file, destination / "vocab.json")
-    shutil.copyfile(args.merge_file, destination / "merges.txt")
+        keys = _harmless_keys(origin)
+    home = _home(args)
+    if origin is not None and (home is None or home.samefile(origin)):
+        return keys
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        carried_files.copy_tokenizer(Path(args.tokenizer_model), destination)
+    elif isinstance(tokenizer, GPT2Tokenizer):
+        _write_gpt2(args, destination)
+    return keys | _ids_of(destination, tokenizer)
+
+
+def _home(args: Namespace) -> Path | None:
+    """Return the folder that the flags take the tokenizer from; None for the NullTokenizer."""
+    named = {"GPT2BPETokenizer": args.vocab_file, "HuggingFaceTokenizer": args.tokenizer_model}
+    path = named.get(args.tokenizer_type)
+    if path is None:
+        return None
+    return Path(path) if Path(path).is_dir() else Path(path).parent
+
+
+def _write_gpt2(args: Namespace, destination: Path) -> None:
+    carried_files.remove_tokenizer(destination)
+    for name, path in (("vocab.json", args.vocab_file), ("merges.txt", args.merge_file)):
+        files.write(destination / name, Path(path).read_bytes())
     described = {
         "tokenizer_class": "GPT2Tokenizer",
         "model_max_length": args.max_position_embeddings,
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
     }
-    files.write(destination / "tokenizer_config.json", json.dumps(described, indent=2) + "\n")
-    end = GPT2Tokenizer(args.vocab_file, args.merge_file).eod
-    return {"bos_token_id": end, "eos_token_id": end}
+    files.write(destination / hf.CONFIG, json.dumps(described, indent=2) + "\n")
+
+
+def _ids_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+    """Return the ids that begin and end a text; what generation was set to do goes by other ones."""
+    (folder / carried_files.GENERATION).unlink(missing_ok=True)
+    begin = hf.special_token(folder, "bos_token")
+    known = getattr(tokenizer, "vocabulary", {})
+    return {"bos_token_id": known.get(begin), "eos_token_id": tokenizer.eod}
+
+
+def prove(tokenizer: tokenizers.Tokenizer, folder: Path) -> Iterator[str]:
+    """Check that transformers reads a written folder as the checkpoint's tokenizer does; yield lines.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if not isinstance(tokenizer, GPT2Tokenizer | HuggingFaceTokenizer):
+        yield "NullTokenizer: text is numbers, so that no tokenizer was written"
+    elif not verify.has_reference():
+        yield _UNPROVEN
+    else:
+        yield _proven(tokenizer, folder)
+
+
+def _proven(tokenizer: tokenizer_proof.Tokenizer, folder: Path) -> str:
+    theirs = tokenizer_proof.reference(folder)
+    described = hf.read_object(folder / hf.CONFIG)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer_proof.difference(tokenizer, theirs):
+        # the model was trained on tokenizer.json as it is, and not on what a class makes of its vocabulary
+        described["tokenizer_class"] = "PreTrainedTokenizerFast"
+        files.write(folder / hf.CONFIG, json.dumps(described, indent=2, ensure_ascii=False) + "\n")
+        theirs = tokenizer_proof.reference(folder)
+    return tokenizer_proof.require_equal(tokenizer, theirs)
 
 
 def model_type(root: Path, args: Namespace) -> str | None:
@@ -91,11 +293,10 @@ def model_type(root: Path, args: Namespace) -> str | None:
 
 def _hf_folder(root: Path, args: Namespace) -> Path | None:
     """Return the folder that the tokenizer came with, if it was one of Hugging Face."""
-    named = {"GPT2BPETokenizer": args.vocab_file, "HuggingFaceTokenizer": args.tokenizer_model}
-    path = named.get(args.tokenizer_type)
+    home = _home(args)
     near = [root / checkpoint_files.HF_FOLDER]
-    if path is not None:
-        near.insert(0, Path(path) if Path(path).is_dir() else Path(path).parent)
+    if home is not None:
+        near.insert(0, home)
     return next((place for place in near if (place / config.NAME).is_file()), None)
 
 

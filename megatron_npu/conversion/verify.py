@@ -10,6 +10,7 @@ import importlib.util
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -46,6 +47,12 @@ class Verification:
 def has_reference() -> bool:
     """Return whether transformers, which runs the other model, is installed."""
     return importlib.util.find_spec("transformers") is not None
+
+
+def silence(transformers: ModuleType) -> None:
+    """Let transformers print nothing but errors."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 @torch.no_grad()
@@ -132,8 +139,7 @@ def _hf_logits(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return logits [1, s, V] in fp32, computed on the host by transformers, without its fused attention."""
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    silence(transformers)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         str(folder), local_files_only=True, attn_implementation="eager"
     )

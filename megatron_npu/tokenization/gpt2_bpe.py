@@ -17,6 +17,7 @@ import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_npu.errors import UsageError
+from megatron_npu.tokenization import unicode_text
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -47,6 +48,7 @@ class GPT2Tokenizer:
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
         vocabulary = _read_vocabulary(Path(vocab_file))
         merges = _read_merges(Path(merge_file))
+        self.vocabulary: dict[str, int] = vocabulary
         self.vocab_size: int = len(vocabulary)
         self.eod: int = vocabulary[END_OF_TEXT]
         try:
@@ -71,8 +73,16 @@ class GPT2Tokenizer:
         return self._tokenizer.encode(word).ids
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; no ``eod`` is added."""
-        return self._tokenizer.encode(self.words(text), is_pretokenized=True).ids
+        """Return the ids of a text; no ``eod`` is added.
+
+        Raises:
+            UsageError: the text has no UTF-8 form.
+        """
+        try:
+            return self._tokenizer.encode(self.words(text), is_pretokenized=True).ids
+        except TypeError:
+            unicode_text.require(text)
+            raise
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids.

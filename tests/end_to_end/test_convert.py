@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron_npu.conversion.weight_map import Heads
 from megatron_npu.evaluation.generate import generate
 from megatron_npu.training.restore import restored
 from tests.end_to_end import tiny
+from tests.unit.conversion.tokenizers_made import byte_level, write_gpt2_files, write_json
 
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
@@ -346,8 +348,10 @@ def test_another_tokenizer_comes_along(source, tmp_path, convert, capsys):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     tokenizer.save(str(source / "tokenizer.json"))
-    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<s>"}}))
-    assert "HuggingFaceTokenizer; vocabulary 257" in convert("hf", "megatron", source, tmp_path / "m")
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>"}))
+    printed = convert("hf", "megatron", source, tmp_path / "m")
+    assert "HuggingFaceTokenizer; vocabulary 257" in printed
+    assert "257 tokens; a text ends with <s> (256)" in printed
     ids = [256, *tokenizer.encode("To be", add_special_tokens=False).ids]
     made = transformers.AutoModelForCausalLM.from_pretrained(source)
     expected = made.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False, eos_token_id=256)
@@ -360,3 +364,34 @@ def test_another_tokenizer_comes_along(source, tmp_path, convert, capsys):
     assert "total examples: 1.0000E+00" in capsys.readouterr().out
     convert("megatron", "hf", tmp_path / "m", tmp_path / "h")
     assert (tmp_path / "h" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_added_tokens_and_the_end_of_a_text_survive_both_ways(tmp_path, convert, capsys):
+    """A GPT-2 whose texts end with an added token, with the files of both forms."""
+    made = byte_level(special=("<|endoftext|>", "<|user|>", "<|end|>"))
+    size = made.get_vocab_size()
+    end = made.token_to_id("<|end|>")
+    config = transformers.GPT2Config(
+        vocab_size=size, n_positions=32, n_embd=16, n_layer=1, n_head=2, eos_token_id=end
+    )
+    source = model(tmp_path / "source", config)
+    made.save(str(source / "tokenizer.json"))
+    write_gpt2_files(source, made)
+    write_json(source / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|end|>"})
+    printed = convert("hf", "megatron", source, tmp_path / "m")
+    assert f"a text ends with <|end|> ({end})" in printed
+    with restored(str(tmp_path / "m")) as (_, _, tokenizer):
+        assert tokenizer.encode("<|user|>") == [made.token_to_id("<|user|>")]
+        assert tokenizer.eod == end
+    prompt = "<|user|>a"
+    assert generate(str(tmp_path / "m"), prompt, num_tokens=2, temperature=0).startswith(prompt)
+    convert("megatron", "hf", tmp_path / "m", tmp_path / "h")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "h")
+    assert (theirs.eos_token_id, len(theirs)) == (end, size)
+    assert theirs.encode(prompt) == made.encode(prompt).ids
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "h").eos_token_id == end
+    line = ["generate", "--load", str(tmp_path / "m"), "--prompt", os.fsdecode(b"caf\xe9")]
+    assert cli.main(line) == 2
+    error = capsys.readouterr().err
+    assert "not UTF-8" in error
+    assert error.count("\n") == 1

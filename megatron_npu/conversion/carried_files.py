@@ -1,0 +1,85 @@
+"""The files that come along with the weights as they are: the tokenizer and the settings of generation."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_npu.conversion import config
+from megatron_npu.errors import UsageError
+
+TOKENIZER = (
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
+    "tokenizer.model spiece.model tekken.json chat_template.jinja chat_template.json"
+).split()
+_MORE_TEMPLATES = "additional_chat_templates"  # a folder; a model may be told to answer in several ways
+GENERATION = "generation_config.json"
+# What a tokenizer can be made of; the others only describe one.
+_VOCABULARIES = frozenset(
+    "tokenizer.json vocab.json merges.txt tokenizer.model spiece.model tekken.json".split()
+)
+
+
+def copy(source: Path, destination: Path) -> None:
+    """Copy what there is of these files and ``config.json`` from one folder into another, which is made.
+
+    Raises:
+        UsageError: a link leads out of the source.
+    """
+    destination.mkdir(exist_ok=True)
+    for path in (*_present(source, (*TOKENIZER, GENERATION, config.NAME)), *_templates(source)):
+        target = destination / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(_inside(path, source), target)
+
+
+def copy_tokenizer(source: Path, destination: Path) -> None:
+    """Put the tokenizer of one folder into another, in the place of one that is there.
+
+    Raises:
+        UsageError: a link leads out of the source.
+    """
+    remove_tokenizer(destination)
+    for path in _present(source, TOKENIZER):
+        shutil.copyfile(_inside(path, source), destination / path.name)
+
+
+def remove_tokenizer(folder: Path) -> None:
+    """Remove the tokenizer of a folder and what belongs to it."""
+    for path in _present(folder, TOKENIZER):
+        path.unlink()
+    shutil.rmtree(folder / _MORE_TEMPLATES, ignore_errors=True)
+
+
+def vocabularies(folder: Path) -> list[str]:
+    """Return the names of the files in a folder that a tokenizer can be made of."""
+    return [path.name for path in _present(folder, TOKENIZER) if path.name in _VOCABULARIES]
+
+
+def _present(folder: Path, names: tuple[str, ...] | list[str]) -> Iterator[Path]:
+    return (folder / name for name in names if (folder / name).is_file())
+
+
+def _templates(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted((folder / _MORE_TEMPLATES).glob("*.jinja")) if path.is_file())
+
+
+def _inside(path: Path, folder: Path) -> Path:
+    """Return where the content of a file is, which may be a link, but not to somewhere else on this machine.
+
+    What is copied is given away with the checkpoint. The cache of huggingface_hub is made of links:
+    ``snapshots/REVISION/tokenizer.json`` is one to ``blobs/HASH``.
+
+    Raises:
+        UsageError: it leads out of the folder.
+    """
+    home, real = folder.resolve(), path.resolve()
+    allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(real.is_relative_to(place) for place in allowed):
+        raise UsageError(
+            f"{path} is a link to {real}",
+            f"a file inside {folder}",
+            "Put the file itself there if it belongs to the model.",
+        )
+    return real

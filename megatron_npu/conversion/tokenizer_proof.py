@@ -1,0 +1,132 @@
+"""The proof of a tokenizer: the driver's and that of transformers read and write the same.
+
+A model whose weights are right to the bit talks gibberish, or never ends, if its text becomes other ids.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.conversion import tokenizer_corpus, verify
+from megatron_npu.errors import UsageError
+from megatron_npu.tokenization.gpt2_bpe import END_OF_TEXT, GPT2Tokenizer
+from megatron_npu.tokenization.hf import HuggingFaceTokenizer
+
+Tokenizer = GPT2Tokenizer | HuggingFaceTokenizer
+_DECODED_AT_ONCE = 32
+_SHOWN = 12
+
+
+def reference(folder: Path) -> Any:
+    """Return the tokenizer that transformers makes of a folder; nothing in the folder is executed.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    import transformers
+
+    verify.silence(transformers)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # of any kind: packages that are not installed, broken files, code
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise UsageError(
+            f"transformers cannot read the tokenizer in {folder}: {reason}",
+            "a tokenizer that it can read",
+            "Get a fresh copy of its files, or give --tokenizer-type NullTokenizer to leave it out.",
+        ) from error
+
+
+def require_equal(ours: Tokenizer, theirs: Any) -> str:
+    """Return the line that says that both tokenizers are the same.
+
+    Raises:
+        UsageError: they are not; with an example.
+    """
+    found = difference(ours, theirs)
+    if found is not None:
+        raise UsageError(
+            f"the {type(ours).__name__} and that of transformers differ: {found}",
+            "the same tokens on both sides",
+            "Nothing was written: the model would read and write other text than it was trained on.",
+        )
+    line = (
+        f"the tokenizers of both sides agree on {len(_texts(ours, theirs))} texts and {len(ours.vocabulary)}"
+    )
+    return f"{line} tokens; a text ends with {theirs.eos_token} ({ours.eod})"
+
+
+def difference(ours: Tokenizer, theirs: Any) -> str | None:
+    """Return an example of what two tokenizers do differently; None if there is none.
+
+    Megatron's GPT2BPETokenizer never takes ``<|endoftext|>`` inside a text for the token: that is left out.
+
+    Args:
+        ours: the driver's.
+        theirs: what ``reference`` returned.
+    """
+    return next(_differences(ours, theirs), None)
+
+
+def _differences(ours: Tokenizer, theirs: Any) -> Iterator[str]:
+    yield from _other_tokens(ours.vocabulary, theirs.get_vocab())
+    if ours.eod != theirs.eos_token_id:
+        yield f"a text ends with the token {ours.eod} here, with {theirs.eos_token_id} there"
+    for text in _texts(ours, theirs):
+        yield from _read_otherwise(ours, theirs, text)
+    ids = list(ours.vocabulary.values())
+    random.Random(0).shuffle(ids)
+    for first in range(0, len(ids), _DECODED_AT_ONCE):
+        yield from _written_otherwise(ours, theirs, ids[first : first + _DECODED_AT_ONCE])
+
+
+def _texts(ours: Tokenizer, theirs: Any) -> list[str]:
+    tokens = {*theirs.get_added_vocab(), *theirs.all_special_tokens, *_added(ours)}
+    return list(tokenizer_corpus.texts(tokens - ({END_OF_TEXT} if _is_gpt2(ours) else set())))
+
+
+def _is_gpt2(ours: Tokenizer) -> bool:
+    return isinstance(ours, GPT2Tokenizer)
+
+
+def _added(ours: Tokenizer) -> Iterable[str]:
+    return ours.added_tokens if isinstance(ours, HuggingFaceTokenizer) else ()
+
+
+def _other_tokens(ours: dict[str, int], theirs: dict[str, int]) -> Iterator[str]:
+    for token in sorted(ours.keys() | theirs.keys()):
+        if ours.get(token) != theirs.get(token):
+            yield f"the token {token!r} is {_shown(ours.get(token))} here, {_shown(theirs.get(token))} there"
+
+
+def _read_otherwise(ours: Tokenizer, theirs: Any, text: str) -> Iterator[str]:
+    here, there = ours.encode(text), theirs.encode(text)
+    if here != there:
+        yield f"{_cut(text)!r} is {_numbers(here)} here, {_numbers(there)} there"
+    yield from _written_otherwise(ours, theirs, here)
+
+
+def _written_otherwise(ours: Tokenizer, theirs: Any, ids: list[int]) -> Iterator[str]:
+    written = ids if isinstance(ours, GPT2Tokenizer) else ours.without_beginning(ids)
+    here = ours.decode(ids)
+    there = theirs.decode(written, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if here != there:
+        yield f"{_numbers(ids)} means {_cut(here)!r} here, {_cut(there)!r} there"
+
+
+def _shown(token: int | None) -> str:
+    return "none" if token is None else str(token)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _numbers(ids: Sequence[int]) -> str:
+    more = " …" if len(ids) > _SHOWN else ""
+    return f"{len(ids)} tokens ({' '.join(map(str, ids[:_SHOWN]))}{more})"
