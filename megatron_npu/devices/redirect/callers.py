@@ -32,6 +32,17 @@ PROBE_HARDWARE = Callers(
     why="torch.cuda.is_available, device_count, get_device_*: torch's compiler and launcher choose kernels "
     "by them, and are told the truth. All others are told what holds for the device.",
 )
+GENERATE_CODE = Callers(
+    "torch._inductor",
+    "triton",
+    why="torch.cuda.current_device: inductor names its cache by the properties of that device, and goes on "
+    "without them when torch refuses. Not torch._dynamo, which asks on behalf of what it compiles.",
+)
+START_CUDA = Callers(
+    "torch.cuda",
+    why="torch.cuda._lazy_init: torch's own functions call it before they ask CUDA. Without CUDA it refuses, "
+    "with an error that torch's other modules expect; else they would look for names that are not there.",
+)
 SEE_CUDA_TENSORS = Callers(
     "megatron",
     "__main__",

@@ -12,13 +12,15 @@ import torch
 from megatron_npu.devices.base import Device, Replacement
 from megatron_npu.devices.redirect import callers
 
-# Questions that torch's own modules ask to find out what hardware there is.
+# Questions that torch's own modules ask to find out what hardware there is, and which of them are to ask.
 _PROBES = {
-    "is_available",
-    "device_count",
-    "get_device_properties",
-    "get_device_capability",
-    "get_device_name",
+    "is_available": callers.PROBE_HARDWARE,
+    "device_count": callers.PROBE_HARDWARE,
+    "get_device_properties": callers.PROBE_HARDWARE,
+    "get_device_capability": callers.PROBE_HARDWARE,
+    "get_device_name": callers.PROBE_HARDWARE,
+    "current_device": callers.GENERATE_CODE,
+    "_lazy_init": callers.START_CUDA,
 }
 
 
@@ -28,16 +30,18 @@ def replacements(device: Device) -> Iterator[Replacement]:
         *parents, name = path.split(".")
         owner = functools.reduce(getattr, parents, torch.cuda)
         if name in _PROBES:
-            value = _truthful_to_torch(getattr(owner, name), value)
+            value = _truthful_to(_PROBES[name], getattr(owner, name), value)
         yield owner, name, _distinct(value)
 
 
-def _truthful_to_torch(real: Callable[..., Any], redirected: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that answers torch's own modules with ``real`` and all others with ``redirected``."""
+def _truthful_to(
+    asking: callers.Callers, real: Callable[..., Any], redirected: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that answers the modules of ``asking`` with ``real``, others with ``redirected``."""
 
     @functools.wraps(real)
     def probe(*args: Any, **kwargs: Any) -> Any:
-        answer = real if callers.caller() in callers.PROBE_HARDWARE else redirected
+        answer = real if callers.caller() in asking else redirected
         return answer(*args, **kwargs)
 
     return probe
