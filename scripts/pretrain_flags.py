@@ -26,16 +26,11 @@ and defaults are those of Megatron-LM core_v0.16.1, which a test holds against i
 
 REQUIRED = (
     "--num-layers --hidden-size --num-attention-heads --seq-length --max-position-embeddings "
-    "--micro-batch-size --train-iters"
+    "--micro-batch-size"
 ).split()
 # flag -> (Megatron-LM's default, ours, why); what the two make of it, not the value alone
 OTHERWISE: dict[str, tuple[str, str, str]] = {
     **dict.fromkeys(REQUIRED, ("none", "required", "training cannot begin without it there either")),
-    "--split": (
-        "none",
-        "969, 30, 1",
-        "the same in effect: it takes these parts where `--data-path` is given",
-    ),
     "--tokenizer-type": ("none", "GPT2BPETokenizer", "it cannot begin without one"),
     "--num-workers": (
         "2",
@@ -54,7 +49,12 @@ OTHERWISE: dict[str, tuple[str, str, str]] = {
     ),
     "--cp-comm-type": ("p2p", "p2p", "one for all layers; there a list, one for each layer"),
 }
-OWN = ("--json-log", "--plot", "--no-plot", "--no-use-cpu-initialization")  # that Megatron-LM does not have
+# that Megatron-LM does not have
+OWN = tuple(
+    """
+    --epochs --json-log --plot --no-plot --no-use-cpu-initialization --eval-train-loss --log-loss-per-rank
+    """.split()
+)
 
 
 def page() -> str:

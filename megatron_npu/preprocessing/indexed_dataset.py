@@ -198,6 +198,13 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
     return DatasetSummary(dtype, sequences, boundaries - 1, tokens, largest, sampled)
 
 
+def sequence_lengths(prefix: str | Path) -> np.ndarray:
+    """Return the tokens of each sequence of a sound dataset, [S] int32, mapped from its index."""
+    index = Path(f"{prefix}.idx")
+    _, sequences, _ = _read_header(index)
+    return np.memmap(index, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))
+
+
 def _require(path: Path, found: int, expected: int, what: str) -> None:
     if found != expected:
         state = "truncated? " if found < expected else ""

@@ -17,7 +17,8 @@ Add = Callable[..., Any]
 
 # argparse's own would name all flags twice, 70 lines of them before the first help text
 _USAGE = """%(prog)s --num-layers N --hidden-size N --num-attention-heads N --seq-length N
-       --max-position-embeddings N --micro-batch-size N --train-iters N [FLAG ...]"""
+       --max-position-embeddings N --micro-batch-size N
+       (--train-iters N | --train-samples N | --epochs N) [FLAG ...]"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -196,7 +197,22 @@ def _training(add: Add) -> None:
         type=positive,
         help="sequences of one iteration on all ranks (default: micro batch x data-parallel size)",
     )
-    add("--train-iters", type=whole, required=True, help="iterations in all; 0 with --save: save and end")
+    add(
+        "--train-iters",
+        type=whole,
+        help="iterations in all; 0 with --save: save and end; this, --train-samples or --epochs is required",
+    )
+    add(
+        "--train-samples",
+        type=positive,
+        help="sequences in all; an incomplete last global batch is left out; the schedule counts samples too",
+    )
+    add(
+        "--epochs",
+        type=positive,
+        help="passes through the training data in all, each in an order of its own; an incomplete last "
+        "global batch is left out",
+    )
     add(
         "--exit-interval",
         type=positive,
@@ -251,7 +267,12 @@ def _optimizer(add: Add) -> None:
         default="linear",
         help="shape of the decay after the warm-up; WSD: warm up, stay, decay",
     )
-    add("--lr-decay-iters", type=positive, help="iteration at which it ends (default: --train-iters)")
+    add("--lr-decay-iters", type=positive, help="iteration at which it ends (default: the last)")
+    add(
+        "--lr-decay-samples",
+        type=positive,
+        help="the same in samples, with --train-samples (default: --train-samples)",
+    )
     add(
         "--lr-wsd-decay-style",
         choices=["exponential", "linear", "cosine", "minus_sqrt"],
@@ -259,7 +280,9 @@ def _optimizer(add: Add) -> None:
         help="shape of the last part of WSD",
     )
     add("--lr-wsd-decay-iters", type=positive, help="iterations of the last part of WSD")
+    add("--lr-wsd-decay-samples", type=positive, help="the same in samples, with --train-samples")
     add("--lr-warmup-iters", type=whole, default=0, help="iterations from --lr-warmup-init up to --lr")
+    add("--lr-warmup-samples", type=whole, default=0, help="the same in samples, with --train-samples")
     add("--lr-warmup-fraction", type=number, help="the same as a part of the decay iterations, from 0 to 1")
     add("--lr-warmup-init", type=number, default=0.0, help="learning rate that the warm-up begins with")
     add("--weight-decay", type=number, default=0.01, help="of matrices; biases and norms have none")
@@ -304,10 +327,20 @@ def _data(add: Add) -> None:
     add("--mock-data", action="store_true", help="made-up tokens instead of --data-path")
     add(
         "--split",
-        default="969, 30, 1",
         metavar="A,B,C",
-        help="parts of the documents for training, validation and test",
+        help="parts of the documents of --data-path for training, validation and test (default: 969, 30, 1)",
     )
+    for part, use in (
+        ("train", "training, instead of --data-path and --split"),
+        ("valid", "validation"),
+        ("test", "one evaluation at the end"),
+    ):
+        add(
+            f"--{part}-data-path",
+            nargs="*",
+            metavar="PREFIX",
+            help=f"as --data-path: all of its documents are for {use}",
+        )
     flags.add_tokenizer(
         add,
         ["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"],
@@ -332,6 +365,12 @@ def _data(add: Add) -> None:
 def _checkpoints(add: Add) -> None:
     add("--save", metavar="DIR", help="where checkpoints and the summary of the run are written")
     add("--load", metavar="DIR", help="the newest checkpoint there is gone on from; may be --save's DIR")
+    add(
+        "--ckpt-step",
+        type=whole,
+        metavar="N",
+        help="load the checkpoint of iteration N (default: the newest)",
+    )
     add("--save-interval", type=positive, help="iterations between two (default: only at the end)")
     add("--finetune", action="store_true", help="load the weights alone and begin at iteration 0")
     add("--no-load-optim", action="store_true", help="begin with a fresh optimizer")
@@ -351,6 +390,16 @@ def _logging(add: Add) -> None:
     add("--log-throughput", action="store_true", help="accepted: throughput is always logged")
     add("--eval-interval", type=positive, help="iterations between two validations (default: one at the end)")
     add("--eval-iters", type=whole, default=100, help="global batches of a validation; 0: none at all")
+    add(
+        "--eval-train-loss",
+        action="store_true",
+        help="evaluate the first --eval-iters global batches of the training data at each validation, too",
+    )
+    add(
+        "--log-loss-per-rank",
+        action="store_true",
+        help="a line for each data-parallel rank's own loss behind each iteration's line",
+    )
     add("--tensorboard-dir", metavar="DIR", help="write the same numbers for TensorBoard (default: do not)")
     add(
         "--json-log",
@@ -360,7 +409,8 @@ def _logging(add: Add) -> None:
     add(
         "--plot",
         action=argparse.BooleanOptionalAction,
-        help="a PNG of loss and learning rate at the end (default: with --save, if matplotlib is installed)",
+        help="a PNG of loss and learning rate, drawn again at each validation and at the end (default: with "
+        "--save, if matplotlib is installed)",
     )
 
 

@@ -105,7 +105,7 @@ def load(args: Namespace, state: State) -> Position:
     """
     from megatron.core import dist_checkpointing
 
-    found = checkpoint_files.existing(args.load)
+    found = checkpoint_files.existing(args.load, args.ckpt_step)
     path = str(found.path)
     with checkpoint_failures.reading(path):
         metadata = dist_ckpt_versions.saved_metadata(path, found.optimizer_sharding)

@@ -77,23 +77,23 @@ def directory(root: str | Path, iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
 
 
-def find(root: str | Path) -> CheckpointInfo | None:
-    """Return the newest checkpoint under ``root``, None if there is none.
+def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
+    """Return the newest checkpoint under ``root``, None if there is none; or that of an iteration.
 
     Raises:
-        UsageError: the tracker names one that is not there, or one without a readable description.
+        UsageError: the one that tracker or ``step`` names is not there, or has no readable description.
     """
-    place = newest(root)
+    place = newest(root, step)
     return None if place is None else _read(place)
 
 
-def existing(root: str | Path) -> CheckpointInfo:
-    """Return the newest checkpoint under ``root``.
+def existing(root: str | Path, step: int | None = None) -> CheckpointInfo:
+    """Return the newest checkpoint under ``root``, or that of an iteration.
 
     Raises:
         UsageError: there is none, or it cannot be read.
     """
-    found = find(root)
+    found = find(root, step)
     if found is None:
         raise no_checkpoint(root)
     return found
@@ -106,12 +106,17 @@ def no_checkpoint(root: str | Path) -> UsageError:
     )
 
 
-def newest(root: str | Path) -> Path | None:
+def newest(root: str | Path, step: int | None = None) -> Path | None:
     """Return the directory of the newest checkpoint under ``root``, None if there is none.
 
+    Args:
+        step: the iteration of the one to be returned instead (``--ckpt-step``).
+
     Raises:
-        UsageError: the tracker names one that is not there.
+        UsageError: the tracker or ``step`` names one that is not there.
     """
+    if step is not None:
+        return _of_iteration(root, step)
     tracker = Path(root) / TRACKER
     if not tracker.is_file():
         return None
@@ -126,6 +131,24 @@ def newest(root: str | Path) -> Path | None:
             "Write the iteration of one that is complete into the file.",
         )
     return path
+
+
+def _of_iteration(root: str | Path, step: int) -> Path:
+    path = directory(root, step)
+    if not path.is_dir():
+        there = ", ".join(map(str, iterations(root))) or "none"
+        raise UsageError(
+            f"--ckpt-step {step}: no {path.name} in {root}",
+            f"the iteration of a checkpoint that is there: {there}",
+            "Give one of them, or leave --ckpt-step out for the newest." if there != "none" else "Drop it.",
+        )
+    return path
+
+
+def iterations(root: str | Path) -> list[int]:
+    """Return the iterations of the checkpoints under ``root``, in order."""
+    names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*") if path.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _read(path: Path) -> CheckpointInfo:

@@ -7,7 +7,7 @@ between tensor-parallel ranks; stages in the middle of a pipeline read nothing.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_npu import devices
 from megatron_npu.errors import UsageError
 from megatron_npu.training import tokenizers
+from megatron_npu.training.epochs import Passes, RoundAndRound
+from megatron_npu.training.sources import PARTS, blend
 
 Batch = dict[str, torch.Tensor]
+Batches = list[Iterator[Batch]] | None  # of each chunk of the model
 
 
 class Datasets(NamedTuple):
@@ -39,12 +42,15 @@ def datasets(args: Namespace) -> Datasets:
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
-    weights, prefixes = blend(args.data_path or [])
+    read = {
+        "train": True,
+        "valid": args.eval_iters > 0,
+        "test": bool(args.eval_iters and args.test_data_path),
+    }
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        blend=(prefixes, weights) if prefixes else None,
-        split=args.split,
+        **_source(args, read),
         path_to_cache=args.data_cache_path,
         tokenizer=tokenizers.DatasetTokenizer(tokenizers.build(args)),
         reset_position_ids=args.reset_position_ids,
@@ -52,9 +58,11 @@ def datasets(args: Namespace) -> Datasets:
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.reset_attention_mask,  # else causal, which needs none
     )
-    _leave_out_unread_parts(args, config)
-    evaluations = evaluation_count(args)
-    sizes = [batches * args.global_batch_size for batches in (args.train_iters, evaluations, 0)]
+    if config.split is not None:
+        _leave_out_unread_parts(config, read)
+    batch = args.global_batch_size
+    train = args.epoch_samples or args.train_samples or args.train_iters * batch
+    sizes = [train, evaluation_count(args) * batch, args.eval_iters * batch * read["test"]]
     kind = MockGPTDataset if args.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config)
     try:
@@ -69,40 +77,28 @@ def datasets(args: Namespace) -> Datasets:
         ) from error
 
 
-def blend(words: Sequence[str]) -> tuple[list[float] | None, list[str]]:
-    """Read ``--data-path``: prefixes alone, or a weight before each; return weights (or None) and prefixes.
-
-    Raises:
-        UsageError: weights before some prefixes only, or one that is not above 0.
-    """
-    weights = [_number(word) for word in words[::2]]
-    if all(weight is None for weight in weights):
-        return None, list(words)
-    known = [weight for weight in weights if weight is not None]
-    if len(words) % 2 or len(known) < len(weights) or min(known) <= 0:
-        raise UsageError(
-            f"--data-path {' '.join(words)}",
-            "prefixes, or a weight above 0 before each prefix",
-            "Write for example --data-path 0.7 first 0.3 second.",
-        )
-    return known, list(words[1::2])
+def _source(args: Namespace, read: Mapping[str, bool]) -> dict[str, Any]:
+    """Return what tells megatron-core where the samples of each part come from: nothing for made-up ones."""
+    if args.train_data_path:
+        words = {part: getattr(args, f"{part}_data_path") if read[part] else None for part in PARTS}
+        return {"blend_per_split": [_blend(words[part], f"--{part}-data-path") for part in PARTS]}
+    return {"blend": _blend(args.data_path, "--data-path"), "split": args.split}
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
+def _blend(words: Sequence[str] | None, flag: str) -> tuple[list[str], list[float] | None] | None:
+    if not words:
         return None
+    weights, prefixes = blend(words, flag)
+    return prefixes, weights
 
 
-def _leave_out_unread_parts(args: Namespace, config: Any) -> None:
+def _leave_out_unread_parts(config: Any, read: Mapping[str, bool]) -> None:
     """Take the parts that no one reads out of the split; the others stay the documents they are.
 
     megatron-core (0.12 to 0.16) looks for the first token of a part without documents for ever.
     """
-    read = (True, args.eval_iters > 0, False)
     config.split_matrix = [
-        part if needed else None for part, needed in zip(config.split_matrix, read, strict=True)
+        bounds if read[part] else None for part, bounds in zip(PARTS, config.split_matrix, strict=True)
     ]
 
 
@@ -113,29 +109,44 @@ def evaluation_count(args: Namespace) -> int:
 
 
 class ResumableBatchSampler:
-    """Sample numbers of the micro batches of one data-parallel rank, from ``consumed`` on, in order.
+    """Sample numbers of the micro batches of one data-parallel rank, from ``consumed`` on.
 
     Args:
-        total: number of samples in the dataset; after the last one comes the first again.
+        order: which sample of the dataset comes at a place, counted from 0 since the run first began.
         consumed: samples that all ranks together have used before.
         micro_batch: samples of one micro batch.
         rank, size: of the data-parallel group.
     """
 
-    def __init__(self, total: int, consumed: int, micro_batch: int, rank: int, size: int) -> None:
-        self.total, self.consumed, self.micro_batch = total, consumed, micro_batch
+    def __init__(
+        self, order: Callable[[int], int], consumed: int, micro_batch: int, rank: int, size: int
+    ) -> None:
+        self.order, self.consumed, self.micro_batch = order, consumed, micro_batch
         self.rank, self.size = rank, size
 
     def __iter__(self) -> Iterator[list[int]]:
         at = self.consumed
         while True:
             begin = at + self.rank * self.micro_batch
-            yield [number % self.total for number in range(begin, begin + self.micro_batch)]
+            yield [self.order(number) for number in range(begin, begin + self.micro_batch)]
             at += self.micro_batch * self.size
 
 
-def batches(args: Namespace, dataset: Dataset | None, consumed: int) -> list[Iterator[Batch]] | None:
-    """Return one endless iterator of micro batches for each chunk of the model; None if none is needed."""
+def training_batches(args: Namespace, dataset: Dataset | None, consumed: int) -> Batches:
+    """Return ``batches`` of the training samples, in epochs if the flags say so."""
+    order = None if args.epochs is None else Passes(args.epoch_samples, args.seed)
+    return batches(args, dataset, consumed, order)
+
+
+def batches(
+    args: Namespace, dataset: Dataset | None, consumed: int, order: Callable[[int], int] | None = None
+) -> Batches:
+    """Return one endless iterator of micro batches for each chunk of the model; None if none is needed.
+
+    Args:
+        consumed: samples that all ranks together have used before.
+        order: of the samples; None: that of the dataset.
+    """
     from megatron.core import parallel_state
 
     at_an_end = parallel_state.is_pipeline_first_stage(
@@ -143,16 +154,18 @@ def batches(args: Namespace, dataset: Dataset | None, consumed: int) -> list[Ite
     ) or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     if dataset is None or not at_an_end:
         return None
-    return [_batches(args, dataset, consumed) for _ in range(args.virtual_pipeline_model_parallel_size or 1)]
+    order = order or RoundAndRound(len(dataset))  # type: ignore[arg-type]  # torch leaves __len__ to each
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    return [_batches(args, dataset, consumed, order) for _ in range(chunks)]
 
 
-def _batches(args: Namespace, dataset: Any, consumed: int) -> Iterator[Batch]:
+def _batches(args: Namespace, dataset: Any, consumed: int, order: Callable[[int], int]) -> Iterator[Batch]:
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     rank = parallel_state.get_data_parallel_rank()
     sampler = ResumableBatchSampler(
-        len(dataset), consumed, args.micro_batch_size, rank, parallel_state.get_data_parallel_world_size()
+        order, consumed, args.micro_batch_size, rank, parallel_state.get_data_parallel_world_size()
     )
     device = devices.current()
     loader = DataLoader(

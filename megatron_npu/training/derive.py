@@ -78,6 +78,26 @@ def micro_batches(args: Namespace) -> None:
     args.num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
 
 
+def samples_in_all(args: Namespace) -> int | None:
+    """Return the samples that a whole run uses; None where its iterations are given."""
+    if args.epochs is not None:
+        return args.epochs * args.epoch_samples
+    return args.train_samples
+
+
+def iterations_from(args: Namespace, iteration: int, consumed_samples: int) -> None:
+    """Fill in the last iteration of a run by samples that goes on with, perhaps, another global batch."""
+    samples = samples_in_all(args)
+    if samples is not None:
+        args.train_iters = iteration + max(0, samples - consumed_samples) // args.global_batch_size
+
+
+def split(args: Namespace) -> None:
+    """Fill in Megatron's split of the documents where one set of them is for all parts."""
+    if args.split is None and not args.train_data_path:
+        args.split = "969, 30, 1"
+
+
 def optimizer(args: Namespace) -> None:
     """Fill in the type of gradients, and a learning rate where none is needed."""
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16
@@ -86,8 +106,11 @@ def optimizer(args: Namespace) -> None:
 
 
 def schedule(args: Namespace) -> None:
-    """Fill in the iterations of the learning rate's decay."""
-    args.lr_decay_iters = args.lr_decay_iters or max(args.train_iters, 1)
+    """Fill in the end of the learning rate's decay, in what the run's length is given in."""
+    if args.train_samples is not None:
+        args.lr_decay_samples = args.lr_decay_samples or args.train_samples
+    else:
+        args.lr_decay_iters = args.lr_decay_iters or max(args.train_iters, 1)
 
 
 def weight_decay(args: Namespace) -> None:

@@ -18,16 +18,18 @@ class History:
         learning_rates: of the logged iterations.
         throughput: tokens per second of the logged iterations.
         validation: validation losses.
+        evaluated: losses of training samples that were evaluated together with them.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
     learning_rates: dict[int, float] = field(default_factory=dict)
     throughput: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
+    evaluated: dict[int, float] = field(default_factory=dict)
 
     def restart(self, iteration: int) -> None:
         """Forget what came after ``iteration``: a run begins there."""
-        for points in (self.losses, self.learning_rates, self.throughput, self.validation):
+        for points in vars(self).values():
             for number in [number for number in points if number > iteration]:
                 del points[number]
 
@@ -50,6 +52,8 @@ def read(path: Path) -> History:
             history.throughput[iteration] = row["tokens_per_second"]
         elif row["event"] == "validation" and row["loss"] is not None:
             history.validation[iteration] = row["loss"]
+            if row.get("training_loss") is not None:
+                history.evaluated[iteration] = row["training_loss"]
     return history
 
 
@@ -67,6 +71,10 @@ def draw(history: History, path: Path) -> None:
     loss.plot(list(history.losses), list(history.losses.values()), linewidth=1, label="training")
     if history.validation:
         loss.plot(list(history.validation), list(history.validation.values()), "o-", label="validation")
+    if history.evaluated:
+        loss.plot(
+            list(history.evaluated), list(history.evaluated.values()), ".--", label="training, evaluated"
+        )
     loss.set_ylabel("lm loss (nats a token)")
     loss.legend()
     rate.plot(list(history.learning_rates), list(history.learning_rates.values()), linewidth=1)

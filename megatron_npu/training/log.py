@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_npu import devices
-from megatron_npu.training import flops
+from megatron_npu.training import flops, history
 
 
 @dataclass
@@ -99,6 +99,7 @@ class Log:
         seconds: float,
         learning_rate: float,
         scale: float,
+        of_ranks: Mapping[int, float] | None = None,
     ) -> None:
         """Report the iterations of an interval: a line, a JSON object and TensorBoard's curves.
 
@@ -110,11 +111,19 @@ class Log:
             seconds: that all of them took together, evaluation and saving left out.
             learning_rate: of the last one.
             scale: the loss scale after the last one; 1 without fp16.
+            of_ranks: each rank's own mean loss (``loss.of_ranks``), to be reported, too.
         """
         if not self.on_rank_0:
             return
         row = _row(self.args, samples, interval, losses, seconds, learning_rate, scale)
         self.say(line(self.args, iteration, row))
+        for rank, loss in (of_ranks or {}).items():
+            self.say(
+                f" [rank {rank}] iteration {iteration:8d}/{self.args.train_iters:8d} | lm loss: {loss:.6E} |"
+            )
+            self.scalars(iteration, [(f"lm loss of rank {rank}", loss)])
+        if of_ranks is not None:
+            row["losses_of_ranks"] = {str(rank): loss for rank, loss in of_ranks.items()}
         self.write("train", iteration, row)
         first = iteration - len(losses) + 1
         for number, loss in enumerate(losses):
@@ -123,20 +132,54 @@ class Log:
         named = ((name.replace("_", "-"), row[name]) for name in names)
         self.scalars(iteration, [(name, value) for name, value in named if value is not None])
 
-    def validation(self, iteration: int, loss: float) -> None:
+    def validation(self, iteration: int, loss: float, trained: float | None = None) -> None:
         """Report an evaluation.
 
         Args:
             iteration: after which the model was evaluated.
             loss: mean over the validation samples, in nats a token; its perplexity is reported, too.
+            trained: the same over samples of training, if they were evaluated.
         """
         perplexity = perplexity_of(loss)
+        compared = "" if trained is None else f" training samples' lm loss value: {trained:.6E} |"
         self.say(
             f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | "
+            f"lm loss PPL: {perplexity:.6E} |{compared}"
+        )
+        row = {"loss": loss, "perplexity": perplexity}
+        curves = [("lm loss validation", loss), ("lm loss validation perplexity", perplexity)]
+        if trained is not None:
+            row["training_loss"] = trained
+            curves.append(("lm loss of training samples, evaluated", trained))
+        self.write("validation", iteration, row)
+        self.scalars(iteration, curves)
+
+    def test(self, iteration: int, loss: float) -> None:
+        """Report the evaluation at the end on data that nothing else has seen, as ``validation`` does."""
+        perplexity = perplexity_of(loss)
+        self.say(
+            f" validation loss at iteration {iteration} on test set | lm loss value: {loss:.6E} | "
             f"lm loss PPL: {perplexity:.6E} |"
         )
-        self.write("validation", iteration, {"loss": loss, "perplexity": perplexity})
-        self.scalars(iteration, [("lm loss validation", loss), ("lm loss validation perplexity", perplexity)])
+        self.write("test", iteration, {"loss": loss, "perplexity": perplexity})
+        self.scalars(iteration, [("lm loss test", loss), ("lm loss test perplexity", perplexity)])
+
+    def draw(self) -> Path | None:
+        """Write the picture of the run up to here, if there is to be one; return its path.
+
+        A picture that cannot be written is no reason to end a run: that is said, and the run goes on.
+        """
+        past = history.read(self.path) if self.path is not None and self.args.plot else history.History()
+        if not past.losses:
+            return None
+        path = Path(self.args.save or self.args.tensorboard_dir) / "training.png"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            history.draw(past, path)
+        except OSError as error:
+            self.say(f" {path} could not be written: {error.strerror}")
+            return None
+        return path
 
     def close(self) -> None:
         """Close the sinks."""
@@ -171,6 +214,7 @@ def _row(
     counted = [loss for loss in losses if math.isfinite(loss)]
     return {
         "consumed_samples": samples,
+        **({} if args.epochs is None else {"epoch": samples / args.epoch_samples}),
         "loss": sum(counted) / len(counted) if counted else math.nan,
         "losses": losses,
         "grad_norm": interval.norms[-1],
@@ -191,9 +235,10 @@ def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
     device = devices.current()
     note = f" {device.title} |" if device.simulated else ""
+    epoch = f" epoch: {row['epoch']:.3f}/{args.epochs} |" if "epoch" in row else ""
     return (
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.train_iters:8d} |"
-        f" consumed samples: {row['consumed_samples']:12d} |"
+        f" consumed samples: {row['consumed_samples']:12d} |{epoch}"
         f" elapsed time per iteration (ms): {row['elapsed_ms']:.1f} |"
         f" throughput per device (TFLOP/s): {row['tflops_per_device']:.4g} |"
         f" tokens per second: {row['tokens_per_second']:.1f} |"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Dataset
 
 from megatron_npu import devices
 from megatron_npu.training import checkpoint, checkpoint_failures, data, loss
@@ -43,6 +44,7 @@ class Outcome:
         position: where.
         loss_first, loss_last: training loss of the first and last iteration of this process's run.
         validation_loss: of the last evaluation.
+        test_loss: of the evaluation at the end on --test-data-path.
         seconds, steps: of training alone.
         first_seconds, first_steps: the part of them up to the first log event, which includes warming up.
         checkpoint: the last one written.
@@ -53,6 +55,7 @@ class Outcome:
     loss_first: float | None = None
     loss_last: float | None = None
     validation_loss: float | None = None
+    test_loss: float | None = None
     seconds: float = 0.0
     steps: int = 0
     first_seconds: float = 0.0
@@ -106,7 +109,7 @@ class Trainer:
         """Train to the end, or to where a flag or signal ends it; evaluate and save; return how it went."""
         for chunk in self.state.model:
             chunk.train()
-        batches = data.batches(self.args, self.datasets.train, self.position.train_samples)
+        batches = data.training_batches(self.args, self.datasets.train, self.position.train_samples)
         with _Termination(self.args.exit_signal_handler) as termination:
             self.clock.start()
             while self.position.iteration < self.args.train_iters:
@@ -129,6 +132,7 @@ class Trainer:
         last = iteration == args.train_iters  # what is done then is done once, at the end
         if args.eval_interval and iteration % args.eval_interval == 0 and not last:
             self._evaluate()
+            self.log.draw()
         if args.save_interval and iteration % args.save_interval == 0 and not last:
             self._save()
 
@@ -199,6 +203,7 @@ class Trainer:
             seconds,
             learning_rate=groups[0]["lr"] if groups else 0.0,
             scale=self.state.optimizer.get_loss_scale().item(),
+            of_ranks=loss.of_ranks(self.interval.losses) if self.args.log_loss_per_rank else None,
         )
         if self.outcome.loss_first is None:
             self.outcome.loss_first = losses[0]
@@ -208,24 +213,43 @@ class Trainer:
         self.interval = Interval()
 
     def _evaluate(self) -> None:
-        """Measure the loss on the validation samples, leaving generators and training data untouched."""
-        args = self.args
-        if not args.eval_iters or self.datasets.valid is None:
+        """Measure the loss on the validation samples, and on those of training if a flag says so."""
+        if not self.args.eval_iters or self.datasets.valid is None:
             return
-        self.clock.stop()
-        batches = data.batches(args, self.datasets.valid, self.position.valid_samples)
-        with _with_gathered_parameters(args, self.state.model), torch.no_grad():
-            for chunk in self.state.model:
-                chunk.eval()
-            sums = [self._forward(batches, forward_only=True) for _ in range(args.eval_iters)]
-            for chunk in self.state.model:
-                chunk.train()
-        (mean,) = loss.means([torch.stack(sums).sum(0)])
-        samples = args.eval_iters * args.global_batch_size
+        with self._evaluating():
+            mean = self._mean_loss(self.datasets.valid, self.position.valid_samples)
+            # always the first samples, so that two evaluations can be compared
+            trained = self._mean_loss(self.datasets.train, 0) if self.args.eval_train_loss else None
+        samples = self.args.eval_iters * self.args.global_batch_size
         self.position = checkpoint.advance(self.position, valid=samples)
         self.outcome.validation_loss = mean
-        self.log.validation(self.position.iteration, mean)
+        self.log.validation(self.position.iteration, mean, trained)
+
+    def _test(self) -> None:
+        """Measure the loss on the samples of --test-data-path."""
+        if self.datasets.test is not None:
+            with self._evaluating():
+                self.outcome.test_loss = self._mean_loss(self.datasets.test, 0)
+            self.log.test(self.position.iteration, self.outcome.test_loss)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Hold the model in evaluation mode, without gradients and outside the time of training."""
+        self.clock.stop()
+        with _with_gathered_parameters(self.args, self.state.model), torch.no_grad():
+            for chunk in self.state.model:
+                chunk.eval()
+            yield
+            for chunk in self.state.model:
+                chunk.train()
         self.clock.start()
+
+    def _mean_loss(self, dataset: Dataset | None, consumed: int) -> float:
+        """Return the loss of --eval-iters global batches, leaving generators and training data untouched."""
+        batches = data.batches(self.args, dataset, consumed)
+        sums = [self._forward(batches, forward_only=True) for _ in range(self.args.eval_iters)]
+        (mean,) = loss.means([torch.stack(sums).sum(0)])
+        return mean
 
     def _save(self) -> None:
         self.clock.stop()
@@ -263,6 +287,7 @@ class Trainer:
         saves_only = args.train_iters == 0 and args.save
         if iteration >= args.train_iters and not saves_only:
             self._evaluate()
+            self._test()
         saved = self.outcome.checkpoint
         is_new = iteration > begin or (args.train_iters == 0 and args.load_from is None) or args.finetune
         name = checkpoint.checkpoint_files.directory(args.save or ".", iteration)

@@ -46,3 +46,25 @@ def means(sums: list[torch.Tensor]) -> list[float]:
         )
     losses, tokens = total.cpu().double().unbind(1)
     return (losses / tokens).tolist()
+
+
+def of_ranks(sums: list[torch.Tensor]) -> dict[int, float]:
+    """Return each rank's own mean loss over its tokens in all of the iterations, in nats a token.
+
+    Ranks that compute none of their own are left out: those before the last pipeline stage, and of
+    tensor-parallel ranks, which have the same, all but the first. A collective: all ranks must call it.
+
+    Args:
+        sums: for each iteration [2], this process's sum of losses and number of tokens.
+    """
+    from megatron.core import parallel_state
+
+    counts = (
+        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+    own = torch.stack(sums).sum(0) * counts
+    each = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(each, own)
+    rows = enumerate(torch.stack(each).cpu().double().tolist())
+    return {rank: loss / tokens for rank, (loss, tokens) in rows if tokens}

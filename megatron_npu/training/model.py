@@ -163,8 +163,14 @@ def schedule(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamSch
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     batch = args.global_batch_size
-    decay = args.lr_decay_iters * batch
-    warmup = args.lr_warmup_iters * batch
+    if args.train_samples is not None:
+        total, decay, warmup = args.train_samples, args.lr_decay_samples, args.lr_warmup_samples
+        last_part = args.lr_wsd_decay_samples
+    else:
+        total, decay, warmup = (
+            n * batch for n in (args.train_iters, args.lr_decay_iters, args.lr_warmup_iters)
+        )
+        last_part = args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * batch
     if args.lr_warmup_fraction is not None:
         warmup = args.lr_warmup_fraction * decay
     return OptimizerParamScheduler(
@@ -177,11 +183,11 @@ def schedule(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamSch
         lr_decay_style=args.lr_decay_style,
         start_wd=args.start_weight_decay,
         end_wd=args.end_weight_decay,
-        wd_incr_steps=args.train_iters * batch,
+        wd_incr_steps=total,
         wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=args.override_opt_param_scheduler,
-        wsd_decay_steps=args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * batch,
+        wsd_decay_steps=last_part,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
 

@@ -57,6 +57,7 @@ class Summary:
         loss_first, loss_last: training loss of the first and last iteration since the run first began, in
             nats a token.
         validation_loss, validation_perplexity: of the last evaluation.
+        test_loss: of the evaluation at the end on --test-data-path.
         tokens_per_second, tflops_per_device: of this part of the run, without its first log event; of the
             last log event of an earlier part if nothing was left to train.
         peak_memory_bytes: of rank 0.
@@ -78,6 +79,7 @@ class Summary:
     loss_last: float | None
     validation_loss: float | None
     validation_perplexity: float | None
+    test_loss: float | None
     tokens_per_second: float | None
     tflops_per_device: float | None
     peak_memory_bytes: int
@@ -169,12 +171,8 @@ def _log_start(
 
 def _report(args: Namespace, size: model.Parameters, outcome: loop.Outcome, journal: log.Log) -> Summary:
     """Draw the plot, write the summary, return it."""
-    picture, past = None, history.History()
-    if journal.path is not None:
-        past = history.read(journal.path)
-    if args.plot and past.losses:
-        picture = Path(args.save or args.tensorboard_dir) / "training.png"
-        history.draw(past, picture)
+    past = history.History() if journal.path is None else history.read(journal.path)
+    picture = journal.draw()
     summary = _summary(args, size, outcome, past, picture, journal.path)
     if args.save and args.rank == 0:
         path = Path(args.save) / "summary.json"
@@ -213,6 +211,7 @@ def _summary(
         loss_last=losses[-1] if losses else outcome.loss_last,
         validation_loss=loss,
         validation_perplexity=None if loss is None else log.perplexity_of(loss),
+        test_loss=outcome.test_loss,
         tokens_per_second=throughput,
         tflops_per_device=throughput and throughput * operations / args.world_size / 1e12,
         peak_memory_bytes=device.memory().peak,

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from megatron_npu.errors import UsageError
-from megatron_npu.training.checks import data, machine, model, optimizer, output, parallel
+from megatron_npu.training.checks import data, length, machine, model, optimizer, output, parallel
 
 # What megatron-core ends in an assertion for, deep inside, or computes nonsense with.
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
@@ -44,10 +44,12 @@ def check(args: Namespace) -> Namespace:
         model.attention,
         parallel.check,
         parallel.batches,
+        length.check,
+        data.check,
+        length.iterations,
         optimizer.check,
         model.recompute,
         output.logging,
-        data.check,
         output.checkpoints,
         output.places,
     ):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from argparse import Namespace
 from collections.abc import Sequence
 
 from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import indexed_dataset
-from megatron_npu.training import checkpoint_files, derive, tokenizers
-from megatron_npu.training.data import blend
+from megatron_npu.training import checkpoint_files, derive, epochs, tokenizers
+from megatron_npu.training.sources import PARTS, blend, sizes_of_parts, split_shares
 
 
 def check(args: Namespace) -> None:
@@ -24,39 +23,64 @@ def check(args: Namespace) -> None:
     tokenizer = tokenizers.build(args)
     args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, tokenizer)
     derive.padded_vocab_size(args)
-    shares = _split(args.split)
-    if args.mock_data and args.data_path:
-        raise UsageError("--mock-data and --data-path", "one of them", "Drop one.")
-    args.has_data = bool(args.mock_data or args.data_path)
+    _one_source(args)
+    derive.split(args)
+    args.has_data = bool(args.mock_data or args.data_path or args.train_data_path)
+    args.epoch_samples = None
     if not args.has_data:
-        if args.train_iters or not args.save:
+        if args.trains or not args.save:
             raise UsageError("no --data-path", "the prefix of a dataset, or --mock-data", "Give one.")
         return
-    _require_parts(args, shares, "")
-    if args.data_path:
-        _, prefixes = blend(args.data_path)
-        for prefix in prefixes:
-            documents = indexed_dataset.validate(prefix, tokenizer.vocab_size).documents
-            _require_parts(args, _documents_of_parts(shares, documents), f" of the {documents} in {prefix}")
+    if args.train_data_path:
+        _parts_of_their_own(args, tokenizer.vocab_size)
+    else:
+        _shared(args, tokenizer.vocab_size)
+    if args.epochs is not None:
+        args.epoch_samples = epochs.samples_of_one(args)
 
 
-def _split(text: str) -> list[float]:
-    """Return the shares of training, validation and test."""
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+def _one_source(args: Namespace) -> None:
+    """Refuse data of two kinds, of which Megatron takes one."""
+    parts = [f"--{part}-data-path" for part in PARTS if getattr(args, f"{part}_data_path")]
+    kinds = [["--mock-data"] * args.mock_data, ["--data-path"] * bool(args.data_path), parts[:1]]
+    given = [flag for kind in kinds for flag in kind]
+    if len(given) > 1:
+        raise UsageError(" and ".join(given), "one of them", "Drop one.")
+    if parts and not args.train_data_path:
+        raise UsageError(parts[0], "--train-data-path together with it", "Add it.")
+    if parts and args.split is not None:
         raise UsageError(
-            f"--split {text!r}", "up to three numbers with commas between", "For example 969,30,1."
+            f"--split {args.split!r} and --train-data-path", "one of them", "--split is for --data-path."
         )
-    return [*shares, 0.0, 0.0][:3]
+
+
+def _parts_of_their_own(args: Namespace, vocab_size: int) -> None:
+    """Check the datasets of ``--train-data-path`` and its like."""
+    if args.eval_iters and not args.valid_data_path:
+        raise UsageError(
+            "--train-data-path without --valid-data-path",
+            "data for validation, too",
+            "Add it, or give --eval-iters 0.",
+        )
+    for part in PARTS:
+        flag, words = f"--{part}-data-path", getattr(args, f"{part}_data_path") or []
+        for prefix in blend(words, flag)[1]:
+            indexed_dataset.validate(prefix, vocab_size)
+
+
+def _shared(args: Namespace, vocab_size: int) -> None:
+    """Check the datasets of ``--data-path``, and that the split leaves documents of each to what is read."""
+    shares = split_shares(args.split)
+    _require_parts(args, shares, "")
+    for prefix in blend(args.data_path or [])[1]:
+        sequences = indexed_dataset.validate(prefix, vocab_size).sequences
+        _require_parts(args, sizes_of_parts(shares, sequences), f" of the {sequences} in {prefix}")
 
 
 def _require_parts(args: Namespace, parts: Sequence[float], of: str) -> None:
     """Refuse an empty part that is read: megatron-core 0.12 to 0.16 would look for its tokens for ever."""
     for name, part, needed in zip(
-        ("training", "validation"), parts, (args.train_iters, args.eval_iters), strict=False
+        ("training", "validation"), parts, (args.trains, args.eval_iters), strict=False
     ):
         if needed and part <= 0:
             raise UsageError(
@@ -64,9 +88,3 @@ def _require_parts(args: Namespace, parts: Sequence[float], of: str) -> None:
                 "a share above 0, and documents enough for it",
                 "Change --split" + ("." if name == "training" else ", or give --eval-iters 0."),
             )
-
-
-def _documents_of_parts(shares: Sequence[float], documents: int) -> list[int]:
-    """Return how many documents megatron-core gives to each part."""
-    bounds = [round(sum(shares[:part]) / sum(shares) * documents) for part in range(4)]
-    return [last - first for first, last in itertools.pairwise(bounds)]

@@ -16,6 +16,7 @@ def check(args: Namespace) -> None:
     """
     derive.optimizer(args)
     _learning_rate(args)
+    _one_unit(args)
     derive.schedule(args)
     _schedule(args)
     _weight_decay(args)
@@ -35,22 +36,44 @@ def _learning_rate(args: Namespace) -> None:
         raise UsageError(f"--lr-warmup-init {args.lr_warmup_init}", f"from 0 to --lr {args.lr}", "Change it.")
 
 
+def _one_unit(args: Namespace) -> None:
+    """Refuse a schedule that does not count what the run's length counts, as Megatron does."""
+    iterations, samples = (
+        [f"--lr-{part}-{unit}" for part in ("decay", "warmup", "wsd-decay")] for unit in ("iters", "samples")
+    )
+    by_samples = args.train_samples is not None
+    foreign = next((flag for flag in (iterations if by_samples else samples) if _given(args, flag)), None)
+    if foreign:
+        own = foreign.replace("iters", "samples") if by_samples else foreign.replace("samples", "iters")
+        raise UsageError(
+            f"{foreign} {'with' if by_samples else 'without'} --train-samples",
+            f"{own}, for the schedule counts what the run counts",
+            f"Give {own}.",
+        )
+
+
+def _given(args: Namespace, flag: str) -> bool:
+    return bool(getattr(args, flag.removeprefix("--").replace("-", "_")))
+
+
 def _schedule(args: Namespace) -> None:
+    unit = "iters" if args.train_samples is None else "samples"
+    warmup, decay = getattr(args, f"lr_warmup_{unit}"), getattr(args, f"lr_decay_{unit}")
     if args.lr_warmup_fraction is not None:
-        if args.lr_warmup_iters:
-            raise UsageError("--lr-warmup-fraction and --lr-warmup-iters", "one of them", "Drop one.")
+        if warmup:
+            raise UsageError(f"--lr-warmup-fraction and --lr-warmup-{unit}", "one of them", "Drop one.")
         if not 0 <= args.lr_warmup_fraction < 1:
             raise UsageError(
                 f"--lr-warmup-fraction {args.lr_warmup_fraction}", "from 0 to below 1", "Change it."
             )
-    elif args.lr_warmup_iters >= args.lr_decay_iters:
+    elif warmup >= decay:
         raise UsageError(
-            f"--lr-warmup-iters {args.lr_warmup_iters}",
-            f"less than the {args.lr_decay_iters} iterations of the decay",
-            "Lower it, or raise --lr-decay-iters or --train-iters.",
+            f"--lr-warmup-{unit} {warmup}",
+            f"less than the {decay} {'iterations' if unit == 'iters' else unit} of the decay",
+            f"Lower it, raise --lr-decay-{unit}, or train longer.",
         )
-    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
-        raise UsageError("--lr-decay-style WSD", "--lr-wsd-decay-iters together with it", "Add it.")
+    if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
+        raise UsageError("--lr-decay-style WSD", f"--lr-wsd-decay-{unit} together with it", "Add it.")
 
 
 def _weight_decay(args: Namespace) -> None:

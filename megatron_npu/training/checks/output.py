@@ -37,6 +37,8 @@ def checkpoints(args: Namespace) -> None:
     """
     if args.save_interval and not args.save:
         raise UsageError("--save-interval", "--save DIR together with it", "Add --save.")
+    if args.ckpt_step is not None and not args.load:
+        raise UsageError("--ckpt-step", "--load DIR together with it", "Add --load.")
     found = _find_checkpoint(args)
     args.load_from = None if found is None else str(found.path)
     if found is not None:
@@ -45,13 +47,15 @@ def checkpoints(args: Namespace) -> None:
         args.load_rng = not (args.finetune or args.no_load_rng) and found.has_rng
         if args.load_optim:
             checkpoint_files.require_loadable_optimizer(found, args)
+        if not args.finetune:
+            derive.iterations_from(args, found.iteration, found.consumed_train_samples)
     _spare(args, found)
 
 
 def _find_checkpoint(args: Namespace) -> CheckpointInfo | None:
     if not args.load:
         return None
-    found = checkpoint_files.find(args.load)
+    found = checkpoint_files.find(args.load, args.ckpt_step)
     if found is None and not _same_directory(args.load, args.save):
         raise UsageError(
             f"--load {args.load}: no checkpoint there",
@@ -77,6 +81,14 @@ def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
             f"--save {args.save} holds checkpoints already",
             "an empty directory, or one that this run goes on from",
             f"Add --load {args.save} to go on, or give another directory.",
+        )
+    later = [number for number in checkpoint_files.iterations(args.save) if number > (args.ckpt_step or 0)]
+    if goes_on and args.ckpt_step is not None and later:
+        raise UsageError(
+            f"--save {args.save} holds checkpoints of later iterations than --ckpt-step {args.ckpt_step}: "
+            + ", ".join(map(str, later)),
+            "a directory where the run overwrites none of another",
+            "Give another --save, or move them away.",
         )
 
 

@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_npu.errors import UsageError
-from megatron_npu.training.data import ResumableBatchSampler, blend
+from megatron_npu.training.data import ResumableBatchSampler
+from megatron_npu.training.epochs import Passes, RoundAndRound
+from megatron_npu.training.sources import blend
 
 sizes = st.integers(1, 4)
 
 
-def taken(number, **kwargs):
-    return list(islice(ResumableBatchSampler(**kwargs), number))
+def taken(number, total, **kwargs):
+    return list(islice(ResumableBatchSampler(RoundAndRound(total), **kwargs), number))
 
 
 @given(micro=sizes, ranks=sizes, steps=st.integers(1, 5))
@@ -39,6 +41,25 @@ def test_after_the_last_sample_comes_the_first():
     assert taken(3, total=3, consumed=2, micro_batch=2, rank=0, size=1) == [[2, 0], [1, 2], [0, 1]]
 
 
+@given(samples=st.integers(1, 50), seed=st.integers(0, 2**32 - 1), first=st.integers(0, 3))
+def test_an_epoch_has_each_sample_once_wherever_it_is_begun(samples, seed, first):
+    order = Passes(samples, seed)
+    epoch = [order(number) for number in range(first * samples, (first + 1) * samples)]
+    assert sorted(epoch) == list(range(samples))
+    middle = first * samples + samples // 2
+    assert [Passes(samples, seed)(number) for number in range(middle, middle + 1)] == epoch[samples // 2 :][
+        :1
+    ]
+
+
+def test_epochs_have_orders_of_their_own():
+    order = Passes(100, seed=1234)
+    first, second, third = ([order(100 * epoch + n) for n in range(100)] for epoch in range(3))
+    assert first == list(range(100))  # that of the dataset, which is shuffled
+    assert second not in (first, third)
+    assert [Passes(100, seed=4321)(100 + n) for n in range(100)] != second
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -53,5 +74,6 @@ def test_blend(words, expected):
 
 @pytest.mark.parametrize("words", [["1", "a", "b"], ["1", "a", "b", "c"], ["0", "a"], ["-1", "a"]])
 def test_a_broken_blend_is_refused(words):
-    with pytest.raises(UsageError, match="--data-path"):
-        blend(words)
+    for flag in ("--data-path", "--valid-data-path"):
+        with pytest.raises(UsageError, match=f"^{flag} "):
+            blend(words, flag)

@@ -29,7 +29,7 @@ def row(**changes):
 
 
 def test_the_line_has_the_fields_of_megatron():
-    text = log.line(Namespace(train_iters=100, global_batch_size=4), 10, row())
+    text = log.line(Namespace(train_iters=100, global_batch_size=4, epochs=None), 10, row())
     for part in (
         " iteration       10/     100 |",
         " consumed samples:           40 |",

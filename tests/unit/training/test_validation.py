@@ -66,6 +66,14 @@ def test_given_flags_are_left_as_they_are(flags, monkeypatch):
         ("--min-lr 1", 1, "--min-lr 1"),
         ("--lr-warmup-iters 6", 1, "--lr-warmup-iters 6"),
         ("--lr-warmup-iters 1 --lr-warmup-fraction 0.1", 1, "--lr-warmup-fraction"),
+        ("--train-samples 24", 1, "--train-iters 6 and --train-samples 24; expected exactly one of"),
+        ("--epochs 2", 1, "--train-iters 6 and --epochs 2; expected exactly one of"),
+        ("--lr-decay-samples 24", 1, "--lr-decay-samples without --train-samples"),
+        ("--lr-warmup-samples 4", 1, "--lr-warmup-samples without --train-samples"),
+        ("--valid-data-path x", 1, "--data-path and --valid-data-path; expected one of them"),
+        ("--data-path --valid-data-path x", 1, "--train-data-path together with it"),
+        ("--data-path --train-data-path 1 x y", 1, "--split '90,10,0' and --train-data-path"),
+        ("--ckpt-step 3", 1, "--load DIR"),
         ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters"),
         ("--start-weight-decay 0.1", 1, "--weight-decay-incr-style"),
         ("--recompute-granularity full", 1, "--recompute-method"),
@@ -101,9 +109,47 @@ def test_training_needs_data_and_a_learning_rate(flags):
     argv = flags()[: flags().index("--data-path")]
     with pytest.raises(UsageError, match="--data-path"):
         validation.check(arguments.parse(argv))
+    argv = flags()
     at = argv.index("--lr")
     with pytest.raises(UsageError, match="--lr"):
         validation.check(arguments.parse(argv[:at] + argv[at + 2 :]))
+
+
+@pytest.fixture
+def check_length(flags, check):
+    """Return a function: flags that say how long a run trains -> the checked flags."""
+    argv = flags()
+    at = argv.index("--train-iters")
+    rest = [*argv[:at], *argv[at + 2 :]]
+    return lambda *changes: validation.check(arguments.parse([*rest, *changes]))
+
+
+def test_samples_and_epochs_are_whole_global_batches(check_length):
+    by_samples = check_length("--train-samples", "26")
+    assert (by_samples.train_iters, by_samples.lr_decay_samples) == (6, 26)
+    by_epochs = check_length("--epochs", "3")
+    assert by_epochs.train_iters == 3 * by_epochs.epoch_samples // 4
+    assert by_epochs.lr_decay_iters == by_epochs.train_iters
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ("", "no --train-iters; expected exactly one of --train-iters, --train-samples, --epochs"),
+        ("--train-samples 3", "--train-samples 3, .*at least one global batch of 4"),
+        ("--epochs 1 --global-batch-size 100000", "--epochs 1, which is [0-9]+ samples of 32 tokens"),
+        ("--epochs 1 --mock-data --data-path", "data of a known size"),
+        (
+            "--train-samples 24 --lr-decay-iters 3",
+            "--lr-decay-iters with --train-samples.*--lr-decay-samples",
+        ),
+        ("--train-samples 24 --lr-warmup-samples 24", "--lr-warmup-samples 24.*24 samples of the decay"),
+    ],
+)
+def test_a_length_that_cannot_be_is_refused(check_length, changes, named):
+    with pytest.raises(UsageError, match=named) as caught:
+        check_length(*changes.split())
+    assert "\n" not in str(caught.value)
 
 
 def test_a_tokenizer_is_found_in_a_converted_checkpoint_that_has_been_moved(check, tmp_path):
