@@ -23,6 +23,13 @@ def reason(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
+def advice(error: BaseException) -> str:
+    """Return what to look at where a checkpoint could not be written."""
+    if "SIGKILL" in reason(error):
+        return "Did the machine run out of memory?"
+    return "Is the disk full?"
+
+
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
     """Let what is read in the block be the checkpoint in ``path``.

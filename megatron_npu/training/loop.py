@@ -260,7 +260,7 @@ class Trainer:
             raise UnsavedError(
                 f"the checkpoint of iteration {self.position.iteration} could not be written into "
                 f"{self.args.save}: {checkpoint_failures.reason(error)}. "
-                "Is the disk full? Checkpoints before it are complete."
+                f"{checkpoint_failures.advice(error)} Checkpoints before it are complete."
             ) from error
         self.log.say(f" saved {self.outcome.checkpoint}")
         self.log.write("checkpoint", self.position.iteration, {"path": str(self.outcome.checkpoint)})

@@ -1,0 +1,90 @@
+"""The processes that write checkpoints: killed ones end the save, and none is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megatron_npu.adaptors.megatron_core.checkpoint_writers import ResultsFile
+
+LARGE = b"x" * 1_000_000  # more than a pipe holds
+
+
+def _save(folder: Path) -> None:
+    from megatron.core.dist_checkpointing import ShardedTensor, save
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    tensors = {name: ShardedTensor.from_rank_offsets(name, torch.arange(6.0)) for name in ("one", "two")}
+    save(tensors, str(folder), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=2))
+
+
+def _die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fail(transforms: Any, number: int, bucket: Any, results: Any, *_: Any) -> None:
+    results.put((number, OSError("the disk is gone")))
+
+
+@pytest.mark.parametrize(
+    ("writer", "reason"), [(_die, "was killed by SIGKILL (out of memory?)"), (_fail, "the disk is gone")]
+)
+def test_a_writer_that_dies_or_fails_ends_the_save(
+    single_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Callable, reason: str
+) -> None:
+    """Stock waits for a killed one for ever."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(writer))
+    with pytest.raises(CheckpointException) as caught:
+        _save(tmp_path)
+    assert reason in str(caught.value)
+
+
+def test_a_save_leaves_no_process(single_process: None, tmp_path: Path) -> None:
+    """Stock keeps a spawned manager, which a killed training leaves behind for ever."""
+    from megatron.core.dist_checkpointing import ShardedTensor, load
+
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        _save(tmp_path / name)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    wanted = {"two": ShardedTensor.from_rank_offsets("two", torch.empty(6))}
+    assert torch.equal(load(wanted, str(tmp_path / "second"))["two"], torch.arange(6.0))
+
+
+def _put(results: ResultsFile, *items: object) -> None:
+    for item in items:
+        results.put(item)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_results_of_a_child_reach_its_parent(start: str) -> None:
+    results = ResultsFile()
+    results.put("own")
+    child = multiprocessing.get_context(start).Process(target=_put, args=(results, {0: LARGE}, "last"))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert [results.get_nowait() for _ in range(3)] == ["own", {0: LARGE}, "last"]
+    with pytest.raises(queue.Empty):
+        results.get_nowait()
+
+
+def test_what_was_read_takes_no_room() -> None:
+    results = ResultsFile()
+    for _ in range(3):
+        _put(results, LARGE, LARGE)
+        assert (results.get_nowait(), results.get_nowait()) == (LARGE, LARGE)
+        assert os.fstat(results._file.fileno()).st_size == 0
