@@ -7,15 +7,18 @@ import importlib
 import json
 import os
 import sys
+import textwrap
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_npu import adaptors, files, plugin, settings, upstream
 from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.ledger import Ledger
-from megatron_npu.patching.pins import PinError, PinFile, Pins, SourceTree, Verdict, compare
+from megatron_npu.patching.module_patch import DriftError
+from megatron_npu.patching.pins import PinError, PinFile, Pins, SourceTree, Verdict, by_target, compare
 from megatron_npu.patching.registry import Patch, registry
 from megatron_npu.upstream import Upstream
 
@@ -105,7 +108,8 @@ def ledger(argv: list[str]) -> int:
     book = Ledger() if options.static else _live_ledger(found, options.modules)
     if options.static:
         book.keep(_records(found))
-    print(book.json() if options.json else book.markdown() if options.markdown else book.text())
+    text = book.markdown() if options.markdown else book.text(pending=options.static)
+    print(book.json() if options.json else text)
     return int(book.count("failed") > 0)
 
 
@@ -158,7 +162,7 @@ def _shipped(patches: list[Patch], found: Upstream) -> list[Patch]:
 
 def _load_pins(found: Upstream) -> Pins:
     try:
-        return Pins.load(plugin.pins_directory(), found.name)
+        return Pins.load(plugin.pins_directory(), found.name, found.version)
     except PinError as error:
         raise UsageError(str(error), "a pin file", "Write it again: megatron-npu pin") from error
 
@@ -192,6 +196,10 @@ def _live_ledger(found: Upstream, modules: list[str] | None) -> Ledger:
                     f"no module {name}", f"a module of {found.root}", "Check --import."
                 ) from error
             _remark(patches, name, f"not imported: {error}")
+        except DriftError as error:
+            _remark(
+                patches, name, f"not imported: {', '.join(error.targets)} has drifted, see the failed ones"
+            )
         except Exception as error:  # whatever an upstream module may raise belongs in the ledger
             _remark(patches, name, f"not imported: {type(error).__name__}: {error}")
     return plugin.engine().ledger
@@ -205,14 +213,18 @@ def _remark(patches: list[Patch], module: str, text: str) -> None:
 
 
 def _verdicts_as_json(found: Upstream, verdicts: list[Verdict]) -> str:
+    groups = by_target(verdicts)
     report = {
         "upstream": found.name,
         "version": found.version,
         "root": str(found.root),
-        "pinned": _pinned_versions(found),
-        "counts": dict(Counter(verdict.status for verdict in verdicts)),
-        "fails": sum(verdict.fails for verdict in verdicts),
-        "targets": [{**asdict(verdict), "fails": verdict.fails} for verdict in verdicts],
+        "pinned": sorted(_pinned_versions(found)),
+        "counts": _counts(groups),
+        "fails": sum(worst.fails for worst, *_ in groups),
+        "targets": [
+            {**asdict(worst), "kind": _kinds([worst, *others]), "fails": worst.fails}
+            for worst, *others in groups
+        ],
     }
     return json.dumps(report, indent=2)
 
@@ -221,15 +233,47 @@ def _pinned_versions(found: Upstream) -> list[str]:
     return [file.version for file in _load_pins(found).files]
 
 
+def _counts(groups: list[list[Verdict]]) -> dict[str, int]:
+    return dict(Counter(worst.status for worst, *_ in groups))
+
+
+def _kinds(group: list[Verdict]) -> str:
+    return ", ".join(dict.fromkeys(verdict.kind for verdict in group))
+
+
 def _verdicts_as_text(found: Upstream, verdicts: list[Verdict]) -> str:
-    pinned = ", ".join(_pinned_versions(found)) or "none"
-    lines = [f"{found.name} {found.version} in {found.root}; pinned versions: {pinned}"]
-    for verdict in verdicts:
-        mark = "FAILS" if verdict.fails else "warns" if verdict.drifted else "ok"
-        lines.append(f"{mark:<5}  {verdict.status:<17}  {verdict.kind:<8}  {verdict.target}")
-        if verdict.status != "same":
-            lines.append(f"{'':7}{verdict.place}: {verdict.detail}")
-    counts = Counter(verdict.status for verdict in verdicts)
-    told = ", ".join(f"{count} {status}" for status, count in counts.items())
-    lines.append(f"{len(verdicts)} targets: {told}; {sum(verdict.fails for verdict in verdicts)} fail")
+    """Return what is wrong first, then what is changed but fits, then the rest: a line for each target."""
+    groups = sorted(by_target(verdicts), key=lambda group: (not group[0].fails, not group[0].drifted))
+    lines = [f"{found.name} {found.version} in {found.root}", _pins_in_words(found)]
+    for group in groups:
+        worst = group[0]
+        mark = "FAILS" if worst.fails else "warns" if worst.drifted else "ok"
+        elsewhere = "" if worst.drifted or worst.pin in ("", found.version) else f" (as in {worst.pin})"
+        lines.append(f"{mark:<5}  {worst.target}{elsewhere}")
+        if worst.status != "same":
+            against = f" against {worst.pin}" if worst.pin else ""
+            lines += [
+                f"{'':7}{worst.place}",
+                *_indented(f"{_kinds(group)}, {worst.status}{against}: {worst.detail}"),
+            ]
+    told = ", ".join(f"{count} {status}" for status, count in _counts(groups).items())
+    lines.append(f"{len(groups)} targets: {told}; {sum(worst.fails for worst, *_ in groups)} fail")
     return "\n".join(lines)
+
+
+def _pins_in_words(found: Upstream) -> str:
+    """Say which pins count: those of this version, and where it has none or differs, those of the others."""
+    versions = _pinned_versions(found)
+    others = ", ".join(version for version in versions if version != found.version)
+    if not versions:
+        return "there are no pins to compare it with"
+    if found.version not in versions:
+        return f"{found.version} has no pins; compared with those of {others}"
+    return f"compared with the pins of {found.version}" + (
+        f"; where they differ, of {others}" if others else ""
+    )
+
+
+def _indented(text: str) -> list[str]:
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, 100, initial_indent=" " * 7, subsequent_indent=" " * 9, **options)

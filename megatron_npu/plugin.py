@@ -106,6 +106,6 @@ def _activate() -> Context:
         upstream=found.name,
         version=found.version,
         device=device.name,
-        pins=Pins.load(pins_directory(), found.name),
+        pins=Pins.load(pins_directory(), found.name, found.version),
         drift=settings.DRIFT.get(),
     )

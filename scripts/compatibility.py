@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from megatron_npu import patch_commands, upstream
 from megatron_npu.errors import UsageError
-from megatron_npu.patching.pins import Verdict
+from megatron_npu.patching.pins import Verdict, by_target
 from megatron_npu.upstream import Upstream
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
@@ -55,12 +55,12 @@ def _table(found: list[Upstream], reached: dict[str, list[Verdict]]) -> list[str
         "|---|---|---|---|---|---|",
     ]
     for one in found:
-        verdicts = reached[one.version]
+        worst = [group[0] for group in by_target(reached[one.version])]
         counts = [
-            len(verdicts),
-            sum(verdict.status == "same" for verdict in verdicts),
-            sum(verdict.status == "body_changed" for verdict in verdicts),
-            sum(verdict.fails for verdict in verdicts),
+            len(worst),
+            sum(verdict.status == "same" for verdict in worst),
+            sum(verdict.status == "body_changed" for verdict in worst),
+            sum(verdict.fails for verdict in worst),
         ]
         lines.append(f"| {one.version} | {_supported(one)} | {' | '.join(map(str, counts))} |")
     return lines
@@ -77,7 +77,7 @@ def _supported(one: Upstream) -> str:
 def _details(reached: dict[str, list[Verdict]]) -> list[str]:
     lines = []
     for version, verdicts in reached.items():
-        drifted = [verdict for verdict in verdicts if verdict.status != "same"]
+        drifted = [group[0] for group in by_target(verdicts) if group[0].status != "same"]
         if drifted:
             lines += ["", f"## {version}", "", "| target | patch | | detail |", "|---|---|---|---|"]
         for verdict in drifted:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from megatron_npu.patching.registry import Patch
 
 _OF_PATCH = ("target", "kind", "origin", "why", "until", "upstream_bug", "devices")
 STATES = ("applied", "drifted", "skipped", "failed", "pending")
+_URGENCY = ("failed", "drifted", "applied", "skipped", "pending")  # the order of the text
+_WIDTH, _INDENT = 100, " " * 18
 
 
 @dataclass
@@ -84,7 +88,7 @@ class Ledger:
         return sum(row.state == state for row in self._rows.values())
 
     def summary(self) -> str:
-        """Return one line: ``29 applied, 0 drifted, 2 skipped (reason; reason)``."""
+        """Return one line: ``29 applied, 0 drifted, 2 skipped (reason; reason), 1 failed (target)``."""
         parts = [self._part(state) for state in ("applied", "drifted", "skipped")]
         parts += [self._part(state) for state in ("failed", "pending") if self.count(state)]
         operations = dict.fromkeys(name for name, _ in self.fallbacks)
@@ -92,22 +96,41 @@ class Ledger:
         return ", ".join(parts)
 
     def _part(self, state: str) -> str:
-        text = f"{self.count(state)} {state}"
-        if state not in ("drifted", "skipped", "failed"):
-            return text
-        reasons = dict.fromkeys(row.reason for row in self.rows if row.state == state and row.reason)
-        return f"{text} ({'; '.join(reasons)})" if reasons else text
+        rows = [row for row in self.rows if row.state == state]
+        told: dict[str, None] = {}
+        if state == "failed":
+            told = dict.fromkeys(row.target for row in rows)
+        elif state in ("drifted", "skipped"):
+            told = dict.fromkeys(row.reason for row in rows if row.reason)
+        return f"{len(rows)} {state}" + (f" ({'; '.join(told)})" if told else "")
 
-    def text(self) -> str:
-        """Return the ledger for a terminal: what it is about, then a line for each patch, remarks below."""
+    def text(self, *, pending: bool = False) -> str:
+        """Return the ledger for a terminal: what it is about, then each patch with its remarks.
+
+        What went wrong comes first. Patches that are pending are counted, by their reason.
+
+        Args:
+            pending: tell each of those, too.
+        """
         about = [f"{name} {value}" for name, value in self.about.items() if isinstance(value, str)]
         lines = [" · ".join(about)] if about else []
-        for row in self.rows:
+        told = [row for row in self.rows if pending or row.state != "pending"]
+        for row in sorted(told, key=lambda row: _URGENCY.index(row.state)):
             lines.append(f"{row.state:<8} {row.kind:<8} {row.target}")
             for remark in (*_remarks(row), row.why, *([f"until {until(row)}"] if row.until else [])):
-                lines += textwrap.wrap(remark, 100, initial_indent=" " * 18, subsequent_indent=" " * 18)
+                lines += _wrapped(remark)
+        if not pending:
+            lines += self._pending_by_reason()
         lines += [f"fallback {name}: {reason} ({count}x)" for (name, reason), count in self.fallbacks.items()]
         return "\n".join([*lines, self.summary()])
+
+    def _pending_by_reason(self) -> list[str]:
+        counts = Counter(row.reason for row in self.rows if row.state == "pending")
+        lines = []
+        for reason, count in counts.most_common():
+            lines.append(f"pending  {count} patches" if count > 1 else "pending  1 patch")
+            lines += _wrapped(reason or "their modules were not imported, or not to the end")
+        return lines
 
     def json(self) -> str:
         """Return a JSON object: what is in ``about``, ``summary``, ``counts``, ``patches``, ``fallbacks``."""
@@ -134,6 +157,11 @@ class Ledger:
             cells = (f"`{row.target}`", row.kind, ", ".join(row.devices), state, row.why, until(row))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}  # paths stay whole
+    return textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, **options)
 
 
 def until(patch: Patch | Row) -> str:

@@ -21,7 +21,16 @@ IN_FORCE = ("applied", "drifted")  # the states of a patch that is in place
 
 
 class DriftError(Exception):
-    """Upstream is not what a patch was written against."""
+    """Upstream is not what a patch was written against.
+
+    Args:
+        message: what is not.
+        targets: those of the patches.
+    """
+
+    def __init__(self, message: str, targets: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.targets = tuple(dict.fromkeys(targets))
 
 
 class PatchError(Exception):
@@ -118,8 +127,8 @@ class ModulePatch:
             message = _drift_message([verdict for _, verdict in failing], self.context)
             if self.context.drift == "error":
                 for patch, verdict in failing:
-                    self.ledger.row(patch).settle("failed", verdict.detail)
-                raise DriftError(message)
+                    self.ledger.row(patch).settle("failed", f"{verdict.detail} ({verdict.place})")
+                raise DriftError(message, [patch.target for patch, _ in failing])
             logger.warning("%s", message)
         return {patch.target + patch.kind: verdict for patch, verdict in verdicts}
 

@@ -11,6 +11,7 @@ import ast
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -286,28 +287,37 @@ class PinFile:
 
 @dataclass
 class Pins:
-    """All pin files of one upstream."""
+    """All pin files of one upstream, in the order in which they are compared with."""
 
     upstream: str
     files: list[PinFile] = field(default_factory=list)
 
     @classmethod
-    def load(cls, directory: Path, upstream: str) -> Pins:
+    def load(cls, directory: Path, upstream: str, version: str = "") -> Pins:
         """Read every pin file of ``upstream`` in ``directory``, which may be absent.
+
+        Args:
+            version: of upstream; its pins come first, then those of the others, the newest first.
 
         Raises:
             PinError: a file cannot be read.
         """
-        files = [PinFile.read(path) for path in sorted(Path(directory).glob(f"{upstream}-*.json"))]
+        files = [PinFile.read(path) for path in Path(directory).glob(f"{upstream}-*.json")]
+        files.sort(key=lambda file: (file.version == version, _numbers(file.version)), reverse=True)
         return cls(upstream, [file for file in files if file.upstream == upstream])
 
-    def of(self, target: str) -> list[Pin]:
-        """Return the pins of ``target`` in every version."""
-        return [file.targets[target] for file in self.files if target in file.targets]
+    def of(self, target: str) -> dict[str, Pin]:
+        """Return the pin of ``target`` in every version that has one."""
+        return {file.version: file.targets[target] for file in self.files if target in file.targets}
 
-    def vouch_for(self, target: str, module: str, digest: str) -> bool:
-        """Return whether some version pins ``target`` in a file of ``module`` with this very digest."""
-        return any(file.modules.get(module) == digest and target in file.targets for file in self.files)
+    def voucher(self, target: str, module: str, digest: str) -> str:
+        """Return the version that pins ``target`` in a file of ``module`` with this very digest, or ''."""
+        known = (f.version for f in self.files if f.modules.get(module) == digest and target in f.targets)
+        return next(known, "")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 # --- comparison -------------------------------------------------------------------------------------
@@ -354,6 +364,7 @@ class Verdict:
         file: the source file, or the module if there is none.
         line: where the target is bound now; 0 if it is not.
         detail: what changed, in words.
+        pin: the version whose pin it equals or, if it equals none, was judged by; empty without a pin.
     """
 
     status: str
@@ -362,6 +373,7 @@ class Verdict:
     file: str
     line: int = 0
     detail: str = ""
+    pin: str = ""
 
     @property
     def drifted(self) -> bool:
@@ -384,26 +396,39 @@ def compare(patch: Patch, source: Source | None, pins: Pins) -> Verdict:
     if source is None:
         return Verdict("gone", patch.target, patch.kind, patch.module, 0, "the module has no source file")
     file = str(source.path)
-    if pins.vouch_for(patch.target, patch.module, source.digest):
-        return Verdict("same", patch.target, patch.kind, file)
+    voucher = pins.voucher(patch.target, patch.module, source.digest)
+    if voucher:
+        return Verdict("same", patch.target, patch.kind, file, pin=voucher)
     try:
         nodes = source.locate(patch.qualname)
     except SyntaxError as error:
         return Verdict("gone", patch.target, patch.kind, file, error.lineno or 0, f"unreadable: {error.msg}")
     if not nodes:
         return Verdict("gone", patch.target, patch.kind, file, 0, "nothing in the file defines it")
-    status, detail = _judge(Pin.of(nodes), pins.of(patch.target))
-    return Verdict(status, patch.target, patch.kind, file, nodes[0].lineno, detail)
+    status, detail, pin = _judge(Pin.of(nodes), pins.of(patch.target))
+    return Verdict(status, patch.target, patch.kind, file, nodes[0].lineno, detail, pin)
 
 
-def _judge(found: Pin, known: list[Pin]) -> tuple[str, str]:
+def _judge(found: Pin, known: dict[str, Pin]) -> tuple[str, str, str]:
+    """Return status, detail and the version whose pin decided."""
     if not known:
-        return "no_pin", "no pin"
-    if any(pin.fingerprint == found.fingerprint for pin in known):
-        return "same", ""
-    if any(pin.signature == found.signature for pin in known):
-        return "body_changed", "body changed, same signature"
-    return "signature_changed", f"signature changed from {known[-1].signature!r} to {found.signature!r}"
+        return "no_pin", "no pin", ""
+    for version, pin in known.items():
+        if pin.fingerprint == found.fingerprint:
+            return "same", "", version
+    for version, pin in known.items():
+        if pin.signature == found.signature:
+            return "body_changed", "body changed, same signature", version
+    version, pin = next(iter(known.items()))
+    return "signature_changed", f"signature changed from {pin.signature!r} to {found.signature!r}", version
+
+
+def by_target(verdicts: Iterable[Verdict]) -> list[list[Verdict]]:
+    """Return the verdicts of each target together, the worst first; targets in order of their first one."""
+    groups: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        groups.setdefault(verdict.target, []).append(verdict)
+    return [sorted(group, key=lambda v: (not v.fails, not v.drifted)) for group in groups.values()]
 
 
 class SourceTree:

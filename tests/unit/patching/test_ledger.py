@@ -62,6 +62,30 @@ def test_the_summary_names_each_operation_that_fell_back_once() -> None:
     assert ledger.summary().endswith("fallbacks: norm, softmax")
 
 
+def test_what_failed_comes_first_and_what_is_pending_is_counted() -> None:
+    registry, ledger = Registry(), Ledger()
+    for name in ("a", "b", "c", "d", "e"):
+        registry.constant(f"m:{name}", 1, why="w")
+    rows = [ledger.row(patch) for patch in registry.patches]
+    rows[1].settle("applied")
+    rows[2].settle("failed", "the signature changed (m.py:3)")
+    for row in rows[3:]:
+        row.reason = "not imported: m:c has drifted"
+    assert ledger.text().splitlines() == [
+        "failed   constant m:c",
+        f"{'':18}the signature changed (m.py:3)",
+        f"{'':18}w",
+        "applied  constant m:b",
+        f"{'':18}w",
+        "pending  2 patches",
+        f"{'':18}not imported: m:c has drifted",
+        "pending  1 patch",
+        f"{'':18}their modules were not imported, or not to the end",
+        "1 applied, 0 drifted, 0 skipped, 1 failed (m:c), 3 pending",
+    ]
+    assert ledger.text(pending=True).count("pending  constant") == 3
+
+
 def test_equal_reasons_are_told_once() -> None:
     registry, ledger = Registry(), Ledger()
     for name in "abc":
@@ -76,7 +100,7 @@ def test_every_form_says_until_when_and_that_it_is_a_bug_of_upstream() -> None:
     registry.constant("m:b", 1, why="w", until="0.17")
     registry.constant("m:c", 1, why="w")
     ledger.keep(registry.patches)
-    text = ledger.text()
+    text = ledger.text(pending=True)
     assert "until the issue 7 is closed (upstream bug)\n" in text
     assert "until 0.17\n" in text
     assert text.count("until") == 2

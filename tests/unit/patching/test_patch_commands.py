@@ -91,6 +91,63 @@ def test_drift(tree: Path, pins: Path, capsys: pytest.CaptureFixture, new: str, 
     assert "FAILS" in capsys.readouterr().out
 
 
+def test_the_text_says_what_was_compared_and_each_target_once(
+    tree: Path, pins: Path, found: upstream.Upstream, capsys: pytest.CaptureFixture
+) -> None:
+    edit(tree, "def _set_cuda_rng_state(", "def _set_cuda_rng_state(extra, ")
+    assert patch_commands.check(["--megatron", str(tree)]) == 1
+    _, compared, first, *lines, last = capsys.readouterr().out.splitlines()
+    assert compared == f"compared with the pins of {found.version}"
+    assert first == "FAILS  megatron.core.tensor_parallel.random:_set_cuda_rng_state"
+    assert any(
+        line.strip().startswith(f"replace, signature_changed against {found.version}") for line in lines
+    )
+    targets = [line for line in lines if line.startswith("ok ")]
+    assert len(targets) == len(set(targets))
+    assert last.startswith(f"{len(targets) + 1} targets: ")
+    longest = max(len(target) for target in targets)
+    assert all(len(line) <= max(longest, 100) or str(tree) in line for line in lines)
+
+
+def test_a_version_without_pins_says_with_which_it_was_compared(
+    tree: Path, pins: Path, found: upstream.Upstream, capsys: pytest.CaptureFixture
+) -> None:
+    info = tree / "megatron/core/package_info.py"
+    major, minor, patch = found.version.split(".")[:3]
+    info.write_text(info.read_text().replace(f"PATCH = {patch}", "PATCH = 99"))
+    assert patch_commands.check(["--megatron", str(tree)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"{major}.{minor}.99 has no pins; compared with those of {found.version}"
+    assert lines[2].endswith(f"(as in {found.version})")
+
+
+def test_pins_are_compared_with_in_a_stated_order(pins: Path, found: upstream.Upstream) -> None:
+    (path,) = pins.iterdir()
+    for version in ("0.9.0", "0.10.0"):
+        content = json.loads(path.read_text()) | {"version": version}
+        (pins / f"{found.name}-{version}.json").write_text(json.dumps(content))
+    names = [file.version for file in Pins.load(pins, found.name, "0.9.0").files]
+    assert names == ["0.9.0", found.version, "0.10.0"]
+
+
+def test_the_ledger_of_a_drifted_tree_shows_what_failed_first(
+    found: upstream.Upstream, tmp_path: Path
+) -> None:
+    shutil.copytree(found.root / "megatron" / "core", tmp_path / "megatron" / "core")
+    edit(tmp_path, "def _set_cuda_rng_state(", "def _set_cuda_rng_state(extra, ")
+    modules = ["megatron.core.tensor_parallel.random", "megatron.core.tensor_parallel.cross_entropy"]
+    command = [sys.executable, "-m", "megatron_npu", "ledger", "--megatron", str(tmp_path), "--import"]
+    done = subprocess.run([*command, *modules], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    failed = "megatron.core.tensor_parallel.random:_set_cuda_rng_state"
+    assert lines[1] == f"failed   replace  {failed}"
+    assert sum(line.startswith("failed ") for line in lines) == 1
+    assert f"1 failed ({failed})" in lines[-1]
+    assert f"not imported: {failed} has drifted" in " ".join(" ".join(lines).split())
+    assert len(lines) < 100
+
+
 def test_a_removed_module_is_drift(tree: Path, pins: Path, capsys: pytest.CaptureFixture) -> None:
     (tree / "megatron/core/tensor_parallel/random.py").unlink()
     assert check(tree, capsys)[0] == 1
@@ -115,7 +172,7 @@ def test_pins_of_modules_that_this_megatron_lacks_are_kept(
     data["modules"][module] = "0" * 64
     path.write_text(json.dumps(data))
     assert patch_commands.pin(["--megatron", str(tree), "--output", str(pins)]) == 0
-    assert Pins.load(pins, found.name).of(target)[0].signature == "def f()"
+    assert Pins.load(pins, found.name).of(target)[found.version].signature == "def f()"
 
 
 def test_static_ledger_shows_every_record_as_pending(
