@@ -7,6 +7,8 @@ system: ``NAME.PID.partial`` for a file, ``.NAME.partial`` for a folder. Modes f
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -22,6 +24,38 @@ def partial_file(path: Path) -> Path:
 def partial_folder(path: Path) -> Path:
     """Return the temporary name of a folder, the same for all ranks that write into it."""
     return path.with_name(f".{path.name}.partial")
+
+
+def claim(stream: IO[bytes]) -> None:
+    """Mark an open temporary file as being written; the mark ends with the process, however it ends.
+
+    A file system without locks gives no mark, and ``remove_abandoned`` leaves its files alone.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def remove_abandoned(path: Path) -> list[Path]:
+    """Remove the temporary files of ``path`` that killed processes have left, and return their names.
+
+    Only those that were claimed while they were written may be given here: a file without a mark is removed.
+    """
+    removed = []
+    for partial in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
+        number = partial.name.removeprefix(f"{path.name}.").removesuffix(".partial")
+        if number.isdecimal() and not partial.is_symlink() and _is_abandoned(partial):
+            partial.unlink(missing_ok=True)
+            removed.append(partial)
+    return removed
+
+
+def _is_abandoned(partial: Path) -> bool:
+    try:
+        with open(partial, "rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody holds it, or nobody can say
+        return False
+    return True
 
 
 def write(path: str | Path, content: str | bytes) -> None:

@@ -1,4 +1,4 @@
-"""``megatron-npu preprocess``: JSON lines of text to Megatron's ``.bin`` and ``.idx``."""
+"""``megatron-npu preprocess``: text to Megatron's ``.bin`` and ``.idx``."""
 
 from __future__ import annotations
 
@@ -9,30 +9,51 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from megatron_npu.arg_parser import Parser, positive
 from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing import indexed_dataset, jsonl
-from megatron_npu.preprocessing.encoder import GPT2Files, HuggingFaceFiles, Recipe, Result, encode_all
+from megatron_npu.preprocessing import corpus, indexed_dataset, tokenizer_files, windows
+from megatron_npu.preprocessing.encoder import Recipe, Result, encode_all
+from megatron_npu.preprocessing.partitions import Dealer
+from megatron_npu.preprocessing.sentences import Sentences
 from megatron_npu.tokenization import flags
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command; the flags are those of Megatron's tools/preprocess_data.py."""
+    """Return the parser of the command; Megatron's own flags of the tool, and a few more."""
     result = Parser("megatron-npu preprocess", description=__doc__)
-    add = result.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines; also .gz, .xz, .bz2, .zst")
-    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx")
+    add = result.add_argument_group("documents").add_argument
+    add(
+        "--input",
+        nargs="+",
+        metavar="PATH",
+        help="JSON lines, or plain text (.txt, each a document); folders; patterns; .gz, .xz, .bz2, .zst",
+    )
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text")
+    add(
+        "--hf-dataset",
+        metavar="NAME",
+        help="instead of --input: a dataset of Hugging Face, or csv, json, parquet, arrow files",
+    )
+    add("--hf-name", metavar="PART", help="the part of a --hf-dataset that has several")
+    add("--hf-split", default="train", metavar="SPLIT", help="of a --hf-dataset")
+    _add_tokenizer(result.add_argument_group("tokenizer").add_argument)
+    _add_shape(result.add_argument_group("dataset").add_argument)
+    _add_work(result.add_argument_group("work").add_argument)
+    return result
+
+
+def _add_tokenizer(add: flags.Add) -> None:
     flags.add_tokenizer(
         add,
-        ["GPT2BPETokenizer", "HuggingFaceTokenizer"],
-        "GPT-2's, or a tokenizer.json",
+        tokenizer_files.KINDS,
+        "GPT-2's, a tokenizer.json, or BERT's in lower case or not",
         vocab_file_aliases=["--vocab"],
+        vocab_file="GPT-2's vocab.json or BERT's vocab.txt",
     )
     add(
         "--tokenizer-hf-include-special-tokens",
@@ -40,7 +61,28 @@ def parser() -> argparse.ArgumentParser:
         help="with the tokens that a HuggingFaceTokenizer puts around every text, such as <s>",
     )
     add("--append-eod", action="store_true", help="end each document with the token that ends a text")
+
+
+def _add_shape(add: flags.Add) -> None:
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence with --split-sentences",
+    )
+    add("--dataset-impl", choices=["mmap"], default="mmap", help="Megatron's format; there is no other today")
+    add("--split-sentences", action="store_true", help="each sentence is a sequence: for BERT and T5")
+    add("--keep-newlines", action="store_true", help="with the blanks and line ends behind each sentence")
+    add("--lang", default="english", metavar="LANGUAGE", help="of the sentences")
+    add("--seq-length", type=positive, metavar="TOKENS", help="cut documents to windows of this length")
+    add("--stride", type=positive, metavar="TOKENS", help="from one window's beginning to the next one's")
+
+
+def _add_work(add: flags.Add) -> None:
     add("--workers", type=positive, default=1, help="CPU workers, none of which changes the output")
+    add("--chunk-size", type=positive, help="taken as Megatron's tool takes it; changes nothing")
+    add("--partitions", type=positive, default=1, help="deal documents to so many parts, then join these")
+    add("--keep-sequential-samples", action="store_true", help="keep their order whatever --partitions says")
     add(
         "--log-interval",
         type=positive,
@@ -48,7 +90,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="DOCUMENTS",
         help="documents between two log lines where there is no terminal for a bar",
     )
-    return result
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,63 +109,82 @@ def main(argv: Sequence[str]) -> int:
 
 
 def preprocess(arguments: argparse.Namespace) -> None:
-    """Encode all files into one dataset a key; either all of them appear or none.
+    """Encode all documents into one dataset a key; either all of them appear or none.
 
     Args:
         arguments: what ``parser()`` gives.
 
     Raises:
-        UsageError: an input, the tokenizer's files or the place of the output are unfit.
+        UsageError: an input, the tokenizer's files or the place of the output are unfit, or full.
     """
-    size = jsonl.check(arguments.input)
     keys = tuple(dict.fromkeys(arguments.json_keys))
-    tokenizer = _tokenizer(arguments)
-    dtype = indexed_dataset.token_type(tokenizer.build().vocab_size)
-    recipe = Recipe(tokenizer, keys, arguments.append_eod, dtype.name)
+    recipe = _recipe(arguments, keys)
+    documents = corpus.named_by(arguments, keys)
     _check_place(arguments.output_prefix)
+    try:
+        _write(documents, recipe, arguments)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename or f'--output-prefix {arguments.output_prefix}'}: {error.strerror}",
+            "files that can be read, and room to write the dataset",
+            "Free some room, or name another place; nothing was written.",
+        ) from error
+
+
+def _write(documents: corpus.Corpus, recipe: Recipe, arguments: argparse.Namespace) -> None:
+    level = "sentence" if recipe.sentences else "document"
+    dtype = np.dtype(recipe.dtype)
     with ExitStack() as stack:
-        prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
+        prefixes = [f"{arguments.output_prefix}_{key}_{level}" for key in recipe.keys]
         writers = [stack.enter_context(indexed_dataset.Writer(prefix, dtype)) for prefix in prefixes]
-        batches = chain.from_iterable(map(jsonl.batches, arguments.input))
-        results = encode_all(batches, recipe, arguments.workers)
+        parts = 1 if arguments.keep_sequential_samples else arguments.partitions
+        takers = [stack.enter_context(Dealer(writer, parts)) if parts > 1 else writer for writer in writers]
+        results = encode_all(documents.batches(), recipe, arguments.workers)
         stack.callback(results.close)  # first of all: the workers end before the files go
-        with _Progress(size, arguments.log_interval) as progress:
+        with _Progress(documents.size, arguments.log_interval) as progress:
             for result in progress.watch(results):
-                for writer, encoded in zip(writers, result.keys, strict=True):
-                    writer.add(encoded.tokens, encoded.lengths, encoded.sequences)
-        for writer, key in zip(writers, keys, strict=True):
+                for taker, encoded in zip(takers, result.keys, strict=True):
+                    taker.add(encoded.tokens, encoded.lengths, encoded.sequences)
+        for taker, writer, key in zip(takers, writers, recipe.keys, strict=True):
+            taker.finish()
             _refuse_empty(writer, key)
-            writer.finish()
         indexed_dataset.publish(writers)
     for writer in writers:
         print(f"{writer.prefix}.bin and .idx: {writer.tokens} tokens, {dtype.name}")
+        if recipe.windows is not None:
+            _say_short(writer, recipe.windows)
 
 
-def _tokenizer(arguments: argparse.Namespace) -> GPT2Files | HuggingFaceFiles:
-    """Return the files of the tokenizer that the flags name.
+def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
+    """Return what the flags ask of the workers, all of it tried once here.
 
     Raises:
-        UsageError: a flag is missing.
+        UsageError: flags that contradict each other; unfit files of the tokenizer; no model of the sentences.
     """
-    kind = arguments.tokenizer_type
-    needed = {
-        "GPT2BPETokenizer": {"--vocab-file": arguments.vocab_file, "--merge-file": arguments.merge_file},
-        "HuggingFaceTokenizer": {"--tokenizer-model": arguments.tokenizer_model},
-    }[kind]
-    missing = [flag for flag, value in needed.items() if value is None]
-    if missing:
-        raise UsageError(
-            f"--tokenizer-type {kind} without {' and '.join(missing)}", "its files", "Name them."
+    tokenizer = tokenizer_files.named_by(arguments)
+    dtype = indexed_dataset.token_type(tokenizer.build().vocab_size)
+    sentences = Sentences(arguments.lang, arguments.keep_newlines) if arguments.split_sentences else None
+    if sentences is not None:
+        sentences.splitter()
+    elif arguments.keep_newlines:
+        raise UsageError("--keep-newlines without --split-sentences", "both or neither", "Leave it out.")
+    return Recipe(tokenizer, keys, arguments.append_eod, dtype.name, sentences, windows.named_by(arguments))
+
+
+def _say_short(writer: indexed_dataset.Writer, cut: windows.Windows) -> None:
+    if short := writer.count_shorter(cut.length):
+        print(
+            f"windows shorter than --seq-length {cut.length}, since their documents are: {short}; behind each"
+            " of them samples of that length no longer begin where windows begin"
         )
-    if kind == "HuggingFaceTokenizer":
-        return HuggingFaceFiles(arguments.tokenizer_model, arguments.tokenizer_hf_include_special_tokens)
-    return GPT2Files(arguments.vocab_file, arguments.merge_file)
 
 
 class _Progress:
     """A bar on a terminal, a line every so many documents elsewhere, and one line at the end."""
 
-    def __init__(self, size: int, interval: int) -> None:
+    def __init__(self, size: int | None, interval: int) -> None:
         self._interval = interval
         self._documents = self._text = 0
         self._begin = time.monotonic()

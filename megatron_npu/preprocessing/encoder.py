@@ -15,50 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing import jsonl
+from megatron_npu.preprocessing import jsonl, windows
+from megatron_npu.preprocessing.sentences import Sentences
+from megatron_npu.preprocessing.tokenizer_files import HuggingFaceFiles, TokenizerFiles
+from megatron_npu.tokenization.bert_wordpiece import BertWordPieceTokenizer
 from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.tokenization.hf import HuggingFaceTokenizer
+
+WordTokenizer = GPT2Tokenizer | BertWordPieceTokenizer  # those that cut a text into words of our own
 
 # Words that are worth remembering: longer ones hardly come back. Full, the table takes about 40 MB.
 _WORD_LENGTH = 32
 _WORDS_CACHED = 200_000
-
-
-@dataclass(frozen=True)
-class GPT2Files:
-    """GPT-2's ``vocab.json`` and ``merges.txt``."""
-
-    vocab_file: str
-    merge_file: str
-
-    def build(self) -> GPT2Tokenizer:
-        """Return the tokenizer.
-
-        Raises:
-            UsageError: the files are unfit.
-        """
-        return GPT2Tokenizer(self.vocab_file, self.merge_file)
-
-
-@dataclass(frozen=True)
-class HuggingFaceFiles:
-    """A folder with ``tokenizer.json``.
-
-    Attributes:
-        folder: where it is.
-        special_tokens: with the tokens that it puts around every text, such as ``<s>``.
-    """
-
-    folder: str
-    special_tokens: bool = False
-
-    def build(self) -> HuggingFaceTokenizer:
-        """Return the tokenizer.
-
-        Raises:
-            UsageError: the files are unfit.
-        """
-        return HuggingFaceTokenizer(self.folder)
 
 
 @dataclass(frozen=True)
@@ -70,12 +38,16 @@ class Recipe:
         keys: the JSON keys, each of which becomes a dataset.
         append_eod: end every document that has tokens with ``eod``.
         dtype: name of the tokens' numpy type.
+        sentences: how texts become sentences; None: a text is one sequence.
+        windows: how documents become windows; None: not at all.
     """
 
-    tokenizer: GPT2Files | HuggingFaceFiles
+    tokenizer: TokenizerFiles
     keys: tuple[str, ...]
     append_eod: bool
     dtype: str
+    sentences: Sentences | None = None
+    windows: windows.Windows | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +78,7 @@ class Result:
 class _WordCache(dict[str, bytes]):
     """Word to token bytes. Text repeats its words: looking one up is many times cheaper than the BPE."""
 
-    def __init__(self, tokenizer: GPT2Tokenizer, dtype: np.dtype) -> None:
+    def __init__(self, tokenizer: WordTokenizer, dtype: np.dtype) -> None:
         super().__init__()
         self._tokenizer, self._dtype = tokenizer, dtype
 
@@ -120,10 +92,10 @@ class _WordCache(dict[str, bytes]):
 
 
 def _text_encoder(
-    tokenizer: GPT2Tokenizer | HuggingFaceTokenizer, special: bool, dtype: np.dtype
+    tokenizer: WordTokenizer | HuggingFaceTokenizer, special: bool, dtype: np.dtype
 ) -> Callable[[str], bytes]:
     """Return a function: a text -> the bytes of its tokens, with what is put around it if ``special``."""
-    if isinstance(tokenizer, GPT2Tokenizer):
+    if isinstance(tokenizer, WordTokenizer):
         bytes_of, words = _WordCache(tokenizer, dtype).__getitem__, tokenizer.words
         return lambda text: b"".join(map(bytes_of, words(text)))
     return lambda text: np.array(tokenizer.encode(text, special_tokens=special), dtype=dtype).tobytes()
@@ -133,7 +105,7 @@ class Encoder:
     """Encodes batches; the tokens depend on the batch alone.
 
     Raises:
-        UsageError: the tokenizer's files are unfit.
+        UsageError: the tokenizer's files are unfit, or there is no model of the language's sentences.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -144,6 +116,7 @@ class Encoder:
         special = isinstance(files, HuggingFaceFiles) and files.special_tokens
         self._bytes_of = _text_encoder(tokenizer, special, self._dtype)
         self._eod = np.array([tokenizer.eod], dtype=self._dtype).tobytes() if recipe.append_eod else b""
+        self._sentences = recipe.sentences.splitter() if recipe.sentences else None
 
     def encode(self, batch: jsonl.Batch) -> Result:
         """Return the batch's tokens.
@@ -160,15 +133,27 @@ class Encoder:
         pieces: list[bytes] = []
         counts: list[int] = []
         for texts in documents:
-            first = len(pieces)
-            for text in texts:
-                if tokens := self._bytes_of(text):
-                    pieces.append(tokens)
-            if len(pieces) > first:
-                pieces[-1] += self._eod
-            counts.append(len(pieces) - first)
+            for sequences in self._documents(self._sequences(texts)):
+                pieces += sequences
+                counts.append(len(sequences))
         lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)) // self._dtype.itemsize
         return Encoded(b"".join(pieces), lengths.astype(np.int32), np.array(counts, dtype=np.int64))
+
+    def _sequences(self, texts: list[str]) -> list[bytes]:
+        """Return the sequences of a document, those without tokens left out, with ``eod`` at the end."""
+        if self._sentences is not None:
+            texts = [sentence for text in texts for sentence in self._sentences(text)]
+        sequences = [tokens for text in texts if (tokens := self._bytes_of(text))]
+        if sequences:
+            sequences[-1] += self._eod
+        return sequences
+
+    def _documents(self, sequences: list[bytes]) -> list[list[bytes]]:
+        """Return the documents, each a list of sequences, that a document becomes: itself, or its windows."""
+        if self._recipe.windows is None or not sequences:
+            return [sequences]
+        tokens = b"".join(sequences)
+        return [[window] for window in self._recipe.windows.cut(tokens, self._dtype.itemsize)]
 
 
 def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> Generator[Result, None, None]:

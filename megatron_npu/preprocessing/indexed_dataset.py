@@ -18,6 +18,7 @@ Format of ``megatron/core/datasets/indexed_dataset.py``, unchanged between core 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from array import array
@@ -55,7 +56,8 @@ class Writer:
     needs torch, which nothing else here does, and it writes under the final names, so that a run that was
     killed leaves what looks like a dataset.
 
-    Leaving the ``with`` block without having published removes what was written.
+    Leaving the ``with`` block without having published removes what was written; what a killed process has
+    left is removed by the next one with the same prefix.
 
     Args:
         prefix: path without ``.bin`` and ``.idx``.
@@ -65,7 +67,10 @@ class Writer:
     def __init__(self, prefix: str, dtype: np.dtype) -> None:
         self.prefix, self.dtype = prefix, dtype
         self.tokens = 0
-        self._partial_files = {end: files.partial_file(Path(f"{prefix}.{end}")) for end in ("bin", "idx")}
+        names = {end: Path(f"{prefix}.{end}") for end in ("bin", "idx")}
+        for name in names.values():
+            files.remove_abandoned(name)
+        self._partial_files = {end: files.partial_file(name) for end, name in names.items()}
         self._sequence_lengths = array("i")
         self._sequences_of_documents = array("q")
         self._bin = _create(self._partial_files["bin"])
@@ -76,9 +81,10 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bin.close()
         for part in self._partial_files.values():
             part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what is still to be written need not find room any more
+            self._bin.close()
 
     def add(self, tokens: bytes, lengths: np.ndarray, sequences: np.ndarray) -> None:
         """Append documents.
@@ -92,6 +98,10 @@ class Writer:
         self._sequence_lengths.frombytes(lengths.astype(np.int32, copy=False).tobytes())
         self._sequences_of_documents.frombytes(sequences.astype(np.int64, copy=False).tobytes())
         self.tokens += len(tokens) // self.dtype.itemsize
+
+    def count_shorter(self, length: int) -> int:
+        """Return how many sequences have fewer tokens than ``length``."""
+        return int(np.count_nonzero(np.frombuffer(self._sequence_lengths, dtype=np.int32) < length))
 
     def finish(self) -> None:
         """Write the index, still under its temporary name; both files are on disk afterwards."""
@@ -136,7 +146,10 @@ def publish(writers: Sequence[Writer]) -> None:
 
 
 def _create(path: Path) -> BinaryIO:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640), "wb", buffering=1 << 20)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
+    stream = os.fdopen(descriptor, "wb", buffering=1 << 20)
+    files.claim(stream)
+    return stream
 
 
 def _sequence_pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import importlib
-import io
 import json
-import lzma
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from types import ModuleType
-from typing import BinaryIO
 
 from megatron_npu.errors import UsageError
+from megatron_npu.preprocessing.compressed import decompressed, read
 
 BATCH_BYTES = 256 * 1024
 
@@ -45,19 +36,6 @@ class Batch:
     read: int
 
 
-def check(paths: Sequence[str]) -> int:
-    """Return the size on disk of all files together, in bytes.
-
-    Raises:
-        UsageError: one is missing or is not a file.
-    """
-    for path in paths:
-        if not Path(path).is_file():
-            found = "not a file" if Path(path).exists() else "no such file"
-            raise UsageError(f"--input {path}: {found}", "a file of JSON lines", "Correct the path.")
-    return sum(Path(path).stat().st_size for path in paths)
-
-
 def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
     """Yield a file in batches of about ``size`` bytes of text; a longer line is a batch of its own.
 
@@ -65,8 +43,8 @@ def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
         UsageError: the file cannot be read or decompressed.
     """
     line, rest, before = 1, [], 0
-    with open(path, "rb") as raw, _decompressed(path, raw) as stream:
-        while block := _read(stream, path, size):
+    with open(path, "rb") as raw, decompressed(path, raw) as stream:
+        while block := read(stream, path, size):
             head, newline, tail = block.rpartition(b"\n")
             if not newline:
                 rest.append(block)
@@ -135,49 +113,3 @@ def _refuse_surrogates(text: str, key: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise _UnfitError(f"{key!r} holds the lone surrogate {text[error.start]!a}") from error
-
-
-def _read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int) -> bytes:
-    damage: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
-    if (zstd := _zstd()) is not None:
-        damage = (*damage, zstd.ZstdError)
-    try:
-        return stream.read(size)
-    except damage as error:
-        raise UsageError(
-            f"--input {path}: {error}", "an undamaged file", "Fetch or compress the file again."
-        ) from error
-
-
-def _decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
-    """Return the stream of the text; the ending of the name says how it is compressed."""
-    suffix = Path(path).suffix
-    if suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw)
-    if suffix == ".xz":
-        return lzma.LZMAFile(raw)
-    if suffix == ".bz2":
-        return bz2.BZ2File(raw)
-    if suffix == ".zst":
-        if (zstd := _zstd()) is None:
-            raise UsageError(
-                f"--input {path}",
-                "the package backports.zstd for .zst files",
-                "Install it: pip install backports.zstd.",
-            )
-        return zstd.ZstdFile(raw)
-    return raw
-
-
-@cache
-def _zstd() -> ModuleType | None:
-    """Return the module for .zst: the standard library's from Python 3.14 on, before that its backport.
-
-    The package ``zstandard`` would not do: it takes a truncated file for a whole one.
-    """
-    for name in ("compression.zstd", "backports.zstd"):
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    return None

@@ -6,10 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Add = Callable[..., Any]
+VOCAB_JSON = "GPT-2's vocab.json"
 
 
 def add_tokenizer(
-    add: Add, kinds: Sequence[str], meaning: str, *, vocab_file_aliases: Sequence[str] = ()
+    add: Add,
+    kinds: Sequence[str],
+    meaning: str,
+    *,
+    vocab_file_aliases: Sequence[str] = (),
+    vocab_file: str = VOCAB_JSON,
 ) -> None:
     """Add ``--tokenizer-type`` and the files of all tokenizers.
 
@@ -18,19 +24,23 @@ def add_tokenizer(
         kinds: the tokenizers that the command knows, by Megatron's names; the first is the default.
         meaning: help text of ``--tokenizer-type``.
         vocab_file_aliases: other spellings of ``--vocab-file``.
+        vocab_file: what that is, for its help text.
     """
     add("--tokenizer-type", choices=kinds, default=kinds[0], help=meaning)
-    add_gpt2_files(add, vocab_file_aliases=vocab_file_aliases)
+    add_gpt2_files(add, vocab_file_aliases=vocab_file_aliases, vocab_file=vocab_file)
     add("--tokenizer-model", metavar="DIR", help="with the tokenizer.json of a HuggingFaceTokenizer")
 
 
-def add_gpt2_files(add: Add, note: str = "", *, vocab_file_aliases: Sequence[str] = ()) -> None:
+def add_gpt2_files(
+    add: Add, note: str = "", *, vocab_file_aliases: Sequence[str] = (), vocab_file: str = VOCAB_JSON
+) -> None:
     """Add ``--vocab-file`` and ``--merge-file``.
 
     Args:
         add: ``add_argument`` of a parser or of a group.
         note: what the help texts end with.
         vocab_file_aliases: other spellings of ``--vocab-file``.
+        vocab_file: what that is.
     """
-    add("--vocab-file", *vocab_file_aliases, metavar="FILE", help=f"GPT-2's vocab.json{note}")
+    add("--vocab-file", *vocab_file_aliases, metavar="FILE", help=f"{vocab_file}{note}")
     add("--merge-file", metavar="FILE", help=f"GPT-2's merges.txt{note}")

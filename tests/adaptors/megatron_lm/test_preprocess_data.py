@@ -38,6 +38,32 @@ def test_gives_the_bytes_that_our_tool_gives(checkout, gpt2_vocab, tmp_path):
         assert content[0] == content[1]
 
 
+@pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
+def test_gives_the_bytes_that_our_tool_gives_for_bert(checkout, tmp_path, kind):
+    """Sentences, each a sequence, in the words of BERT."""
+    pytest.importorskip("nltk", reason="sentences are split with nltk")
+    write_sentence_model(tmp_path / "nltk")
+    text, vocab_file = tmp_path / "text.json", tmp_path / "vocab.txt"
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXTS))
+    words = (
+        "[PAD] [UNK] [CLS] [SEP] [MASK] line times it is true ##s a b c t e s ##e ##t ! ? . ' 1 2 ##1 naive"
+    )
+    vocab_file.write_text("\n".join(words.split()) + "\n")
+    common = f"--input {text} --vocab-file {vocab_file} --tokenizer-type {kind} --dataset-impl mmap".split()
+    common += ["--split-sentences", "--chunk-size", "25", "--workers", "2"]
+    data = {"NLTK_DATA": str(tmp_path / "nltk")}
+    script = checkout / "tools" / "preprocess_data.py"
+    theirs = runs.run(script, [*common, "--output-prefix", str(tmp_path / "theirs")], **data)
+    runs.succeeded(theirs)
+    command = [sys.executable, "-m", "megatron_npu", "preprocess", *common]
+    command += ["--output-prefix", str(tmp_path / "ours")]
+    subprocess.run(command, env=runs.environment(**data), check=True)
+    for suffix in ("bin", "idx"):
+        content = [(tmp_path / f"{name}_text_sentence.{suffix}").read_bytes() for name in ("theirs", "ours")]
+        assert len(content[0]) > 1000
+        assert content[0] == content[1]
+
+
 def test_script_of_t5_splits_sentences(checkout, tmp_path):
     """WikiExtractor's files in folders become documents of sentences."""
     pytest.importorskip("nltk", reason="sentences are split with nltk")

@@ -50,19 +50,22 @@ def corpus_file(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def stock_tool(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function: flags -> the prefix that Megatron-LM's own tool has written for the key ``text``."""
+    """Return a function: flags -> the prefix that Megatron-LM's own tool has written for the key ``text``.
+
+    Where it needs files beside its input, it writes them; ``level`` is how its output ends.
+    """
     tree = checkout("megatron_core", "0.16.1")
 
-    def run(*flags: str) -> Path:
+    def run(*flags: str, level: str = "document", **environment: str) -> Path:
         runner = ROOT / "benchmarks" / "stock_preprocess.py"
         command = [sys.executable, str(runner), str(tree), *flags]
         subprocess.run(
             [*command, "--output-prefix", str(tmp_path / "stock")],
             check=True,
-            env=dict(os.environ, MEGATRON_NPU_AUTOLOAD="0"),
+            env={**os.environ, "MEGATRON_NPU_AUTOLOAD": "0", **environment},
             timeout=120,
         )
-        return tmp_path / "stock_text_document"
+        return tmp_path / f"stock_text_{level}"
 
     return run
 

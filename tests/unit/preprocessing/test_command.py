@@ -22,9 +22,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_npu import cli
+from megatron_npu import cli, files
 from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import encoder, indexed_dataset, jsonl
+from megatron_npu.preprocessing.tokenizer_files import GPT2Files
 from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
 from tests.conftest import ROOT, Vocabulary
 from tests.unit.preprocessing.conftest import SAMPLE
@@ -124,6 +125,74 @@ def test_input_without_text(tmp_path: Path, corpus_file: Write, preprocess: Run)
     assert not list(tmp_path.glob("out*"))
 
 
+def test_what_a_killed_run_has_left_goes_at_the_next_start(corpus_file: Write, preprocess: Run) -> None:
+    """Other names, and what a living process writes, stay."""
+    file = corpus_file([{"text": "a"}])
+    prefix = preprocess(file)
+    left = [prefix.with_name(f"{prefix.name}.{end}.123456.partial") for end in ("bin", "idx")]
+    other = [prefix.with_name(f"{prefix.name}2.bin.7.partial"), prefix.with_name("x.partial")]
+    for path in (*left, *other):
+        path.write_bytes(b"half")
+    with left[1].open("r+b") as stream:
+        files.claim(stream)
+        preprocess(file)
+        assert [path.exists() for path in (*left, *other)] == [False, True, True, True]
+    preprocess(file)
+    assert not left[1].exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    tmp_path: Path, tiny: Vocabulary, corpus_file: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    partial = files.partial_file(tmp_path / "out_text_document.bin")
+    partial.symlink_to("/dev/full")  # a write of it is one to a full disk
+    flags = ["--vocab-file", str(tiny.vocab_file), "--merge-file", str(tiny.merge_file)]
+    file = corpus_file([{"text": SAMPLE}] * 4)
+    place = ["--output-prefix", str(tmp_path / "out")]
+    assert cli.main(["preprocess", "--input", str(file), *place, *flags]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert f"--output-prefix {tmp_path / 'out'}: No space left on device; expected" in line
+    assert not list(tmp_path.glob("out*"))
+
+
+GPT2_LINES = [  # as documents write them; the name of the tool apart
+    """--input oscar.jsonl --output-prefix meg-gpt2 --vocab gpt2-vocab.json --dataset-impl mmap
+    --tokenizer-type GPT2BPETokenizer --merge-file gpt2-merges.txt --append-eod --workers 8""",
+    """--input oscar.jsonl --output-prefix meg-gpt2 --vocab gpt2-vocab.json --dataset-impl mmap
+    --tokenizer-type GPT2BPETokenizer --merge-file gpt2-merges.txt --append-eod""",
+    """--input oscar.jsonl --output-prefix meg-gpt2 --vocab gpt2-vocab.json --dataset-impl mmap
+    --tokenizer-type GPT2BPETokenizer --merge-file gpt2-merges.txt --json-keys text --workers 32
+    --chunk-size 25 --append-eod""",
+]
+
+
+@pytest.mark.parametrize("line", GPT2_LINES)
+def test_command_lines_of_megatron_s_users(
+    tmp_path: Path,
+    tiny: Vocabulary,
+    corpus_file: Write,
+    preprocess: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+) -> None:
+    expected = preprocess(corpus_file({"text": text} for text in ODD), flags=["--append-eod"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.jsonl").rename("oscar.jsonl")
+    (tmp_path / "gpt2-vocab.json").symlink_to(tiny.vocab_file)
+    (tmp_path / "gpt2-merges.txt").symlink_to(tiny.merge_file)
+    assert cli.main(["preprocess", *line.replace("--workers 32", "--workers 3").split()]) == 0
+    assert contents(tmp_path / "meg-gpt2_text_document") == contents(expected)
+
+
+@pytest.mark.parametrize("kind", ["lazy", "cached"])
+def test_other_implementations_of_a_dataset_are_refused(
+    capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    line = ["--input", "a.jsonl", "--output-prefix", "x", "--dataset-impl", kind]
+    assert cli.main(["preprocess", *line]) == 2
+    assert f"--dataset-impl '{kind}'; expected mmap" in capsys.readouterr().err
+
+
 def test_no_directory_for_the_output(corpus_file: Write, preprocess: Run) -> None:
     with pytest.raises(UsageError, match=r"--output-prefix .*no directory"):
         preprocess(corpus_file([{"text": "a"}]), prefix="absent/out")
@@ -154,14 +223,14 @@ def test_reading_keeps_close_to_encoding(tiny: Vocabulary) -> None:
             read += 1
             yield jsonl.Batch("f", 1, b'{"text": "a"}\n', 0)
 
-    files = encoder.GPT2Files(str(tiny.vocab_file), str(tiny.merge_file))
+    files = GPT2Files(str(tiny.vocab_file), str(tiny.merge_file))
     recipe = encoder.Recipe(files, ("text",), False, "uint16")
     for taken, _ in enumerate(encoder.encode_all(batches(), recipe, workers=2), start=1):
         assert read - taken < 4
 
 
 def test_a_killed_worker_is_said(tiny: Vocabulary) -> None:
-    files = encoder.GPT2Files(str(tiny.vocab_file), str(tiny.merge_file))
+    files = GPT2Files(str(tiny.vocab_file), str(tiny.merge_file))
     recipe = encoder.Recipe(files, ("text",), False, "uint16")
     batches = iter([jsonl.Batch("f", 1, b'{"text": "a"}\n', 0)] * 1000)
     others = set(multiprocessing.active_children())  # megatron-core keeps a process of its own
@@ -250,6 +319,10 @@ def test_stopped_half_way(
     while _members(process.pid) and time.monotonic() < end:
         time.sleep(0.05)
     assert _members(process.pid) == []
+    indexed_dataset.Writer(str(tmp_path / "out_text_document"), np.dtype(np.uint16)).__exit__(
+        None, None, None
+    )
+    assert not list(tmp_path.glob("out*")), "the next start cleans up"
 
 
 @pytest.mark.parametrize("eod", [(), ("--append-eod",)])

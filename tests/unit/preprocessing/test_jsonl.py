@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing import jsonl
+from megatron_npu.preprocessing import compressed, jsonl
 
 LINES = b"".join(b'{"text": "line %d"}\n' % number for number in range(50))
 
 
 def _zstd(data: bytes) -> bytes:
-    module = jsonl._zstd()
+    module = compressed.zstd_module()
     if module is None:
         pytest.skip("neither Python 3.14 nor backports.zstd is there")
     return module.compress(data)
@@ -107,10 +107,3 @@ def test_a_line_that_is_no_document(line: bytes, message: str) -> None:
 
 def test_a_whole_surrogate_pair_is_text() -> None:
     assert _documents(json.dumps({"text": "🙂"}).encode()) == [[["🙂"]]]
-
-
-def test_missing_file_and_directory(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such file"):
-        jsonl.check([str(tmp_path / "absent")])
-    with pytest.raises(UsageError, match="not a file"):
-        jsonl.check([str(tmp_path)])
