@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "pin": ("megatron_npu.patch_commands:pin", "write the pin file of a Megatron"),
 }
 
+INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
 
 _END = """
 options:
@@ -74,6 +75,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (head, say) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         return 1
+    except KeyboardInterrupt as interrupt:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"megatron-npu {argv[0]}: interrupted{interrupt}", file=sys.stderr)
+        return INTERRUPTED
     except (UsageError, DriftError, PinError) as error:
         print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
         return 2

@@ -74,8 +74,10 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
     """Give a binary stream whose content becomes ``path`` if the block ends well, and else is removed."""
     path = Path(path)
     partial = partial_file(path)
+    remove_abandoned(path)
     try:
         with open(partial, "wb") as stream:
+            claim(stream)
             yield stream
             sync(stream)
         os.replace(partial, path)

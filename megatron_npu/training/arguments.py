@@ -218,7 +218,7 @@ def _training(add: Add) -> None:
         type=positive,
         help="save and end at the iterations that N divides (default: never)",
     )
-    add("--exit-signal-handler", action="store_true", help="save and end after SIGTERM")
+    add("--exit-signal-handler", action="store_true", help="save and end after SIGTERM or Ctrl-C")
     add("--seed", type=integer, default=1234, help="of weights, dropout and the order of samples")
     add("--recompute-activations", action="store_true", help="= --recompute-granularity selective")
     add(

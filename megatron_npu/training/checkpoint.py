@@ -56,8 +56,6 @@ def save(args: Namespace, state: State, position: Position, common: Mapping[str,
     Args:
         common: plain values to be kept beside the state, the same on all ranks.
     """
-    from megatron.core import dist_checkpointing
-
     root = Path(args.save)
     place = checkpoint_files.directory(root, position.iteration)
     part = files.partial_folder(place)
@@ -65,20 +63,33 @@ def save(args: Namespace, state: State, position: Position, common: Mapping[str,
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
-    metadata = dist_ckpt_versions.metadata(args)
-    content = _state_dict(state, metadata, optimizer=not args.no_save_optim, rng=not args.no_save_rng)
-    content["iteration"] = position.iteration
-    content |= common or {}
-    dist_checkpointing.save(content, str(part), **dist_ckpt_versions.save_keywords(metadata))
-    dist.barrier()
+    try:
+        _write(args, state, position, part, common or {})
+    except BaseException:
+        if dist.get_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)  # a full disk has room again
+        raise
     if dist.get_rank() == 0:
-        checkpoint_files.describe(part, _description(args, position, metadata))
         shutil.rmtree(place, ignore_errors=True)  # left behind if a run was killed right here
         part.rename(place)
         files.sync_directory(root)
         checkpoint_files.set_latest(root, position.iteration)
     dist.barrier()
     return place
+
+
+def _write(args: Namespace, state: State, position: Position, part: Path, common: Mapping[str, Any]) -> None:
+    """Write the files of a checkpoint into ``part``."""
+    from megatron.core import dist_checkpointing
+
+    metadata = dist_ckpt_versions.metadata(args)
+    content = _state_dict(state, metadata, optimizer=not args.no_save_optim, rng=not args.no_save_rng)
+    content["iteration"] = position.iteration
+    content |= common
+    dist_checkpointing.save(content, str(part), **dist_ckpt_versions.save_keywords(metadata))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        checkpoint_files.describe(part, _description(args, position, metadata))
 
 
 def _description(

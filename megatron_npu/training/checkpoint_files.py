@@ -77,6 +77,11 @@ def directory(root: str | Path, iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
 
 
+def unfinished(root: str | Path) -> list[Path]:
+    """Return where checkpoints were being written when their run was killed."""
+    return sorted(Path(root).glob(files.partial_folder(Path("iter_*")).name))
+
+
 def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
     """Return the newest checkpoint under ``root``, None if there is none; or that of an iteration.
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from megatron_npu import devices
@@ -21,6 +18,7 @@ from megatron_npu.training import checkpoint, checkpoint_failures, data, loss
 from megatron_npu.training.checkpoint import Position, State
 from megatron_npu.training.clock import Clock
 from megatron_npu.training.log import Interval, Log
+from megatron_npu.training.termination import Termination
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -110,7 +108,7 @@ class Trainer:
         for chunk in self.state.model:
             chunk.train()
         batches = data.training_batches(self.args, self.datasets.train, self.position.train_samples)
-        with _Termination(self.args.exit_signal_handler) as termination:
+        with Termination(self.args.exit_signal_handler) as termination:
             self.clock.start()
             while self.position.iteration < self.args.train_iters:
                 self._iterate(batches)
@@ -266,7 +264,7 @@ class Trainer:
         self.log.write("checkpoint", self.position.iteration, {"path": str(self.outcome.checkpoint)})
         self.clock.start()
 
-    def _ends(self, termination: _Termination) -> bool:
+    def _ends(self, termination: Termination) -> bool:
         iteration = self.position.iteration
         if termination.requested():
             self.outcome.ended_by = "signal"
@@ -321,31 +319,3 @@ def _with_gathered_parameters(args: Namespace, model: list[Any]) -> Iterator[Non
     yield
     for chunk in model:
         chunk.enable_forward_pre_hook()
-
-
-class _Termination:
-    """Remembers SIGTERM inside the block, so that the loop can end between two iterations."""
-
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
-        self._received = False
-
-    def __enter__(self) -> _Termination:
-        if self.enabled:
-            self._before = signal.signal(signal.SIGTERM, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.enabled:
-            signal.signal(signal.SIGTERM, self._before)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = True
-
-    def requested(self) -> bool:
-        """Return whether any process has received it; all ranks must call this."""
-        if not self.enabled or dist.get_world_size() == 1:
-            return self._received
-        anyone = torch.tensor(float(self._received), device=devices.current().torch_device())
-        dist.all_reduce(anyone, dist.ReduceOp.MAX)
-        return bool(anyone.item())

@@ -18,6 +18,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     arguments,
     checkpoint,
+    checkpoint_files,
     data,
     flops,
     history,
@@ -25,6 +26,7 @@ from megatron_npu.training import (
     log,
     loop,
     model,
+    save_folder,
     validation,
 )
 
@@ -96,8 +98,12 @@ def main(argv: Sequence[str]) -> int:
         UsageError: bad input, on rank 0; the other ranks end silently with exit code 2.
     """
     initialize.silence_known_warnings()
+    args = None
     try:
-        train(arguments.parse(argv))
+        args = arguments.parse(argv)
+        train(args)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_what_is_saved(args)) from None
     except UsageError:
         if int(os.environ.get("RANK", "0")) == 0:
             raise
@@ -112,6 +118,16 @@ def main(argv: Sequence[str]) -> int:
         print(f"megatron-npu pretrain: error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _what_is_saved(args: Namespace | None) -> str:
+    """Return where a run that is interrupted can go on, as the end of a sentence."""
+    if args is None or not args.save:
+        return "; nothing was saved"
+    tracker = Path(args.save) / checkpoint_files.TRACKER
+    if not tracker.is_file():
+        return f"; nothing was saved in {args.save}"
+    return f"; the last checkpoint in {args.save} is of iteration {tracker.read_text().strip()}"
 
 
 def _wait_for_rank_0_to_report(seconds: float = 10.0) -> None:
@@ -135,7 +151,7 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     plugin.install()
     args = validation.check(args)
     config = model.transformer_config(args)
-    with initialize.session(args):
+    with save_folder.owned(args), initialize.session(args):
         chunks = model.build(args, config)
         optimizer = model.optimizer(args, chunks)
         state = checkpoint.State(chunks, optimizer, model.schedule(args, optimizer))

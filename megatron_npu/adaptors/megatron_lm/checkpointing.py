@@ -174,15 +174,17 @@ def name_unfinished_tracker(original: Callable[..., str], checkpoints_path: str)
 def save_privately(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Save with umask 027; rename the tracker when all is written."""
     global _saving
+    from megatron import get_args
+
+    tracker = Path(get_args().save, _TRACKER_FILE)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if rank == 0:
+        files.remove_abandoned(tracker)  # of runs that were killed while they saved
     mask, _saving = os.umask(_PRIVATE), True
     try:
         original(*args, **kwargs)
     finally:
         _saving = False
         os.umask(mask)
-    from megatron import get_args
-
-    tracker = Path(get_args().save, _TRACKER_FILE)
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     if rank == 0:
         files.partial_file(tracker).replace(tracker)

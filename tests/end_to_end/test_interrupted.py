@@ -1,0 +1,90 @@
+"""Runs that are interrupted, and two runs in one folder: one line, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end import tiny
+
+
+@contextmanager
+def started(*flags: str, seen: Path, text: str) -> Iterator[subprocess.Popen]:
+    """Start a run; give it when ``text`` stands in ``seen``; end it."""
+    process = subprocess.Popen(
+        tiny.command("pretrain", *flags),
+        env=tiny.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        end = time.monotonic() + 120
+        while not (seen.exists() and text in seen.read_text()):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end, f"no {text} in {seen}"
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def endless(flags: Callable[..., list[str]], tmp_path: Path) -> list[str]:
+    return flags("--save", tmp_path, "--train-iters", 100_000, "--eval-iters", 0)
+
+
+def test_ctrl_c_is_one_line(endless: list[str], tmp_path: Path) -> None:
+    saving = [*endless, "--save-interval", "2"]
+    with started(*saving, seen=tmp_path / "metrics.jsonl", text='"iteration": 3') as process:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    (line,) = [line for line in err.splitlines() if "Warning" not in line and "warn(" not in line]
+    assert f"pretrain: interrupted; the last checkpoint in {tmp_path} is of iteration" in line
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert not list(tmp_path.glob(".iter*"))
+
+
+def test_ctrl_c_saves_where_the_run_was_told_so(endless: list[str], tmp_path: Path) -> None:
+    saving = [*endless, "--exit-signal-handler"]
+    with started(*saving, seen=tmp_path / "metrics.jsonl", text='"iteration": 2') as process:
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads((tmp_path / "summary.json").read_text())["ended_by"] == "signal"
+    assert "ending at iteration" in out
+
+
+def test_a_second_run_in_one_folder_is_refused_and_a_killed_one_is_not_in_the_way(
+    endless: list[str], flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    short = tiny.command("pretrain", *flags("--save", tmp_path, "--eval-iters", 0))
+    with started(*endless, seen=tmp_path / "metrics.jsonl", text='"iteration": 1') as process:
+        second = subprocess.run(
+            short, env=tiny.environment(), capture_output=True, text=True, timeout=120, check=False
+        )
+        assert second.returncode == 2
+        assert "another run is writing there" in second.stderr.splitlines()[-1]
+        process.kill()
+        process.wait()
+    left = tmp_path / ".iter_0000007.partial"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"torn")
+    (tmp_path / "latest_checkpointed_iteration.txt.1.partial").write_text("7")
+    third = subprocess.run(
+        short, env=tiny.environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert third.returncode == 0, third.stderr
+    assert f"removed {left}" in third.stdout
+    assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))
