@@ -1,12 +1,86 @@
-"""What ``torch.load(weights_only=True)`` may build of a file, for a while."""
+"""Files that torch or pickle has written, read without running what they say.
+
+``read`` is for files of Megatron-LM: what they name of Megatron and Python is replaced by inert values, and
+a name that is not on a list is refused. ``allowing`` is for upstream's own reading.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import zipfile
+from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import serialization
+
+from megatron_npu.errors import UsageError
+
+# What the scripts of core_v0.12 to 0.16 put into a checkpoint beside numbers and texts: enumerations, plain
+# holders and random states.
+OF_STOCK_SCRIPTS = frozenset(
+    """
+    argparse.Namespace types.SimpleNamespace pathlib.PosixPath signal.Signals
+    megatron.core.enums.ModelType megatron.core.transformer.enums.AttnBackend
+    megatron.core.transformer.enums.CudaGraphScope megatron.core.optimizer.optimizer_config.OptimizerConfig
+    megatron.core.rerun_state_machine.RerunDiagnostic megatron.core.rerun_state_machine.RerunMode
+    megatron.core.rerun_state_machine.RerunState
+    numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct numpy.core.multiarray.scalar
+    numpy._core.multiarray.scalar numpy.ndarray numpy.dtype numpy.dtypes.UInt32DType
+    """.split()
+)
+_NAMED = re.compile(r"\bGLOBAL (\S+)")  # in torch's refusal
+
+
+class Inert:
+    """Stands for a value whose class is not imported.
+
+    Attributes:
+        given: what the class would have been called with.
+    """
+
+    def __init__(self, *given: object) -> None:
+        self.given = given
+
+    def __setstate__(self, state: object) -> None:
+        """Forget what the class would have been told further."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{self.given}"
+
+
+def read(file: Path, harmless: frozenset[str]) -> Any:
+    """Return what ``torch.save`` has put into a file; nothing in it is executed.
+
+    Tensors are on the host, mapped from the file where its format allows it.
+
+    Args:
+        harmless: names of classes and functions that may occur. ``argparse.Namespace`` is built, the others
+            are ``Inert`` values.
+
+    Raises:
+        UsageError: it is broken, or names something else.
+    """
+    if not hasattr(serialization, "get_unsafe_globals_in_checkpoint"):
+        raise UsageError(
+            f"{file} with torch {torch.__version__}", "torch 2.6, which can read it safely", "Update torch."
+        )
+    inert = [(type(name, (Inert,), {}), name) for name in sorted(harmless - {"argparse.Namespace"})]
+    try:
+        with allowing(Namespace, *inert, alone=True):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # torch raises many kinds, with pages of advice
+        named = _NAMED.search(str(error))
+        reason = f"it names {named[1]}" if named else str(error).partition("\n")[0] or type(error).__name__
+        raise refusal(file, reason) from error
+
+
+def refusal(file: Path, reason: str) -> UsageError:
+    """Return the error for a file that is not read."""
+    return UsageError(f"{file}: {reason}", "what Megatron-LM saves", "Do not load it if you do not trust it.")
 
 
 @contextlib.contextmanager

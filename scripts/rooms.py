@@ -45,10 +45,10 @@ class Room:
 ROOMS = (
     Room("errors.py", "the one error for a user's mistakes"),
     Room("files.py", "atomic writes of files and folders"),
-    Room("safe_load.py", "the classes that `torch.load(weights_only=True)` may build", heavy=("torch",)),
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
     Room("arg_parser.py", "the parser that all commands share", "errors"),
     Room("settings.py", "every environment variable", "arg_parser errors"),
+    Room("safe_load.py", "files of torch and pickle, read without running them", "errors", ("torch",)),
     Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
     Room(
         "patching/", "records, import hook, pins, ledger; knows neither Megatron nor the rest of this project"

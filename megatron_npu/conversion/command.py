@@ -28,6 +28,7 @@ from megatron_npu.training import (
     initialize,
     model,
     stock_arguments,
+    torch_format,
     validation,
 )
 from megatron_npu.training.restore import restored
@@ -56,6 +57,14 @@ def parser() -> argparse.ArgumentParser:
         default=128,
         help="pad the vocabulary to a multiple of N (to megatron)",
     )
+    add(
+        "--ckpt-format",
+        choices=["torch_dist", "torch"],
+        default="torch_dist",
+        help="torch: a file for each rank, as Megatron-LM 285068c8 loads it (to megatron)",
+    )
+    add("--tensor-model-parallel-size", type=positive, default=1, help="of --ckpt-format torch")
+    add("--pipeline-model-parallel-size", type=positive, default=1, help="of --ckpt-format torch")
     add("--max-shard-gb", type=number, default=5.0, help="largest file of weights in 10^9 bytes (to hf)")
     add(
         "--tokenizer-type",
@@ -95,6 +104,13 @@ def _check(args: Namespace) -> None:
         )
     if args.make_vocab_size_divisible_by < 1 or args.max_shard_gb <= 0:
         raise UsageError("--make-vocab-size-divisible-by or --max-shard-gb", "a number above 0", "Change it.")
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    if (args.ckpt_format != "torch" or args.target != "megatron") and sizes != (1, 1):
+        raise UsageError(
+            f"tensor-parallel {sizes[0]} x pipeline-parallel {sizes[1]}",
+            "sizes only with --to megatron --ckpt-format torch",
+            "Leave them out: any layout can load the result.",
+        )
     hf_files.require("safetensors", *(["huggingface_hub"] if args.target == "hf" else []))
     if args.proof == "logits" and not verify.has_reference():
         raise UsageError(
@@ -114,30 +130,41 @@ def _to_megatron(given: Namespace, part: Path) -> Iterator[str]:
     configuration = Config(read(source), source / CONFIG)
     family = families.of_config(configuration)
     vocabulary = configuration.number("vocab_size")
+    multiple = given.make_vocab_size_divisible_by * given.tensor_model_parallel_size
     model_flags = [
         *family.flags(configuration),
-        *("--make-vocab-size-divisible-by", str(given.make_vocab_size_divisible_by)),
+        *("--make-vocab-size-divisible-by", str(multiple)),
     ]
     hf_folder = part / checkpoint_files.HF_FOLDER
     carried_files.copy(source, hf_folder)
     tokenizer = tokenizer_files.choose(
-        source, hf_folder, vocabulary, kind=given.tokenizer_type, end=given.eos_token
+        source, hf_folder, vocabulary, kind=_tokenizer_kind(given, source), end=given.eos_token
     )
     args = _arguments(part, [*model_flags, *tokenizer.flags])
     found = weights.open_folder(source, family)
     weights.check_names(found, family, args)
     dtype = given.dtype or weights.common_dtype(found, family.weight_map(args))
     args.bf16, args.fp16 = dtype == "bf16", dtype == "fp16"
-    _save(args, family, found)
-    _name_final_paths(part, final)
-    precision = [f"--{dtype}"] if dtype != "fp32" else []
-    moved = [word.replace(str(part), str(final)) for word in tokenizer.flags]
-    line = shlex.join([*model_flags, *moved, *precision])
+    if given.ckpt_format == "torch":
+        words = _save_for_ranks(given, args, family, found, part, final)
+    else:
+        _save(args, family, found)
+        _name_final_paths(part, final)
+        precision = [f"--{dtype}"] if dtype != "fp32" else []
+        moved = [word.replace(str(part), str(final)) for word in tokenizer.flags]
+        words = [*model_flags, *moved, *precision]
+    line = shlex.join(words)
     files.write(part / FLAGS, line + "\n")
     yield from _verified(given, part, source, family, dtype)
     yield from tokenizer.said
     yield f"{args.tokenizer_type}; vocabulary {vocabulary}, padded to {args.padded_vocab_size}"
     yield f"the model's flags, also in {FLAGS}: {line}"
+
+
+def _tokenizer_kind(given: Namespace, source: Path) -> str | None:
+    """Return the tokenizer that is asked for; 285068c8 has none but GPT-2's."""
+    both = all((source / name).is_file() for name in ("vocab.json", "merges.txt"))
+    return given.tokenizer_type or ("GPT2BPETokenizer" if given.ckpt_format == "torch" and both else None)
 
 
 def _arguments(place: Path, flags: list[str]) -> Namespace:
@@ -147,21 +174,42 @@ def _arguments(place: Path, flags: list[str]) -> Namespace:
     return validation.check(arguments.parse([*bare, *without_state, *flags]))
 
 
-def _save(args: Namespace, family: Family, found: weights.Weights) -> None:
-    """Build the model on the host, fill it, and save it as the driver does."""
+def _filled(args: Namespace, family: Family, found: weights.Weights) -> torch.nn.Module:
+    """Return the model on the host, with the weights of the files."""
     config = model.transformer_config(Namespace(**{**vars(args), "use_cpu_initialization": True}))
     config.perform_initialization = False  # every weight is filled
+    gpt = model.gpt(args, config, None, True, True)
+    weights.fill(dict(gpt.named_parameters()), found, family.weight_map(args))
+    return gpt
+
+
+def _save(args: Namespace, family: Family, found: weights.Weights) -> None:
+    """Save the model as the driver does."""
     with initialize.session(args):
-        gpt = model.gpt(args, config, None, True, True)
-        weights.fill(dict(gpt.named_parameters()), found, family.weight_map(args))
         # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
         path = checkpoint.save(
             args,
-            checkpoint.State([gpt], None, None),
+            checkpoint.State([_filled(args, family, found)], None, None),
             checkpoint.Position(),
             {"args": stock_arguments.to_stock(args)},
         )
     checkpoint_files.release(args.save, path)
+
+
+def _save_for_ranks(
+    given: Namespace, args: Namespace, family: Family, found: weights.Weights, part: Path, final: Path
+) -> list[str]:
+    """Save the model in the files of ranks that 285068c8 loads; return its flags for them."""
+    sizes = given.tensor_model_parallel_size, given.pipeline_model_parallel_size
+    torch_format.require_writable(args, *sizes)
+    moved = {
+        name: getattr(args, name).replace(str(part), str(final)) for name in ("vocab_file", "merge_file")
+    }
+    named = Namespace(**{**vars(args), **moved})
+    with initialize.session(args):
+        weights_of_all = dict(_filled(args, family, found).named_parameters())
+        torch_format.write(part, named, weights_of_all, *sizes)
+    return torch_format.flags(named, *sizes)
 
 
 def _name_final_paths(part: Path, final: Path) -> None:

@@ -20,7 +20,14 @@ import torch.distributed as dist
 
 from megatron_npu import devices, files
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_failures, checkpoint_files, dist_ckpt_versions, vocab_padding
+from megatron_npu.training import (
+    checkpoint_failures,
+    checkpoint_files,
+    dist_ckpt_versions,
+    stock_checkpoints,
+    torch_format,
+    vocab_padding,
+)
 from megatron_npu.training.model import unwrap
 
 if TYPE_CHECKING:
@@ -116,7 +123,9 @@ def load(args: Namespace, state: State) -> Position:
     """
     from megatron.core import dist_checkpointing
 
-    found = checkpoint_files.existing(args.load, args.ckpt_step)
+    found = stock_checkpoints.existing(args.load, args.ckpt_step)
+    if not found.is_own:
+        return _load_stock(args, state, found)
     path = str(found.path)
     with checkpoint_failures.reading(path):
         metadata = dist_ckpt_versions.saved_metadata(path, found.optimizer_sharding)
@@ -129,12 +138,28 @@ def load(args: Namespace, state: State) -> Position:
         state.optimizer.load_state_dict(content["optimizer"])
         _load_schedule(state.schedule, content["opt_param_scheduler"])
     else:
-        saved = found.arguments["padded_vocab_size"]
-        if saved < args.padded_vocab_size:
-            vocab_padding.fill(state.model, saved, args.tokenizer_vocab_size)
-        state.optimizer.reload_model_params()
+        _begin_optimizer(args, state, found)
     if rng:
         _set_rng_state(content["rng_state"][0])
+    return _position(args, found)
+
+
+def _load_stock(args: Namespace, state: State, found: checkpoint_files.CheckpointInfo) -> Position:
+    """Load what Megatron-LM's own scripts have saved: its weights."""
+    load_weights(state.model, found.path)
+    _begin_optimizer(args, state, found)
+    return _position(args, found)
+
+
+def _begin_optimizer(args: Namespace, state: State, found: checkpoint_files.CheckpointInfo) -> None:
+    """Let the optimizer begin with loaded weights."""
+    saved = found.arguments["padded_vocab_size"]
+    if saved < args.padded_vocab_size:
+        vocab_padding.fill(state.model, saved, args.tokenizer_vocab_size)
+    state.optimizer.reload_model_params()
+
+
+def _position(args: Namespace, found: checkpoint_files.CheckpointInfo) -> Position:
     if args.finetune:
         return Position()
     return Position(found.iteration, found.consumed_train_samples, found.consumed_valid_samples)
@@ -148,6 +173,8 @@ def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
     """
     from megatron.core import dist_checkpointing
 
+    if torch_format.holds_ranks(Path(path)):
+        return torch_format.load_weights(model, Path(path))
     metadata = dist_ckpt_versions.module_metadata({})
     wanted = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(model).items()}
     with checkpoint_failures.reading(path):

@@ -71,6 +71,11 @@ class CheckpointInfo:
     optimizer_sharding: str | None
     arguments: dict[str, Any]
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the driver has saved it, not one of Megatron-LM's own scripts."""
+        return (self.path / DESCRIPTION).is_file()
+
 
 def directory(root: str | Path, iteration: int) -> Path:
     """Return where the checkpoint of an iteration lies."""

@@ -53,15 +53,14 @@ def restored(
         UsageError: no such checkpoint, or its tokenizer's files are missing.
     """
     plugin.install()
-    found = stock_checkpoints.find(load)
-    if found is None:
-        raise checkpoint_files.no_checkpoint(load)
+    found = stock_checkpoints.existing(load)
     args = Namespace(**{**found.arguments, **changes, **_ALONE})
     for name, given in (("vocab_file", vocab_file), ("merge_file", merge_file), ("tokenizer_model", None)):
         setattr(args, name, given or checkpoint_files.relocated(load, getattr(args, name)))
     tokenizer = tokenizers.build(args)
     if "tokenizer_vocab_size" not in args:  # a stock script does not write it down
         args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, tokenizer)
+        stock_checkpoints.require_vocabulary(found, args)
     derive.padded_vocab_size(args)
     with initialize.session(args):
         config = model.transformer_config(args)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_npu import devices
 from megatron_npu.errors import UsageError
-from megatron_npu.training import arguments
+from megatron_npu.training import arguments, derive
 
 _MODEL = """
     num_layers hidden_size num_attention_heads group_query_attention num_query_groups kv_channels
@@ -82,10 +82,10 @@ def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
         value = _take(values, name)
         if value is not None:
             args[name] = value
-    if not args["group_query_attention"]:
-        args["num_query_groups"] = args["num_attention_heads"]
-    args |= {"data_parallel_size": 1, "use_cpu_initialization": devices.current().is_host}
-    return args
+    result = Namespace(**args)
+    derive.model(result)
+    result.data_parallel_size, result.use_cpu_initialization = 1, devices.current().is_host
+    return vars(result)
 
 
 def _take(values: Mapping[str, Any], name: str) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files, derive
+from megatron_npu.training import checkpoint_files, derive, stock_checkpoints
 from megatron_npu.training.checkpoint_files import CheckpointInfo
 
 
@@ -42,6 +43,8 @@ def checkpoints(args: Namespace) -> None:
     found = _find_checkpoint(args)
     args.load_from = None if found is None else str(found.path)
     if found is not None:
+        if not found.is_own:
+            found = _of_stock_script(args, found)
         checkpoint_files.require_same_model(found, args)
         args.load_optim = not (args.finetune or args.no_load_optim) and found.has_optimizer
         args.load_rng = not (args.finetune or args.no_load_rng) and found.has_rng
@@ -55,7 +58,7 @@ def checkpoints(args: Namespace) -> None:
 def _find_checkpoint(args: Namespace) -> CheckpointInfo | None:
     if not args.load:
         return None
-    found = checkpoint_files.find(args.load, args.ckpt_step)
+    found = stock_checkpoints.find(args.load, args.ckpt_step)
     if found is None and not _same_directory(args.load, args.save):
         raise UsageError(
             f"--load {args.load}: no checkpoint there",
@@ -63,6 +66,24 @@ def _find_checkpoint(args: Namespace) -> CheckpointInfo | None:
             "Correct the path, or leave --load out to start from scratch.",
         )
     return found
+
+
+def _of_stock_script(args: Namespace, found: CheckpointInfo) -> CheckpointInfo:
+    """Return a checkpoint of Megatron-LM's own scripts with this run's vocabulary, which must fit.
+
+    Raises:
+        UsageError: the vocabulary is too large, or the run would go on without the optimizer unasked.
+    """
+    stock_checkpoints.require_vocabulary(found, args)
+    if found.path.name != checkpoint_files.RELEASE and not (args.finetune or args.no_load_optim):
+        raise UsageError(
+            f"--load {found.path} was saved by a script of Megatron-LM, whose optimizer is not read here",
+            "--finetune, or --no-load-optim",
+            "--finetune takes the weights and begins at iteration 0, --no-load-optim goes on from "
+            f"iteration {found.iteration} with a fresh optimizer.",
+        )
+    same = {"tokenizer_vocab_size": args.tokenizer_vocab_size}
+    return replace(found, arguments=found.arguments | same)
 
 
 def _same_directory(one: str | None, other: str | None) -> bool:

@@ -88,13 +88,6 @@ def test_broken_files(tmp_path):
         stock_checkpoints.find(tmp_path)
 
 
-def test_the_older_format_is_named(tmp_path):
-    (tmp_path / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
-    checkpoint_files.set_latest(tmp_path, 3)
-    with pytest.raises(UsageError, match="--ckpt-convert-format torch_dist"):
-        stock_checkpoints.find(tmp_path)
-
-
 def test_the_model_is_taken_and_the_run_is_not(tmp_path):
     pytest.importorskip("megatron.core")
     write(tmp_path, Namespace(**STOCK))

@@ -1,0 +1,109 @@
+"""Files of ranks as checkpoints to train on, and those of megatron-core's scripts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_npu import cli
+from tests.adaptors.megatron_core import stock
+from tests.adaptors.megatron_lm import runs
+from tests.conftest import checkout
+from tests.end_to_end import tiny
+
+pytest.importorskip("megatron.core")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A GPT-2 of Hugging Face with 257 tokens."""
+    config = transformers.GPT2Config(
+        vocab_size=runs.END + 1, n_positions=32, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3
+    )
+    torch.manual_seed(0)
+    folder = tmp_path / "source"
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    runs.write_vocabulary(folder)
+    return folder
+
+
+def ours(*words: object) -> None:
+    assert cli.main([str(word) for word in words]) == 0
+
+
+def test_training_goes_on_from_files_of_ranks(source, tmp_path, flags, refused):
+    """Two tensor ranks of four files begin with the loss of the same model in torch_dist."""
+    sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+    ours(*"convert --from hf --to megatron --proof tensors".split(), source, tmp_path / "dist")
+    line = [*"convert --from hf --to megatron --proof tensors --ckpt-format torch".split(), *sizes]
+    ours(*line, source, tmp_path / "torch")
+    run = "--train-iters 1 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --vocab-size 256".split()
+
+    def first_loss(name: str, *words: str, processes: int = 1) -> float:
+        rows = ["--make-vocab-size-divisible-by", 256 // processes]  # padding costs, so that it is the same
+        log = tmp_path / f"{name}{processes}.json"
+        line = flags(*run, "--load", tmp_path / name, "--json-log", log, "--no-plot", *rows, *words)
+        done = tiny.run("pretrain", *line, processes=processes)
+        assert done.returncode == 0, done.stderr
+        return tiny.losses(log)[1]
+
+    expected = first_loss("dist")
+    assert first_loss("torch", *sizes[:2], processes=2) == pytest.approx(expected, rel=1e-6)
+    (tmp_path / "torch" / "release").rename(tmp_path / "torch" / "iter_0000003")
+    (tmp_path / "torch" / "latest_checkpointed_iteration.txt").write_text("3")
+    line = flags(*run, "--load", tmp_path / "torch")
+    assert "expected --finetune, or --no-load-optim" in refused("pretrain", *line)
+    assert "--num-layers 3 (the checkpoint: 2)" in refused("pretrain", *line, "--finetune", "--num-layers", 3)
+    assert "a vocabulary of 512 tokens" in refused("pretrain", *line, "--finetune", "--vocab-size", 600)
+
+
+def test_models_and_sizes_that_285068c8_does_not_have(source, tmp_path, refused, monkeypatch, capsys):
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    line = "convert --from hf --to megatron --proof tensors".split()
+    tensor, target = "--tensor-model-parallel-size", tmp_path / "m"
+    assert "sizes only with --to megatron --ckpt-format torch" in refused(*line, tensor, 2, source, target)
+    line += ["--ckpt-format", "torch"]
+    assert "a divisor of num_attention_heads 4" in refused(*line, tensor, 3, source, target)
+    assert "a divisor of the 2 layers" in refused(*line, "--pipeline-model-parallel-size", 4, source, target)
+    for name in ("vocab.json", "merges.txt"):
+        (source / name).unlink()
+    assert "a model without GPT-2's tokenizer" in refused(*line, source, target)
+    shutil.rmtree(source)
+    config = transformers.LlamaConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(source)
+    capsys.readouterr()  # a bar of progress
+    assert "position_embedding_type rope" in refused(*line, source, target)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("version", ["0.12.1", "0.16.1"])
+def test_training_goes_on_where_a_stock_script_saved(version, dataset, tmp_path, monkeypatch):
+    """A gated, rotary model of two tensor ranks: the loss of the next iteration is the script's own."""
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    model = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
+        "--num-query-groups 2 --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope "
+        "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+        "--make-vocab-size-divisible-by 64 --vocab-size 255 --tokenizer-type NullTokenizer"
+    )
+    run = (
+        "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --train-iters 3 --eval-iters 0 --split 90,10,0"
+    )
+    saved = tmp_path / "saved"
+    saving = f"--ckpt-format torch --save {saved} --save-interval 2 --tensor-model-parallel-size 2"
+    words = f"{model} {run} {saving}".split()
+    tree = checkout("megatron_core", version)
+    expected = stock.losses(stock.pretrain(tree, tmp_path, *words, processes=2, data=dataset))
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    log = tmp_path / "log.json"
+    ours("pretrain", *f"{model} {run} --no-plot --log-interval 1 --json-log {log}".split(),
+         *f"--attention-dropout 0 --hidden-dropout 0 --data-path {dataset}".split(),
+         *f"--load {saved} --no-load-optim".split())  # fmt: skip
+    assert tiny.losses(log)[3] == pytest.approx(expected[2], rel=1e-5)
