@@ -234,7 +234,8 @@ def _to_hf(given: Namespace, part: Path) -> Iterator[str]:
         dtype = given.dtype or ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
         values = family.config(args)
         extra_keys = tokenizer_files.copy_from_checkpoint(root, args, tokenizer, part)
-        named = {**extra_keys, **values, "torch_dtype": str(weights.DTYPES[dtype]).removeprefix("torch.")}
+        kind = str(weights.DTYPES[dtype]).removeprefix("torch.")
+        named = {**extra_keys, **values, "dtype": kind, "torch_dtype": kind}  # transformers 5, and before
         files.write(part / CONFIG, json.dumps(named, indent=2, sort_keys=True) + "\n")
         _write(part, dict(model.unwrap(module).named_parameters()), family, args, dtype, given.max_shard_gb)
     yield from tokenizer_files.prove(tokenizer, part)

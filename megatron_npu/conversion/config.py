@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,36 @@ from typing import Any
 from megatron_npu.errors import UsageError
 
 NAME = "config.json"
+_LONGEST = 200  # characters of a value in a message
 
-# Keys that do not change the logits of a causal language model in evaluation.
+# Keys that do not change the logits of a causal language model in evaluation: where it came from, how it is
+# stored, what else it was trained for, how text is drawn from its logits.
 HARMLESS = frozenset(
-    "_attn_implementation_autoset _name_or_path architectures auto_map begin_suppress_tokens bos_token_id "
-    "chunk_size_feed_forward decoder_start_token_id dtype eos_token_id finetuning_task forced_bos_token_id "
-    "forced_eos_token_id gradient_checkpointing id2label label2id model_type num_labels output_attentions "
-    "output_hidden_states output_past pad_token_id pretraining_tp problem_type return_dict "
-    "return_dict_in_generate sep_token_id summary_activation summary_first_dropout summary_proj_to_labels "
-    "summary_type summary_use_proj task_specific_params tokenizer_class torch_dtype torchscript "
-    "transformers_version unsloth_version use_cache".split()
+    """
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
+    _flash_attn_2_enabled _model_name_or_path _name_or_path _num_labels architectures auto_map
+    attn_implementation bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
+    chunk_size_feed_forward cls_token_id decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label is_decoder label2id
+    length_penalty mask_token_id max_length max_new_tokens min_length model_max_length model_type
+    neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+    output_attentions output_hidden_states output_past output_scores pad_token_id prefix pretraining_tp
+    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
+    torchscript transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed
+    unsloth_version use_bfloat16 use_cache use_reentrant_checkpointing
+    """.split()
 )
+# Keys that would, and the one value of each that does not.
+_HARMLESS_VALUES: dict[str, Any] = {
+    "is_llama_config": True,
+    "pruned_heads": {},
+    "qk_layer_norms": False,
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+}
 
 
 class Config:
@@ -57,9 +77,42 @@ class Config:
             UsageError: it is absent, or none.
         """
         value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
+        if not is_number(value) or value != int(value) or value < 1:
             raise self.refusal(key, value, "a whole number above 0")
         return int(value)
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """Return a number from 0 on.
+
+        Raises:
+            UsageError: it is absent, or none.
+        """
+        value = self.take(key, default)
+        if not is_number(value) or value < 0:
+            raise self.refusal(key, value, "a number from 0 on")
+        return value
+
+    def text(self, key: str) -> str:
+        """Return a text.
+
+        Raises:
+            UsageError: it is absent, or none.
+        """
+        value = self.take(key)
+        if not isinstance(value, str):
+            raise self.refusal(key, value, "a text")
+        return value
+
+    def items(self, key: str) -> list[Any]:
+        """Return the elements of a list; none if it is absent.
+
+        Raises:
+            UsageError: it is not a list.
+        """
+        value = self.take(key, [])
+        if not isinstance(value, list):
+            raise self.refusal(key, value, "a list")
+        return value
 
     def table(self, key: str) -> dict[str, Any]:
         """Return the keys inside a key; none if it is absent.
@@ -108,6 +161,7 @@ class Config:
             UsageError: a key is neither used nor known to be harmless.
         """
         rest = sorted(self._values.keys() - self._seen - HARMLESS - set(harmless))
+        rest = [key for key in rest if _HARMLESS_VALUES.get(key, ...) != self._values[key]]
         if rest:
             raise UsageError(
                 f"{self.path}: {', '.join(f'{key} {_shown(self._values[key])}' for key in rest)}",
@@ -116,8 +170,14 @@ class Config:
             )
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value of JSON is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _shown(value: Any) -> str:
-    return json.dumps(value, default=str)
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -129,6 +189,10 @@ def read(folder: Path) -> dict[str, Any]:
     path = folder / NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise UsageError(
+            f"{path}: brackets inside brackets without end", "a JSON object", "Get a fresh copy."
+        ) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(

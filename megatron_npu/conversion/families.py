@@ -45,9 +45,9 @@ def of_config(config: Config) -> Family:
     Raises:
         UsageError: another ``model_type``, or quantised weights.
     """
-    family = FAMILIES.get(config.take("model_type", ""))
+    kind = config.text("model_type")
+    family = FAMILIES.get(kind)
     if family is None:
-        kind = config.take("model_type", "")
         raise config.refusal("model_type", kind, " or ".join(f'"{name}"' for name in FAMILIES))
     if config.has("quantization_config"):
         raise config.refusal("quantization_config", config.take("quantization_config"), "whole weights")

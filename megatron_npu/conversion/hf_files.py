@@ -108,14 +108,14 @@ def _files(folder: Path) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UsageError(f"{index}: {error}", "an index of shards", "Get a fresh copy.") from error
     for name in names:
         # an index must not lead out of its folder
-        if Path(name).name != name or not (index.parent / name).is_file():
+        if not isinstance(name, str) or Path(name).name != name or not (index.parent / name).is_file():
             raise UsageError(f"{index} names {name!r}", "a file in its folder", "Get the missing shard.")
-    return [index.parent / name for name in names]
+    return [index.parent / name for name in sorted(names)]
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int], limit: int) -> None:

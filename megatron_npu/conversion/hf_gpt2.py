@@ -41,7 +41,7 @@ def flags(config: Config) -> list[str]:
     config.require("is_encoder_decoder", False)
     # how attention is rounded, not what it is
     config.require("reorder_and_upcast_attn", False, True)
-    dropout = config.take("resid_pdrop", 0.1)
+    dropout = config.real("resid_pdrop", 0.1)
     config.require("embd_pdrop", dropout, absent=0.1)  # Megatron has one flag for both
     result = {
         "--num-layers": config.number("n_layer"),
@@ -50,10 +50,10 @@ def flags(config: Config) -> list[str]:
         "--ffn-hidden-size": config.number("n_inner", 4 * hidden),
         "--seq-length": positions,
         "--max-position-embeddings": positions,
-        "--norm-epsilon": config.take("layer_norm_epsilon", 1e-5),
-        "--attention-dropout": config.take("attn_pdrop", 0.1),
+        "--norm-epsilon": config.real("layer_norm_epsilon", 1e-5),
+        "--attention-dropout": config.real("attn_pdrop", 0.1),
         "--hidden-dropout": dropout,
-        "--init-method-std": config.take("initializer_range", 0.02),
+        "--init-method-std": config.real("initializer_range", 0.02),
     }
     switches = []
     if config.require("activation_function", *_TANH, "gelu") == "gelu":

@@ -86,10 +86,10 @@ class Kind:
             "--max-position-embeddings": positions,
             "--position-embedding-type": "rope",
             "--normalization": "RMSNorm",
-            "--norm-epsilon": config.take("rms_norm_eps", 1e-6),
-            "--attention-dropout": config.take("attention_dropout", 0.0),
+            "--norm-epsilon": config.real("rms_norm_eps", 1e-6),
+            "--attention-dropout": config.real("attention_dropout", 0.0),
             "--hidden-dropout": 0.0,
-            "--init-method-std": config.take("initializer_range", 0.02),
+            "--init-method-std": config.real("initializer_range", 0.02),
             **self._window_flags(config),
             **rotary.flags(config),
         }
@@ -109,7 +109,7 @@ class Kind:
             config.require("use_sliding_window", False)
             config.require("use_mrope", False)  # which Qwen2.5's files name, for its models of pictures
             config.ignore("sliding_window", "max_window_layers")  # of the windows that are off
-            for kind in config.take("layer_types", []):
+            for kind in config.items("layer_types"):
                 if kind != "full_attention":
                     raise config.refusal("layer_types", kind, '"full_attention" in every layer')
         if self.window is None or config.is_null("sliding_window"):

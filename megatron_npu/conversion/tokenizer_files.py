@@ -91,11 +91,12 @@ def _made(folder: Path, kind: str | None, names: list[str]) -> _Candidate:
 
 def _is_plain_gpt2(folder: Path) -> bool:
     """Return whether nothing beside ``vocab.json`` and ``merges.txt`` names other tokens than GPT-2's."""
-    added = hf.read_object(folder / hf.CONFIG).get("added_tokens_decoder", {})
-    contents = {token.get("content") for token in added.values() if isinstance(token, dict)}
-    named = {hf.special_token(folder, role) for role in ("bos_token", "eos_token", "unk_token")}
-    others = hf.read_object(folder / "added_tokens.json").keys() | contents | named
-    return others <= {END_OF_TEXT, None}
+    added = hf.read_object(folder / hf.CONFIG).get("added_tokens_decoder")
+    tokens = added.values() if isinstance(added, dict) else ()
+    contents = [token.get("content") for token in tokens if isinstance(token, dict)]
+    named = [hf.special_token(folder, role) for role in ("bos_token", "eos_token", "unk_token")]
+    others = [*hf.read_object(folder / "added_tokens.json"), *contents, *named]
+    return all(token in (END_OF_TEXT, None) for token in others)
 
 
 def _gpt2(folder: Path, theirs: Any) -> _Candidate:
@@ -166,7 +167,8 @@ def _ends_of_the_model(folder: Path) -> set[int]:
     ends: set[int] = set()
     for name in (config.NAME, carried_files.GENERATION):
         value = hf.read_object(folder / name).get("eos_token_id")
-        ends |= set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
+        ids = value if isinstance(value, list) else [value]
+        ends |= {token for token in ids if isinstance(token, int)}
     return ends
 
 
@@ -303,5 +305,5 @@ def _hf_folder(root: Path, args: Namespace) -> Path | None:
 def _harmless_keys(folder: Path) -> dict[str, Any]:
     """Return the keys of a ``config.json`` that do not change what the model computes."""
     ours = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
-    values = config.read(folder)
-    return {key: value for key, value in values.items() if key in config.HARMLESS - ours}
+    carried = {key for key in config.HARMLESS - ours if not key.startswith("_")}  # which name the original
+    return {key: value for key, value in config.read(folder).items() if key in carried}

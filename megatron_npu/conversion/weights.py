@@ -56,15 +56,21 @@ def check_names(found: Weights, family: Family, args: Namespace) -> None:
     Raises:
         UsageError: naming the tensors.
     """
-    wanted = [name for mapping in family.weight_map(args) for name in mapping.hf]
-    if len(set(wanted)) != len(wanted):
-        raise AssertionError(f"two mappings of {family.MODEL_TYPE} use one tensor")
-    missing = set(wanted) - found.stored.keys()
+    wanted: set[str] = set()
+    missing: list[str] = []
+    for name in (name for mapping in family.weight_map(args) for name in mapping.hf):
+        if name in wanted:
+            raise AssertionError(f"two mappings of {family.MODEL_TYPE} use one tensor")
+        wanted.add(name)
+        if name not in found.stored:
+            missing.append(name)
+        if len(missing) > _MANY:  # config.json may describe more layers than any memory can count
+            break
     if missing:
         raise _bad_tensors(found, "lacks", missing, "every tensor of the model that config.json describes")
     tied = family.tied_weights(args)
     rest = []
-    for name in sorted(found.stored.keys() - set(wanted)):
+    for name in sorted(found.stored.keys() - wanted):
         tensor = found.read(name)
         is_copy = name in tied and torch.equal(tensor, found.read(tied[name]))
         if not is_copy and not family.is_buffer(name, tensor):
@@ -85,8 +91,7 @@ def _bad_tensors(found: Weights, verb: str, names: Iterable[str], expected: str)
 
 def _listed(names: Iterable[str]) -> str:
     names = sorted(names)
-    more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
-    return ", ".join(names[:_MANY]) + more
+    return ", ".join(names[:_MANY]) + (" and more" if len(names) > _MANY else "")
 
 
 def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:

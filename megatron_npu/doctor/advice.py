@@ -17,6 +17,7 @@ def advice(report: Report) -> list[str]:
     versions, devices = report.get("versions", {}), report.get("devices", {})
     return [
         *(report[part]["error"] for part in ("settings", "torch") if part in report),
+        *_of_package(report.get("package", {})),
         *_of_megatron(report.get("megatron", {})),
         *_of_versions(versions, devices),
         *_of_devices(versions, devices),
@@ -24,6 +25,21 @@ def advice(report: Report) -> list[str]:
         *_of_operations(report.get("operations", {})),
         *_of_communication(report.get("communication", {})),
     ]
+
+
+def _of_package(package: dict[str, str]) -> list[str]:
+    if "hidden_by" in package:
+        return [
+            f"The folder {package['hidden_by']} hides this package from scripts that are started here: they "
+            f"import an empty one, and nothing is patched. Run `pip install -e` again in the clone (from "
+            f"{package['used']}), or put it on PYTHONPATH."
+        ]
+    if "another" in package:
+        return [
+            f"Scripts that are started here import another copy of this package ({package['another']}), not "
+            f"the one that runs now ({package['used']}): remove one of them, or its folder from PYTHONPATH."
+        ]
+    return []
 
 
 def _of_megatron(megatron: dict[str, Any]) -> list[str]:

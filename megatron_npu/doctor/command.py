@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_npu import settings
 from megatron_npu.arg_parser import Parser
-from megatron_npu.doctor import environment, software
+from megatron_npu.doctor import copies, environment, software
 from megatron_npu.doctor.advice import Report, advice
 from megatron_npu.errors import UsageError
 
@@ -50,10 +50,12 @@ def inspect(megatron: str | None = None, *, quick: bool) -> Report:
         settings.check()
     except UsageError as error:  # nothing runs with such an environment
         return {"environment": environment.environment(), "settings": {"error": str(error)}}
+    package = copies.copies()
     environment.put_on_path(megatron)
     torch_error = software.torch_import_error()
     report: Report = {
         "versions": software.versions(),
+        "package": package,
         "megatron": {**environment.megatron(pins=torch_error is None), "patched_by": software.patched_by()},
         "environment": environment.environment(),
     }

@@ -112,7 +112,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     remedy = "Give the vocab.json of a GPT-2 model with --vocab-file."
     try:
         vocabulary: Any = json.loads(_read(path, "--vocab-file"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--vocab-file {path}: {error}", "JSON", remedy) from error
     if not isinstance(vocabulary, dict) or not all(type(i) is int for i in vocabulary.values()):
         raise UsageError(f"--vocab-file {path}: another JSON", "an object of token to id", remedy)

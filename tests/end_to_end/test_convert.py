@@ -187,6 +187,14 @@ def test_logits_are_equal_and_the_way_back_gives_the_same_bits(family, data, tmp
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert len(list((folder / "back").glob("*.safetensors"))) > 1
     assert meaning(folder / "back") == meaning(source)
+    written = json.loads((folder / "back" / "config.json").read_text())
+    for key in ("dtype", "rope_parameters"):  # as the transformers that is installed writes them
+        assert written.get(key) == json.loads((source / "config.json").read_text()).get(key)
+    if "rope_parameters" in written:  # and as transformers 4 reads them
+        scaled = {key: value for key, value in written["rope_parameters"].items() if key != "rope_theta"}
+        assert written["rope_theta"] == written["rope_parameters"]["rope_theta"]
+        assert (written["rope_scaling"] or {"rope_type": "default"}) == scaled
+    assert written["torch_dtype"] == written["dtype"]
     assert (hf_logits(folder / "back", tokens) - expected).abs().max() == 0
 
 

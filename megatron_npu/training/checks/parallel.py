@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 
 from megatron_npu.errors import UsageError
@@ -38,10 +39,12 @@ def check(args: Namespace) -> None:
 
 
 def _sequence(args: Namespace) -> None:
-    context = args.context_parallel_size
-    chunks = context * 2 if context > 1 else 1  # each rank has two, see megatron.core.utils
-    chunks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
-    divides(chunks, "2 x context x (with sequence parallelism) tensor size", args.seq_length, "--seq-length")
+    factors: dict[str, int] = {}  # those that count here, by what they are
+    if args.context_parallel_size > 1:  # each rank has two chunks, see megatron.core.utils
+        factors["2 x --context-parallel-size"] = 2 * args.context_parallel_size
+    if args.sequence_parallel:
+        factors["--tensor-model-parallel-size (with --sequence-parallel)"] = args.tensor_model_parallel_size
+    divides(math.prod(factors.values()), " x ".join(factors), args.seq_length, "--seq-length")
 
 
 def _interleaving(args: Namespace) -> None:

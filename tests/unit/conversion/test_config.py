@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from megatron_npu.conversion import families
 from megatron_npu.conversion.config import Config, read
@@ -139,11 +142,117 @@ def test_what_cannot_be_said_in_flags_is_refused_by_name(values, changes, named)
     assert "\n" not in str(caught.value)
 
 
+# What is in config.json of published models beside the keys of the model itself.
+PUBLISHED = {
+    "SmolLM2": {
+        "_name_or_path": "somebody/smollm",
+        "_model_name_or_path": "somebody/smollm",
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "unk_token_id": 0,
+        "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16", "q4f16": "float16"}},
+        "pretraining_tp": 1,
+    },
+    "Llama 3.2": {
+        "_commit_hash": "4e20de36",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "eos_token_id": [128001, 128008, 128009],
+        "head_dim": 2,
+        "rope_scaling": LLAMA3,
+        "rope_theta": 5e5,
+    },
+    "TinyLlama": {"architectures": ["LlamaForCausalLM"], "pretraining_tp": 1, "torch_dtype": "float32"},
+    "of nanotron, for pictures": {"qk_layer_norms": False, "neftune_noise_alpha": 0.0},
+    "of transformers 5": {
+        "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        "pad_token_id": None,
+    },
+}
+PUBLISHED_GPT2 = {
+    "gpt2": {
+        "n_ctx": 32,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    },
+    "distilgpt2": {"_num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}},
+    "of old transformers": {"is_decoder": False, "pruned_heads": {}, "temperature": 1.0, "num_beams": 1},
+}
+PUBLISHED_QWEN = {
+    "Qwen2.5": {
+        "max_window_layers": 24,
+        "sliding_window": 32768,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "more"),
+    [
+        *((LLAMA, more) for more in PUBLISHED.values()),
+        *((GPT2, more) for more in PUBLISHED_GPT2.values()),
+        *((QWEN2, more) for more in PUBLISHED_QWEN.values()),
+    ],
+    ids=[*PUBLISHED, *PUBLISHED_GPT2, *PUBLISHED_QWEN],
+)
+def test_what_published_models_have_beside_the_model_is_taken(values, more):
+    assert flags(values, **more)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rope_interleaved", True), ("qk_layer_norms", True), ("pruned_heads", {"0": [1]})]
+)
+def test_a_key_that_is_harmless_with_one_value_is_refused_with_another(key, value):
+    with pytest.raises(UsageError, match=key):
+        flags(LLAMA, **{key: value})
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_scaling": {**LLAMA3, "factor": 8.0}},
+    ],
+    ids=["base", "factor"],
+)
+def test_rotary_keys_of_old_and_new_transformers_must_agree(rope):
+    with pytest.raises(UsageError, match="one value wherever it is named"):
+        flags(LLAMA, **rope)
+    same = {"rope_theta": 5e5, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_scaling": LLAMA3}
+    assert "--rotary-base 500000" in flags(LLAMA, **same)
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+KEYS = sorted({*GPT2, *LLAMA, *QWEN3, "layer_types", "rope_theta", "rope_scaling", "rope_parameters"})
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(
+    values=st.sampled_from([GPT2, LLAMA, MISTRAL, QWEN2, QWEN3]),
+    changes=st.dictionaries(
+        st.sampled_from([*KEYS, "layer_norm_epsilon", "sliding_window", "attn_pdrop"]), ANY, max_size=3
+    ),
+)
+def test_whatever_a_key_holds_there_are_flags_or_one_line(values, changes):
+    with contextlib.suppress(UsageError):
+        assert "\n" not in flags(values, **changes)
+
+
 def test_null_means_that_a_key_is_not_used():
     assert flags(LLAMA, sliding_window=None, rope_scaling=None) == flags(LLAMA)
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]"])
+@pytest.mark.parametrize("text", [None, "{", "[]", "[" * 100_000, '{"a":' * 100_000, "9" * 5000])
 def test_a_broken_file(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)

@@ -88,7 +88,15 @@ def test_an_index_stays_in_its_folder(tmp_path, shard):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [(hf_files.SINGLE, b"no header"), (hf_files.INDEX, b"{}"), (hf_files.INDEX, b"{"), ("other", b"")],
+    [
+        (hf_files.SINGLE, b"no header"),
+        (hf_files.INDEX, b"{}"),
+        (hf_files.INDEX, b"{"),
+        (hf_files.INDEX, b'{"weight_map": {"a": 5, "b": "x", "c": null}}'),
+        (hf_files.INDEX, b'{"weight_map": {"a": [1]}}'),
+        (hf_files.INDEX, b"[" * 100_000),
+        ("other", b""),
+    ],
 )
 def test_broken_files(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)

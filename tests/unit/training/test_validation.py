@@ -60,7 +60,16 @@ def test_given_flags_are_left_as_they_are(flags, monkeypatch):
         ("--tensor-model-parallel-size 4 --ffn-hidden-size 130", 4, "--ffn-hidden-size 130"),
         ("--group-query-attention --num-query-groups 3", 1, "--num-query-groups"),
         ("--tensor-model-parallel-size 2 --group-query-attention", 2, "--num-query-groups 1"),
-        ("--context-parallel-size 2 --seq-length 30", 2, "--seq-length 30"),
+        (
+            "--context-parallel-size 2 --seq-length 30",
+            2,
+            "--seq-length 30; expected a multiple of 2 x --context-parallel-size = 4.",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31",
+            2,
+            r"expected a multiple of --tensor-model-parallel-size \(with --sequence-parallel\) = 2\.",
+        ),
         ("--num-virtual-stages-per-pipeline-rank 2", 1, "--pipeline-model-parallel-size of at least 2"),
         ("--overlap-param-gather", 1, "--use-distributed-optimizer"),
         ("--min-lr 1", 1, "--min-lr 1"),

@@ -1,0 +1,48 @@
+"""Which copy of this package is used, and what a script that is started here would import in its place."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import megatron_npu
+
+_NAME = "megatron_npu"
+
+
+def copies(here: Path | None = None, path: Sequence[str] | None = None) -> dict[str, str]:
+    """Return the copy in use, how it was installed, and what ``import megatron_npu`` finds in ``here``.
+
+    Args:
+        here: where scripts are started (default: the working directory).
+        path: what they search after ``here`` (default: ``sys.path``).
+    """
+    here = (here or Path.cwd()).resolve()
+    used = Path(megatron_npu.__file__).resolve().parent
+    found = {"used": str(used), "installed": _installed()}
+    folder = here / _NAME
+    if folder.is_dir() and not (folder / "__init__.py").is_file():
+        found["folder"] = f"{folder} has the same name and is not the package"
+    spec = PathFinder.find_spec(_NAME, [str(here), *(sys.path if path is None else path)])
+    if spec is not None and spec.origin is None:  # folders alone; a finder of setuptools would come later
+        found["hidden_by"] = str(folder)
+    elif spec is not None and spec.origin is not None and Path(spec.origin).resolve().parent != used:
+        found["another"] = str(Path(spec.origin).parent)
+    return found
+
+
+def _installed() -> str:
+    """Return how pip installed the package."""
+    try:
+        record = distribution(_NAME).read_text("direct_url.json")
+    except PackageNotFoundError:
+        return "not with pip: found on the path"
+    source = json.loads(record) if record else {}
+    place = source.get("url", "").removeprefix("file://")
+    if source.get("dir_info", {}).get("editable"):
+        return f"editable, from {place}"
+    return f"a copy, from {place}" if place else "a copy"
