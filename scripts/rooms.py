@@ -103,6 +103,12 @@ ROOMS = (
         "arg_parser errors files tokenization",
     ),
     Room(
+        "generation/",
+        "text from a live GPT: how tokens are chosen, and the Sampler; knows no checkpoint",
+        "devices errors tokenization",
+        ("torch", "megatron"),
+    ),
+    Room(
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
         "arg_parser attention_flags devices errors files plugin preprocessing safe_load tokenization "
@@ -112,8 +118,8 @@ ROOMS = (
     Room(
         "evaluation/",
         "`megatron-npu generate`, `lambada`: text and accuracy of a trained model",
-        "arg_parser attention_flags devices errors files tokenization training",
-        ("torch", "megatron"),
+        "arg_parser attention_flags devices errors files generation tokenization training",
+        ("torch",),
     ),
     Room(
         "conversion/",

@@ -9,7 +9,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -88,7 +88,7 @@ def accuracy(
     batch: int = 4,
     vocab_file: str | None = None,
     merge_file: str | None = None,
-    **changes: object,
+    **changes: Any,
 ) -> tuple[int, int]:
     """Return how many passages of ``file`` the model completes, and how many there are.
 

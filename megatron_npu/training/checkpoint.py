@@ -188,7 +188,7 @@ def _require_all_used(wanted: dict[str, Any], path: str) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
-    used = {sharded.key for sharded in nested_values(wanted)}
+    used = _of_all_ranks({sharded.key for sharded in nested_values(wanted)})
     saved = dist_checkpointing.load_tensors_metadata(path)
     rest = sorted(key for key in saved.keys() - used if key.partition(".")[0] in _PARTS)
     if rest:
@@ -197,6 +197,13 @@ def _require_all_used(wanted: dict[str, Any], path: str) -> None:
             "the weights of the model that its arguments describe",
             "Another kind of model cannot be loaded here.",
         )
+
+
+def _of_all_ranks(keys: set[str]) -> set[str]:
+    """Return the keys that any rank has: pipeline stages have different ones."""
+    parts: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(parts, keys)
+    return set().union(*parts)
 
 
 def _load_weights(model: Sequence[torch.nn.Module], content: dict[str, Any]) -> None:

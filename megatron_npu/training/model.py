@@ -106,6 +106,19 @@ def _stage(stage: int | None) -> dict[str, int | None]:
     return {"vp_stage": stage} if _stage_is_passed() else {}
 
 
+def at_ends(stage: int | None = None) -> tuple[bool, bool]:
+    """Return whether a chunk of this process is the model's first one, and whether its last one.
+
+    Args:
+        stage: number of the interleaved chunk, None without interleaving.
+    """
+    from megatron.core import parallel_state
+
+    chunk = {"ignore_virtual": stage is None, **_stage(stage)}
+    first = parallel_state.is_pipeline_first_stage(**chunk)
+    return first, parallel_state.is_pipeline_last_stage(**chunk)
+
+
 def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Module) -> torch.nn.Module:
     """Return the module on the device, in half precision (with outputs in fp32) if the flags say so."""
     from megatron.core.transformer.module import Float16Module
@@ -124,10 +137,7 @@ def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataPar
     for stage in range(stages) if stages else [None]:
         if stage is not None and not _stage_is_passed():
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
-        chunk = {"ignore_virtual": stage is None, **_stage(stage)}
-        first = parallel_state.is_pipeline_first_stage(**chunk)
-        last = parallel_state.is_pipeline_last_stage(**chunk)
-        module = gpt(args, config, stage, first, last)
+        module = gpt(args, config, stage, *at_ends(stage))
         for parameter in module.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         module = on_device(args, config, module)

@@ -1,10 +1,11 @@
-"""A trained model from its checkpoint, in one process: for text, LAMBADA and conversion."""
+"""A trained model from its checkpoint, whole or shared by processes: for text, LAMBADA and conversion."""
 
 from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -14,39 +15,31 @@ from megatron_npu.training import (
     checkpoint_files,
     derive,
     initialize,
+    layout,
     model,
     stock_checkpoints,
     tokenizers,
 )
 from megatron_npu.training.tokenizers import Tokenizer
 
-# Flags of a run's layout and of its training, for one process that does not train.
-_ALONE: dict[str, object] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1,
-    "sequence_parallel": False,
-    "world_size": 1,
-    "rank": 0,
-    "local_rank": 0,
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-}
-
 
 @contextlib.contextmanager
 def restored(
-    load: str, vocab_file: str | None = None, merge_file: str | None = None, **changes: object
+    load: str,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    share: Callable[[Mapping[str, Any]], dict[str, object]] | None = None,
+    **changes: object,
 ) -> Iterator[tuple[Namespace, torch.nn.Module, Tokenizer]]:
-    """Hold a trained model in evaluation mode, with its flags and tokenizer, in this one process.
+    """Hold a trained model in evaluation mode, with its flags and tokenizer.
 
     Whatever the layout that it was trained in, it is put together here.
 
     Args:
         load: directory that a run saved into, the driver's or a stock script's.
         vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
+        share: flags of the training -> those of the layout in which this and other processes share the model
+            (``layout.of_all_processes``); None: this one process has all of it.
         changes: flags of the run to be changed, by their names in its arguments.
 
     Raises:
@@ -54,7 +47,8 @@ def restored(
     """
     plugin.install()
     found = stock_checkpoints.existing(load)
-    args = Namespace(**{**found.arguments, **changes, **_ALONE})
+    shared = layout.ALONE if share is None else share(found.arguments)
+    args = Namespace(**{**found.arguments, **changes, **shared})
     for name, given in (("vocab_file", vocab_file), ("merge_file", merge_file), ("tokenizer_model", None)):
         setattr(args, name, given or checkpoint_files.relocated(load, getattr(args, name)))
     tokenizer = tokenizers.build(args)
@@ -64,6 +58,7 @@ def restored(
     derive.padded_vocab_size(args)
     with initialize.session(args):
         config = model.transformer_config(args)
-        gpt = model.on_device(args, config, model.gpt(args, config, None, True, True))
+        first, last = model.at_ends()
+        gpt = model.on_device(args, config, model.gpt(args, config, None, first, last))
         checkpoint.load_weights([gpt], found.path)
         yield args, gpt.eval(), tokenizer

@@ -5,21 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Protocol
 
 from megatron_npu.errors import UsageError
 from megatron_npu.tokenization.hf import HuggingFaceTokenizer
-
-
-class Tokenizer(Protocol):
-    """What the driver asks of a tokenizer."""
-
-    vocab_size: int
-    eod: int
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Iterable[int]) -> str: ...
+from megatron_npu.tokenization.tokenizer import Tokenizer
 
 
 class NullTokenizer:

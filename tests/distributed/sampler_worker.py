@@ -1,0 +1,83 @@
+"""One rank that draws texts from a checkpoint in several layouts, one after another.
+
+Usage: sampler_worker.py CHECKPOINT OUTPUT LAYOUTS, where LAYOUTS is JSON: name -> changes to the flags. Each
+rank writes OUTPUT.RANK: name -> texts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_npu import plugin
+from megatron_npu.generation.options import Options
+from megatron_npu.generation.sampler import Sample, Sampler
+from megatron_npu.training import (
+    checkpoint,
+    checkpoint_files,
+    derive,
+    initialize,
+    layout,
+    model,
+    stock_checkpoints,
+    tokenizers,
+)
+
+PROMPTS = [[1, 2, 3], [7], [9, 12, 15, 18, 21, 24], [1, 2, 3]]
+
+
+def wants_no_more(place: int, sample: Sample) -> bool:
+    """End the third text early, on the first rank alone: the others have to hear of it."""
+    return place == 2 and len(sample.tokens) == 4 and os.environ.get("RANK", "0") == "0"
+
+
+def flags_of(folder: str, changes: dict[str, object]) -> Namespace:
+    """Return the flags of a checkpoint, in another layout."""
+    found = stock_checkpoints.find(folder)
+    assert found is not None
+    args = Namespace(**{**found.arguments, **layout.ALONE, **changes})
+    derive.process(args)
+    derive.padded_vocab_size(args)
+    return args
+
+
+def texts(args: Namespace, path: Path) -> list[list]:
+    """Return what a model in one layout draws in each of the ways."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()  # of the layout before
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+    )
+    chunks = model.build(args, model.transformer_config(args))
+    checkpoint.load_weights(chunks, path)
+    sampler = Sampler(chunks, tokenizers.build(args), args.tokenizer_vocab_size)
+    ways = [
+        (Options(num_tokens=12, seed=5, top_p=0.9), None),
+        (Options(num_tokens=12, temperature=0, alternatives=1), wants_no_more),
+        (Options(num_tokens=6, seed=5, top_k=9, recompute=True), None),
+    ]
+    drawn = [sampler.sample(PROMPTS, options, watch, batch=3) for options, watch in ways]
+    assert all(chunk.training for chunk in chunks)
+    assert all(len(sample.logprobs) == len(sample.tokens) for sample in drawn[1])
+    return [[sample.ids(), sample.finished] for samples in drawn for sample in samples]
+
+
+def main() -> None:
+    folder, output, layouts = sys.argv[1:]
+    plugin.install()
+    flags = {name: flags_of(folder, changes) for name, changes in json.loads(layouts).items()}
+    path = checkpoint_files.newest(folder)
+    with initialize.session(next(iter(flags.values()))):
+        found = {name: texts(args, path) for name, args in flags.items()}
+    Path(f"{output}.{os.environ.get('RANK', '0')}").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
