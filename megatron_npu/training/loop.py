@@ -18,6 +18,7 @@ from megatron_npu.training import checkpoint, checkpoint_failures, data, loss
 from megatron_npu.training.checkpoint import Position, State
 from megatron_npu.training.clock import Clock
 from megatron_npu.training.log import Interval, Log
+from megatron_npu.training.pace import Pace
 from megatron_npu.training.termination import Termination
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Trainer:
         self.position = position
         self.outcome = Outcome(position)
         self.clock = Clock()
-        self.interval = Interval()
+        self.interval, self.pace = Interval(), Pace()
         self.forward_backward = get_forward_backward_func()
         self.no_loss = torch.zeros(2, device=devices.current().torch_device())
 
@@ -203,6 +204,9 @@ class Trainer:
             scale=self.state.optimizer.get_loss_scale().item(),
             of_ranks=loss.of_ranks(self.interval.losses) if self.args.log_loss_per_rank else None,
         )
+        slower = self.pace.note(seconds, len(losses))
+        if slower:
+            self.log.say(slower)
         if self.outcome.loss_first is None:
             self.outcome.loss_first = losses[0]
             self.outcome.first_seconds, self.outcome.first_steps = seconds, len(losses)

@@ -1,0 +1,105 @@
+"""Whether the steps of a run have become slower, and what the process knows about why."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+SLOWER = 1.5  # than the run's own median
+STEPS = 20  # so many in a row are no chance
+REMEMBERED = 500  # stretches between two lines of the log
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one look at the process and its machine shows.
+
+    Attributes:
+        threads: of this process.
+        switches: its voluntary context switches so far.
+        memory: resident, in bytes.
+        machine: the load average of the last minute.
+    """
+
+    threads: int
+    switches: int
+    memory: int
+    machine: float
+
+    @staticmethod
+    def now() -> Load:
+        """Look at this process."""
+        import psutil
+
+        process = psutil.Process()
+        return Load(
+            process.num_threads(),
+            process.num_ctx_switches().voluntary,
+            process.memory_info().rss,
+            psutil.getloadavg()[0],
+        )
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    steps: int
+    seconds: float  # of each step
+    switches: float  # in each step
+    load: Load
+
+
+class Pace:
+    """Compares the steps of a run with the run's own median; says so once each time they have become slower.
+
+    Args:
+        look: where a ``Load`` comes from.
+    """
+
+    def __init__(self, look: Callable[[], Load] = Load.now) -> None:
+        self._look = look
+        self._before = look()
+        self._usual: deque[_Stretch] = deque(maxlen=REMEMBERED)
+        self._slow: deque[_Stretch] = deque(maxlen=REMEMBERED)
+
+    def note(self, seconds: float, steps: int) -> str | None:
+        """Take in a stretch of steps; return a line to be logged if they have become slower.
+
+        Args:
+            seconds: of the whole stretch.
+            steps: how many it had, 1 or more.
+        """
+        load = self._look()
+        stretch = _Stretch(steps, seconds / steps, (load.switches - self._before.switches) / steps, load)
+        self._before = load
+        if not self._is_slow(stretch):
+            self._usual.append(stretch)
+            self._slow.clear()
+            return None
+        said = _steps(self._slow) >= STEPS
+        self._slow.append(stretch)
+        return None if said or _steps(self._slow) < STEPS else self._line()
+
+    def _is_slow(self, stretch: _Stretch) -> bool:
+        return _steps(self._usual) >= STEPS and stretch.seconds > SLOWER * _middle(self._usual).seconds
+
+    def _line(self) -> str:
+        usual, slow = _middle(self._usual), self._slow[-1]
+        before, now = usual.load, slow.load
+        return (
+            f" steps have become {slow.seconds / usual.seconds:.1f} times slower: {usual.seconds * 1e3:.0f} "
+            f"ms -> {slow.seconds * 1e3:.0f} ms for {_steps(self._slow)} steps; threads {before.threads} -> "
+            f"{now.threads}, context switches per step {usual.switches:.0f} -> {slow.switches:.0f}, resident "
+            f"{before.memory / 2**30:.1f} -> {now.memory / 2**30:.1f} GiB, load of the machine "
+            f"{before.machine:.1f} -> {now.machine:.1f} on {os.cpu_count()} cores"
+        )
+
+
+def _steps(stretches: Collection[_Stretch]) -> int:
+    return sum(stretch.steps for stretch in stretches)
+
+
+def _middle(stretches: Collection[_Stretch]) -> _Stretch:
+    """Return the one whose time is the median (the upper of two)."""
+    return sorted(stretches, key=lambda stretch: stretch.seconds)[len(stretches) // 2]
