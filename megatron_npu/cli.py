@@ -16,6 +16,10 @@ from megatron_npu.patching.pins import PinError
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("megatron_npu.runner:main", "run a stock Megatron script on this machine's device"),
     "pretrain": ("megatron_npu.training.pretrain:main", "pre-train a GPT on megatron-core alone"),
+    "dashboard": (
+        "megatron_npu.training.dashboard.command:main",
+        "serve the page of a run that has ended or goes on",
+    ),
     "preprocess": ("megatron_npu.preprocessing.command:main", "turn text into .bin/.idx"),
     "generate": ("megatron_npu.evaluation.generate:main", "generate text from a checkpoint"),
     "convert": (

@@ -13,7 +13,7 @@ GROUPS = {
     "an NPU or a GPU": r"needs an NPU|no GPU|no CUDA|cuda is not",
     "data (../shared/data or make demo)": r"gpt2-vocab|lambada|LAMBADA",
     "a package": r"could not import|not installed|no Megatron is installed|needs einops",
-    "a program": r"no (g\+\+|gcc|C\+\+ compiler|shellcheck|git)",
+    "a program": r"no (Chromium|g\+\+|gcc|C\+\+ compiler|shellcheck|git)",
 }
 CASE = "nothing: the case does not arise here"
 

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_npu.arg_parser import Parser, integer, number, positive, whole
 from megatron_npu.attention_flags import add_attention_flags
 from megatron_npu.tokenization import flags
+from megatron_npu.training.dashboard.address import address
 
 Add = Callable[..., Any]
 
@@ -405,6 +406,12 @@ def _logging(add: Add) -> None:
         "--json-log",
         metavar="FILE",
         help="one JSON object a log event, appended (default: metrics.jsonl in --save or --tensorboard-dir)",
+    )
+    add(
+        "--dashboard",
+        type=address,
+        metavar="[HOST:]PORT",
+        help="serve a page that follows the run; 0: a free port (default: no page; HOST: 127.0.0.1)",
     )
     add(
         "--plot",

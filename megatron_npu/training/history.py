@@ -2,59 +2,125 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_npu import files
+
+Points = dict[int, float]  # by iteration
 
 
 @dataclass
 class History:
-    """Points of a run and of those that it went on from, by iteration.
+    """What has been logged of a run and of those that it went on from.
 
     Attributes:
         losses: training loss of every iteration.
-        learning_rates: of the logged iterations.
-        throughput: tokens per second of the logged iterations.
+        learning_rates, grad_norms: of the logged iterations.
+        throughput, memory: tokens per second and the most bytes in use, of the logged iterations.
         validation: validation losses.
         evaluated: losses of training samples that were evaluated together with them.
+        samples: texts drawn at an iteration, each with its ``prompt`` and ``text``.
+        start, last, end: values of the last ``start``, ``train`` and ``end`` object; empty if there is none.
     """
 
-    losses: dict[int, float] = field(default_factory=dict)
-    learning_rates: dict[int, float] = field(default_factory=dict)
-    throughput: dict[int, float] = field(default_factory=dict)
-    validation: dict[int, float] = field(default_factory=dict)
-    evaluated: dict[int, float] = field(default_factory=dict)
+    losses: Points = field(default_factory=dict)
+    learning_rates: Points = field(default_factory=dict)
+    throughput: Points = field(default_factory=dict)
+    memory: Points = field(default_factory=dict)
+    grad_norms: Points = field(default_factory=dict)
+    validation: Points = field(default_factory=dict)
+    evaluated: Points = field(default_factory=dict)
+    samples: dict[int, list[dict[str, str]]] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)
+    end: dict[str, Any] = field(default_factory=dict)
 
-    def restart(self, iteration: int) -> None:
-        """Forget what came after ``iteration``: a run begins there."""
+    def add(self, row: dict[str, Any]) -> None:
+        """Take in one JSON object."""
+        kind = row["event"]
+        if kind == "start":
+            self._restart(row)
+        elif kind == "train":
+            self._train(row["iteration"], row)
+        elif kind == "validation":
+            _note(self.validation, row["iteration"], row["loss"])
+            _note(self.evaluated, row["iteration"], row.get("training_loss"))
+        elif kind == "sample":
+            texts = self.samples.setdefault(row["iteration"], [])
+            texts.append({"prompt": row["prompt"], "text": row["text"]})
+        elif kind == "end":
+            self.end = row
+
+    def _restart(self, row: dict[str, Any]) -> None:
+        """Forget what came after the iteration at which a run begins."""
+        self.start, self.last, self.end = row, {}, {}
         for points in vars(self).values():
-            for number in [number for number in points if number > iteration]:
+            for number in [n for n in points if isinstance(n, int) and n > row["iteration"]]:
                 del points[number]
+
+    def _train(self, iteration: int, row: dict[str, Any]) -> None:
+        first = iteration - len(row["losses"]) + 1
+        for number, loss in enumerate(row["losses"], first):
+            _note(self.losses, number, loss)
+        for points, name in (
+            (self.learning_rates, "learning_rate"),
+            (self.throughput, "tokens_per_second"),
+            (self.memory, "peak_memory_bytes"),
+            (self.grad_norms, "grad_norm"),
+        ):
+            _note(points, iteration, row.get(name))
+        self.last = {name: value for name, value in row.items() if not isinstance(value, list)}
+
+
+def _note(points: Points, iteration: int, value: float | None) -> None:
+    if value is not None:  # as JSON says a number that is none
+        points[iteration] = value
+
+
+class Reader:
+    """Reads the file that ``log.Log`` writes, and later what has been added to it.
+
+    Args:
+        path: the file; it may not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.history = History()
+        self._place = 0
+        self._inode = -1
+
+    def update(self) -> bool:
+        """Read what is new; return whether anything was.
+
+        A line without its end is left for the next time, one that is none of a run's is left out. A file
+        that has been replaced is read anew.
+        """
+        if not self.path.exists():
+            return False
+        with open(self.path, "rb") as stream:
+            found = os.fstat(stream.fileno())
+            if found.st_ino != self._inode or found.st_size < self._place:
+                self.history, self._place, self._inode = History(), 0, found.st_ino
+            stream.seek(self._place)
+            lines = stream.read().rpartition(b"\n")[0]
+        self._place += len(lines) + 1 if lines else 0
+        for line in lines.splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                self.history.add(json.loads(line))
+        return bool(lines)
 
 
 def read(path: Path) -> History:
-    """Read the file that ``log.Log`` writes; a last line that was cut off is left out."""
-    history = History()
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(text)
-        except ValueError:
-            continue
-        iteration = row["iteration"]
-        if row["event"] == "start":
-            history.restart(iteration)
-        elif row["event"] == "train":
-            first = iteration - len(row["losses"]) + 1
-            history.losses |= {first + n: x for n, x in enumerate(row["losses"]) if x is not None}
-            history.learning_rates[iteration] = row["learning_rate"]
-            history.throughput[iteration] = row["tokens_per_second"]
-        elif row["event"] == "validation" and row["loss"] is not None:
-            history.validation[iteration] = row["loss"]
-            if row.get("training_loss") is not None:
-                history.evaluated[iteration] = row["training_loss"]
-    return history
+    """Return the history in the file that ``log.Log`` writes."""
+    reader = Reader(path)
+    reader.update()
+    return reader.history
 
 
 def draw(history: History, path: Path) -> None:

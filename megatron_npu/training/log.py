@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -52,6 +53,7 @@ class Log:
         self._board = self._bar = None
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            _end_line(self.path)
         if self.on_rank_0 and args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -60,7 +62,8 @@ class Log:
             from tqdm import tqdm
 
             self._bar = tqdm(total=args.train_iters, initial=iteration, unit="it", dynamic_ncols=True)
-        self.write("start", iteration, {"world_size": args.world_size, "device": devices.current().title})
+        self._iteration = iteration
+        self.write("start", iteration, _of_the_run(args))
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -78,6 +81,7 @@ class Log:
 
     def write(self, event: str, iteration: int, values: dict[str, Any]) -> None:
         """Append one JSON object: the event, its iteration and values; numbers that are not are null."""
+        self._iteration = iteration
         if self.path is None:
             return
         row = {"event": event, "iteration": iteration, **values}
@@ -181,6 +185,10 @@ class Log:
             return None
         return path
 
+    def end(self, reason: str) -> None:
+        """Note that the run has ended: why, or the kind of the error that ended it."""
+        self.write("end", self._iteration, {"ended_by": reason})
+
     def close(self) -> None:
         """Close the sinks."""
         for sink in (self._board, self._bar):
@@ -194,6 +202,20 @@ def metrics_path(args: Namespace) -> Path | None:
         return Path(args.json_log)
     directory = args.save or args.tensorboard_dir
     return Path(directory) / "metrics.jsonl" if directory else None
+
+
+def _of_the_run(args: Namespace) -> dict[str, Any]:
+    names = ("world_size", "train_iters", "global_batch_size", "seq_length")
+    return {"device": devices.current().title, **{name: getattr(args, name) for name in names}}
+
+
+def _end_line(path: Path) -> None:
+    """End a line in the middle of which a run was killed, so that the next one is not lost with it."""
+    with open(path, "ab+") as stream:
+        if stream.tell():
+            stream.seek(-1, os.SEEK_END)
+            if stream.read() != b"\n":
+                stream.write(b"\n")
 
 
 def perplexity_of(loss: float) -> float:

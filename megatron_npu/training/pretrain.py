@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from megatron_npu.training import (
     save_folder,
     validation,
 )
+from megatron_npu.training.dashboard.process import shown
 
 # What a file system says no with: a reason that a user can act on, whose place in the code tells nothing.
 _OUTSIDE = (
@@ -151,7 +153,7 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     plugin.install()
     args = validation.check(args)
     config = model.transformer_config(args)
-    with save_folder.owned(args), initialize.session(args):
+    with save_folder.owned(args), _dashboard(args), initialize.session(args):
         chunks = model.build(args, config)
         optimizer = model.optimizer(args, chunks)
         state = checkpoint.State(chunks, optimizer, model.schedule(args, optimizer))
@@ -163,9 +165,27 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
         try:
             _log_start(args, size, journal, position)
             outcome = loop.Trainer(args, config, state, datasets, position, journal, on_gradients).run()
-            return _report(args, size, outcome, journal)
+            summary = _report(args, size, outcome, journal)
+            journal.end(outcome.ended_by)
+            return summary
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # the disk may be full: that is what has to be told then
+                journal.end(type(error).__name__)
+            raise
         finally:
             journal.close()
+
+
+@contextlib.contextmanager
+def _dashboard(args: Namespace) -> Iterator[None]:
+    """Have the page of the run served inside the block, if the flags ask for it."""
+    metrics = log.metrics_path(args)
+    if args.dashboard is None or args.rank or metrics is None:
+        yield
+        return
+    with shown(metrics, args.dashboard) as url:
+        print(f" the run is shown at {url}", flush=True)
+        yield
 
 
 def _log_start(

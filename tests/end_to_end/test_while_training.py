@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import http.client
+import json
 import math
 import re
+import socket
 
 import pytest
 
@@ -13,12 +16,12 @@ from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")
 
-WATCHED = ("--eval-interval", 2, "--eval-iters", 2, "--eval-train-loss", "--log-loss-per-rank")
+WATCHED = "--eval-interval 2 --eval-iters 2 --eval-train-loss --log-loss-per-rank".split()
 
 
 def test_the_curve_is_the_same_to_the_bit_whatever_is_looked_at(train, tmp_path):
     """With dropout, so that one random number drawn on the way would show."""
-    train("--save", tmp_path / "watched", "--plot", *WATCHED)
+    train("--save", tmp_path / "watched", "--plot", "--dashboard", 0, *WATCHED)
     train("--save", tmp_path / "alone", "--eval-iters", 0)
     watched, alone = tmp_path / "watched", tmp_path / "alone"
     assert tiny.losses(watched / "metrics.jsonl") == tiny.losses(alone / "metrics.jsonl")
@@ -32,7 +35,7 @@ def test_training_samples_are_evaluated_without_dropout_and_always_the_same(tmp_
         at = argv.index(flag)
         del argv[at : at + 2]
     own = ("--train-data-path", dataset, "--valid-data-path", dataset, "--json-log", tmp_path / "m")
-    pretrain.train(arguments.parse([*argv, *map(str, own), *map(str, WATCHED)]))
+    pretrain.train(arguments.parse([*argv, *map(str, own), *WATCHED]))
     rows = tiny.rows(tmp_path / "m", "validation")
     assert [row["iteration"] for row in rows] == [2, 4, 6]
     assert rows[0]["training_loss"] == rows[0]["loss"]
@@ -77,3 +80,61 @@ def test_a_picture_that_cannot_be_written_does_not_end_the_run(train, tmp_path, 
     summary = train("--save", tmp_path, "--eval-interval", 2)
     assert (summary.iterations, summary.plot) == (6, None)
     assert capsys.readouterr().out.count("training.png could not be written: No space left") == 3
+
+
+def shown(capsys):
+    """Return where the run says that it is shown."""
+    return re.search(r"the run is shown at http://(\S+)/", capsys.readouterr().out)[1]
+
+
+def states(response):
+    """Return the states of the run that the page is told until the connection ends."""
+    lines = response.read().splitlines()
+    return [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: ")]
+
+
+def test_the_dashboard_follows_a_run_to_its_end_and_goes_with_it(train, tmp_path, capsys):
+    pytest.importorskip("uvicorn")
+    held = {}
+
+    def look(iteration, model):
+        if iteration == 2:
+            held["at"] = shown(capsys)
+            held["connection"] = http.client.HTTPConnection(held["at"], timeout=60)
+            held["connection"].request("GET", "/events")
+            held["events"] = held["connection"].getresponse()
+
+    train("--save", tmp_path, "--dashboard", 0, on_gradients=look)
+    last = states(held["events"])[-1]
+    assert (last["name"], last["ended_by"], last["iteration"]) == (tmp_path.name, "iterations", 6)
+    assert last["curves"]["loss"]["y"] == list(tiny.losses(tmp_path / "metrics.jsonl").values())
+    with pytest.raises(ConnectionRefusedError):
+        http.client.HTTPConnection(held["at"]).connect()
+
+
+def test_the_dashboard_tells_how_a_run_failed(train, tmp_path, capsys):
+    pytest.importorskip("uvicorn")
+    held = {}
+
+    def fail(iteration, model):
+        if iteration == 3:
+            connection = http.client.HTTPConnection(shown(capsys), timeout=60)
+            connection.request("GET", "/events")
+            held["connection"], held["events"] = connection, connection.getresponse()
+            raise ZeroDivisionError("on purpose")
+
+    with pytest.raises(ZeroDivisionError):
+        train("--json-log", tmp_path / "curves.jsonl", "--dashboard", 0, on_gradients=fail)
+    last = states(held["events"])[-1]
+    assert (last["name"], last["ended_by"], last["iteration"]) == ("curves", "ZeroDivisionError", 2)
+
+
+def test_a_dashboard_without_numbers_or_port_is_refused(flags, refused, tmp_path):
+    assert "--save, --tensorboard-dir or --json-log" in refused("pretrain", *flags("--dashboard", 0))
+    line = refused("pretrain", *flags("--dashboard", "localhost", "--save", tmp_path))
+    assert "--dashboard localhost; expected a port from 0 to 65535, or HOST:PORT" in line
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = refused("pretrain", *flags("--dashboard", port, "--save", tmp_path))
+    assert f"--dashboard 127.0.0.1:{port}: Address already in use" in line
+    assert not list(tmp_path.iterdir())

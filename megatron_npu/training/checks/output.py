@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files, derive, stock_checkpoints
 from megatron_npu.training.checkpoint_files import CheckpointInfo
+from megatron_npu.training.dashboard.address import require_packages
 
 
 def logging(args: Namespace) -> None:
@@ -28,6 +29,12 @@ def logging(args: Namespace) -> None:
     if args.plot and not (args.save or args.tensorboard_dir):
         raise UsageError("--plot", "--save or --tensorboard-dir, into which it goes", "Add one.")
     derive.plot(args)
+    if args.dashboard is not None:
+        if not (args.json_log or args.save or args.tensorboard_dir):
+            raise UsageError(
+                "--dashboard", "--save, --tensorboard-dir or --json-log, whose numbers it shows", "Add one."
+            )
+        require_packages("--dashboard")
 
 
 def checkpoints(args: Namespace) -> None:

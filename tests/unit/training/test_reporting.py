@@ -59,6 +59,8 @@ def journal(tmp_path, iteration=0, rank=0):
         save=None,
         tensorboard_dir=None,
         train_iters=9,
+        global_batch_size=4,
+        seq_length=32,
         world_size=1,
     )
     return log.Log(args, iteration)
@@ -87,7 +89,7 @@ def test_history_goes_on_where_a_run_was_resumed(tmp_path):
     again = journal(tmp_path, iteration=2)  # iterations 3 and 4 were lost
     again.write("train", 3, {"losses": [1.5], "learning_rate": 0.2, "tokens_per_second": 6.0})
     with open(tmp_path / "m.jsonl", "a") as stream:
-        stream.write('{"event": "train", "iterat')  # killed while writing
+        stream.write('3\n{"event": "strange"}\n{"event": "train", "iterat')  # killed while writing
     past = history.read(tmp_path / "m.jsonl")
     assert past.losses == {1: 3.0, 2: 2.0, 3: 1.5}
     assert past.learning_rates == {2: 0.1, 3: 0.2}
@@ -95,9 +97,43 @@ def test_history_goes_on_where_a_run_was_resumed(tmp_path):
     assert past.validation == {}
 
 
+def test_a_run_that_goes_on_after_one_that_was_killed_in_a_line_is_read(tmp_path):
+    common = {"learning_rate": 0.1, "tokens_per_second": 5.0}
+    journal(tmp_path).write("train", 2, {"losses": [3.0, 2.0], **common})
+    with open(tmp_path / "m.jsonl", "a") as stream:
+        stream.write('{"event": "tra')
+    journal(tmp_path, iteration=1).write("train", 2, {"losses": [2.5], **common})
+    assert history.read(tmp_path / "m.jsonl").losses == {1: 3.0, 2: 2.5}
+
+
+def test_a_reader_goes_on_where_it_was_and_sees_a_file_that_is_another(tmp_path):
+    reader = history.Reader(tmp_path / "m.jsonl")
+    assert not reader.update()
+    log = journal(tmp_path)
+    assert reader.update()
+    assert not reader.update()
+    with open(tmp_path / "m.jsonl", "a") as stream:
+        stream.write('{"event": "validation", "iteration": 1, "lo')
+        stream.flush()
+        assert not reader.update()
+        stream.write('ss": 5.0}\n')
+    assert reader.update()
+    assert reader.history.validation == {1: 5.0}
+    log.end("signal")
+    assert reader.update()
+    assert reader.history.end["ended_by"] == "signal"
+    (tmp_path / "m.jsonl").rename(tmp_path / "old")
+    journal(tmp_path)
+    assert reader.update()
+    assert (reader.history.validation, reader.history.end) == ({}, {})
+
+
 def test_the_plot_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
-    history.draw(history.History({1: 2.0, 2: 1.0}, {1: 0.1}, {}, {2: 1.5}), tmp_path / "p.png")
+    history.draw(
+        history.History({1: 2.0, 2: 1.0}, {1: 0.1}, validation={2: 1.5}, evaluated={2: 1.2}),
+        tmp_path / "p.png",
+    )
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["p.png"]
 

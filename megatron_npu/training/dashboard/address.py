@@ -1,0 +1,80 @@
+"""Where a page is served: ``[HOST:]PORT``. Imports the standard library and no server."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import socket
+from typing import NamedTuple
+
+from megatron_npu.arg_parser import Unfit
+from megatron_npu.errors import UsageError
+
+LOOPBACK = "127.0.0.1"
+
+
+class Address(NamedTuple):
+    """A host's name or number, and a port; port 0: one that is free."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it can be reached from this machine alone."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def address(text: str) -> Address:
+    """Return the address that ``[HOST:]PORT`` means; a ``type`` for ``add_argument``.
+
+    Raises:
+        Unfit: it means none.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not port.isdecimal() or int(port) > 65535:
+        raise Unfit(text, "a port from 0 to 65535, or HOST:PORT")
+    return Address(host or LOOPBACK, int(port))
+
+
+def listening(flag: str, wanted: Address) -> socket.socket:
+    """Return a socket that listens at an address.
+
+    Raises:
+        UsageError: another program does, or the host is none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
+    try:
+        return socket.create_server(wanted, family=family, backlog=64)
+    except OSError as error:
+        raise UsageError(
+            f"{flag} {wanted}: {error.strerror or error}",
+            "a free port of this machine",
+            "Give another; 0 takes a port that is free.",
+        ) from error
+
+
+def url(sock: socket.socket) -> str:
+    """Return what to type into a browser on this machine."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+
+def require_packages(flag: str) -> None:
+    """Check that what serves the page is installed.
+
+    Raises:
+        UsageError: it is not.
+    """
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " and ".join(missing)
+        raise UsageError(f"{flag}, but without {names}", names, f"pip install {' '.join(missing)}")

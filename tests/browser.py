@@ -1,0 +1,138 @@
+"""A real headless browser, spoken to through pipes with Chromium's DevTools protocol: no driver, no port."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+SECONDS = 60.0  # for anything that a page is waited for
+_FLAGS = (
+    "--headless=new --remote-debugging-pipe --no-sandbox --disable-gpu --disable-dev-shm-usage "
+    "--no-first-run --disable-extensions --disable-background-networking --no-default-browser-check"
+).split()
+
+
+def program() -> str:
+    """Return the browser's program; skip the test without one."""
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        pytest.skip("no Chromium (or Chrome) is installed")
+    return found
+
+
+class Page:
+    """An open page.
+
+    Attributes:
+        errors: what the page's scripts threw or its console complained of, CSP included.
+    """
+
+    def __init__(self, sends: int, receives: int) -> None:
+        self.errors: list[str] = []
+        self._out, self._in = os.fdopen(sends, "wb", buffering=0), os.fdopen(receives, "rb", buffering=0)
+        self._numbers, self._rest, self._session = itertools.count(1), b"", None
+
+    def start(self) -> None:
+        """Open an empty page and listen to it."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Call a method of the protocol; return its result."""
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        self._out.write(json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == number:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            piece = self._in.read(1 << 16)
+            assert piece, "the browser has ended"
+            self._rest += piece
+        text, _, self._rest = self._rest.partition(b"\0")
+        message = json.loads(text)
+        self._note(message.get("method"), message.get("params", {}))
+        return message
+
+    def _note(self, event: str | None, values: dict[str, Any]) -> None:
+        if event == "Runtime.exceptionThrown":
+            self.errors.append(json.dumps(values["exceptionDetails"])[:2000])
+        elif event == "Log.entryAdded" and values["entry"]["level"] in ("error", "warning"):
+            self.errors.append(values["entry"]["text"])
+
+    def open(self, url: str, width: int = 1200, height: int = 900, dark: bool = False) -> None:
+        """Go to an address in a window of that size."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            **{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600},
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Page.navigate", url=url)
+
+    def value(self, expression: str) -> Any:
+        """Return what a JavaScript expression gives, a promise's value for a promise."""
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def wait(self, expression: str) -> Any:
+        """Return the value of an expression as soon as JavaScript takes it for true."""
+        end = time.monotonic() + SECONDS
+        while not (found := self.value(expression)):
+            assert time.monotonic() < end, (expression, self.errors, self.value("document.body.innerText"))
+            time.sleep(0.1)
+        return found
+
+    def screenshot(self, path: Path) -> None:
+        """Write a PNG of the whole page."""
+        taken = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(taken["data"]))
+
+
+@contextmanager
+def page(folder: Path) -> Iterator[Page]:
+    """Hold an empty page of a browser of its own.
+
+    Args:
+        folder: for the browser's profile.
+    """
+    theirs_in, sends = os.pipe()
+    receives, theirs_out = os.pipe()
+    profile = [f"--user-data-dir={folder / 'profile'}"]
+    # the protocol's ends are 3 and 4 by definition
+    shell = 'exec 3<&"$1" 4>&"$2"; shift 2; exec "$@"'
+    words = ["bash", "-c", shell, "browser", str(theirs_in), str(theirs_out), program(), *_FLAGS, *profile]
+    process = subprocess.Popen(
+        words, pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    os.close(theirs_in)
+    os.close(theirs_out)
+    try:
+        opened = Page(sends, receives)
+        opened.start()
+        yield opened
+    finally:
+        process.kill()
+        process.wait()
