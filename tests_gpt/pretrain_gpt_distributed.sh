@@ -10,4 +10,4 @@ source "$here/env_npu.sh"
 source "$here/train.sh"
 
 parse_options no "$@"
-train 1024 --fp16
+train_gpt fp16 1024

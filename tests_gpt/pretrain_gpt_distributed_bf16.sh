@@ -13,4 +13,4 @@ source "$here/train.sh"
 
 parse_options yes "$@"
 attention_flags
-train 4096 --bf16 "${attention[@]}"
+train_gpt bf16 4096 "${attention[@]}"

@@ -13,4 +13,4 @@ source "$here/train.sh"
 
 parse_options yes "$@"
 attention_flags
-train 4096 --fp16 "${attention[@]}"
+train_gpt fp16 4096 "${attention[@]}"

@@ -10,4 +10,4 @@ source "$here/env_npu.sh"
 source "$here/evaluate.sh"
 
 parse_options no "$@"
-evaluate 1024 "${CHECKPOINT_PATH:-$here/checkpoint}" --fp16
+evaluate fp16

@@ -13,4 +13,4 @@ source "$here/evaluate.sh"
 
 parse_options yes "$@"
 attention_flags
-evaluate 4096 "${CHECKPOINT_PATH:-$here/checkpoint}" --bf16 "${attention[@]}"
+evaluate bf16 "${attention[@]}"

@@ -13,8 +13,6 @@ source "$here/evaluate.sh"
 
 parse_options no "$@"
 PRESET=${PRESET:-full}
-TP=${TP:-1}
-PP=${PP:-1}
 checkpoint=${CHECKPOINT_PATH:-$here/checkpoint_dist_test}
 if [ -f "$checkpoint/mp_rank_00/model_optim_rng.pt" ]; then
     view=$(mktemp -d)
@@ -23,4 +21,4 @@ if [ -f "$checkpoint/mp_rank_00/model_optim_rng.pt" ]; then
     echo release > "$view/latest_checkpointed_iteration.txt"
     checkpoint=$view
 fi
-evaluate 1024 "$checkpoint" --fp16
+CHECKPOINT_PATH=$checkpoint evaluate fp16

@@ -1,24 +1,27 @@
 """``megatron-npu lambada``: how often a checkpoint of the embedded driver knows a passage's last word.
 
-The task is that of Megatron-LM's ``tasks/main.py --task LAMBADA``, and so is the line that is printed.
+The task is that of Megatron-LM's ``tasks/main.py --task LAMBADA``, and so is the line that is printed. Under
+torchrun the processes share the passages out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_npu import devices
 from megatron_npu.arg_parser import Parser, positive
 from megatron_npu.attention_flags import add_attention_flags
 from megatron_npu.errors import UsageError
 from megatron_npu.tokenization import flags
-from megatron_npu.training import initialize
+from megatron_npu.training import initialize, layout
 from megatron_npu.training.restore import restored
 from megatron_npu.training.tokenizers import Tokenizer, continuation
 
@@ -64,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
         merge_file=args.merge_file,
         **_changes(args),
     )
+    if int(os.environ.get("RANK", "0")):
+        return 0  # the first process prints what all have found
     figures = f"number correct: {right:.4E} | total examples: {total:.4E} | avg accuracy: {right / total:.4E}"
     print(f" validation results on LAMBADA | {figures}")
     return 0
@@ -92,6 +97,8 @@ def accuracy(
 ) -> tuple[int, int]:
     """Return how many passages of ``file`` the model completes, and how many there are.
 
+    Under torchrun each process has the whole model and reads its share of the passages; all return the same.
+
     Args:
         load: directory that a run saved into.
         file: JSON lines with the key ``text``.
@@ -103,39 +110,49 @@ def accuracy(
     Raises:
         UsageError: no such checkpoint or file, or a passage that does not fit the model.
     """
-    with restored(load, vocab_file, merge_file, **changes) as (args, gpt, tokenizer):
+    with restored(load, vocab_file, merge_file, layout.copies, **changes) as (args, gpt, tokenizer):
         examples = read_examples(file, tokenizer, strict=strict, longest=args.max_position_embeddings)
-        batches = [examples[start : start + batch] for start in range(0, len(examples), batch)]
-        return sum(_num_correct(gpt, some, tokenizer.eod) for some in batches), len(examples)
+        share = examples[args.rank :: args.world_size]
+        batches = [share[start : start + batch] for start in range(0, len(share), batch)]
+        right = torch.tensor(sum(_num_correct(gpt, some, tokenizer.eod) for some in batches))
+        right = right.to(devices.current().torch_device())
+        dist.all_reduce(right)
+        return int(right), len(examples)
 
 
 def read_examples(file: str, tokenizer: Tokenizer, *, strict: bool, longest: int) -> list[Example]:
-    """Return the passages of a file; each has at most ``longest`` tokens before the last one to be found.
+    """Return the passages of a file, each with the last ``longest`` tokens before the last one to be found.
+
+    How many lost tokens at their beginning is printed, by the first process.
 
     Raises:
-        UsageError: no file, no passages, a line that is not one, or a passage too long or too short.
+        UsageError: no file, no passages, a line that is not one, or a passage too short.
     """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--valid-data {file}: {error}", "JSON lines", "Correct the path.") from error
-    examples = []
+    examples, longer = [], 0
     for number, line in enumerate(lines, 1):
         try:
             example = _example(json.loads(line)["text"], tokenizer, strict)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             expected = 'a JSON object with a passage of two words or more as "text"'
             raise UsageError(f"{file}, line {number}: {line[:40]!r}", expected, "Correct it.") from error
-        tokens = len(example.context) + len(example.answer) - 1
-        if not example.context or tokens > longest:
+        asked = len(example.answer)
+        room = longest + 1 - asked  # for the context
+        if not example.context or room < 1:
             raise UsageError(
-                f"{file}, line {number}: a passage of {tokens} tokens",
-                f"from 1 to the model's {longest} positions",
+                f"{file}, line {number}: {len(example.context)} tokens and a last word of {asked}",
+                f"at least one token before the word, and both within the model's {longest} positions",
                 "Leave it out, or take a model that reads longer texts.",
             )
-        examples.append(example)
+        longer += len(example.context) > room
+        examples.append(Example(example.context[-room:], example.answer))
     if not examples:
         raise UsageError(f"--valid-data {file}: no passages", "at least one line", "Correct the path.")
+    if longer and not int(os.environ.get("RANK", "0")):
+        print(f" > {longer} passages are longer than {longest} tokens: the last ones of each are read")
     return examples
 
 

@@ -435,7 +435,8 @@ class SourceTree:
     """The sources under a folder, each read once.
 
     Args:
-        root: the folder that holds upstream's top-level package.
+        root: the folder that holds upstream's top-level package, and a folder ``tasks`` with what the script
+            in it imports.
     """
 
     def __init__(self, root: Path) -> None:
@@ -445,8 +446,10 @@ class SourceTree:
     def find(self, module: str) -> Source | None:
         """Return the source of ``module``, or None if there is no file."""
         if module not in self._sources:
-            base = self.root.joinpath(*module.split("."))
-            paths = (base / "__init__.py", base.with_name(f"{base.name}.py"))
+            bases = [folder.joinpath(*module.split(".")) for folder in (self.root, self.root / "tasks")]
+            paths = [
+                path for base in bases for path in (base / "__init__.py", base.with_name(f"{base.name}.py"))
+            ]
             path = next((path for path in paths if path.is_file()), None)
             self._sources[module] = Source(module, path) if path else None
         return self._sources[module]

@@ -26,6 +26,15 @@ ALONE: dict[str, object] = {
 }
 
 
+def copies(trained: Mapping[str, Any]) -> dict[str, object]:
+    """Return the flags of the layout in which each process that torchrun has started has a whole model."""
+    return ALONE | {
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "rank": int(os.environ.get("RANK", "0")),
+        "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+    }
+
+
 def of_all_processes(
     trained: Mapping[str, Any], tensor: int | None = None, pipeline: int | None = None
 ) -> dict[str, object]:
@@ -52,12 +61,9 @@ def of_all_processes(
             "as many processes as the product of both",
             f"Start torchrun with --nproc-per-node {tensor * pipeline}, or change the sizes.",
         )
-    layout = ALONE | {
+    layout = copies(trained) | {
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,
-        "world_size": world,
-        "rank": int(os.environ.get("RANK", "0")),
-        "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
     }
     _check(Namespace(**{**trained, **layout}))
     return layout

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from megatron_npu import cli
 from megatron_npu.evaluation.generate import generate
 from megatron_npu.evaluation.lambada import accuracy
+from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")
 PASSAGES = ["1 2 3 4", "10 12 14 16 18", "7 7 7", "20 21 22 23 24 25", "5 9", "100 103 106 109"]
@@ -47,12 +49,38 @@ def test_figures_are_those_of_greedy_text(trained, passages, tmp_path, capsys):
     assert f"number correct: {expected[0]:.4E} | total examples: {expected[1]:.4E}" in capsys.readouterr().out
 
 
+def write(file: Path, *texts: str) -> str:
+    """Write passages; return the path as text."""
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(file)
+
+
+def test_of_a_long_passage_the_end_is_read(trained, tmp_path, capsys):
+    """The model has 32 positions; the last word is asked for, not read."""
+    end = [" ".join(map(str, range(start, start + 33))) for start in range(20, 120, 5)]
+    figures = accuracy(str(trained), write(tmp_path / "ends", *end), strict=False)
+    assert capsys.readouterr().out == ""
+    longer = ["9 8 7 " + text for text in end]
+    assert accuracy(str(trained), write(tmp_path / "longer", *longer), strict=False) == figures
+    assert " > 20 passages are longer than 32 tokens: the last ones of each" in capsys.readouterr().out
+    assert 0 < figures[0] < figures[1], "or all ends would be as good"
+
+
+def test_processes_share_the_passages(trained, tmp_path):
+    """Each counts once, although two processes cannot share seven out evenly."""
+    known = generate(str(trained), PASSAGES[0], num_tokens=1, temperature=0)
+    file = write(tmp_path / "passages", *[known] * 7)
+    done = tiny.run("lambada", "--load", str(trained), "--valid-data", file, "--strict-lambada", processes=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("number correct: 7.0000E+00 | total examples: 7.0000E+00") == 1
+
+
 BAD = {
     "": "no passages",
     "{}\n": "line 1",
     '{"text": "1 2"}\n{"text": "7"}\n': "line 2",
     '{"text": ""}\n': "line 1",
-    json.dumps({"text": " ".join(["1"] * 40)}) + "\n": "a passage of 39 tokens",
+    json.dumps({"text": " 5"}) + "\n": "0 tokens and a last word of 1",
 }
 
 

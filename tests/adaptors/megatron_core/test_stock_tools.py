@@ -150,6 +150,28 @@ def test_lambada_counts_what_we_count(trained: Trained, tmp_path: Path, device: 
     assert (float(found[1]), float(found[2])) == (right, total)
 
 
+@pytest.mark.parametrize("trained", ["0.12.1"], indirect=True)
+def test_lambada_counts_each_once_and_reads_the_end(trained: Trained, tmp_path: Path) -> None:
+    """Four times a passage that is known, and one that is too long, on two copies of the model."""
+    file = tmp_path / "passages.jsonl"
+    counted = [" ".join(str(n + 2 * step) for step in range(5)) for n in range(20, 60, 5)]
+
+    def ours(*texts: str) -> tuple[int, int]:
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return lambada.accuracy(str(trained.load), str(file), strict=False)
+
+    known = next(text for text in counted if ours(text) == (1, 1))
+    expected = ours(*[known] * 4, " ".join(["7"] * 100))
+    assert expected in ((4, 5), (5, 5))
+    task = ["--task", "LAMBADA", "--valid-data", str(file), "--load", str(trained.load), "--num-workers", "0"]
+    load = ["--no-load-optim", "--no-load-rng"]
+    done = run_script(trained.tree, tmp_path, "tasks/main.py", *MODEL, *task, *load, processes=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert " > 1 passages are longer than " in done.stdout
+    found = re.search(r"number correct: (\S+) \| total examples: (\S+)", done.stdout)
+    assert (float(found[1]), float(found[2])) == expected
+
+
 # -- data, and the other models ---------------------------------------------------------------------
 
 

@@ -52,16 +52,100 @@ def script(data, tmp_path):
 
 
 def test_trains_and_evaluates(checkout, script, tmp_path):
-    """A sliding window in BSH: 4 iterations, a checkpoint, and LAMBADA from it on as many processes."""
-    layout = {"MEGATRON_LM_PATH": checkout, "NPUS_PER_NODE": 2, "TP": 2}
-    output = runs.succeeded(script("pretrain_gpt_distributed_bf16.sh", *OPTIONS, **layout))
-    assert "Small preset on 2 x cpu" in output
+    """A sliding window in BSH on 2 parts: 4 iterations, a checkpoint, and LAMBADA from it.
+
+    Layout and sizes of the evaluation are the checkpoint's own; most passages are longer than its positions.
+    """
+    train = {"MEGATRON_LM_PATH": checkout, "NPUS_PER_NODE": 2, "TP": 2}
+    output = runs.succeeded(script("pretrain_gpt_distributed_bf16.sh", *OPTIONS, **train))
+    assert "Small preset on 2 x cpu, TP 2, PP 1: 2 layers of 64, 64 tokens, 4 iterations" in output
     assert "megatron_lm 285068c8" in output
     assert sorted(runs.losses(output)) == [1, 2, 3, 4]
     lambada = tmp_path / "lambada.json"
-    lambada.write_text("".join(json.dumps({"text": f"a b c d {n} e f"}) + "\n" for n in range(5)))
-    output = runs.succeeded(script("test_gpt_distributed_bf16.sh", *OPTIONS, **layout, LAMBADA_FILE=lambada))
+    passages = ["a b c d 0 e f", *("a b c d" + " e" * 60 + f" {n} f" for n in range(4))]
+    lambada.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
+    other = {"MEGATRON_LM_PATH": checkout, "NPUS_PER_NODE": 1, "SEQ_LENGTH": 4096, "LAMBADA_FILE": lambada}
+    output = runs.succeeded(script("test_gpt_distributed_bf16.sh", *OPTIONS, **other))
+    assert "on 2 x cpu (TP 2, PP 1, as it was trained)" in output
+    assert " > 4 passages are longer than 64 tokens: the last ones of each are read" in output
     assert "total examples: 5.0000E+00 | avg accuracy: " in output
+
+
+PARTS = {"2x1": ["mp_rank_00", "mp_rank_01"], "1x2": ["mp_rank_00_000", "mp_rank_00_001"]}
+
+
+@pytest.mark.parametrize(("layout", "parts"), PARTS.items())
+def test_a_checkpoint_tells_its_layout(script, tmp_path, layout, parts):
+    """Whatever the environment says; the parts of the distributed optimizer beside them do not count."""
+    newest = tmp_path / "checkpoint" / "iter_0000004"
+    for part in parts:
+        (newest / part).mkdir(parents=True)
+        (newest / part / "model_rng.pt").touch()
+    (newest / f"{parts[-1]}_003").mkdir()
+    (newest / f"{parts[-1]}_003" / "optim.pt").touch()
+    (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("4")
+    tree = fake_checkout(tmp_path, "tasks/main.py")
+    own = {"LAMBADA_FILE": tree / "pretrain_gpt.py", "MEGATRON_LM_PATH": tree, "TP": 4, "NPUS_PER_NODE": 1}
+    output = runs.succeeded(script("test_gpt_distributed.sh", **own))
+    tensor, pipeline = layout.split("x")
+    assert (
+        output.count(f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}") == 2
+    )
+    npu = {"MEGATRON_NPU_DEVICE": "npu", **own}
+    refused(script("test_gpt_distributed.sh", **npu), "expected 2 devices, or a checkpoint that tools/")
+
+
+def fake_checkout(folder: Path, *names: str) -> Path:
+    """Return a Megatron-LM whose scripts print their arguments, in one line."""
+    tree = folder / "tree"
+    for name in ("pretrain_gpt.py", *names):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text("import os, sys\nos.write(1, (' '.join(sys.argv) + '\\n').encode())\n")
+    return tree
+
+
+DEFAULTS = [
+    ({"NPUS_PER_NODE": 8, "MEGATRON_NPU_DEVICE": "npu"}, "Full preset on 8 x npu, TP 2, PP 2: 24 layers"),
+    (
+        {"NPUS_PER_NODE": 8, "MEGATRON_NPU_DEVICE": "npu", "MEGATRON_NPU_SIM": 1},
+        "Small preset on 8 x npu (simu",
+    ),
+    ({"NPUS_PER_NODE": 1, "PRESET": "full"}, "Full preset on 1 x cpu, TP 1, PP 1: 24 layers"),
+    ({"NPUS_PER_NODE": 2, "PRESET": "full"}, "Full preset on 2 x cpu, TP 2, PP 1: 24 layers"),
+    ({"NPUS_PER_NODE": 6, "PRESET": "full"}, "Full preset on 6 x cpu, TP 2, PP 1: 24 layers"),
+    ({"NPUS_PER_NODE": 8}, "Small preset on 8 x cpu, TP 1, PP 1: 2 layers"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), DEFAULTS, ids=[said for _, said in DEFAULTS])
+def test_the_preset_follows_the_devices_and_says_so(script, changes, said):
+    """Nothing is started: MEGATRON_LM_PATH leads nowhere, which is found out after the announcement."""
+    sizes = {"SEQ_LENGTH": "", "TRAIN_ITERS": "", "NUM_HEADS": "", "MEGATRON_LM_PATH": "/nowhere"}
+    done = script("pretrain_gpt_distributed.sh", **{**sizes, **changes})
+    refused(done, "MEGATRON_LM_PATH=/nowhere")
+    assert said in done.stdout
+
+
+def test_the_full_batch_fits_the_copies(script, tmp_path):
+    """64 samples in batches of 4 on 3 copies of 2 parts: 72 are the next that fit."""
+    tree = fake_checkout(tmp_path)
+    full = {"PRESET": "full", "NPUS_PER_NODE": 6, "MEGATRON_LM_PATH": tree}
+    output = runs.succeeded(script("pretrain_gpt_distributed.sh", **full))
+    assert output.count("--micro-batch-size 4 --global-batch-size 72 ") == 6
+
+
+def test_each_command_has_a_checkpoint_of_its_own(alone):
+    """And the evaluation looks where the training of its name has saved, else it names that training."""
+    tree = fake_checkout(alone.scripts.parent, "tasks/main.py")
+    own = {"MEGATRON_LM_PATH": tree}
+    output = runs.succeeded(alone("pretrain_gpt_distributed_bf16.sh", *OPTIONS, **own))
+    assert f"--save {alone.scripts}/checkpoint/bf16-pre16-next0-BSH " in output
+    output = runs.succeeded(alone("pretrain_gpt_distributed.sh", **own))
+    assert f"--save {alone.scripts}/checkpoint/fp16 " in output
+    guide.write_lambada(alone.scripts)
+    other = [*OPTIONS[:2], "--shape_order=SBH"]
+    said = f"{alone.scripts}/checkpoint/bf16-pre16-next0-SBH; train it with pretrain_gpt_distributed_bf16.sh"
+    refused(alone("test_gpt_distributed_bf16.sh", *other, **own), f"no checkpoint in {said}")
 
 
 @pytest.mark.parametrize(
@@ -87,11 +171,19 @@ def test_bad_options(script, name, options, said):
     ("changes", "said"),
     [
         ({"MEGATRON_LM_PATH": "/nowhere"}, "MEGATRON_LM_PATH=/nowhere has no pretrain_gpt.py"),
-        ({"DATA_PATH": "/nowhere/text"}, "no file /nowhere/text.idx; set DATA_PATH"),
-        ({"VOCAB_FILE": "/nowhere.json"}, "no file /nowhere.json; set VOCAB_FILE"),
+        (
+            {"DATA_PATH": "/nowhere/text"},
+            "no file /nowhere/text.idx; run `bash tests/dataset_preprocess_gpt.sh`",
+        ),
+        (
+            {"VOCAB_FILE": "/nowhere.json"},
+            "no file /nowhere.json; run `bash tests/dataset_preprocess_gpt.sh`",
+        ),
         ({"NPUS_PER_NODE": "two"}, "NPUS_PER_NODE=two is not a number of processes"),
         ({"MEGATRON_NPU_DEVICE": "tpu"}, "MEGATRON_NPU_DEVICE=tpu; expected auto"),
-        ({"PRESET": "huge"}, "PRESET=huge; expected full or small"),
+        ({"PRESET": "huge"}, "PRESET=huge; expected full, small or tiny"),
+        ({"TP": "two"}, "TP=two, PP=1; expected numbers"),
+        ({"NPUS_PER_NODE": "3", "TP": "2"}, "TP=2 x PP=1 in 3 processes; expected a divisor of 3"),
     ],
 )
 def test_bad_settings(script, changes, said):
@@ -106,7 +198,7 @@ def test_help_is_what_the_script_begins_with(script, option):
 
 
 def test_a_finished_checkpoint_is_not_trained_again(script, tmp_path):
-    """The guide's commands share one folder: the second must not pass for a training of nothing."""
+    """A command that is given twice must not pass for a training of nothing; FRESH=1 keeps what there is."""
     tracker = tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt"
     tracker.parent.mkdir()
     tracker.write_text("4")
@@ -116,10 +208,16 @@ def test_a_finished_checkpoint_is_not_trained_again(script, tmp_path):
     done = train()
     assert done.returncode == 2
     assert "nothing left to train: the checkpoint in " in done.stderr
-    assert "has 4 of 4 iterations; move it away, set CHECKPOINT_PATH" in done.stderr
+    assert "has 4 of 4 iterations; set FRESH=1 to keep it and start anew, CHECKPOINT_PATH" in done.stderr
     output = runs.succeeded(train(TRAIN_ITERS=5))
     assert "Going on from iteration 4 in " in output
     assert output.endswith("trained\n")
+    (tmp_path / "checkpoint.1").mkdir()
+    output = runs.succeeded(train(FRESH=1))
+    assert f"The former checkpoints are now in {tmp_path}/checkpoint.2\n" in output
+    assert "Going on" not in output
+    assert (tmp_path / "checkpoint.2" / tracker.name).read_text() == "4"
+    assert not tracker.exists()
 
 
 @pytest.mark.parametrize(
@@ -220,12 +318,24 @@ def test_the_released_model_lies_where_the_guide_says(checkout, alone):
     runs.succeeded(alone("pretrain_gpt_distributed.sh", **train))
     release = alone.scripts / "checkpoint_dist_test" / "mp_rank_00" / "model_optim_rng.pt"
     release.parent.mkdir(parents=True)
-    content = load(alone.scripts / "checkpoint" / "iter_0000030" / "mp_rank_00" / "model_optim_rng.pt")
+    content = load(
+        alone.scripts / "checkpoint" / "fp16" / "iter_0000030" / "mp_rank_00" / "model_optim_rng.pt"
+    )
     torch.save({"iteration": 30, "model": as_released(content["model"])}, release)
     guide.write_lambada(alone.scripts)
     output = runs.succeeded(alone("test_gpt_distributed_sample.sh", **train))
     assert "checkpoint version 0" in output
     guide.check_figures(runs.accuracy(output))
+
+
+def test_each_passage_is_counted_once_on_several_devices(checkout, alone, tmp_path):
+    """Three passages with the word that a model learns first, on two copies of it: not four are right."""
+    own = {"MEGATRON_LM_PATH": checkout, "LAMBADA_FILE": tmp_path / "passages"}
+    runs.succeeded(alone("pretrain_gpt_distributed.sh", **own))
+    (tmp_path / "passages").write_text('{"text": "a a a a"}\n' * 3)
+    output = runs.succeeded(alone("test_gpt_distributed.sh", **own, NPUS_PER_NODE=2))
+    assert "on 2 x cpu (TP 1, PP 1, as it was trained)" in output
+    assert runs.accuracy(output) == (3, 3)
 
 
 def as_released(model: dict) -> dict:
