@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -128,9 +130,26 @@ class Parser(argparse.ArgumentParser):
             UsageError: an unknown flag, a missing required one, or a value of the wrong kind.
         """
         try:
-            found, unknown = self.parse_known_args(args, namespace)
+            with self._nothing_required():  # a misspelt flag is told before the one that it was to be
+                self._refuse_unknown(self.parse_known_args(args)[1])
+            return self.parse_known_args(args, namespace)[0]
         except argparse.ArgumentError as error:
             raise self._refusal(error) from None
+
+    @contextlib.contextmanager
+    def _nothing_required(self) -> Iterator[None]:
+        every: list[Any] = [*self._actions, *self._mutually_exclusive_groups]
+        required = [one for one in every if one.required]
+        for one in required:
+            one.required = False
+        try:
+            yield
+        finally:
+            for one in required:
+                one.required = True
+
+    def _refuse_unknown(self, unknown: Sequence[str]) -> None:
+        """Refuse what no flag takes; the nearest known ones of the first are named."""
         flags = [word for word in unknown if word.startswith("--")]
         if flags:
             known = difflib.get_close_matches(flags[0].partition("=")[0], self._option_string_actions, n=3)
@@ -141,7 +160,6 @@ class Parser(argparse.ArgumentParser):
             )
         if unknown:
             self.error(f"unexpected {' '.join(unknown)}")
-        return found
 
     def _refusal(self, error: argparse.ArgumentError) -> UsageError:
         if isinstance(error.__context__, Unfit):

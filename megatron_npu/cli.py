@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
 import sys
+import traceback
 
-from megatron_npu import __version__, settings
+from megatron_npu import __version__, inert_packages, settings
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
@@ -35,6 +37,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
+_OURS = ("a package that megatron_npu declares", "Run: pip install -e . in the clone, which brings it.")
+_REQUIRED = {
+    **dict.fromkeys((*inert_packages.DECLARED, "packaging"), _OURS),
+    "torch": (
+        "torch, which this command computes with",
+        "Install the build that fits your device: README, Which torch. check and --help work without it.",
+    ),
+}
+# behind these comes another's command line, whose --help is not ours
+_TAKES_A_COMMAND = ("run", "sim")
 
 _END = """
 options:
@@ -71,11 +83,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron-npu: error: {_unknown(argv[0])}", file=sys.stderr)
         return 2
     os.umask(0o027)
-    module, function = COMMANDS[argv[0]][0].split(":")
     try:
         if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
             settings.check()
-        return getattr(importlib.import_module(module), function)(argv[1:]) or 0
+        with _packages_for(argv):
+            return _run(argv)
     except BrokenPipeError:  # the reader (head, say) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         return 1
@@ -83,6 +95,38 @@ def main(argv: list[str] | None = None) -> int:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"megatron-npu {argv[0]}: interrupted{interrupt}", file=sys.stderr)
         return INTERRUPTED
+    except ModuleNotFoundError as error:
+        told = _absent(error)
+        if told is None:
+            raise
+        print(f"megatron-npu {argv[0]}: error: {told}", file=sys.stderr)
+        return 2
     except (UsageError, DriftError, PinError) as error:
         print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
         return 2
+
+
+def _absent(error: ModuleNotFoundError) -> UsageError | None:
+    """Return what to say where a module of this package misses one that it needs; None: it is another's."""
+    name = error.name or ""
+    asking = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    asking = [module for module in asking if not module.startswith("importlib")]
+    if not asking[-1].startswith(f"{__package__}.") or name not in _REQUIRED:
+        return None
+    expected, remedy = _REQUIRED[name]
+    return UsageError(f"the package {name} is not installed", expected, remedy)
+
+
+def _run(argv: list[str]) -> int:
+    module, function = COMMANDS[argv[0]][0].split(":")
+    return getattr(importlib.import_module(module), function)(argv[1:]) or 0
+
+
+def _packages_for(argv: list[str]) -> contextlib.AbstractContextManager[None]:
+    """Prepare for a command that needs no torch: one that only says its help, or only reads sources."""
+    flags = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
+    if argv[1:2] in (["-h"], ["--help"]) or (argv[0] not in _TAKES_A_COMMAND and {"-h", "--help"} & {*flags}):
+        return inert_packages.for_help()
+    if argv[0] in ("check", "pin") or (argv[0] == "ledger" and "--static" in flags):
+        inert_packages.for_records()
+    return contextlib.nullcontext()

@@ -66,18 +66,26 @@ class Variable:
         Raises:
             UsageError: the variable is set to something that ``choices`` or ``type`` does not admit.
         """
-        text = self._text()
+        try:
+            return self.read(self._text())
+        except Unfit as unfit:
+            remedy = (
+                "Set {0} to one of these or unset it (default: {1})." if self.choices else "Default: {1}."
+            )
+            raise UsageError(
+                f"{self.name}={unfit.given}", unfit.expected, remedy.format(self.name, self.default)
+            ) from None
+
+    def read(self, text: str) -> object:
+        """Return what ``type`` makes of ``text``; a ``type`` of the flag that sets the variable, too.
+
+        Raises:
+            Unfit: neither ``choices`` nor ``type`` admits it.
+        """
         if self.choices and text not in self.choices:
             near = difflib.get_close_matches(text, self.choices) if len(self.choices) > _FEW else []
-            raise UsageError(
-                f"{self.name}={text}",
-                " or ".join(near or self.choices),
-                f"Set {self.name} to one of these or unset it (default: {self.default}).",
-            )
-        try:
-            return self.type(text)
-        except Unfit as unfit:
-            raise UsageError(f"{self.name}={text}", unfit.expected, f"Default: {self.default}.") from None
+            raise Unfit(text, " or ".join(near or self.choices))
+        return self.type(text)
 
     def enabled(self) -> bool:
         """Return whether an on/off variable is on."""

@@ -46,6 +46,7 @@ ROOMS = (
     Room("errors.py", "the one error for a user's mistakes"),
     Room("files.py", "atomic writes of files and folders"),
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
+    Room("inert_packages.py", "what stands in torch's place where it is only named: in help texts, `check`"),
     Room("arg_parser.py", "the parser that all commands share", "errors"),
     Room("settings.py", "every environment variable", "arg_parser errors"),
     Room("safe_load.py", "files of torch and pickle, read without running them", "errors", ("torch",)),
@@ -143,8 +144,8 @@ ROOMS = (
     Room(
         "cli.py",
         "`megatron-npu COMMAND`: finds the command, prints a `UsageError` in one line",
-        "conversion doctor errors evaluation patch_commands patching preprocessing runner settings sim "
-        "training",
+        "conversion doctor errors evaluation inert_packages patch_commands patching preprocessing runner "
+        "settings sim training",
     ),
     Room(
         "stock_script.py",

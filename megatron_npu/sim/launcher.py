@@ -20,6 +20,8 @@ _INTERRUPTED = 130  # what a shell reports of a command that Ctrl-C ended
 _DESCRIPTION = """Run COMMAND with the real torch_npu on simulated NPUs: device memory is host memory, kernels
 are CPU kernels, HCCL is shared memory. Its child processes see the NPUs too. See docs/simulator.md."""
 
+_FLAGS = {"--devices": settings.SIM_DEVICES, "--soc": settings.SIM_SOC}
+
 
 def main(argv: list[str]) -> int:
     """Prepare what is missing, then become COMMAND; returns only if the preparation was interrupted.
@@ -28,8 +30,8 @@ def main(argv: list[str]) -> int:
         UsageError: no command, a command that is not there, or a machine that cannot be prepared.
     """
     parser = Parser("megatron-npu sim", description=_DESCRIPTION)
-    parser.add_argument("--devices", help=settings.SIM_DEVICES.help + " Default: 8.")
-    parser.add_argument("--soc", help=settings.SIM_SOC.help + " Default: Ascend910B2.")
+    for flag, variable in _FLAGS.items():
+        parser.add_argument(flag, type=variable.read, help=f"{variable.help} Default: {variable.default}.")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     options = parser.parse_args(argv)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -37,10 +39,9 @@ def main(argv: list[str]) -> int:
         raise UsageError(
             "no command", "-- COMMAND ARGUMENTS...", "For example: megatron-npu sim -- python train.py"
         )
-    if options.devices:
-        os.environ[settings.SIM_DEVICES.name] = options.devices
-    if options.soc:
-        os.environ[settings.SIM_SOC.name] = options.soc
+    for variable, given in ((settings.SIM_DEVICES, options.devices), (settings.SIM_SOC, options.soc)):
+        if given is not None:
+            os.environ[variable.name] = str(given)
     program = _find(command[0])
     try:
         environment = prepare()

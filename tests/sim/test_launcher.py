@@ -41,6 +41,19 @@ class TestRefusals:
     def test_no_command(self):
         assert_refused(launch("--devices", "2", "--"), "no command", "-- COMMAND")
 
+    @pytest.mark.parametrize(
+        ("flag", "value", "expected"),
+        [
+            ("--devices", "0", "from 1 to 64"),
+            ("--devices", "two", "from 1 to 64"),
+            ("--soc", "H200", "Ascend"),
+        ],
+    )
+    def test_a_bad_flag_is_named_and_no_variable(self, flag, value, expected):
+        result = launch(flag, value, "--", "true")
+        assert_refused(result, f"error: {flag} {value}; expected", expected, "sim --help")
+        assert "MEGATRON_NPU" not in result.stderr
+
     def test_an_unknown_command(self):
         assert_refused(launch("--", "no-such-program"), "no-such-program", "PATH")
 

@@ -53,6 +53,18 @@ def test_a_missing_flag_is_named():
         parser.parse_args([])
 
 
+def test_a_misspelt_flag_is_told_before_the_required_one_that_it_was_to_be():
+    parser = Parser("megatron-npu try")
+    parser.add_argument("--layers", required=True)
+    either = parser.add_mutually_exclusive_group(required=True)
+    either.add_argument("--short", action="store_true")
+    with pytest.raises(UsageError, match=r"^no flag --layer; expected --layers\. "):
+        parser.parse_args(["--layer", "3"])
+    with pytest.raises(UsageError, match=r"^one of the arguments --short is required"):
+        parser.parse_args(["--layers", "3"])
+    assert parser.parse_args(["--layers", "3", "--short"]).layers == "3"
+
+
 def test_help_says_defaults_once_and_short_metavars(parser):
     text = " ".join(parser.format_help().split())
     assert "try: a command." in text
