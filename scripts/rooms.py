@@ -51,6 +51,7 @@ ROOMS = (
     Room("settings.py", "every environment variable", "arg_parser errors"),
     Room("safe_load.py", "files of torch and pickle, read without running them", "errors", ("torch",)),
     Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
+    Room("older_flags.py", "flags of older Megatrons: what they mean today", "arg_parser errors"),
     Room(
         "patching/", "records, import hook, pins, ledger; knows neither Megatron nor the rest of this project"
     ),
@@ -80,7 +81,7 @@ ROOMS = (
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags devices errors files ops patching safe_load",
+        "attention_flags devices errors files older_flags ops patching safe_load",
         ("torch", "megatron"),
     ),
     Room(
@@ -112,8 +113,8 @@ ROOMS = (
     Room(
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
-        "arg_parser attention_flags devices errors files plugin preprocessing safe_load tokenization "
-        "upstream",
+        "arg_parser attention_flags devices errors files older_flags plugin preprocessing safe_load "
+        "tokenization upstream",
         ("torch", "megatron"),
     ),
     Room(

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_npu import older_flags
 from megatron_npu.arg_parser import Parser, integer, number, positive, whole
 from megatron_npu.attention_flags import add_attention_flags
 from megatron_npu.tokenization import flags
@@ -33,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     for title, add_flags in _GROUPS:
         add_flags(result.add_argument_group(title).add_argument)
     add_attention_flags(result)
+    older_flags.add(result)
     return result
 
 
@@ -42,7 +44,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UsageError: an unknown flag, a missing required one, or a value of the wrong kind.
     """
-    return parser().parse_args(list(argv))
+    args = parser().parse_args(list(argv))
+    older_flags.apply(args, argv)
+    return args
 
 
 def _model(add: Add) -> None:

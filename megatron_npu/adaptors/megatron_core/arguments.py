@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_npu import devices
+from megatron_npu import devices, older_flags
 from megatron_npu.adaptors.megatron_core import unsupported_options
 from megatron_npu.adaptors.megatron_core.decorators import (
     NOT_FIXED,
@@ -48,6 +49,12 @@ class Check(NamedTuple):
     def name(self) -> str:
         """The name of its function."""
         return self.run.__name__
+
+
+def take_older_flags(args: argparse.Namespace) -> None:
+    """Do what flags of older Megatrons mean today, so that upstream does not end at them."""
+    older_flags.apply(args, sys.argv[1:])
+    args.checkpoint_activations = False
 
 
 def name_the_rerun_mode(args: argparse.Namespace) -> None:
@@ -101,6 +108,11 @@ def set_variables_of_cuda(args: argparse.Namespace) -> None:
 
 
 CHECKS = (  # they run in this order
+    Check(
+        take_older_flags,
+        why="--checkpoint-activations ends a run with exit code 0, as if it had trained; --batch-size, "
+        "--warmup and --model-parallel-size with the traceback of an assertion",
+    ),
     Check(
         name_the_rerun_mode,
         why="--rerun-mode report_stats is a ValueError when the run starts: the state machine calls that "
@@ -160,6 +172,17 @@ around(
     "megatron.training.arguments:add_megatron_arguments",
     why="--pre-tockens, --next-tockens and --shape-order of the fused attention",
 )(add_attention_flags)
+
+
+@around(
+    "megatron.training.arguments:add_megatron_arguments",
+    why="flags of older Megatrons, such as --data-impl mmap, which documents still give",
+)
+def add_older_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
+    """Declare them after upstream's own flags."""
+    parser = original(parser)
+    older_flags.add(parser)
+    return parser
 
 
 @around("megatron.training.arguments:validate_args", why=_reasons(), until=_until())
