@@ -113,8 +113,8 @@ ROOMS = (
     Room(
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
-        "arg_parser attention_flags devices errors files older_flags plugin preprocessing safe_load "
-        "tokenization upstream",
+        "arg_parser attention_flags devices errors files generation older_flags plugin preprocessing "
+        "safe_load tokenization upstream",
         ("torch", "megatron"),
     ),
     Room(

@@ -412,6 +412,19 @@ def _logging(add: Add) -> None:
         help="one JSON object a log event, appended (default: metrics.jsonl in --save or --tensorboard-dir)",
     )
     add(
+        "--sample-prompt",
+        nargs="+",
+        metavar="TEXT",
+        help="draw a text from each prompt at each validation; an empty one: from nothing (default: none)",
+    )
+    add("--sample-tokens", type=positive, default=50, help="tokens to add at most to a --sample-prompt")
+    add(
+        "--sample-temperature",
+        type=number,
+        default=0.0,
+        help="logits are divided by it; 0: the likeliest token",
+    )
+    add(
         "--dashboard",
         type=address,
         metavar="[HOST:]PORT",

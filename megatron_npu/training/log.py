@@ -21,6 +21,7 @@ import torch
 
 from megatron_npu import devices
 from megatron_npu.training import flops, history
+from megatron_npu.training.samples import Text
 
 
 @dataclass
@@ -158,6 +159,14 @@ class Log:
         self.write("validation", iteration, row)
         self.scalars(iteration, curves)
 
+    def sample(self, iteration: int, text: Text) -> None:
+        """Report a text that the model has drawn; on the console in one line, whatever it holds."""
+        self.say(f" sample at iteration {iteration} | {_printable(text.prompt + text.added)}")
+        self.write("sample", iteration, {"prompt": text.prompt, "text": text.added})
+        if self._board is not None:
+            quoted = "\n".join(f"    {line}" for line in (text.prompt + text.added).splitlines())
+            self._board.add_text(f"sample: {text.prompt}", quoted, iteration)  # Markdown: as it is
+
     def test(self, iteration: int, loss: float) -> None:
         """Report the evaluation at the end on data that nothing else has seen, as ``validation`` does."""
         perplexity = perplexity_of(loss)
@@ -216,6 +225,13 @@ def _end_line(path: Path) -> None:
             stream.seek(-1, os.SEEK_END)
             if stream.read() != b"\n":
                 stream.write(b"\n")
+
+
+def _printable(text: str) -> str:
+    """Return a text for the console: escapes for line ends, control codes and what it cannot show."""
+    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def perplexity_of(loss: float) -> float:

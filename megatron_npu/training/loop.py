@@ -14,11 +14,13 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron_npu import devices
+from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint, checkpoint_failures, data, loss
 from megatron_npu.training.checkpoint import Position, State
 from megatron_npu.training.clock import Clock
 from megatron_npu.training.log import Interval, Log
 from megatron_npu.training.pace import Pace
+from megatron_npu.training.samples import Samples
 from megatron_npu.training.termination import Termination
 
 if TYPE_CHECKING:
@@ -101,6 +103,7 @@ class Trainer:
         self.outcome = Outcome(position)
         self.clock = Clock()
         self.interval, self.pace = Interval(), Pace()
+        self.samples = Samples(args, state.model) if args.sample_prompt else None
         self.forward_backward = get_forward_backward_func()
         self.no_loss = torch.zeros(2, device=devices.current().torch_device())
 
@@ -215,6 +218,11 @@ class Trainer:
         self.interval = Interval()
 
     def _evaluate(self) -> None:
+        """Do what is done every --eval-interval, leaving generators and training data untouched."""
+        self._validate()
+        self._sample()
+
+    def _validate(self) -> None:
         """Measure the loss on the validation samples, and on those of training if a flag says so."""
         if not self.args.eval_iters or self.datasets.valid is None:
             return
@@ -226,6 +234,19 @@ class Trainer:
         self.position = checkpoint.advance(self.position, valid=samples)
         self.outcome.validation_loss = mean
         self.log.validation(self.position.iteration, mean, trained)
+
+    def _sample(self) -> None:
+        """Draw the texts of --sample-prompt; that the model cannot is no reason to end its training."""
+        if self.samples is None:
+            return
+        with self._evaluating():
+            try:
+                texts = self.samples.draw()
+            except UsageError as error:
+                self.log.say(f" no sample at iteration {self.position.iteration}: {error}")
+                return
+        for text in texts:
+            self.log.sample(self.position.iteration, text)
 
     def _test(self) -> None:
         """Measure the loss on the samples of --test-data-path."""
@@ -247,7 +268,7 @@ class Trainer:
         self.clock.start()
 
     def _mean_loss(self, dataset: Dataset | None, consumed: int) -> float:
-        """Return the loss of --eval-iters global batches, leaving generators and training data untouched."""
+        """Return the loss of --eval-iters global batches."""
         batches = data.batches(self.args, dataset, consumed)
         sums = [self._forward(batches, forward_only=True) for _ in range(self.args.eval_iters)]
         (mean,) = loss.means([torch.stack(sums).sum(0)])

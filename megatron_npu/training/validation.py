@@ -19,7 +19,11 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda value: 0 <= value < 1,
         "a number from 0 to below 1",
     ),
-    ("clip-grad weight-decay init-method-std adam-eps", lambda value: value >= 0, "a number from 0 on"),
+    (
+        "clip-grad weight-decay init-method-std adam-eps sample-temperature",
+        lambda value: value >= 0,
+        "a number from 0 on",
+    ),
     (
         "rotary-base rope-scaling-factor norm-epsilon loss-scale initial-loss-scale min-loss-scale",
         lambda value: value > 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import http.client
+import importlib.util
 import json
 import math
 import re
@@ -11,6 +12,7 @@ import socket
 
 import pytest
 
+from megatron_npu.evaluation.generate import generate
 from megatron_npu.training import arguments, history, pretrain
 from tests.end_to_end import tiny
 
@@ -21,7 +23,8 @@ WATCHED = "--eval-interval 2 --eval-iters 2 --eval-train-loss --log-loss-per-ran
 
 def test_the_curve_is_the_same_to_the_bit_whatever_is_looked_at(train, tmp_path):
     """With dropout, so that one random number drawn on the way would show."""
-    train("--save", tmp_path / "watched", "--plot", "--dashboard", 0, *WATCHED)
+    drawn = ("--sample-prompt", "1 2 3", "", "--sample-tokens", 5, "--sample-temperature", 1)
+    train("--save", tmp_path / "watched", "--plot", "--dashboard", 0, *WATCHED, *drawn)
     train("--save", tmp_path / "alone", "--eval-iters", 0)
     watched, alone = tmp_path / "watched", tmp_path / "alone"
     assert tiny.losses(watched / "metrics.jsonl") == tiny.losses(alone / "metrics.jsonl")
@@ -44,7 +47,8 @@ def test_training_samples_are_evaluated_without_dropout_and_always_the_same(tmp_
 
 
 def test_each_rank_tells_its_own_loss(flags, tmp_path):
-    watched = flags("--json-log", tmp_path / "m", "--eval-iters", 0, "--log-loss-per-rank")
+    drawn = ("--eval-iters", 0, "--eval-interval", 4, "--sample-prompt", "1 2 3")
+    watched = flags("--json-log", tmp_path / "m", "--log-loss-per-rank", *drawn)
     done = tiny.run("pretrain", *watched, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = tiny.rows(tmp_path / "m")
@@ -53,7 +57,51 @@ def test_each_rank_tells_its_own_loss(flags, tmp_path):
         assert math.fsum(row["losses_of_ranks"].values()) / 2 == pytest.approx(row["loss"], rel=1e-6)
     one, other = rows[-1]["losses_of_ranks"].values()
     assert one != other
+    assert [row["iteration"] for row in tiny.rows(tmp_path / "m", "sample")] == [4, 6]  # by all ranks
     assert f" [rank 1] iteration        6/       6 | lm loss: {other:.6E} |" in done.stdout
+
+
+def test_samples_are_what_the_saved_model_says(train, tmp_path, capsys):
+    board = tmp_path / "board"
+    asked = ("--sample-prompt", "5 7 9", "", "--sample-tokens", 6)
+    train("--save", tmp_path, "--eval-interval", 3, "--tensorboard-dir", board, *asked)
+    rows = tiny.rows(tmp_path / "metrics.jsonl", "sample")
+    assert [(row["iteration"], row["prompt"]) for row in rows] == [
+        (3, "5 7 9"),
+        (3, ""),
+        (6, "5 7 9"),
+        (6, ""),
+    ]
+    text = generate(str(tmp_path), "5 7 9", num_tokens=6, temperature=0)
+    assert "5 7 9" + rows[2]["text"] == text
+    assert f" sample at iteration 6 | {text}\n" in capsys.readouterr().out
+    assert history.read(tmp_path / "metrics.jsonl").samples[6][0]["text"] == rows[2]["text"]
+    if importlib.util.find_spec("tensorboard"):
+        from tensorboard.backend.event_processing import event_accumulator
+
+        events = event_accumulator.EventAccumulator(str(board))
+        events.Reload()
+        assert len(events.Tensors("sample: 5 7 9/text_summary")) == 2
+
+
+def test_a_model_that_gives_no_numbers_is_trained_on_without_a_sample(train, tmp_path, capsys):
+    def spoil(iteration, model):
+        for parameter in model[0].parameters():
+            parameter.main_grad.fill_(math.nan)
+
+    asked = ("--sample-prompt", "5", "--no-check-for-nan-in-loss-and-grad", "--json-log", tmp_path / "m")
+    assert train(*asked, on_gradients=spoil).iterations == 6
+    assert " no sample at iteration 6: the model's logits are not numbers" in capsys.readouterr().out
+    assert tiny.rows(tmp_path / "m", "sample") == []
+
+
+def test_prompts_that_cannot_be_are_refused(refused, flags):
+    assert "--sample-prompt of 32 tokens; expected at most 31" in refused(
+        "pretrain", *flags("--sample-prompt", "1 " * 32)
+    )
+    assert "the prompt 'hello'" in refused("pretrain", *flags("--sample-prompt", "hello"))
+    line = refused("pretrain", *flags("--sample-prompt", "1", "--sample-temperature", -1))
+    assert "--sample-temperature -1" in line
 
 
 def test_the_picture_is_drawn_at_each_evaluation(train, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import indexed_dataset
-from megatron_npu.training import checkpoint_files, derive, epochs, tokenizers
+from megatron_npu.training import checkpoint_files, derive, epochs, samples, tokenizers
 from megatron_npu.training.sources import PARTS, blend, sizes_of_parts, split_shares
 
 
@@ -23,6 +23,7 @@ def check(args: Namespace) -> None:
     tokenizer = tokenizers.build(args)
     args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, tokenizer)
     derive.padded_vocab_size(args)
+    samples.check(args, tokenizer)
     _one_source(args)
     derive.split(args)
     args.has_data = bool(args.mock_data or args.data_path or args.train_data_path)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from argparse import Namespace
 
 import pytest
 
 from megatron_npu.training import flops, history, log
+from megatron_npu.training.samples import Text
 
 
 def row(**changes):
@@ -126,6 +129,20 @@ def test_a_reader_goes_on_where_it_was_and_sees_a_file_that_is_another(tmp_path)
     journal(tmp_path)
     assert reader.update()
     assert (reader.history.validation, reader.history.end) == ({}, {})
+
+
+def test_a_sample_is_one_line_whatever_it_holds(tmp_path, capsys):
+    journal(tmp_path).sample(3, Text("萧炎,", "one\ntwo\x1b[31m\x9b"))
+    assert capsys.readouterr().out == " sample at iteration 3 | 萧炎,one\\ntwo\\x1b[31m\\x9b\n"
+    row = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[-1])
+    assert (row["prompt"], row["text"]) == ("萧炎,", "one\ntwo\x1b[31m\x9b")
+
+
+def test_a_console_of_another_encoding_gets_escapes(tmp_path, monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    journal(tmp_path).sample(3, Text("萧", "a"))
+    assert screen.buffer.getvalue() == rb" sample at iteration 3 | \u8427a" + b"\n"
 
 
 def test_the_plot_is_a_png(tmp_path):
