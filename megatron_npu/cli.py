@@ -29,6 +29,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "convert checkpoints from and to Hugging Face, proven",
     ),
     "lambada": ("megatron_npu.evaluation.lambada:main", "measure a checkpoint's LAMBADA accuracy"),
+    "checkpoint": (
+        "megatron_npu.training.checkpoint_command:main",
+        "list, inspect, verify and prune a folder of checkpoints",
+    ),
     "sim": ("megatron_npu.sim.launcher:main", "run a command on simulated Ascend NPUs"),
     "doctor": ("megatron_npu.doctor.command:main", "say what is installed, what works, and what to do"),
     "ledger": ("megatron_npu.patch_commands:ledger", "list every patch and its state"),

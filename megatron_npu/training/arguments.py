@@ -376,6 +376,17 @@ def _checkpoints(add: Add) -> None:
         metavar="N",
         help="load the checkpoint of iteration N (default: the newest)",
     )
+    add(
+        "--load-last-good",
+        action="store_true",
+        help="load the newest checkpoint whose files are whole, and say which are not",
+    )
+    add(
+        "--no-verify-checkpoint",
+        action="store_false",
+        dest="verify_checkpoint",
+        help="do not compare a checkpoint's files with their checksums before it is loaded",
+    )
     add("--save-interval", type=positive, help="iterations between two (default: only at the end)")
     add("--finetune", action="store_true", help="load the weights alone and begin at iteration 0")
     add("--no-load-optim", action="store_true", help="begin with a fresh optimizer")

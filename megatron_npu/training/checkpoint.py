@@ -23,6 +23,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     checkpoint_failures,
     checkpoint_files,
+    checksums,
     dist_ckpt_versions,
     stock_checkpoints,
     torch_format,
@@ -97,6 +98,8 @@ def _write(args: Namespace, state: State, position: Position, part: Path, common
     dist.barrier()
     if dist.get_rank() == 0:
         checkpoint_files.describe(part, _description(args, position, metadata))
+    dist.barrier()
+    checksums.write(part)
 
 
 def _description(
@@ -124,6 +127,8 @@ def load(args: Namespace, state: State) -> Position:
     from megatron.core import dist_checkpointing
 
     found = stock_checkpoints.existing(args.load, args.ckpt_step)
+    if args.verify_checkpoint:
+        checksums.verify(found.path)
     if not found.is_own:
         return _load_stock(args, state, found)
     path = str(found.path)

@@ -13,6 +13,7 @@ from megatron_npu import plugin
 from megatron_npu.training import (
     checkpoint,
     checkpoint_files,
+    checksums,
     derive,
     initialize,
     layout,
@@ -60,5 +61,6 @@ def restored(
         config = model.transformer_config(args)
         first, last = model.at_ends()
         gpt = model.on_device(args, config, model.gpt(args, config, None, first, last))
+        checksums.verify(found.path)
         checkpoint.load_weights([gpt], found.path)
         yield args, gpt.eval(), tokenizer

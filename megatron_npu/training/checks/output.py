@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files, derive, stock_checkpoints
+from megatron_npu.training import checkpoint_files, checksums, derive, stock_checkpoints
 from megatron_npu.training.checkpoint_files import CheckpointInfo
 from megatron_npu.training.dashboard.address import require_packages
 
@@ -45,8 +45,14 @@ def checkpoints(args: Namespace) -> None:
     """
     if args.save_interval and not args.save:
         raise UsageError("--save-interval", "--save DIR together with it", "Add --save.")
-    if args.ckpt_step is not None and not args.load:
-        raise UsageError("--ckpt-step", "--load DIR together with it", "Add --load.")
+    for flag, given in (
+        ("--ckpt-step", args.ckpt_step is not None),
+        ("--load-last-good", args.load_last_good),
+    ):
+        if given and not args.load:
+            raise UsageError(flag, "--load DIR together with it", "Add --load.")
+    if args.load_last_good:
+        _choose_whole(args)
     found = _find_checkpoint(args)
     args.load_from = None if found is None else str(found.path)
     if found is not None:
@@ -60,6 +66,33 @@ def checkpoints(args: Namespace) -> None:
         if not args.finetune:
             derive.iterations_from(args, found.iteration, found.consumed_train_samples)
     _spare(args, found)
+
+
+def _choose_whole(args: Namespace) -> None:
+    """Make ``--ckpt-step`` the newest checkpoint that is whole, and say which later ones are damaged.
+
+    Raises:
+        UsageError: there are checkpoints, and none is whole; or an iteration is asked for, too.
+    """
+    if args.ckpt_step is not None:
+        raise UsageError(
+            f"--ckpt-step {args.ckpt_step} --load-last-good", "one of them", "Leave one of them out."
+        )
+    there = checkpoint_files.iterations(args.load)
+    args.ckpt_step = checksums.newest_whole(args.load)
+    if there and args.ckpt_step is None:
+        raise UsageError(
+            f"--load {args.load} --load-last-good: none of {len(there)} checkpoints is whole",
+            "at least one whose files are as they were saved",
+            f"`megatron-npu checkpoint verify {args.load}` says what is wrong with each.",
+        )
+    passed = [number for number in there if number > (args.ckpt_step or 0)]
+    if passed and args.rank == 0:
+        print(
+            f" {args.load}: damaged and passed over: iterations {', '.join(map(str, passed))}; "
+            f"loading {args.ckpt_step}",
+            flush=True,
+        )
 
 
 def _find_checkpoint(args: Namespace) -> CheckpointInfo | None:
@@ -111,7 +144,7 @@ def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
             f"Add --load {args.save} to go on, or give another directory.",
         )
     later = [number for number in checkpoint_files.iterations(args.save) if number > (args.ckpt_step or 0)]
-    if goes_on and args.ckpt_step is not None and later:
+    if goes_on and args.ckpt_step is not None and later and not args.load_last_good:
         raise UsageError(
             f"--save {args.save} holds checkpoints of later iterations than --ckpt-step {args.ckpt_step}: "
             + ", ".join(map(str, later)),

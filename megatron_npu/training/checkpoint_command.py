@@ -1,0 +1,149 @@
+"""``megatron-npu checkpoint``: what a folder of checkpoints holds, whether it is whole, and which to keep."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_npu import files
+from megatron_npu.arg_parser import Parser, positive, whole
+from megatron_npu.errors import UsageError
+from megatron_npu.training import checkpoint_files, checksums
+
+_SHOWN = (  # of the arguments
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size"),
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size"),
+    *("global_batch_size", "train_iters", "bf16", "fp16", "use_distributed_optimizer", "tokenizer_type"),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code (1: something is damaged).
+
+    Raises:
+        UsageError: bad input.
+    """
+    args = _parser().parse_args(argv)
+    if not Path(args.directory).is_dir():
+        raise UsageError(
+            f"{args.directory}: no such directory", "what was given to --save", "Correct the path."
+        )
+    return {"list": _list, "inspect": _inspect, "verify": _verify, "prune": _prune}[args.action](args)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "megatron-npu checkpoint",
+        __doc__,
+        epilog="exit code: 0; 1: a file is damaged or missing; 2: bad usage",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text in (
+        ("list", "the checkpoints: iteration, bytes, state"),
+        ("inspect", "one: position, layout, model, files"),
+        ("verify", "compare files with their checksums"),
+        ("prune", "remove old ones"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("directory", metavar="DIR", help="what was given to --save")
+        if name in ("inspect", "verify"):
+            action.add_argument("--ckpt-step", type=whole, metavar="N", help="that iteration alone")
+        if name == "inspect":
+            action.add_argument("--json", action="store_true", help="as JSON, with all arguments")
+        if name == "prune":
+            action.add_argument("--keep", type=positive, required=True, metavar="N", help="the newest N stay")
+            action.add_argument(
+                "--keep-every", type=positive, metavar="M", help="those of every M iterations, too"
+            )
+            action.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    return parser
+
+
+def _list(args: Namespace) -> int:
+    latest = checkpoint_files.newest(args.directory)
+    faults = 0
+    for path in _places(args.directory):
+        found = _faults(path)
+        faults += bool(found)
+        state = "damaged" if found else "whole" if (path / checksums.NAME).is_file() else "no checksums"
+        mark = "  <- latest" if path == latest else ""
+        print(f"{path.name}  {_size(path):>15,} bytes  {state}{mark}")
+    for path in checkpoint_files.unfinished(args.directory):
+        print(f"{path.name}  {_size(path):>15,} bytes  unfinished")
+    return 1 if faults else 0
+
+
+def _inspect(args: Namespace) -> int:
+    from megatron_npu.training import stock_checkpoints
+
+    found = stock_checkpoints.existing(args.directory, args.ckpt_step)
+    values = {name: value for name, value in vars(found).items() if name not in ("arguments", "path")}
+    shown = found.arguments if args.json else {n: found.arguments[n] for n in _SHOWN if n in found.arguments}
+    sizes = {path.name: path.stat().st_size for path in sorted(found.path.iterdir()) if path.is_file()}
+    report: dict[str, Any] = {"path": str(found.path), **values, "faults": _faults(found.path)}
+    if args.json:
+        print(json.dumps({**report, "arguments": shown, "files": sizes}, indent=1, default=str))
+        return 1 if report["faults"] else 0
+    for name, value in {**report, **shown}.items():
+        print(f"{name:<32} {', '.join(value) or 'none' if isinstance(value, list) else value}")
+    print("\n".join(f"{size:>15,} bytes  {name}" for name, size in sizes.items()))
+    return 1 if report["faults"] else 0
+
+
+def _verify(args: Namespace) -> int:
+    places = list(_places(args.directory))
+    if args.ckpt_step is not None:
+        places = [place] if (place := checkpoint_files.newest(args.directory, args.ckpt_step)) else []
+    damaged = 0
+    for path in places:
+        faults = _faults(path)
+        damaged += bool(faults)
+        for fault in faults or [
+            "whole" if (path / checksums.NAME).is_file() else "no checksums to compare with"
+        ]:
+            print(f"{path.name}: {fault}")
+    return 1 if damaged else 0
+
+
+def _prune(args: Namespace) -> int:
+    iterations = checkpoint_files.iterations(args.directory)
+    latest = checkpoint_files.newest(args.directory)
+    for iteration in iterations[: -args.keep]:
+        path = checkpoint_files.directory(args.directory, iteration)
+        if path == latest or (args.keep_every and iteration % args.keep_every == 0):
+            continue
+        print(f"{'would remove' if args.dry_run else 'removed'} {path.name}  {_size(path):,} bytes")
+        if not args.dry_run:
+            _remove(path)
+    return 0
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint so that, killed meanwhile, none is left that looks complete."""
+    doomed = files.partial_folder(path)
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _places(root: str) -> Iterator[Path]:
+    for iteration in checkpoint_files.iterations(root):
+        yield checkpoint_files.directory(root, iteration)
+    release = Path(root) / checkpoint_files.RELEASE
+    if release.is_dir():
+        yield release
+
+
+def _faults(path: Path) -> list[str]:
+    """Return what is damaged, or missing of a checkpoint that the driver wrote."""
+    names: Iterable[str] = checkpoint_files.FILES if (path / checkpoint_files.DESCRIPTION).is_file() else ()
+    missing = [f"{name} is missing" for name in names if not (path / name).is_file()]
+    return sorted({*missing, *checksums.damaged(path)})
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,136 @@
+"""Damaged checkpoints: found before they are loaded, named, and passed over on demand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_npu import cli
+from megatron_npu.training import checkpoint_files, checksums
+from tests.end_to_end import tiny
+
+pytest.importorskip("megatron.core")
+
+
+@pytest.fixture(scope="module")
+def made(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of iterations 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("damage") / "trained"
+    tiny.run("pretrain", *tiny.flags_for(dataset), "--save", str(folder), "--save-interval", "2")
+    return folder
+
+
+@pytest.fixture
+def trained(made: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(made, tmp_path / "trained"))
+
+
+def _flip(path: Path, at: int | None = None) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 1
+    path.write_bytes(content)
+
+
+def test_one_bit_of_any_file_is_found(trained: Path) -> None:
+    folder = trained / "iter_0000006"
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        named = "" if path.name == checksums.NAME else path.name  # in it another file's digest may change
+        _flip(path)
+        assert any(named in fault for fault in checksums.damaged(folder)), path.name
+        path.write_bytes(whole[:-1])
+        assert any(named in fault for fault in checksums.damaged(folder)), path.name
+        path.write_bytes(whole)
+    assert checksums.damaged(folder) == []
+    assert {path.name for path in folder.iterdir()} - {checksums.NAME} == set(
+        json.loads((folder / checksums.NAME).read_text())["files"]
+    )
+
+
+def _distcp(folder: Path) -> Path:
+    return sorted(folder.glob("*.distcp"))[-1]
+
+
+def test_damaged_weights_are_not_loaded(trained: Path, flags: Callable, refused: Callable) -> None:
+    """A flipped bit in a .distcp is nothing that torch or Megatron notices."""
+    path = _distcp(trained / "iter_0000006")
+    _flip(path)
+    for command in (
+        ["pretrain", *flags("--load", trained)],
+        ["generate", "--load", str(trained), "--prompt", "1 2"],
+    ):
+        message = refused(*command)
+        assert f"is damaged: {path.name} has other content than was saved" in message
+        assert "--load-last-good" in message
+
+
+def test_the_newest_whole_one_is_loaded_on_demand(
+    trained: Path, flags: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    _flip(_distcp(trained / "iter_0000006"))
+    (trained / "iter_0000004" / "common.pt").unlink()
+    run = ["pretrain", *flags("--load", trained, "--save", trained, "--load-last-good")]
+    assert cli.main(run) == 0
+    out = capsys.readouterr().out
+    assert "damaged and passed over: iterations 4, 6; loading 2" in out
+    assert "going on from iteration 2" in out
+    assert checksums.damaged(trained / "iter_0000006") == []
+
+
+def test_none_whole_is_an_error(trained: Path, flags: Callable, refused: Callable) -> None:
+    for path in trained.glob("iter_*/common.pt"):
+        _flip(path)
+    message = refused("pretrain", *flags("--load", trained, "--load-last-good"))
+    assert "none of 3 checkpoints is whole" in message
+
+
+def test_verifying_can_be_left_out(trained: Path, flags: Callable) -> None:
+    (trained / "iter_0000006" / checksums.NAME).write_text("{}")
+    assert cli.main(["pretrain", *flags("--load", trained)]) == 2
+    assert cli.main(["pretrain", *flags("--load", trained, "--no-verify-checkpoint")]) == 0
+
+
+def test_the_command_lists_inspects_and_verifies(trained: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["checkpoint", "list", str(trained)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["iter_0000002", "iter_0000004", "iter_0000006"]
+    assert all("whole" in line for line in lines)
+    assert lines[-1].endswith("<- latest")
+    assert cli.main(["checkpoint", "inspect", str(trained), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["iteration"], report["consumed_train_samples"], report["faults"]) == (6, 24, [])
+    assert report["arguments"]["hidden_size"] == 32
+    assert "common.pt" in report["files"]
+    _flip(_distcp(trained / "iter_0000004"))
+    (trained / "iter_0000002" / "metadata.json").unlink()
+    assert cli.main(["checkpoint", "verify", str(trained)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "iter_0000002: metadata.json is missing",
+        f"iter_0000004: {_distcp(trained / 'iter_0000004').name} has other content than was saved",
+        "iter_0000006: whole",
+    ]
+    assert cli.main(["checkpoint", "verify", str(trained), "--ckpt-step", "6"]) == 0
+
+
+def test_pruning_keeps_the_newest_and_each_so_many(trained: Path, capsys: pytest.CaptureFixture) -> None:
+    prune = ["checkpoint", "prune", str(trained), "--keep", "1", "--keep-every", "4"]
+    assert cli.main([*prune, "--dry-run"]) == 0
+    assert checkpoint_files.iterations(trained) == [2, 4, 6]
+    assert cli.main(prune) == 0
+    assert "removed iter_0000002" in capsys.readouterr().out
+    assert checkpoint_files.iterations(trained) == [4, 6]
+    (trained / checkpoint_files.TRACKER).write_text("4\n")  # somebody went back
+    assert cli.main(["checkpoint", "prune", str(trained), "--keep", "1"]) == 0
+    assert checkpoint_files.iterations(trained) == [4, 6]
+
+
+def test_bad_input_to_the_command(tmp_path: Path, refused: Callable) -> None:
+    assert "no such directory" in refused("checkpoint", "list", str(tmp_path / "none"))
+    assert "--keep" in refused("checkpoint", "prune", str(tmp_path))
+    assert "list or inspect or verify or prune" in refused("checkpoint", "mend", str(tmp_path))
+    assert "no checkpoint there" in refused("checkpoint", "inspect", str(tmp_path))
