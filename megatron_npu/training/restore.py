@@ -40,7 +40,8 @@ def restored(
         load: directory that a run saved into, the driver's or a stock script's.
         vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
         share: flags of the training -> those of the layout in which this and other processes share the model
-            (``layout.of_all_processes``), or have a copy each (``layout.copies``); None: this one process has all of it.
+            (``layout.of_all_processes``), or have a copy each (``layout.copies``); None: this one process has
+            all of it.
         changes: flags of the run to be changed, by their names in its arguments.
 
     Raises:
