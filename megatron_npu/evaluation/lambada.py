@@ -20,7 +20,7 @@ from megatron_npu import devices
 from megatron_npu.arg_parser import Parser, positive
 from megatron_npu.attention_flags import add_attention_flags
 from megatron_npu.errors import UsageError
-from megatron_npu.tokenization import flags
+from megatron_npu.evaluation import trained_model
 from megatron_npu.training import initialize, layout
 from megatron_npu.training.restore import restored
 from megatron_npu.training.tokenizers import Tokenizer, continuation
@@ -37,13 +37,10 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     result = Parser("megatron-npu lambada", description=__doc__)
     add = result.add_argument
-    add("--load", required=True, metavar="DIR", help="what --save was; the newest checkpoint is taken")
+    trained_model.add_checkpoint(add)
     add("--valid-data", required=True, metavar="FILE", help="JSON lines with a passage as text")
     add("--strict-lambada", action="store_true", help="ask for the whole last word, not for its last token")
     add("--micro-batch-size", type=positive, default=4, help="passages read at once")
-    flags.add_gpt2_files(add, " (default: as in training)")
-    add("--fp16", action="store_true", help="compute in fp16 (default: the precision of the training)")
-    add("--bf16", action="store_true", help="compute in bf16 (default: the precision of the training)")
     add("--use-flash-attn", action="store_true", help="= --attention-backend flash")
     add_attention_flags(result)
     result.set_defaults(shape_order=None)
@@ -78,8 +75,7 @@ def _changes(args: argparse.Namespace) -> dict[str, object]:
     """Return the flags of the run that the command line changes."""
     given = {name: getattr(args, name) for name in ("pre_tokens", "next_tokens", "shape_order")}
     changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
-    if args.fp16 or args.bf16:
-        changes |= {"fp16": args.fp16, "bf16": args.bf16}
+    changes |= trained_model.precision(args)
     if args.use_flash_attn:
         changes["attention_backend"] = "flash"
     return changes

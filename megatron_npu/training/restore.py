@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_npu import plugin
+from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     checkpoint,
     checkpoint_files,
@@ -57,6 +58,8 @@ def restored(
     if "tokenizer_vocab_size" not in args:  # a stock script does not write it down
         args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, tokenizer)
         stock_checkpoints.require_vocabulary(found, args)
+    else:
+        _require_vocabulary(args, tokenizer)
     derive.padded_vocab_size(args)
     with initialize.session(args):
         config = model.transformer_config(args)
@@ -65,3 +68,19 @@ def restored(
         checksums.verify(found.path)
         checkpoint.load_weights([gpt], found.path)
         yield args, gpt.eval(), tokenizer
+
+
+def _require_vocabulary(args: Namespace, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer whose ids are not those of the training.
+
+    Raises:
+        UsageError: it has another number of tokens.
+    """
+    expected = args.tokenizer_vocab_size
+    fits = tokenizer.vocab_size <= expected if args.vocab_size else tokenizer.vocab_size == expected
+    if not fits:
+        raise UsageError(
+            f"a tokenizer of {tokenizer.vocab_size} tokens",
+            f"the {expected} tokens that the model was trained with",
+            "Give the files of the training with --vocab-file and --merge-file.",
+        )

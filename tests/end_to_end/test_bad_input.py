@@ -177,3 +177,53 @@ def test_generate(refused, trained, capsys):
         "generate", "--load", trained, "--prompt", "1 2", "--num-tokens", "31"
     )
     assert "--bogus" in refused("generate", "--load", trained, "--prompt", "1", "--bogus")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ([], "nothing to do; expected --prompt TEXT, --sample-input-file FILE, or --num-samples N"),
+        (["--prompt", ""], "for text that begins with nothing leave the prompt out: --num-samples 1"),
+        (["--prompt", "1", "--sample-input-file", "f"], "--prompt and --sample-input-file; expected one"),
+        (["--prompt", "1", "--num-samples", "0"], "--num-samples 0 and --prompt; expected one"),
+        (["--prompt", " ".join(["1"] * 32)], "a prompt of 32 tokens; expected at most 31"),
+        (["--prompt", "\udcff"], "expected numbers"),
+        (["--num-samples", "1", "--out-seq-length", "33"], "at most the model's 32 positions"),
+        (["--num-samples", "1", "--genfile", "no/such/file"], "its folder is not there"),
+        (["--num-samples", "1", "--num-layers", "3"], "--num-layers 3; expected 2, as the checkpoint has it"),
+        (
+            ["--num-samples", "1", "--tensor-model-parallel-size", "2"],
+            "Start torchrun with --nproc-per-node 2",
+        ),
+        (["--sample-input-file", "no/such/file"], "No such file"),
+    ],
+)
+def test_generate_is_told_what_it_cannot_do(refused, trained, line, told):
+    assert told in refused("generate", "--load", trained, *line)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"1 2\n\n3\n", "line 2: an empty prompt"),
+        (b"", "no prompt"),
+        (b"1\n\xff\n", "not UTF-8"),
+        (b"1\n" + b"2 " * 40, "line 2: a prompt of 40 tokens"),
+    ],
+)
+def test_files_of_prompts(refused, trained, tmp_path, content, told):
+    (tmp_path / "prompts").write_bytes(content)
+    assert told in refused("generate", "--load", trained, "--sample-input-file", tmp_path / "prompts")
+    assert not (tmp_path / "prompts.out").exists()
+
+
+def test_a_vocabulary_that_does_not_fit_the_checkpoint(refused, dataset, train, gpt2_vocab, tmp_path):
+    flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", gpt2_vocab.vocab_file, "--merge-file"]
+    train(
+        *flags, gpt2_vocab.merge_file, "--vocab-size", 50300, "--train-iters", 0, "--save", tmp_path / "saved"
+    )
+    (description,) = (tmp_path / "saved").glob("*/arguments.json")
+    text = description.read_text()
+    description.write_text(text.replace(": 50300", ": 50000"))
+    told = refused("generate", "--load", tmp_path / "saved", "--prompt", "a")
+    assert "a tokenizer of 50257 tokens; expected the 50000 tokens that the model was trained with" in told
