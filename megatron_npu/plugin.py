@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_npu import settings, spawned_processes
+from megatron_npu import settings, spawned_processes, stock_tools
 from megatron_npu.patching import banner
 from megatron_npu.patching.engine import Engine
 from megatron_npu.patching.module_patch import Context
@@ -88,6 +89,7 @@ def _activate() -> Context:
     settings.check()
     found = upstream.find()
     found.require_supported()
+    stock_tools.refuse(Path(getattr(sys.modules["__main__"], "__file__", None) or ""))
     device = devices.current()
     if _redirection is None:  # else an activation before this one has failed below, and torch is redirected
         _redirection = Redirection(device)

@@ -73,6 +73,7 @@ ROOMS = (
         "which Megatron is on the path, and its version, without importing it",
         "errors settings",
     ),
+    Room("stock_tools.py", "scripts inside a Megatron-LM tree: their path, and those refused", "errors"),
     Room(
         "standins/",
         "modules in place of absent packages that upstream imports (apex, amp_C, …)",
@@ -87,12 +88,12 @@ ROOMS = (
     Room(
         "plugin.py",
         "the wiring: arms the hook; at the first import of Megatron puts the rooms above to work",
-        "adaptors devices ops patching settings spawned_processes standins upstream",
+        "adaptors devices ops patching settings spawned_processes standins stock_tools upstream",
     ),
     Room(
         "runner.py",
         "`megatron-npu run`: a stock script with the hook armed",
-        "errors plugin settings",
+        "errors plugin settings stock_tools",
     ),
     Room(
         "patch_commands.py",

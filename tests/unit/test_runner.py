@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from megatron_npu import runner, stock_tools
+from megatron_npu.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -47,3 +51,46 @@ def test_the_script_and_its_children_are_armed_and_the_user_s_choice_stands(
         check=False,
     )
     assert done.stdout.splitlines() == [f"True {value}"] * 2, done.stderr
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """What tells a Megatron-LM tree of megatron-core."""
+    core = tmp_path / "Megatron-LM" / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR, MINOR, PATCH = 0, 16, 1\n")
+    (tmp_path / "Megatron-LM" / "pretrain_gpt.py").touch()
+    return tmp_path / "Megatron-LM"
+
+
+def script_in(tree: Path, place: str, text: str = "") -> Path:
+    path = tree / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_script_inside_a_tree_finds_what_lies_at_its_root(tree: Path) -> None:
+    (tree / "model_provider.py").write_text("print('found')\n")
+    script = script_in(tree, "examples/inference/gpt/static.py", "import model_provider")
+    command = [sys.executable, "-m", "megatron_npu", "run", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "found\n"), done.stderr
+
+
+def test_only_scripts_below_a_tree_are_of_it(tree: Path, tmp_path: Path) -> None:
+    assert stock_tools.tree_of(script_in(tree, "tools/tool.py")) == tree
+    assert stock_tools.tree_of(tree / "pretrain_gpt.py") is None  # its own folder is on the path already
+    assert stock_tools.tree_of(script_in(tmp_path, "mine.py")) is None
+
+
+def test_the_converter_of_checkpoints_is_refused_with_the_way_round_it(tree: Path) -> None:
+    if importlib.util.find_spec("transformer_engine"):
+        pytest.skip("TransformerEngine is installed: the converter is upstream's own")
+    script = script_in(tree, "tools/checkpoint/convert.py")
+    with pytest.raises(UsageError, match=r"without TransformerEngine; .*`megatron-npu convert`"):
+        runner.main([str(script)])
+    stock_tools.refuse(script_in(tree, "tools/checkpoint/other.py"))
+    (tree / "megatron/core/package_info.py").unlink()  # 285068c8 has no such tool, and no such package
+    stock_tools.refuse(script)

@@ -1,7 +1,7 @@
 """What generation asks of GPT-2's and BERT's tokenizers, and what their files are read from.
 
-Connects ``datasets.megatron_tokenizer`` and ``tokenizers.text.libraries.megatron_hf_tokenizer`` of
-``megatron.core``.
+Connects ``datasets.megatron_tokenizer`` and, of ``tokenizers.text.libraries``, ``huggingface_tokenizer`` and
+``megatron_hf_tokenizer`` of ``megatron.core``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, replace
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, installed, replace
 from megatron_npu.errors import UsageError
 
 _TOKENIZER = "megatron.core.datasets.megatron_tokenizer"
@@ -87,3 +87,22 @@ def name_the_flag(
             "Hugging Face's files of it on this machine, or a network to fetch them",
             "Add --legacy-tokenizer: then --vocab-file and --merge-file are read.",
         ) from error
+
+
+@around(
+    "megatron.core.tokenizers.text.libraries.huggingface_tokenizer:HuggingFaceTokenizer.__init__",
+    versions=">=0.15",
+    why="without the package transformers it tells of a tokenizer's files, or of a name that is not defined",
+)
+def require_transformers(
+    original: Callable[..., None], self: Any, tokenizer_path: str, *args: Any, **kwargs: Any
+) -> None:
+    """Name the package where it is not installed."""
+    if installed("transformers") is None:
+        raise UsageError(
+            f"the tokenizer {tokenizer_path} without the package transformers",
+            "transformers, which reads it",
+            "Run: pip install transformers. GPT-2's and BERT's are also read with --legacy-tokenizer, from "
+            "--vocab-file and --merge-file.",
+        )
+    original(self, tokenizer_path, *args, **kwargs)

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -30,6 +31,14 @@ MODEL = [
 ]
 PROMPTS = ["10 12 14 16", "100 103 106 109", "7 8 9 10 11"]
 NEW_TOKENS = 6
+# `python SCRIPT` where the package may only be on the path, so that no entry point arms the hook
+PROGRAM = """
+import runpy, sys
+import megatron_npu
+sys.argv = sys.argv[1:]
+sys.path[0] = sys.argv[0].rpartition("/")[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 class Trained(NamedTuple):
@@ -127,6 +136,30 @@ def test_static_inference_gives_the_likeliest_tokens(trained: Trained, tmp_path:
     texts = {row["input_prompt"]: row["generated_text"] for row in output}
     for prompt in PROMPTS:
         assert f"{prompt} {texts[prompt].strip()}" == greedy(trained.load, prompt)
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_the_examples_find_what_lies_at_the_root_of_their_tree(tmp_path: Path, name: str) -> None:
+    """No variable names the tree: the script lies in it."""
+    script = checkout("megatron_core", "0.16.1") / f"examples/inference/gpt/gpt_{name}_inference.py"
+    command = tiny.command("run", str(script), "--help")
+    done = subprocess.run(
+        command, env=tiny.environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "--num-tokens-to-generate" in done.stdout
+
+
+def test_the_converter_is_refused_where_its_script_starts(tmp_path: Path) -> None:
+    """Under the entry point of torch alone, without a command of ours."""
+    tree = checkout("megatron_core", "0.16.1")
+    flags = f"--model-type GPT --loader core --saver core --load-dir no --save-dir no --megatron-path {tree}"
+    command = [sys.executable, "-c", PROGRAM, str(tree / "tools/checkpoint/convert.py"), *flags.split()]
+    done = subprocess.run(
+        command, env=tiny.environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode != 0
+    assert "convert.py without TransformerEngine; expected" in done.stderr.splitlines()[-1]
 
 
 # -- evaluation -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_npu.adaptors.megatron_core import tokenizers
 from megatron_npu.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -58,3 +59,14 @@ def test_without_a_network_the_flag_is_named_that_needs_none(monkeypatch, tmp_pa
     monkeypatch.setattr(huggingface_tokenizer.AutoTokenizer, "from_pretrained", unreachable)
     with pytest.raises(UsageError, match=r"GPT2BPETokenizer: .*no network; .* Add --legacy-tokenizer"):
         library.MegatronHFTokenizer("GPT2BPETokenizer", str(tmp_path / "vocab"), str(tmp_path / "merges"))
+
+
+def test_without_transformers_the_package_is_named(monkeypatch, tmp_path) -> None:
+    library = pytest.importorskip(
+        "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer", reason="since 0.15"
+    )
+    monkeypatch.setattr(tokenizers, "installed", lambda *_: None)
+    with pytest.raises(UsageError, match=r"without the package transformers; .* pip install transformers"):
+        library.MegatronHFTokenizer("GPT2BPETokenizer", str(tmp_path / "vocab"), str(tmp_path / "merges"))
+    with pytest.raises(UsageError, match="the tokenizer somewhere without the package transformers"):
+        library.HuggingFaceTokenizer("somewhere")
