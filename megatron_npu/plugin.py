@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_npu import settings, spawned_processes, stock_tools
+from megatron_npu import settings, spawned_processes, stacks, stock_tools
 from megatron_npu.patching import banner
 from megatron_npu.patching.engine import Engine
 from megatron_npu.patching.module_patch import Context
@@ -87,6 +87,7 @@ def _activate() -> Context:
     from megatron_npu.ops import dispatch
 
     settings.check()
+    stacks.print_on_signal()
     found = upstream.find()
     found.require_supported()
     stock_tools.refuse(Path(getattr(sys.modules["__main__"], "__file__", None) or ""))

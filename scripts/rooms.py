@@ -45,6 +45,7 @@ class Room:
 ROOMS = (
     Room("errors.py", "the one error for a user's mistakes"),
     Room("files.py", "atomic writes of files and folders"),
+    Room("stacks.py", "where every thread of a process stands, on SIGUSR1"),
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
     Room("inert_packages.py", "what stands in torch's place where it is only named: in help texts, `check`"),
     Room("arg_parser.py", "the parser that all commands share", "errors"),
@@ -88,7 +89,7 @@ ROOMS = (
     Room(
         "plugin.py",
         "the wiring: arms the hook; at the first import of Megatron puts the rooms above to work",
-        "adaptors devices ops patching settings spawned_processes standins stock_tools upstream",
+        "adaptors devices ops patching settings spawned_processes stacks standins stock_tools upstream",
     ),
     Room(
         "runner.py",

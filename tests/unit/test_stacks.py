@@ -1,0 +1,46 @@
+"""SIGUSR1 prints where a process stands, and does not end it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+WAITS = """
+import signal, sys, threading
+from megatron_npu import stacks
+if sys.argv[1] == "handled":
+    signal.signal(signal.SIGUSR1, lambda *_: print("own handler"))
+registered = stacks.print_on_signal()
+def stands_here():
+    print(registered, flush=True)
+    for line in sys.stdin:
+        pass
+thread = threading.Thread(target=stands_here)
+thread.start()
+thread.join()
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("which", ["free", "handled"])
+def test_stacks_on_demand(which: str) -> None:
+    command = [sys.executable, "-c", WAITS, which]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        registered = process.stdout.readline().strip()
+        process.send_signal(signal.SIGUSR1)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out.splitlines()[-1] == "went on"
+    if which == "free":
+        assert registered == "True"
+        assert "in stands_here" in err
+        assert "Current thread" in err
+    else:
+        assert registered == "False"
+        assert "own handler" in out
