@@ -110,6 +110,13 @@ class Device(ABC):
         """Return the memory in use, in bytes."""
 
     @abstractmethod
+    def utilization(self) -> float | None:
+        """Return the part of the time just past in which the device was busy, by whatever process.
+
+        A number from 0 to 1; None where nothing tells it.
+        """
+
+    @abstractmethod
     def reset_peak_memory(self) -> None:
         """Restart ``memory().peak`` from what is in use now."""
 

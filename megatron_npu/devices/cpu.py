@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_npu.devices import cpu_cuda_api, malloc
+from megatron_npu.devices import cpu_cuda_api, device_monitor, malloc
 from megatron_npu.devices.base import Device, MemoryStatistics
 
 _CPU = torch.device("cpu")
@@ -106,6 +106,10 @@ class CpuDevice(Device):
         """Return the resident set of this process as allocated and reserved, and its peak."""
         resident = psutil.Process().memory_info().rss
         return MemoryStatistics(resident, resident, max(resident, _peak_resident()))
+
+    def utilization(self) -> float:
+        """Return the part of the time since the last call in which the machine's processors were busy."""
+        return device_monitor.utilization() / 100
 
     def reset_peak_memory(self) -> None:
         """Restart the peak (on Linux only; elsewhere it stays that of the whole process)."""

@@ -44,5 +44,11 @@ class CudaDevice(Device):
             torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
         )
 
+    def utilization(self) -> float | None:
+        try:
+            return torch.cuda.utilization() / 100
+        except Exception:  # without NVML (the package nvidia-ml-py), or where it is not allowed
+            return None
+
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()

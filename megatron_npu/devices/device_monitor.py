@@ -24,7 +24,7 @@ def cpu_sensors() -> dict[str, Callable[..., Any]]:
     return {
         "mem_get_info": _free_and_total,
         "device_memory_used": _used,
-        "utilization": _utilization,
+        "utilization": utilization,
         "temperature": _temperature,
         "clock_rate": _clock_rate,
         "power_draw": unknown,
@@ -42,7 +42,7 @@ def _used(device: Any = None) -> int:
     return psutil.virtual_memory().used
 
 
-def _utilization(device: Any = None) -> float:
+def utilization(device: Any = None) -> float:
     """Return the percentage of time that the processors were busy since the last call."""
     return psutil.cpu_percent()
 

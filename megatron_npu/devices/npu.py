@@ -92,6 +92,14 @@ class NpuDevice(Device):
             torch.npu.memory_allocated(), torch.npu.memory_reserved(), torch.npu.max_memory_allocated()
         )
 
+    def utilization(self) -> float | None:
+        if self.simulated:  # the processors that it computes on are no NPU
+            return None
+        try:
+            return torch.npu.utilization() / 100
+        except Exception:  # where the driver does not let a container ask
+            return None
+
     def reset_peak_memory(self) -> None:
         torch.npu.reset_peak_memory_stats()
 

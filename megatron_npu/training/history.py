@@ -22,6 +22,7 @@ class History:
         losses: training loss of every iteration.
         learning_rates, grad_norms: of the logged iterations.
         throughput, memory: tokens per second and the most bytes in use, of the logged iterations.
+        utilization: of the device at the logged iterations, from 0 to 1.
         validation: validation losses.
         evaluated: losses of training samples that were evaluated together with them.
         samples: texts drawn at an iteration, each with its ``prompt`` and ``text``.
@@ -32,6 +33,7 @@ class History:
     learning_rates: Points = field(default_factory=dict)
     throughput: Points = field(default_factory=dict)
     memory: Points = field(default_factory=dict)
+    utilization: Points = field(default_factory=dict)
     grad_norms: Points = field(default_factory=dict)
     validation: Points = field(default_factory=dict)
     evaluated: Points = field(default_factory=dict)
@@ -71,6 +73,7 @@ class History:
             (self.learning_rates, "learning_rate"),
             (self.throughput, "tokens_per_second"),
             (self.memory, "peak_memory_bytes"),
+            (self.utilization, "utilization"),
             (self.grad_norms, "grad_norm"),
         ):
             _note(points, iteration, row.get(name))

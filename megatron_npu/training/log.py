@@ -133,7 +133,14 @@ class Log:
         first = iteration - len(losses) + 1
         for number, loss in enumerate(losses):
             self.scalars(first + number, [("lm loss", loss)])
-        names = ("learning_rate", "grad_norm", "loss_scale", "tokens_per_second", "tflops_per_device")
+        names = (
+            "learning_rate",
+            "grad_norm",
+            "loss_scale",
+            "tokens_per_second",
+            "tflops_per_device",
+            "utilization",
+        )
         named = ((name.replace("_", "-"), row[name]) for name in names)
         self.scalars(iteration, [(name, value) for name, value in named if value is not None])
 
@@ -248,7 +255,7 @@ def _row(
     learning_rate: float,
     scale: float,
 ) -> dict[str, Any]:
-    each = seconds / len(losses)
+    each, memory = seconds / len(losses), devices.current().memory()
     counted = [loss for loss in losses if math.isfinite(loss)]
     return {
         "consumed_samples": samples,
@@ -262,7 +269,9 @@ def _row(
         "elapsed_ms": each * 1e3,
         "tokens_per_second": args.global_batch_size * args.seq_length / each,
         "tflops_per_device": flops.of_step(args) / each / args.world_size / 1e12,
-        "peak_memory_bytes": devices.current().memory().peak,
+        "peak_memory_bytes": memory.peak,
+        "memory_bytes": memory.allocated,
+        "utilization": devices.current().utilization(),
         "skipped_iterations": interval.skipped,
         "nan_iterations": len(losses) - len(counted),
     }
@@ -273,6 +282,7 @@ def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
     device = devices.current()
     note = f" {device.title} |" if device.simulated else ""
+    busy = "" if row["utilization"] is None else f" device utilization: {row['utilization']:.0%} |"
     epoch = f" epoch: {row['epoch']:.3f}/{args.epochs} |" if "epoch" in row else ""
     return (
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.train_iters:8d} |"
@@ -285,7 +295,7 @@ def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
         f" lm loss: {row['loss']:.6E} | loss scale: {row['loss_scale']:.1f} |{norm}"
         f" number of skipped iterations: {row['skipped_iterations']:3d} |"
         f" number of nan iterations: {row['nan_iterations']:3d} |"
-        f" peak memory (MiB): {row['peak_memory_bytes'] / 2**20:.0f} |{note}"
+        f" peak memory (MiB): {row['peak_memory_bytes'] / 2**20:.0f} |{busy}{note}"
     )
 
 

@@ -49,7 +49,7 @@ def means(sums: list[torch.Tensor]) -> list[float]:
 
 
 def of_ranks(sums: list[torch.Tensor]) -> dict[int, float]:
-    """Return each rank's own mean loss over its tokens in all of the iterations, in nats a token.
+    """Return each rank's own loss, the mean over the iterations of that over its tokens, in nats a token.
 
     Ranks that compute none of their own are left out: those before the last pipeline stage, and of
     tensor-parallel ranks, which have the same, all but the first. A collective: all ranks must call it.
@@ -63,8 +63,9 @@ def of_ranks(sums: list[torch.Tensor]) -> dict[int, float]:
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0
     )
-    own = torch.stack(sums).sum(0) * counts
+    own = torch.stack(sums) * counts
     each = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(each, own)
-    rows = enumerate(torch.stack(each).cpu().double().tolist())
-    return {rank: loss / tokens for rank, (loss, tokens) in rows if tokens}
+    losses, tokens = torch.stack(each).cpu().double().unbind(-1)
+    counted = (rank for rank, total in enumerate(tokens.sum(1)) if total)
+    return {rank: (losses[rank] / tokens[rank]).mean().item() for rank in counted}

@@ -46,6 +46,7 @@ def train_row(iteration, losses, **changes):
         "tokens_per_second": 128.0,
         "peak_memory_bytes": 3 << 30,
         "grad_norm": 1.5,
+        "utilization": 0.75,
     }
     return values | changes
 
@@ -260,6 +261,7 @@ def test_a_browser_shows_the_run_and_follows_it(metrics, tmp_path):
         page.wait("document.title === 'my-run'")
         assert page.value("document.getElementById('state').textContent") == "running"
         assert "3.00 GiB" in page.value("document.body.innerText")
+        assert "device busy\n75%" in page.value("document.getElementById('facts').innerText")
         assert page.value("document.querySelector('#samples pre').textContent") == f"To be{hostile}"
         assert page.value("document.querySelectorAll('#samples img').length") == 0
         before = page.value("document.querySelector('figure polyline').getAttribute('points')")

@@ -25,6 +25,7 @@ def row(**changes):
         "tokens_per_second": 1000.0,
         "tflops_per_device": 0.5,
         "peak_memory_bytes": 2**20,
+        "utilization": 0.875,
         "skipped_iterations": 1,
         "nan_iterations": 0,
     }
@@ -32,7 +33,7 @@ def row(**changes):
 
 
 def test_the_line_has_the_fields_of_megatron():
-    text = log.line(Namespace(train_iters=100, global_batch_size=4, epochs=None), 10, row())
+    text = log.line(Namespace(train_iters=100, global_batch_size=4), 10, row())
     for part in (
         " iteration       10/     100 |",
         " consumed samples:           40 |",
@@ -44,8 +45,12 @@ def test_the_line_has_the_fields_of_megatron():
         " grad norm: 1.250 |",
         " number of skipped iterations:   1 |",
         " number of nan iterations:   0 |",
+        " device utilization: 88% |",
     ):
         assert part in text
+    assert "utilization" not in log.line(
+        Namespace(train_iters=1, global_batch_size=4), 1, row(utilization=None)
+    )
 
 
 def test_the_line_of_a_simulated_device_says_so(monkeypatch):

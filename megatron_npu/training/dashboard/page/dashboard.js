@@ -8,7 +8,9 @@ const FACTS = [ // name in state.latest, what it is called, how it is written
   ["learning_rate", "learning rate", small],
   ["tokens_per_second", "tokens per second", number],
   ["tflops_per_device", "TFLOP/s per device", number],
+  ["memory_bytes", "memory", bytes],
   ["peak_memory_bytes", "peak memory", bytes],
+  ["utilization", "device busy", percent],
   ["grad_norm", "gradient norm", number],
   ["consumed_samples", "samples", number],
   ["epoch", "epoch", (x) => x.toFixed(2)],
@@ -21,6 +23,7 @@ const CHARTS = [ // title, how a value is written, curves: name in state.curves,
   ["Tokens per second", number, [["tokens_per_second", "", "one", false]], true],
   ["Gradient norm", number, [["grad_norm", "", "one", false]], true],
   ["Peak memory", bytes, [["peak_memory_bytes", "", "one", false]], true],
+  ["Device busy", percent, [["utilization", "", "one", false]], true],
 ];
 const ENDS = { iterations: "finished", "exit-interval": "ended at an exit interval", signal: "ended by a signal" };
 const LEFT = 56, RIGHT = 12, TOP = 10, BOTTOM = 22; // around a plot, in pixels
@@ -40,6 +43,10 @@ function small(x) {
 
 function bytes(x) {
   return x < 2 ** 30 ? `${(x / 2 ** 20).toFixed(0)} MiB` : `${(x / 2 ** 30).toFixed(2)} GiB`;
+}
+
+function percent(x) {
+  return `${(100 * x).toFixed(0)}%`;
 }
 
 function duration(seconds) {
