@@ -17,3 +17,7 @@ class UsageError(Exception):
     def __init__(self, given: str, expected: str, remedy: str) -> None:
         self.given, self.expected, self.remedy = given, expected, remedy
         super().__init__(f"{given}; expected {expected}. {remedy}")
+
+    def __reduce__(self) -> tuple[type[UsageError], tuple[str, str, str]]:
+        """Let ranks send it to each other, as torch does when one of them fails."""
+        return UsageError, (self.given, self.expected, self.remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from functools import cache
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 TASKS = ("zeroshot_gpt",)  # packages beside Megatron's tasks/main.py, which imports them by these names
 
+_logger = logging.getLogger(__name__)
 _redirection: Redirection | None = None
 
 
@@ -59,6 +61,9 @@ def uninstall() -> None:
     spawned_processes.disarm()
     standins.remove()
     if _redirection is not None:
+        from megatron_npu import torch_readers
+
+        torch_readers.release()
         _redirection.off()
         _redirection.device.release()
         _redirection = None
@@ -77,6 +82,17 @@ def announce() -> None:
         f"{device.title}/{device.backend} · {engine().ledger.summary()}",
         flush=True,
     )
+
+
+def _guard_files(upstream: str) -> None:
+    """Let no checkpoint run code when torch reads it, unless the user trusts them all."""
+    from megatron_npu import torch_readers
+
+    if settings.TRUST_FILES.enabled():
+        name = settings.TRUST_FILES.name
+        _logger.warning("%s=1: checkpoints may run the code that they hold", name)
+    elif upstream == "megatron_core":  # the other has no checkpoints of this kind
+        torch_readers.guard()
 
 
 def _activate() -> Context:
@@ -106,6 +122,7 @@ def _activate() -> Context:
         "simulated": device.simulated,
     }
     adaptors.register(found.name)
+    _guard_files(found.name)
     banner.prepare(announce)
     return Context(
         upstream=found.name,

@@ -7,12 +7,14 @@ a name that is not on a list is refused. ``allowing`` is for upstream's own read
 from __future__ import annotations
 
 import contextlib
+import os
+import pickletools
 import re
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import serialization
@@ -30,6 +32,7 @@ OF_STOCK_SCRIPTS = frozenset(
     megatron.core.rerun_state_machine.RerunState
     numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct numpy.core.multiarray.scalar
     numpy._core.multiarray.scalar numpy.ndarray numpy.dtype numpy.dtypes.UInt32DType
+    numpy.dtypes.Int32DType numpy.dtypes.Int64DType numpy.dtypes.Float32DType numpy.dtypes.Float64DType
     """.split()
 )
 _NAMED = re.compile(r"\bGLOBAL (\S+)")  # in torch's refusal
@@ -73,9 +76,46 @@ def read(file: Path, harmless: frozenset[str]) -> Any:
         with allowing(Namespace, *inert, alone=True):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # torch raises many kinds, with pages of advice
-        named = _NAMED.search(str(error))
-        reason = f"it names {named[1]}" if named else str(error).partition("\n")[0] or type(error).__name__
-        raise refusal(file, reason) from error
+        raise refusal(file, refused_name(error)) from error
+
+
+def refused_name(error: BaseException) -> str:
+    """Return what torch refused to build, or why it could not read at all; one line."""
+    text = str(error).partition("\n")[0] or type(error).__name__
+    named = _NAMED.search(str(error))
+    return f"it names {named[1]}" if named else text
+
+
+def names_in_pickle(stream: IO[bytes]) -> set[str]:
+    """Return what a pickle names, without running it; nothing if it is none."""
+    found: set[str] = set()
+    texts: list[str] = []
+    try:
+        for code, value, _ in pickletools.genops(stream):
+            if code.name in ("GLOBAL", "INST"):
+                found.add(str(value).replace(" ", "."))
+            elif code.name == "STACK_GLOBAL":
+                found.add(".".join(texts[-2:]))
+            elif isinstance(value, str):
+                texts = [*texts[-1:], value]
+    except ValueError:  # it ends, or is none
+        pass
+    return found
+
+
+@contextlib.contextmanager
+def weights_only() -> Iterator[None]:
+    """Make ``torch.load`` read data only, whatever it is called with and the environment asks for."""
+    names = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
+    former = {name: os.environ.pop(name, None) for name in names}
+    os.environ.update({name: value for name, value in names.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def refusal(file: Path, reason: str) -> UsageError:

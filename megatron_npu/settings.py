@@ -31,6 +31,7 @@ _CHIPS = (
     *("Ascend910_9381", "Ascend910_9382", "Ascend910_9391", "Ascend910_9392"),
 )
 
+_UNSAFE_TORCH = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _FEW = 8  # more choices than this are not listed where some of them resemble what was given
 
 
@@ -131,6 +132,12 @@ VERIFY = Variable(
     "Operations to compare with their reference at every call, forward and backward: names such as "
     "attention,norm separated by commas, or all. Slow; for debugging of precision.",
 )
+TRUST_FILES = Variable(
+    "MEGATRON_NPU_TRUST_FILES",
+    "0",
+    "Let checkpoints of megatron-core run the code that they hold, as upstream does: for your own files.",
+    ("0", "1"),
+)
 MEGATRON_PATH = Variable(
     "MEGATRON_LM_PATH",
     "",
@@ -213,6 +220,22 @@ def check() -> None:
     for variable in VARIABLES:
         variable.get()
     verified_operations()
+    _torchs_safety_is_on()
+
+
+def _torchs_safety_is_on() -> None:
+    """Check that torch's own variable does not let ``torch.load`` run code.
+
+    Raises:
+        UsageError: it does, and ``MEGATRON_NPU_TRUST_FILES`` does not say that it may.
+    """
+    given = os.environ.get(_UNSAFE_TORCH, "")
+    if given.lower() in ("1", "y", "yes", "true") and not TRUST_FILES.enabled():  # as torch reads it
+        raise UsageError(
+            f"{_UNSAFE_TORCH}={given}, with which every file that torch loads may run code",
+            f"the variable unset, or {TRUST_FILES.name}=1 beside it",
+            f"Unset {_UNSAFE_TORCH}: Megatron's checkpoints are read without it.",
+        )
 
 
 @functools.cache

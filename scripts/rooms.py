@@ -51,6 +51,12 @@ ROOMS = (
     Room("arg_parser.py", "the parser that all commands share", "errors"),
     Room("settings.py", "every environment variable", "arg_parser errors"),
     Room("safe_load.py", "files of torch and pickle, read without running them", "errors", ("torch",)),
+    Room(
+        "torch_readers.py",
+        "the types that torch's reader of checkpoints may build",
+        "errors safe_load",
+        ("torch",),
+    ),
     Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
     Room("older_flags.py", "flags of older Megatrons: what they mean today", "arg_parser errors"),
     Room(
@@ -83,13 +89,14 @@ ROOMS = (
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags devices errors files older_flags ops patching safe_load",
+        "attention_flags devices errors files older_flags ops patching safe_load torch_readers",
         ("torch", "megatron"),
     ),
     Room(
         "plugin.py",
         "the wiring: arms the hook; at the first import of Megatron puts the rooms above to work",
-        "adaptors devices ops patching settings spawned_processes stacks standins stock_tools upstream",
+        "adaptors devices ops patching settings spawned_processes stacks standins stock_tools "
+        "torch_readers upstream",
     ),
     Room(
         "runner.py",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ _PRIVATE = 0o027  # files 640, folders 750
 )
 def load_data_only(original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
     """Read tensors, numbers and arguments, nothing that runs; say what is wrong with a bad file."""
-    with safe_load.allowing(*_harmless()), _weights_only():
+    with safe_load.allowing(*_harmless()), safe_load.weights_only():
         try:
             return original(load_dir, *args, **kwargs)
         except SystemExit as stop:
@@ -70,27 +69,6 @@ def _harmless() -> list[Any]:
         ),
         *scalers,
     ]
-
-
-@contextlib.contextmanager
-def _weights_only() -> Iterator[None]:
-    """Make ``torch.load`` read data only, whichever default this torch has and the environment asks for."""
-    names = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
-    with _environment(names):
-        yield
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str | None]) -> Iterator[None]:
-    former = {name: os.environ.pop(name, None) for name in values}
-    os.environ.update({name: value for name, value in values.items() if value is not None})
-    try:
-        yield
-    finally:
-        for name, value in former.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 @around(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_npu.adaptors.megatron_lm import safe_numpy
 from megatron_npu.adaptors.megatron_lm.decorators import constant, replace
+from megatron_npu.adaptors.shared import safe_numpy
 from megatron_npu.adaptors.shared.start import compile_no_helpers
 
 _WITH_INDEX_FILES = (

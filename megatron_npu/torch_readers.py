@@ -1,0 +1,144 @@
+"""What torch's reader of distributed checkpoints unpickles: a list of types, while Megatron runs here.
+
+``torch.distributed.checkpoint`` unpickles two things without restraint: ``.metadata``, and what is no tensor
+inside a ``.distcp`` (states of random generators, for instance). While the guard is on, torch's two modules
+see a ``pickle`` and a ``torch.load`` that build types of a list alone. Every way to such a checkpoint goes
+through them: the driver, the stock scripts of megatron-core, their tools.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pickle
+from types import ModuleType
+from typing import IO, Any
+
+import torch
+from torch import serialization
+
+from megatron_npu import safe_load
+from megatron_npu.errors import UsageError
+
+# Module -> what ``.metadata`` may name of it. Older torch kept some of it in other modules.
+_OF_METADATA = {
+    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata "
+    "ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType BytesIOWriteData "
+    "TensorWriteData",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreSavePlan",
+    "torch.serialization": "_get_layout",
+    "torch": "Size",
+    "pathlib": "PosixPath",
+    "collections": "OrderedDict",
+}
+_MANY = 1000  # a file may be larger than memory; a name is not
+_refusals: list[UsageError] = []  # the last one
+_replaced: list[tuple[ModuleType, str, ModuleType]] = []
+
+
+def refusal(what: str, reason: str) -> UsageError:
+    """Return the error for a part of a checkpoint that is not read, and remember it for ``last_refusal``.
+
+    Args:
+        what: the part.
+        reason: why, such as ``it names os.system``.
+    """
+    error = UsageError(
+        f"{what}: {reason[:_MANY]}",
+        "what torch and Megatron write",
+        "Do not load it if you do not trust it; MEGATRON_NPU_TRUST_FILES=1 lets it run.",
+    )
+    _refusals[:] = [error]
+    return error
+
+
+def last_refusal() -> UsageError | None:
+    """Return what was refused since the last call: torch makes a text of it on the way out."""
+    return _refusals.pop() if _refusals else None
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds what torch writes into ``.metadata``."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a type of the list.
+
+        Raises:
+            UsageError: another one.
+        """
+        if name in _OF_METADATA.get(module, "").split():
+            return getattr(importlib.import_module(module), name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise refusal("the checkpoint's .metadata", f"it names {module}.{name}")
+
+
+def _load_metadata(stream: IO[bytes]) -> Any:
+    try:
+        return _MetadataUnpickler(stream).load()
+    except (UsageError, OSError):
+        raise
+    except Exception as error:  # a broken pickle raises whatever it stumbles over
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"the checkpoint's .metadata is broken: {reason[:_MANY]}") from error
+
+
+@functools.cache
+def allow_values() -> None:
+    """Let torch build what scripts of Megatron keep beside tensors, as megatron-core does from 0.14 on."""
+    for name in sorted(safe_load.OF_STOCK_SCRIPTS | {"_io.BytesIO"}):
+        module, _, kind = name.rpartition(".")
+        try:
+            value = getattr(importlib.import_module(module), kind)
+        except (ImportError, AttributeError):  # of another version of Megatron or numpy
+            continue
+        serialization.add_safe_globals([value, (value, name)])
+
+
+def _load_value(stream: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.load`` of what is no tensor."""
+    allow_values()
+    try:
+        return torch.load(stream, *args, **{**kwargs, "weights_only": True})
+    except pickle.UnpicklingError as error:
+        raise refusal("a value in the checkpoint's .distcp", safe_load.refused_name(error)) from error
+
+
+class _Module:
+    """A module with some names of its own."""
+
+    def __init__(self, module: ModuleType, **own: Any) -> None:
+        self._module = module
+        vars(self).update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def guard() -> None:
+    """Let torch's reader build types of the list alone."""
+    from torch.distributed.checkpoint import default_planner, filesystem
+
+    release()
+    _put(filesystem, "pickle", load=_load_metadata)
+    _put(default_planner, "torch", load=_load_value)
+
+
+def _put(place: ModuleType, name: str, **own: Any) -> None:
+    module = getattr(place, name)
+    _replaced.append((place, name, module))
+    setattr(place, name, _Module(module, **own))
+
+
+def guarding() -> bool:
+    """Return whether the guard is on."""
+    return bool(_replaced)
+
+
+def release() -> None:
+    """Give torch's reader its own modules back."""
+    while _replaced:
+        setattr(*_replaced.pop())
