@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import io
 import re
 import subprocess
@@ -13,12 +14,16 @@ from pathlib import Path
 
 import pytest
 
+import megatron_npu
 from megatron_npu import attention_flags, cli, settings, upstream
 from megatron_npu.errors import UsageError
 from tests.end_to_end import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "patches" / "README.md"]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "patches/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 EVERYTHING = "\n".join(TEXTS.values())
 
@@ -87,12 +92,47 @@ def test_the_page_lists_every_patch(name, page):
 
 @pytest.mark.parametrize(
     "script",
-    ["pretrain_flags.py", "benchmark_tables.py", "operation_table.py", "rooms.py", "simulator_kernels.py"],
+    "addresses benchmark_tables operation_table pretrain_flags rooms simulator_kernels".split(),
 )
 def test_the_generated_page_is_up_to_date(script):
-    command = [sys.executable, str(ROOT / "scripts" / script), "--check"]
+    command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), "--check"]
     done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"run scripts/{script} without --check: {done.stderr}"
+    assert done.returncode == 0, f"run scripts/{script}.py without --check: {done.stderr}"
+
+
+def test_an_address_without_a_purpose_is_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    addresses = importlib.import_module("addresses")
+    monkeypatch.setattr(addresses, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "page.md"
+    page.write_text("See https://github.com/NVIDIA/Megatron-LM, http://127.0.0.1:80/ and a@example.org.")
+    named = ("docs/page.md", "https://github.com/NVIDIA/Megatron-LM", "code of Megatron-LM, to be cloned")
+    assert list(addresses.rows()) == [named]
+    page.write_text("See https:" + "//somewhere.else.org/page.")
+    with pytest.raises(ValueError, match=r"somewhere\.else\.org/page in .*page.md has no purpose"):
+        list(addresses.rows())
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("Accounts", ["not root"]),
+        ("Permissions", ["umask 027", "640", "750", "440"]),
+        ("Network", ["MASTER_PORT", "GLOO_SOCKET_IFNAME", "HCCL_IF_IP", "run_text_generation_server.py"]),
+    ],
+)
+def test_the_page_of_security_advises(section, said):
+    page = TEXTS[ROOT / "docs" / "security.md"]
+    text = re.search(rf"^## {section}\n(.*?)(?=^## )", page, re.M | re.S)[1]
+    for words in said:
+        assert words in text, words
+
+
+def test_the_newest_entry_of_the_change_log_is_this_version():
+    heading = re.search(r"^## \[(.+?)\]", TEXTS[ROOT / "CHANGELOG.md"], re.M)
+    assert heading[1] == megatron_npu.__version__
+    assert "](CHANGELOG.md)" in TEXTS[ROOT / "README.md"]
 
 
 def test_every_operation_has_a_row():

@@ -13,7 +13,7 @@ import torch
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, around, replace
-from megatron_npu.adaptors.shared import rendezvous, start
+from megatron_npu.adaptors.shared import private_files, rendezvous, start
 
 
 @around(
@@ -27,6 +27,8 @@ def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     rendezvous.provide_address()
     return start.allow_no_cuda(original, *args, **kwargs)
 
+
+around("megatron.training.initialize:initialize_megatron", why=private_files.WHY)(private_files.tighten_umask)
 
 replace(
     "megatron.legacy.fused_kernels:load",

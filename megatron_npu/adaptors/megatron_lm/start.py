@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_npu.adaptors.megatron_lm.decorators import around, replace
-from megatron_npu.adaptors.shared import rendezvous
+from megatron_npu.adaptors.shared import private_files, rendezvous
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 from megatron_npu.adaptors.shared.start import allow_no_cuda, announce_first, load_no_kernels
 
@@ -14,6 +14,8 @@ around(
     devices=WITHOUT_CUDA,
     why="its assertion that CUDA is available has an argument to turn it off",
 )(allow_no_cuda)
+
+around("megatron.initialize:initialize_megatron", why=private_files.WHY)(private_files.tighten_umask)
 
 replace(
     "megatron.fused_kernels:load",

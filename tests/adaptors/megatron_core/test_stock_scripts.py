@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.adaptors import private
 from tests.adaptors.megatron_core.stock import FLAGS, final_loss, losses, norms, pretrain
-from tests.conftest import checkout
+from tests.conftest import ROOT, checkout
 from tests.end_to_end import tiny
 
 
@@ -98,6 +99,31 @@ def test_the_oldest_tag_trains_and_goes_on(tmp_path: Path) -> None:
     assert len(losses(whole)) == 6
     assert losses(first) + losses(rest) == losses(whole)
     assert final_loss(rest) == final_loss(whole)
+
+
+def test_what_it_writes_is_private_without_any_command_of_ours(tree: Path, tmp_path: Path) -> None:
+    """Checkpoint, curves and indices, whatever umask the shell has; asynchronous writers are spawned."""
+    pytest.importorskip("tensorboard")
+    data = tiny.write_dataset(tmp_path / "text")
+    written = tmp_path / "written"
+    places = {"--save": "checkpoint", "--tensorboard-dir": "board", "--data-cache-path": "cache"}
+    flags = [*FLAGS, "--train-iters", "2", "--async-save", "--save-interval", "2", "--data-path", str(data)]
+    flags += [word for flag, name in places.items() for word in (flag, str(written / name))]
+    program = (
+        "import runpy, sys, megatron_npu; sys.argv[:1] = []; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tree / "pretrain_gpt.py"), *flags],
+        env=tiny.environment() | {"MEGATRON_LM_PATH": str(tree), "PYTHONPATH": f"{tree}:{ROOT}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        umask=0o022,
+    )
+    assert len(losses(done)) == 2
+    private.assert_all(written.rglob("*"), "*.distcp", "events.out.*", "*.npy", "latest_checkpointed*")
 
 
 def test_no_command_is_needed_where_the_package_is_installed(tree: Path, tmp_path: Path, single) -> None:

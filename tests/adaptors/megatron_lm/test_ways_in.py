@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.adaptors import private
 from tests.adaptors.megatron_lm import runs
 
 
@@ -35,7 +37,20 @@ def test_way_in(checkout, data, tmp_path, way):
     command, on_path = way(checkout, tmp_path)
     environment = runs.environment()
     environment["PYTHONPATH"] = os.pathsep.join([on_path, environment["PYTHONPATH"]])
-    flags = [*runs.flags(data), "--train-iters", "3"]
+    written = tmp_path / "written"
+    written.mkdir(mode=0o750)
+    for file in (*data.glob("text.*"), *data.glob("*.json"), *data.glob("*.txt")):  # indices come beside them
+        shutil.copy(file, written)
+    before = set(written.rglob("*"))
+    save = [
+        "--save-interval",
+        "3",
+        "--save",
+        str(written / "checkpoint"),
+        "--tensorboard-dir",
+        str(written / "board"),
+    ]
+    flags = [*runs.flags(written), "--train-iters", "3", *save]
     result = subprocess.run(
         [sys.executable, *command, *flags],
         env=environment,
@@ -43,7 +58,9 @@ def test_way_in(checkout, data, tmp_path, way):
         text=True,
         timeout=120,
         check=False,
+        umask=0o022,
     )
     output = runs.succeeded(result)
     assert "megatron_lm 285068c8 · cpu/gloo" in output
     assert sorted(runs.losses(output)) == [1, 2, 3]
+    private.assert_all(set(written.rglob("*")) - before, "*.pt", "events.out.*", "*.npy")

@@ -1,0 +1,62 @@
+"""docs/requirements.md: every row of the requirement documents, and tests that exist for each."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from typing import NamedTuple
+
+import pytest
+
+from tests.conftest import ROOT
+
+PAGE = ROOT / "docs" / "requirements.md"
+ROWS = {"003": 53, "000": 20, "002": 23, "004": 19}  # rows of each document
+
+
+class Row(NamedTuple):
+    """A line of a table: its number, what is asked for, and the rest as the table's head says."""
+
+    number: str
+    what: str
+    state: str
+    where: str
+    held_by: str
+    missing: str
+
+
+def rows() -> list[Row]:
+    lines = re.findall(r"^\| (\d{3}-\d+ \|.*) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    return [Row(*(cell.strip() for cell in re.split(r"(?<!\\)\|", line))) for line in lines]
+
+
+@functools.cache
+def functions(file: str) -> set[str]:
+    """Return the names of the functions in a file of tests."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_row_is_there_once_and_in_order() -> None:
+    asked = [f"{document}-{number}" for document, last in ROWS.items() for number in range(1, last + 1)]
+    assert [row.number for row in rows()] == asked
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.number)
+def test_a_row_is_held_by_tests_that_exist(row: Row) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row.held_by)
+    assert row.held_by.count("::") == len(named)
+    for file, function in named:
+        assert (ROOT / file).is_file(), f"{row.number} names {file}"
+        assert function in functions(file), f"{row.number} names {function}, which is not in {file}"
+    assert row.what
+    if row.state != "no":
+        assert named, f"{row.number}: no test holds it"
+        assert row.where, f"{row.number}: where is it?"
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.number)
+def test_what_is_missing_is_said_where_something_is(row: Row) -> None:
+    assert row.state in ("yes", "partly", "no")
+    assert bool(row.missing) == (row.state == "partly"), f"{row.number} is {row.state!r}: {row.missing!r}"
