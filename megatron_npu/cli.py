@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "preprocess": ("megatron_npu.preprocessing.command:main", "turn text into .bin/.idx"),
     "generate": ("megatron_npu.evaluation.generate:main", "generate text from a checkpoint"),
+    "serve": ("megatron_npu.serving.command:main", "serve text of a checkpoint over HTTP, with a page"),
     "convert": (
         "megatron_npu.conversion.command:main",
         "convert checkpoints from and to Hugging Face, proven",

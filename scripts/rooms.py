@@ -133,6 +133,12 @@ ROOMS = (
         ("torch",),
     ),
     Room(
+        "serving/",
+        "`megatron-npu serve`: text of a trained model over HTTP, and a page to try it",
+        "arg_parser errors evaluation generation tokenization",
+        ("torch",),
+    ),
+    Room(
         "conversion/",
         "`megatron-npu convert`: checkpoints to and from Hugging Face's format",
         "arg_parser devices errors files plugin tokenization training",
@@ -155,7 +161,7 @@ ROOMS = (
         "cli.py",
         "`megatron-npu COMMAND`: finds the command, prints a `UsageError` in one line",
         "conversion doctor errors evaluation inert_packages patch_commands patching preprocessing runner "
-        "settings sim training",
+        "serving settings sim training",
     ),
     Room(
         "stock_script.py",

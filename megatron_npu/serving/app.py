@@ -1,0 +1,227 @@
+"""The HTTP side: routes, limits, and clients that go away. Knows no model but through the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from megatron_npu.errors import UsageError
+from megatron_npu.generation.options import Options
+from megatron_npu.serving import answers, completion_request
+from megatron_npu.serving.answers import Completion
+from megatron_npu.serving.completion_request import BadRequestError, CompletionRequest, in_words
+from megatron_npu.serving.engine import Engine, Job, Piece, new_job
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+_PATIENCE = 30.0  # seconds for a body to arrive
+_LOOKING = 0.25  # seconds between two looks whether the client is still there, while nothing comes
+_DRAINED = 16  # times the largest body: so much of a larger one is read, so that its sender reads the answer
+_PAGE = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css")}
+_PAGE["/page.js"] = ("page.js", "text/javascript")
+# The page loads its own files and asks this server, and nothing else.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def build(engine: Engine, name: str, max_body: int, max_texts: int, hosts: Sequence[str]) -> ASGIApp:
+    """Return the application.
+
+    Args:
+        engine: draws the texts.
+        name: what the model is called.
+        max_body: bytes of the largest request.
+        max_texts: texts that one request may ask for.
+        hosts: names by which clients may call the server; ``*``: any.
+    """
+    site = _Site(engine, name, max_body, max_texts)
+    routes = [Route(path, site.page, methods=["GET"]) for path in _PAGE]
+    routes += [
+        Route("/health", site.health, methods=["GET"]),
+        Route("/v1/models", site.models, methods=["GET"]),
+        Route("/v1/completions", site.completions, methods=["POST"]),
+    ]
+    return Starlette(
+        routes=routes,
+        # a page of another site, whose name leads here, must not read what the model says
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
+        exception_handlers={BadRequestError: _refusal, HTTPException: _http_refusal},  # type: ignore[dict-item]
+    )
+
+
+async def _refusal(request: Request, problem: BadRequestError) -> Response:
+    headers = {"Retry-After": "1"} if problem.status in (429, 503) else None
+    return JSONResponse(answers.error(problem), problem.status, headers)
+
+
+async def _http_refusal(request: Request, problem: HTTPException) -> Response:
+    return await _refusal(request, BadRequestError(problem.detail, status=problem.status_code))
+
+
+class _Site:
+    """What the routes do; see ``build``."""
+
+    def __init__(self, engine: Engine, name: str, max_body: int, max_texts: int) -> None:
+        self.engine, self.name = engine, name
+        self.max_body, self.max_texts = max_body, max_texts
+        self.created = int(time.time())
+
+    async def page(self, request: Request) -> Response:
+        file, kind = _PAGE[request.url.path]
+        content = resources.files(__package__).joinpath(file).read_bytes()
+        return Response(content, media_type=kind, headers=_HEADERS)
+
+    async def health(self, request: Request) -> Response:
+        """Say that the server answers, how many requests are not done, and how many tokens were drawn."""
+        engine = self.engine
+        return JSONResponse({"status": "ok", "requests": engine.waiting, "tokens": engine.tokens})
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse(answers.models(self.name, self.created, self.engine.model.sampler.positions))
+
+    async def completions(self, request: Request) -> Response:
+        asked = completion_request.parse(await self._body(request))
+        completion = self._completion(asked)
+        self.engine.submit(completion.job)
+        events = _events(request, completion.job)
+        if asked.stream:
+            return StreamingResponse(_stream(completion, events), media_type="text/event-stream")
+        async for piece in events:
+            completion.add(piece)
+        return JSONResponse(completion.whole())
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body.
+
+        Raises:
+            BadRequestError: it is too large, comes too slowly, or says that it is no JSON.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # what a page of another site could send without being asked for leave
+            raise BadRequestError("the Content-Type is not application/json", status=415)
+        try:
+            return await asyncio.wait_for(self._read(request), _PATIENCE)
+        except TimeoutError as error:
+            raise BadRequestError(f"the body took more than {_PATIENCE:g} s", status=408) from error
+        except ClientDisconnect as error:
+            raise BadRequestError("the client went away", status=499) from error
+
+    async def _read(self, request: Request) -> bytes:
+        body, total = bytearray(), 0
+        async for chunk in request.stream():
+            total += len(chunk)
+            if total <= self.max_body:
+                body += chunk
+            elif total > _DRAINED * self.max_body:
+                break
+        if total > self.max_body:
+            raise BadRequestError(f"the body has more than {self.max_body} bytes", status=413)
+        return bytes(body)
+
+    def _completion(self, asked: CompletionRequest) -> Completion:
+        """Return the answer to be filled, with its job.
+
+        Raises:
+            BadRequestError: it does not fit the model or the server's limits.
+        """
+        model = self.engine.model
+        if asked.model not in (None, self.name):
+            raise BadRequestError(f"no model {asked.model[:60]!r}; expected {self.name!r}", "model", 404)
+        texts = len(asked.prompts) * asked.n
+        if texts > self.max_texts:
+            raise BadRequestError(f"{texts} texts; expected at most {self.max_texts} a request", "n")
+        prompts = [self._ids(prompt) for prompt in asked.prompts]
+        job = new_job(model, [ids for ids in prompts for _ in range(asked.n)], _options(asked), asked.stop)
+        echoes = [
+            model.tokenizer.decode(ids) if asked.echo and prompt is not None else ""
+            for ids, prompt in zip(prompts, asked.prompts, strict=True)
+            for _ in range(asked.n)
+        ]
+        return Completion(asked, job, self.name, model.tokenizer, echoes)
+
+    def _ids(self, prompt: completion_request.Prompt) -> list[int]:
+        model = self.engine.model
+        if prompt is None:
+            return [model.sampler.end]
+        try:
+            return prompt if isinstance(prompt, list) else model.prompt(prompt)
+        except UsageError as error:
+            raise in_words(error, "prompt") from error
+
+
+def _options(asked: CompletionRequest) -> Options:
+    """Return how to draw; without a seed each request draws other texts."""
+    seed = time.time_ns() if asked.seed is None else asked.seed
+    return Options(
+        num_tokens=asked.max_tokens,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=0.0 if asked.top_p == 1 else max(asked.top_p, 1e-9),
+        seed=seed % (1 << 62),
+        alternatives=asked.logprobs,
+    )
+
+
+async def _events(request: Request, job: Job) -> AsyncIterator[Piece]:
+    """Yield a job's pieces; end it when its client has gone away.
+
+    Raises:
+        BadRequestError: the job has failed, or nobody is there any more.
+    """
+    try:
+        while True:
+            try:
+                event = await asyncio.wait_for(job.events.get(), _LOOKING)
+            except TimeoutError:
+                event = job  # type: ignore[assignment]  # nothing yet
+            if await request.is_disconnected():
+                raise BadRequestError("the client went away", status=499)
+            if event is None:
+                return
+            if isinstance(event, BadRequestError):
+                raise event
+            if isinstance(event, Piece):
+                yield event
+    finally:
+        job.cancelled = True  # of no effect where it has ended
+
+
+async def _stream(completion: Completion, events: AsyncIterator[Piece]) -> AsyncIterator[str]:
+    """Yield the server-sent events of a completion."""
+
+    def line(values: Any) -> str:
+        return f"data: {json.dumps(values, ensure_ascii=False)}\n\n"
+
+    if completion.request.echo:
+        for row in range(len(completion.echoes)):
+            yield line(completion.echo(row))
+    try:
+        async for piece in events:
+            completion.add(piece)
+            if piece.text or piece.finish:
+                yield line(completion.piece(piece))
+    except BadRequestError as problem:
+        yield line(answers.error(problem))
+        return
+    if completion.request.include_usage:
+        yield line(completion.last())
+    yield "data: [DONE]\n\n"

@@ -1,0 +1,171 @@
+"""``megatron-npu serve``: texts of a checkpoint over HTTP, as OpenAI's completions, with a page to try it.
+
+Several processes share one model: torchrun --nproc-per-node N -m megatron_npu serve; the first one answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import ipaddress
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron_npu.arg_parser import Number, Parser, byte_size, positive
+from megatron_npu.errors import UsageError
+from megatron_npu.evaluation import trained_model
+from megatron_npu.evaluation.trained_model import TrainedModel
+from megatron_npu.generation import leader
+from megatron_npu.generation.leader import Leader
+from megatron_npu.serving.engine import Engine
+
+_port = Number("a port from 0 to 65535 (0: any that is free)", int, 0, 65535)
+_GRACE = 5  # seconds for answers to be sent when the server stops
+_CONNECTIONS = 256  # that may be open; one more is told 503
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    result = Parser("megatron-npu serve", description=__doc__)
+    add = result.add_argument
+    trained_model.add_flags(add)
+    add("--host", default="127.0.0.1", help="address to listen at; beyond this machine, anyone may ask")
+    add("--port", type=_port, default=8000, help="port to listen at; 0: any that is free")
+    add("--model-name", metavar="NAME", help="what clients call the model (default: the name of --load)")
+    add("--max-queue", type=positive, default=16, help="requests that may wait; one more is told 429")
+    add("--max-texts", type=positive, default=8, help="texts that one request may ask for")
+    add("--max-request-bytes", type=byte_size, default=1 << 18, help="largest request; a larger one: 413")
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command until SIGINT or SIGTERM; return its exit code.
+
+    Raises:
+        UsageError: no such checkpoint, an address that cannot be listened at, or no web library.
+    """
+    given = parser().parse_args(argv)
+    _require_library()
+    patience = int(leader.PATIENCE.total_seconds()) // 60
+    with trained_model.loaded(given, distributed_timeout_minutes=patience) as model:
+        if model.args.rank > 0:  # the first rank says when it is over
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+        with leader.leading(model.sampler) as first:
+            if first is not None:
+                _serve(given, model, first)
+    return 0
+
+
+def _require_library() -> None:
+    for name in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(
+                f"no package {name}", "what serves HTTP", "Install it: pip install 'megatron_npu[serve]'."
+            )
+
+
+def _serve(given: argparse.Namespace, model: TrainedModel, first: Leader) -> None:
+    """Listen, draw in this thread and answer in another one, until a signal comes."""
+    engine = Engine(model, first, given.max_queue)
+    name = given.model_name or Path(given.load).resolve().name
+    with _listening(given.host, given.port) as listener:
+        server = _server(engine, name, given)
+        with _until_signal(engine):
+            thread = threading.Thread(target=_answer, args=(server, listener, engine), name="http")
+            thread.start()
+            _announce(name, given.host, listener)
+            try:
+                engine.run()
+            finally:
+                server.should_exit = True
+                thread.join()
+    print(f"megatron-npu serve: stopped after {engine.jobs} requests and {engine.tokens} tokens", flush=True)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise UsageError(
+            f"--host {host} --port {port}: {error.strerror or error}",
+            "an address of this machine and a port that is free",
+            "Give another --port (0: any), or --host 127.0.0.1.",
+        ) from error
+
+
+def _server(engine: Engine, name: str, given: argparse.Namespace) -> Any:
+    import uvicorn
+
+    from megatron_npu.serving import app
+
+    hosts = ["localhost", "127.0.0.1", "[::1]"] if _is_loopback(given.host) else ["*"]
+    application = app.build(engine, name, given.max_request_bytes, given.max_texts, hosts)
+    return uvicorn.Server(
+        uvicorn.Config(
+            application,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            limit_concurrency=_CONNECTIONS,
+            timeout_graceful_shutdown=_GRACE,
+        )
+    )
+
+
+def _answer(server: Any, listener: socket.socket, engine: Engine) -> None:
+    """Run the HTTP side; whatever ends it ends the engine, too."""
+    try:
+        server.run(sockets=[listener])
+    finally:
+        engine.stop()
+
+
+@contextlib.contextmanager
+def _until_signal(engine: Engine) -> Any:
+    """Have SIGINT and SIGTERM stop the engine inside the block."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        engine.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _announce(name: str, host: str, listener: socket.socket) -> None:
+    """Say where the server is, and who can reach it."""
+    address, port = listener.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    print(f"megatron-npu serve: {name} at http://{shown}:{port} (Ctrl-C stops it)", flush=True)
+    if not _is_loopback(host):
+        print(
+            f"megatron-npu serve: warning: --host {host} is open to other machines, without encryption or "
+            "passwords: anyone who reaches it can use the model. Put a proxy with both before it.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

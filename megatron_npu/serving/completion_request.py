@@ -1,0 +1,194 @@
+"""What a client may ask of ``/v1/completions``: OpenAI's fields, checked. Knows no HTTP and no model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_npu.errors import UsageError
+
+MAX_STOPS, MAX_LOGPROBS = 4, 5  # as OpenAI
+_MAX_STOP_LENGTH = 200  # characters
+# Fields of OpenAI's that say nothing here, with the values that ask for nothing.
+_WITHOUT_MEANING = {
+    "best_of": (None, 1),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "suffix": (None, ""),
+}
+
+Prompt = str | list[int] | None  # None: text that begins with nothing
+
+
+class BadRequestError(Exception):
+    """A request that cannot be answered.
+
+    Args:
+        message: what was given, what was expected.
+        param: the field that is wrong, if it is one.
+        status: the HTTP status.
+    """
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status = message, param, status
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A request that makes sense; whether it fits the model is not known yet.
+
+    Attributes:
+        prompts: one or more.
+        model: the model's name, if given.
+        n: texts for each prompt.
+        max_tokens: tokens to add at most.
+        temperature, top_k, top_p, seed: how to draw; top_p 1 and top_k 0 limit nothing.
+        stop: texts that end a text, and are not part of it.
+        stream: whether pieces are sent as they come.
+        include_usage: whether a stream ends with the numbers of tokens.
+        echo: whether the text begins with the prompt.
+        logprobs: likeliest tokens whose log probabilities are wanted beside the token's own; None: none.
+    """
+
+    prompts: list[Prompt]
+    model: str | None = None
+    n: int = 1
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    logprobs: int | None = None
+
+
+def parse(body: bytes) -> CompletionRequest:
+    """Return the request in a body.
+
+    Raises:
+        BadRequestError: it is not JSON, or a field has the wrong type or value.
+    """
+    try:
+        values = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # of decoding, too
+        raise BadRequestError(f"the body is not JSON in UTF-8: {error}") from error
+    if not isinstance(values, dict):
+        raise BadRequestError("the body is not a JSON object")
+    fields = _Fields(values)
+    options = fields.take("stream_options", dict) or {}
+    request = CompletionRequest(
+        prompts=_prompts(fields.take("prompt", (str, list))),
+        model=fields.take("model", str),
+        n=fields.number("n", int, 1, 1, 128),
+        max_tokens=fields.number("max_tokens", int, 16, 1, 1 << 30),
+        temperature=fields.number("temperature", float, 1.0, 0, 2),
+        top_k=fields.number("top_k", int, 0, 0, 1 << 30),
+        top_p=fields.number("top_p", float, 1.0, 0, 1),
+        seed=fields.number("seed", int, None, -(1 << 63), (1 << 63) - 1),
+        stop=_stops(fields.take("stop", (str, list))),
+        stream=fields.take("stream", bool) or False,
+        include_usage=options.get("include_usage") is True,
+        echo=fields.take("echo", bool) or False,
+        logprobs=fields.number("logprobs", int, None, 0, MAX_LOGPROBS),
+    )
+    fields.require_rest_without_meaning()
+    if request.echo and request.logprobs is not None:
+        raise BadRequestError("echo with logprobs: the prompt's are not known here", "logprobs")
+    return request
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+class _Fields:
+    """The fields of a request, each taken once."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._rest = dict(values)
+
+    def take(self, name: str, kind: type | tuple[type, ...]) -> Any:
+        """Return a field's value; None if it is absent or null."""
+        value = self._rest.pop(name, None)
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if value is None or type(value) in kinds:
+            return value
+        words = " or ".join(_WORDS[one] for one in kinds)
+        raise BadRequestError(f"{name} is {_shown(value)}; expected {words}", name)
+
+    def number(self, name: str, kind: type, default: Any, least: float, most: float) -> Any:
+        """Return a number between two bounds, which it may have."""
+        value = self.take(name, (int, float) if kind is float else int)
+        if value is None:
+            return default
+        if not least <= value <= most:
+            raise BadRequestError(f"{name} is {_shown(value)}; expected {least} to {most}", name)
+        return value
+
+    def require_rest_without_meaning(self) -> None:
+        """Refuse what was not taken, unless it asks for nothing."""
+        self._rest.pop("user", None)
+        for name, value in self._rest.items():
+            if name not in _WITHOUT_MEANING:
+                raise BadRequestError(f"no field {_shown(name)}", name)
+            if value not in _WITHOUT_MEANING[name]:
+                raise BadRequestError(f"{name} is not supported here; leave it out", name)
+
+
+_WORDS = {str: "a string", list: "a list", dict: "an object", bool: "true or false", int: "a whole number"}
+_WORDS |= {float: "a number"}
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """Return the prompts: a text, ids, or a list of either; a text from nothing if there is none."""
+    if value is None or isinstance(value, str):
+        return [_text(value)]
+    if _is_ids(value):
+        return [value]
+    if not value:
+        raise BadRequestError("prompt is an empty list; expected a text", "prompt")
+    for prompt in value:
+        if not isinstance(prompt, str) and not _is_ids(prompt):
+            raise BadRequestError("prompt is a list of other things; expected texts or ids", "prompt")
+    return [_text(prompt) if isinstance(prompt, str) else prompt for prompt in value]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _text(value: str | None) -> str | None:
+    if value == "":
+        raise BadRequestError(
+            "prompt is empty; give some text, or leave it out for text that begins with nothing", "prompt"
+        )
+    return value
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if len(stops) > MAX_STOPS or not all(map(_is_stop, stops)):
+        raise BadRequestError(
+            f"stop: expected at most {MAX_STOPS} texts of 1 to {_MAX_STOP_LENGTH} characters", "stop"
+        )
+    return tuple(stops)
+
+
+def _is_stop(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _MAX_STOP_LENGTH
+
+
+def in_words(error: UsageError, param: str | None = None) -> BadRequestError:
+    """Return what a client is told of a command's error: not what flag to change."""
+    return BadRequestError(f"{error.given}; expected {error.expected}", param)

@@ -1,0 +1,190 @@
+"""The thread that has the model: takes jobs from a queue, draws, and tells each client's task what comes."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from megatron_npu.errors import UsageError
+from megatron_npu.evaluation.trained_model import TrainedModel
+from megatron_npu.generation.growing_text import GrowingText
+from megatron_npu.generation.leader import Leader
+from megatron_npu.generation.options import Options
+from megatron_npu.generation.sampler import Sample
+from megatron_npu.serving.completion_request import BadRequestError, in_words
+from megatron_npu.serving.stops import Stops
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New characters of one of a job's texts.
+
+    Attributes:
+        row: the text's place.
+        text: the characters; can be empty.
+        sample: all of the text; it may be longer already.
+        token: the place of the piece's token in it; None: the piece has only what was held back.
+        finish: why it has ended: ``stop``, ``length``; None: it goes on.
+    """
+
+    row: int
+    text: str
+    sample: Sample
+    token: int | None = None
+    finish: str | None = None
+
+
+@dataclass
+class Job:
+    """Texts that one client waits for.
+
+    Attributes:
+        prompts: of ids, one for each text.
+        options: how to draw.
+        stops: texts that end a text.
+        events: pieces, then None for the end; or an error in place of the end.
+        loop: of the client's task.
+        cancelled: set when the client is gone.
+    """
+
+    prompts: list[list[int]]
+    options: Options
+    stops: Sequence[str] = ()
+    events: asyncio.Queue[Piece | BadRequestError | None] = field(default_factory=asyncio.Queue)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    cancelled: bool = False
+
+    def tell(self, event: Piece | BadRequestError | None) -> None:
+        """Hand an event to the client's task. Called in the engine's thread."""
+        self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+class Engine:
+    """Draws for one job after another.
+
+    Args:
+        model: whose texts they are.
+        leader: of the model's ranks.
+        most_waiting: jobs that may wait; one more is drawn for.
+
+    Attributes:
+        jobs, tokens: ended and drawn so far.
+    """
+
+    def __init__(self, model: TrainedModel, leader: Leader, most_waiting: int) -> None:
+        self.model, self._leader, self._most = model, leader, most_waiting
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # a signal handler may put into it
+        self._open: set[int] = set()
+        self._stopping = False
+        self.jobs = self.tokens = 0
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that are not done, the one that is drawn for included."""
+        return len(self._open)
+
+    def submit(self, job: Job) -> None:
+        """Put a job into the queue.
+
+        Raises:
+            BadRequestError: too many wait already (429), or the server is stopping (503).
+        """
+        if self._stopping:
+            raise _stopping()
+        if len(self._open) > self._most:
+            raise BadRequestError(f"{self._most} requests wait already; try again later", status=429)
+        self._open.add(id(job))
+        self._queue.put(job)
+
+    def stop(self) -> None:
+        """End the text that is drawn at its next token, refuse what waits, and have ``run`` return."""
+        self._stopping = True
+        self._queue.put(None)
+
+    def run(self) -> None:
+        """Draw until ``stop`` is called; on rank 0, in the thread that has loaded the model."""
+        while (job := self._queue.get()) is not None:
+            self._finish(job)
+        while not self._queue.empty():
+            if (job := self._queue.get()) is not None:
+                self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        """Draw for a job, and tell its end whatever happens."""
+        end: BadRequestError | None = None
+        try:
+            if self._stopping:
+                end = _stopping()
+            elif not job.cancelled:
+                _Drawing(self, job).run(self._leader)
+        except UsageError as error:
+            end = in_words(error)
+        except Exception:
+            if dist.get_world_size() > 1:
+                raise  # the ranks are no longer at the same place
+            traceback.print_exc(file=sys.stderr)
+            end = BadRequestError("the model has failed; the server's log says why", status=500)
+        finally:
+            self._open.discard(id(job))
+            self.jobs += 1
+            job.tell(end)
+
+    def ends(self, job: Job) -> bool:
+        """Return whether nobody waits for more of a job."""
+        return job.cancelled or self._stopping
+
+
+class _Drawing:
+    """One job while it is drawn for: pieces of its texts, and where they stop."""
+
+    def __init__(self, engine: Engine, job: Job) -> None:
+        self.engine, self.job = engine, job
+        self.texts = [GrowingText(engine.model.tokenizer, prompt) for prompt in job.prompts]
+        self.stops = [Stops(job.stops) for _ in job.prompts]
+
+    def run(self, leader: Leader) -> None:
+        """Draw; tell each piece, and the last of each text."""
+        samples = leader.sample(self.job.prompts, self.job.options, self._watch)
+        for row, sample in enumerate(samples):
+            rest = self.stops[row].passed(self.texts[row].rest())
+            rest += "" if self.stops[row].found else self.stops[row].rest()
+            cut = self.engine.ends(self.job) and not self.stops[row].found
+            finish = "stop" if sample.finished and not cut else "length"
+            self.job.tell(Piece(row, rest, sample, finish=finish))
+
+    def _watch(self, row: int, sample: Sample) -> bool:
+        self.engine.tokens += 1
+        piece = self.stops[row].passed(self.texts[row].added(sample.tokens))
+        self.job.tell(Piece(row, piece, sample, token=len(sample.tokens) - 1))
+        return self.stops[row].found or self.engine.ends(self.job)
+
+
+def _stopping() -> BadRequestError:
+    return BadRequestError("the server is stopping", status=503)
+
+
+def new_job(model: TrainedModel, prompts: list[list[int]], options: Options, stops: Sequence[str]) -> Job:
+    """Return a job whose prompts fit the model.
+
+    Raises:
+        BadRequestError: one does not.
+    """
+    positions = model.sampler.positions
+    for prompt in prompts:
+        try:
+            model.sampler.check(prompt)
+        except UsageError as error:
+            raise in_words(error, "prompt") from error
+        if len(prompt) + options.num_tokens > positions:
+            raise BadRequestError(
+                f"{len(prompt)} tokens of prompt and max_tokens {options.num_tokens}; expected together at "
+                f"most the model's {positions} positions",
+                "max_tokens",
+            )
+    return Job(prompts, options, stops)

@@ -1,0 +1,44 @@
+"""Texts that end a text: pieces pass through, and what may be the beginning of such a text is held back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Stops:
+    """Watches one text for the first of several texts that end it.
+
+    Args:
+        stops: not empty ones.
+
+    Attributes:
+        found: whether one has come; nothing passes from then on.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found = False
+
+    def passed(self, piece: str) -> str:
+        """Return what is certain to be part of the text, now that ``piece`` has come."""
+        if self.found:
+            return ""
+        text = self._held + piece
+        places = [place for place in map(text.find, self._stops) if place >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return text[: min(places)]
+        held = self._beginning(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def rest(self) -> str:
+        """Return what was held back, when the text has ended without one of them."""
+        return self._held
+
+    def _beginning(self, text: str) -> int:
+        """Return how many characters at the end may be the beginning of one of them."""
+        longest = min(max(map(len, self._stops), default=0) - 1, len(text))
+        ends = (text[-number:] for number in range(longest, 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)

@@ -1,0 +1,274 @@
+"""The server: answers, limits, clients that go away, the page in a real browser, and its end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from megatron_npu import cli
+from tests import browser, warm
+from tests.end_to_end import tiny
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+POSITIONS = 4096
+# the likeliest tokens go round in circles; one that is drawn would be the end token soon
+LONG = {"prompt": "1 2 3", "max_tokens": 4000, "stream": True, "temperature": 0, "stop": ["no such text"]}
+
+
+@dataclass
+class Server:
+    """A server that runs, and where."""
+
+    process: subprocess.Popen
+    port: int
+
+    def connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """Return status and JSON of an answer; a body that is no bytes is sent as JSON."""
+        connection = self.connection()
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **headers}
+        connection.request("GET" if data is None else "POST", path, data, headers)
+        answer = connection.getresponse()
+        content = answer.read()
+        connection.close()
+        kind = answer.getheader("content-type", "")
+        return answer.status, json.loads(content) if "json" in kind else content.decode()
+
+    def complete(self, **fields: Any) -> dict:
+        status, answer = self.ask("/v1/completions", fields)
+        assert status == 200, answer
+        return answer
+
+    def begin(self, **fields: Any) -> http.client.HTTPResponse:
+        """Return a stream of which the first piece has been read."""
+        connection = self.connection()
+        body = json.dumps({**LONG, **fields})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert answer.readline().startswith(b"data: ")
+        return answer
+
+    def idle(self) -> dict:
+        """Wait until no request is under way; return the server's health."""
+        while True:
+            _, health = self.ask("/health")
+            if not health["requests"]:
+                return health
+            time.sleep(0.05)
+
+
+def started(folder: str, *flags: str) -> Server:
+    command, env = warm.ready(
+        tiny.command("serve", "--load", folder, "--port", "0", *flags), tiny.environment(), warm.DRIVER
+    )
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+            return Server(process, int(found[1]))
+    pytest.fail(process.stderr.read())
+
+
+@pytest.fixture(scope="module")
+def trained(dataset, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("trained") / "tiny-model"
+    flags = [*tiny.flags_for(dataset), "--max-position-embeddings", str(POSITIONS), "--train-iters", "2"]
+    done = tiny.run("pretrain", *flags, "--eval-iters", "0", "--no-plot", "--save", str(folder))
+    assert done.returncode == 0, done.stderr
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def server(trained) -> Iterator[Server]:
+    running = started(trained, "--max-queue", "1")
+    yield running
+    running.process.send_signal(signal.SIGTERM)
+    out, err = running.process.communicate(timeout=60)
+    assert running.process.returncode == 0
+    assert re.fullmatch(r"megatron-npu serve: stopped after \d+ requests and \d+ tokens\n", out)
+    assert "Traceback" not in err
+
+
+def choices(answer: dict) -> list[str]:
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def pieces(stream: http.client.HTTPResponse) -> list[dict]:
+    """Return the events of a stream to its end; the last one must be the mark of it."""
+    lines = [line for line in stream.read().decode().splitlines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_a_completion(server, trained, monkeypatch, capsys):
+    answer = server.complete(prompt="1 2 3", max_tokens=5, temperature=0)
+    assert answer["object"] == "text_completion"
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    line = ["generate", "--load", trained, "--prompt", "1 2 3", "--num-tokens", "5", "--greedy"]
+    assert cli.main(line) == 0
+    assert "1 2 3" + choice["text"] == capsys.readouterr().out.rstrip("\n")
+    ids = server.complete(prompt=[1, 2, 3], max_tokens=5, temperature=0)
+    assert choices(ids) == [choice["text"]]
+    echoed = server.complete(prompt="1 2 3", max_tokens=5, temperature=0, echo=True)
+    assert choices(echoed) == ["1 2 3" + choice["text"]]
+
+
+def test_several_texts_seeds_and_log_probabilities(server):
+    fields = {"prompt": ["1 2", "7"], "n": 2, "max_tokens": 4, "seed": 3, "logprobs": 2}
+    answer, again = server.complete(**fields), server.complete(**fields)
+    assert choices(answer) == choices(again)
+    assert len(set(choices(answer))) == 4
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 3
+    logprobs = answer["choices"][0]["logprobs"]
+    assert " " + " ".join(logprobs["tokens"]) == choices(answer)[0]
+    assert all(value < 0 for value in logprobs["token_logprobs"])
+    assert [len(some) for some in logprobs["top_logprobs"]] == [2] * 4
+    assert choices(server.complete(prompt="1 2", max_tokens=9)) != choices(
+        server.complete(prompt="1 2", max_tokens=9)
+    )
+
+
+def test_a_text_that_begins_with_nothing(server):
+    answer = server.complete(max_tokens=4, temperature=0, echo=True)
+    assert len(choices(answer)[0].split()) == 4
+
+
+def test_a_stream_has_the_pieces_of_the_whole(server):
+    fields = {"prompt": "1 2 3", "max_tokens": 6, "seed": 3}
+    whole = server.complete(**fields)
+    stream = server.begin(**{"temperature": 1, **fields}, echo=True, stream_options={"include_usage": True})
+    assert stream.getheader("content-type").startswith("text/event-stream")
+    found = pieces(stream)  # the first one, the prompt, was read already
+    assert "".join(choices(event)[0] for event in found if event["choices"]) == choices(whole)[0]
+    assert found[-1]["usage"] == whole["usage"]
+    assert found[-2]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stop_text_ends_a_text_and_is_not_part_of_it(server):
+    text = choices(server.complete(prompt="1 2 3", max_tokens=8, temperature=0))[0]
+    third = " ".join(text.split()[2:4])
+    answer = server.complete(prompt="1 2 3", max_tokens=8, temperature=0, stop=["nothing", third])
+    assert choices(answer)[0] == text[: text.index(third)]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (400, b"{", "not JSON"),
+        (400, b"\xff\xfe", "not JSON in UTF-8"),
+        (400, {"prompt": ""}, "leave it out for text that begins with nothing"),
+        (400, {"prompt": "word"}, "expected numbers"),
+        (400, b'{"prompt": "\\ud800"}', "expected numbers"),
+        (400, {"prompt": [256]}, "from 0 to 255"),
+        (400, {"prompt": "1 " * POSITIONS}, "at most 4095"),
+        (400, {"prompt": "1", "max_tokens": POSITIONS}, "4096 positions"),
+        (400, {"prompt": "1", "max_tokens": "9"}, "max_tokens"),
+        (400, {"prompt": "1", "n": 9}, "at most 8 a request"),
+        (404, {"prompt": "1", "model": "gpt-5"}, "expected 'tiny-model'"),
+        (413, b'{"prompt": "' + b"1 " * 500_000 + b'"}', "more than 262144 bytes"),
+    ],
+)
+def test_bad_requests_are_told_and_the_server_goes_on(server, status, body, told):
+    found, answer = server.ask("/v1/completions", body)
+    assert (found, answer["error"]["code"]) == (status, status)
+    assert told in answer["error"]["message"]
+    assert len(choices(server.complete(prompt="1", max_tokens=1))) == 1
+
+
+def test_other_requests(server):
+    assert server.ask("/v1/models")[1]["data"][0]["id"] == "tiny-model"
+    assert server.ask("/nothing")[0] == 404
+    assert server.ask("/v1/completions")[0] == 405
+    plain = {"Content-Type": "text/plain"}  # what a page of another site could send
+    assert server.ask("/v1/completions", b"{}", **plain)[0] == 415
+    assert server.ask("/health", Host="evil.example")[0] == 400
+
+
+def test_who_goes_away_ends_the_text_and_who_comes_too_late_is_told(server):
+    before = server.idle()["tokens"]
+    stream = server.begin()
+    second: queue.Queue[dict] = queue.Queue()
+    waiter = threading.Thread(target=lambda: second.put(server.complete(prompt="1", max_tokens=2)))
+    waiter.start()
+    while server.ask("/health")[1]["requests"] < 2:
+        time.sleep(0.02)
+    status, answer = server.ask("/v1/completions", {"prompt": "1"})
+    assert (status, answer["error"]["type"]) == (429, "server_error")
+    stream.close()
+    assert len(choices(second.get(timeout=120))) == 1
+    waiter.join()
+    assert server.idle()["tokens"] - before < 3000, "nobody waited for the 4,000 tokens"
+
+
+def test_the_end_cuts_what_is_drawn(trained):
+    server = started(trained, "--model-name", "other", "--host", "127.0.0.1")
+    stream = server.begin()
+    server.process.send_signal(signal.SIGINT)
+    found = pieces(stream)
+    assert found[-1]["model"] == "other"
+    assert found[-1]["choices"][0]["finish_reason"] == "length"
+    assert len(found) < 4000
+    out, err = server.process.communicate(timeout=60)
+    assert (server.process.returncode, out.count("\n")) == (0, 1), err
+    assert "Traceback" not in err
+
+
+def test_an_address_that_cannot_be_had(server, trained, refused, monkeypatch):
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    taken = refused("serve", "--load", trained, "--port", server.port)
+    assert f"--port {server.port}" in taken
+    assert "--port 70000" in refused("serve", "--load", trained, "--port", "70000")
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (360, True)])
+def test_the_page_in_a_browser(server, tmp_path, width, dark):
+    with browser.page(tmp_path) as page:
+        page.open(f"http://127.0.0.1:{server.port}/", width=width, dark=dark)
+        page.wait("document.getElementById('model')?.textContent === 'tiny-model'")
+        assert page.value("document.documentElement.scrollWidth <= window.innerWidth"), "nothing sticks out"
+        back = page.value("getComputedStyle(document.body).backgroundColor")
+        assert (back == "rgb(23, 23, 26)") == dark
+        fields = "[...document.querySelectorAll('input,textarea')]"
+        assert page.value(f"{fields}.filter(field => !field.labels.length).length") == 0
+        page.value(
+            "for (const [id, value] of [['prompt', '1 2 3'], ['seed', '3'], ['max_tokens', '6']])"
+            " document.getElementById(id).value = value"
+        )
+        page.value("document.getElementById('generate').click()")
+        page.wait("document.getElementById('status').textContent.includes('6 tokens')")
+        expected = server.complete(prompt="1 2 3", max_tokens=6, seed=3, top_p=0.9, echo=True)
+        assert page.value("document.getElementById('output').textContent") == choices(expected)[0]
+        page.value(
+            "document.getElementById('prompt').value = 'word'; document.getElementById('generate').click()"
+        )
+        page.wait("document.getElementById('status').textContent.includes('expected numbers')")
+        page.value("document.getElementById('prompt').value = '1'")
+        page.value("document.getElementById('max_tokens').value = '4000'")
+        page.value("document.getElementById('temperature').value = '0'")
+        page.value("document.getElementById('generate').click()")
+        page.wait("document.getElementById('output').textContent.length > 9")
+        page.value("document.getElementById('stop').click()")
+        page.wait("document.getElementById('status').textContent === 'Stopped.'")
+        server.idle()
+        assert [error for error in page.errors if "400" not in error] == []
