@@ -9,6 +9,7 @@ async function nameModel() {
   const model = (await answer.json()).data[0];
   $("model").textContent = model.id;
   $("max_tokens").max = model.max_model_len - 1;
+  $("max_tokens").value = Math.min(64, Math.ceil(model.max_model_len / 2));
 }
 
 function say(text, bad = false) {
