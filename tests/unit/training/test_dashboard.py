@@ -269,6 +269,10 @@ def test_a_browser_shows_the_run_and_follows_it(metrics, tmp_path):
         page.wait("document.getElementById('place').textContent.startsWith('iteration 4 of 40')")
         after = page.value("document.querySelector('figure polyline').getAttribute('points')")
         assert (len(before.split()), len(after.split())) == (2, 4)
+        assert page.value("document.querySelectorAll('figure[hidden]').length") == 0
+        page.value("range.value = '0.5'; range.dispatchEvent(new Event('change'))")
+        half = page.value("document.querySelector('figure polyline').getAttribute('points')")
+        assert len(half.split()) == 3  # iterations 2 to 4
         assert "3.2500" in page.value("document.getElementById('facts').innerText")
         light = page.value("getComputedStyle(document.body).backgroundColor")
         append(metrics, {"event": "end", "iteration": 4, "ended_by": "DivergedError"})

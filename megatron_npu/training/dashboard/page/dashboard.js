@@ -139,6 +139,7 @@ function showSamples() {
 
 function makeFigure([title, write, curves, fromZero], place) {
   const box = element("figure", place === 0 ? "wide" : "");
+  box.hidden = true; // until there is something to draw
   const caption = element("figcaption", "", title);
   const readout = element("output");
   const plot = shape("svg", { role: "img", "aria-label": title });
@@ -178,7 +179,9 @@ function ticks(low, high, about, unit = 1) { // round numbers of units between t
 
 function drawFigure(figure) {
   if (!state) return;
-  const shown = figure.curves.map((curve) => [curve, state.curves[curve[0]]]).filter(([, c]) => c.x.length);
+  const from = state.iteration * (1 - Number(byId("range").value));
+  const shown = figure.curves.map((curve) => [curve, since(from, state.curves[curve[0]])])
+    .filter(([, points]) => points.x.length);
   figure.box.hidden = shown.length === 0;
   if (!shown.length) return;
   const width = figure.plot.clientWidth, height = figure.plot.clientHeight;
@@ -198,6 +201,13 @@ function drawFigure(figure) {
   figure.plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
   figure.plot.setAttribute("aria-label", `${figure.title}: ${figure.readout.textContent}`);
   figure.plot.replaceChildren(...parts);
+}
+
+function since(iteration, points) { // a curve from there on; nothing of one that the server does not know
+  if (!points) return { x: [], y: [] };
+  const place = points.x.findIndex((x) => x >= iteration);
+  const cut = (list) => list && (place < 0 ? [] : list.slice(place));
+  return { x: cut(points.x), y: cut(points.y), low: cut(points.low), high: cut(points.high) };
 }
 
 function axes(figure, { x, y, low, high, firstX, lastX, width, height }) {
@@ -287,5 +297,6 @@ function connect() {
   };
 }
 
+byId("range").addEventListener("change", () => figures.forEach(drawFigure));
 connect();
 setInterval(() => { if (state) { showHead(); showState(); } }, 1000);
