@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from megatron_npu.training import arguments, data, initialize, pretrain, validation
@@ -72,6 +74,25 @@ def test_megatrons_dataset_has_the_samples_of_one_epoch(flags, few, tmp_path, ki
         assert args.epoch_samples <= built <= args.epoch_samples + 2  # each part is rounded up
     else:
         assert built == args.epoch_samples
+
+
+def test_each_epoch_has_all_samples_in_an_order_of_its_own(flags, few):
+    argv = flags(
+        "--data-path", few, "--eval-iters", 0, "--split", "1", "--epochs", 2, "--global-batch-size", 1
+    )
+    at = argv.index("--train-iters")
+    args = validation.check(arguments.parse([*argv[:at], *argv[at + 2 :]]))
+    with initialize.session(args):
+        (batches,) = data.training_batches(args, data.datasets(args).train, 0)
+        epochs = [
+            [
+                tuple(batch["tokens"].flatten().tolist())
+                for batch in itertools.islice(batches, args.epoch_samples)
+            ]
+            for _ in range(2)
+        ]
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert epochs[0] != epochs[1]
 
 
 def test_epochs_go_on_in_the_middle_of_one(train_for, few, tmp_path):

@@ -107,7 +107,7 @@ def test_history_goes_on_where_a_run_was_resumed(tmp_path):
 
 def test_a_run_that_goes_on_after_one_that_was_killed_in_a_line_is_read(tmp_path):
     common = {"learning_rate": 0.1, "tokens_per_second": 5.0}
-    journal(tmp_path).write("train", 2, {"losses": [3.0, 2.0], **common})
+    journal(tmp_path).write("train", 3, {"losses": [3.0, 2.0, 1.0], **common})
     with open(tmp_path / "m.jsonl", "a") as stream:
         stream.write('{"event": "tra')
     journal(tmp_path, iteration=1).write("train", 2, {"losses": [2.5], **common})
