@@ -122,6 +122,13 @@ def test_multiprocessing_and_torchrun(tmp_path: Path) -> None:
     assert sorted(ranks.stdout.split("\n")) == ["", "0 has torch", "1 has torch"]
 
 
+def test_a_program_from_standard_input() -> None:
+    command, env = warm.ready([sys.executable, "-", "a"], tiny.environment())
+    text = "import sys\nprint(__name__, sys.argv[1:])\n"
+    done = subprocess.run(command, env=env, input=text, capture_output=True, text=True, check=True)
+    assert done.stdout == "__main__ ['a']\n"
+
+
 def test_options_of_the_interpreter() -> None:
     code = "import sys, warnings; warnings.warn('loud'); print(sys.dont_write_bytecode)"
     done = run("-W", "ignore", "-B", "-u", "-c", code)

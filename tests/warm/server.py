@@ -184,6 +184,9 @@ def run(request: dict[str, Any]) -> None:
     sys.stdout.reconfigure(line_buffering=os.isatty(1))
     search = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     kind = arguments[0]
+    if kind == "-":
+        arguments[:1] = ["-c", sys.stdin.read()]
+        kind = "-c"
     if kind in ("-m", "-c"):
         name, *rest = arguments[1:]
         sys.path[:] = [os.getcwd() if kind == "-m" else "", *search, *_BASE]
@@ -194,7 +197,7 @@ def run(request: dict[str, Any]) -> None:
             main_module = sys.modules["__main__"] = types.ModuleType("__main__")
             exec(compile(name, "<string>", "exec"), vars(main_module))
     elif kind.startswith("-"):
-        sys.exit(f"a warm interpreter knows -m, -c, -u, -B and -W, not {kind}")
+        sys.exit(f"a warm interpreter knows -m, -c, -, -u, -B and -W, not {kind}")
     else:
         sys.argv = arguments
         sys.path[:] = [str(Path(kind).resolve().parent), *search, *_BASE]
