@@ -43,11 +43,17 @@ class Upstream:
         """Check the version and that no second Megatron mixes in.
 
         Raises:
-            UsageError: too old, too new, or two different versions on the path.
+            UsageError: too old, too new, Megatron-DeepSpeed, or two different versions on the path.
         """
         if self.name == "megatron_core":
             self._require_supported_version()
             self._require_alone()
+        elif _imports_deepspeed(self.root):
+            raise UsageError(
+                f"Megatron-DeepSpeed in {self.root}, which is not supported yet",
+                f"Megatron-LM {LEGACY_VERSION}, which takes the same command lines",
+                "Check that one out, and see docs/guides/gpt2-345m.md.",
+            )
         # The tree of 2023 is a regular package: nothing on the path can mix into it.
 
     def _require_supported_version(self) -> None:
@@ -151,6 +157,12 @@ def _inspect(root: Path) -> Upstream | None:
         return None
     version = _core_version(package / "core" / "package_info.py")
     return None if version is None else Upstream("megatron_core", version, root)
+
+
+def _imports_deepspeed(root: Path) -> bool:
+    """Say whether a tree of old is one of those that are named Megatron-DeepSpeed."""
+    model = root / "megatron" / "model" / "gpt_model.py"
+    return model.is_file() and "from deepspeed" in model.read_text(encoding="utf-8", errors="replace")
 
 
 def _legacy_version(package: Path) -> str:

@@ -22,6 +22,7 @@ from megatron_npu.training import (
     stock_checkpoints,
     tokenizers,
 )
+from megatron_npu.training.checks import machine
 from megatron_npu.training.tokenizers import Tokenizer
 
 
@@ -46,9 +47,10 @@ def restored(
         changes: flags of the run to be changed, by their names in its arguments.
 
     Raises:
-        UsageError: no such checkpoint, or its tokenizer's files are missing.
+        UsageError: no such checkpoint, its tokenizer's files are missing, or no megatron-core is on the path.
     """
     plugin.install()
+    machine.require_megatron_core()
     found = stock_checkpoints.existing(load)
     shared = layout.ALONE if share is None else share(found.arguments)
     args = Namespace(**{**found.arguments, **changes, **shared})

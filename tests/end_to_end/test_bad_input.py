@@ -9,6 +9,7 @@ import pytest
 
 from megatron_npu import cli
 from tests.end_to_end import tiny
+from tests.unit.test_upstream import make_legacy
 
 pytest.importorskip("megatron.core")
 
@@ -19,6 +20,16 @@ def copy(dataset, tmp_path):
     for ending in (".bin", ".idx"):
         shutil.copy(f"{dataset}{ending}", tmp_path / f"copy{ending}")
     return tmp_path / "copy"
+
+
+@pytest.mark.parametrize("command", ["generate --prompt a", "lambada --valid-data a"])
+def test_another_megatron_comes_first(refused, tmp_path, monkeypatch, command):
+    """As for ``python -m megatron_npu`` typed in a tree of 2023."""
+    make_legacy(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    line = refused(*command.split(), "--load", tmp_path)
+    assert "is megatron_lm unknown; expected megatron-core" in line
+    assert "start from another folder" in line
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])

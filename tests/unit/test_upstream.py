@@ -58,6 +58,13 @@ def test_finds_the_legacy_tree(tmp_path):
     assert (found.name, found.version) == ("megatron_lm", "unknown"), "its files are not those of the commit"
 
 
+def test_megatron_deepspeed_is_known_and_refused_with_a_way_out(tmp_path):
+    root = make_legacy(tmp_path)
+    (root / "megatron" / "model" / "gpt_model.py").write_text("from deepspeed.pipe import PipelineModule\n")
+    with pytest.raises(UsageError, match=r"Megatron-DeepSpeed in .*; expected Megatron-LM 285068c8"):
+        upstream.find(root).require_supported()
+
+
 def test_the_legacy_tree_wins_wherever_it_is_on_the_path(tmp_path, path):
     """As for Python: a regular package before every portion of a namespace; so nothing can mix."""
     core, legacy = make_core(tmp_path / "core", "0.16.1"), make_legacy(tmp_path / "legacy")

@@ -16,7 +16,7 @@ def check(args: Namespace) -> None:
     Raises:
         UsageError: one of them is missing.
     """
-    args.megatron_version = _megatron_core()
+    args.megatron_version = require_megatron_core()
     derive.process(args)
     device, local = devices.current(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if local > device.count():
@@ -27,14 +27,19 @@ def check(args: Namespace) -> None:
         )
 
 
-def _megatron_core() -> str:
-    """Return the version of the megatron-core that is on the path."""
+def require_megatron_core() -> str:
+    """Return the version of the megatron-core that is on the path.
+
+    Raises:
+        UsageError: another Megatron comes first there, or none at all, or an unsupported version.
+    """
     found = upstream.find()
     found.require_supported()
     if found.name != "megatron_core":
         raise UsageError(
             f"the Megatron in {found.root} is {found.name} {found.version}",
             "megatron-core",
-            "Use its own script with `megatron-npu run`, or pip install megatron-core==0.16.1.",
+            "Use its own script with `megatron-npu run`, or start from another folder (`python -m` looks into"
+            " the current one first) with the wheel installed: pip install megatron-core==0.16.1.",
         )
     return found.version
