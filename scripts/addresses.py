@@ -37,6 +37,7 @@ PURPOSES = {
     "https://github.com/pytorch/pytorch/issues": "reports about torch; to be read",
     "https://github.com/pytorch": "code of torch; to be read",
     "https://huggingface.co": "named in a message of another package; tokenizers and datasets (below)",
+    "https://huggingface.co/bigscience": "a text to train on, downloaded by hand",
     "https://s3.amazonaws.com/models.huggingface.co": "vocabularies of GPT-2 and BERT, downloaded by hand",
     "http://www.apache.org": "text of the licence; to be read",
     "https://www.apache.org": "text of the licence; to be read",
