@@ -44,6 +44,10 @@ PURPOSES = {
     "http://www.w3.org": "name of a format inside SVG; never asked",
     "https://keepachangelog.com": "form of the change log; to be read",
     "https://dumps.wikimedia.org": "text of Wikipedia, downloaded by hand",
+    "https://en.wikipedia.org": "named in a made-up dump of the tests; never asked",
+    "https://catalog.ngc.nvidia.com": "NVIDIA's trained 345M model, downloaded by hand",
+    "https://github.com/cybertronai/bflm": "passages of LAMBADA, downloaded by hand",
+    "https://raw.githubusercontent.com/cybertronai/bflm": "passages of LAMBADA, downloaded by hand",
 }
 
 

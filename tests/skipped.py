@@ -11,7 +11,7 @@ GROUPS = {
     "a Megatron tree or wheel (make megatron)": r"no tree of|no checkouts|get_megatron",
     "the simulated Ascend": r"simulated Ascend|torch_npu wheel",
     "an NPU or a GPU": r"needs an NPU|no GPU|no CUDA|cuda is not",
-    "data (../shared/data or make demo)": r"gpt2-vocab|lambada|LAMBADA",
+    "data (../shared/data or make demo)": r"gpt2-vocab|lambada|LAMBADA|text of the guide",
     "a package": r"could not import|not installed|no Megatron is installed|needs einops",
     "a program": r"no (Chromium|g\+\+|gcc|C\+\+ compiler|shellcheck|git)",
 }

@@ -52,8 +52,10 @@ train_t5() {
 # choose_t5_sizes: as choose_sizes; full is T5 base.
 choose_t5_sizes() {
     local small_length=128
-    [ "$preset" != tiny ] || small_length=64
-    if [ "$preset" = full ]; then
+    if [ "$preset" = tiny ]; then
+        small_length=64
+        : "${INITIAL_LOSS_SCALE:=256}" # its gradients are larger than those of a GPT
+    elif [ "$preset" = full ]; then
         : "${NUM_LAYERS:=12}" "${HIDDEN_SIZE:=768}" "${NUM_HEADS:=12}" "${SEQ_LENGTH:=512}" "${MICRO_BATCH:=16}"
         : "${GLOBAL_BATCH:=$((MICRO_BATCH * total))}" "${TRAIN_ITERS:=1000000}" "${LR_DECAY_ITERS:=1000000}"
         : "${LR:=1e-4}" "${TP:=1}" "${PP:=1}"

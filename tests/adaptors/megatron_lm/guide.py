@@ -1,47 +1,28 @@
 """The commands of the guide, in the folders that it describes: this project cloned inside Megatron-LM.
 
-They are run as they stand in the guide. Only sizes come from the environment.
+They are run one after another as they stand in the guide's own text, where that is at hand, and in our page
+about it (docs/guides/ascend-gpt.md), which has them all. What they would get from the network is a sample
+made here; sizes come from the environment.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import shutil
-import subprocess
-from collections.abc import Callable
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from megatron_npu.preprocessing import indexed_dataset
+from tests import walk
 from tests.adaptors.megatron_lm import runs
+from tests.adaptors.megatron_lm.test_runs import load
 from tests.end_to_end.tiny import ROOT
 
-PRETRAIN = [
-    "bash pretrain_gpt_distributed.sh",
-    "bash pretrain_gpt_distributed_fp16.sh --pre=65536 --next=65536 --shape_order=SBH",
-    "bash pretrain_gpt_distributed_fp16.sh --pre=65536 --next=65536 --shape_order=BSH",
-    "bash pretrain_gpt_distributed_fp16.sh --pre=2048 --next=0 --shape_order=SBH",
-    "bash pretrain_gpt_distributed_fp16.sh --pre=2048 --next=0 --shape_order=BSH",
-    "bash pretrain_gpt_distributed_bf16.sh --pre=65536 --next=65536 --shape_order=SBH",
-    "bash pretrain_gpt_distributed_bf16.sh --pre=65536 --next=65536 --shape_order=BSH",
-    "bash pretrain_gpt_distributed_bf16.sh --pre=2048 --next=0 --shape_order=SBH",
-    "bash pretrain_gpt_distributed_bf16.sh --pre=2048 --next=0 --shape_order=BSH",
-]
-TEST = [
-    "bash test_gpt_distributed.sh",
-    "bash test_gpt_distributed_fp16.sh --pre=65536 --next=65536 --shape_order=SBH",
-    "bash test_gpt_distributed_fp16.sh --pre=65536 --next=65536 --shape_order=BSH",
-    "bash test_gpt_distributed_fp16.sh --pre=2048 --next=0 --shape_order=SBH",
-    "bash test_gpt_distributed_fp16.sh --pre=2048 --next=0 --shape_order=BSH",
-    "bash test_gpt_distributed_bf16.sh --pre=65536 --next=65536 --shape_order=SBH",
-    "bash test_gpt_distributed_bf16.sh --pre=65536 --next=65536 --shape_order=BSH",
-    "bash test_gpt_distributed_bf16.sh --pre=2048 --next=0 --shape_order=SBH",
-    "bash test_gpt_distributed_bf16.sh --pre=2048 --next=0 --shape_order=BSH",
-]
-PAIRS = list(zip(PRETRAIN, TEST, strict=True))
-SAMPLE = "bash test_gpt_distributed_sample.sh"
+DOCUMENT = next(iter((ROOT.parent / "shared" / "seeds").glob("003_*.txt")), None)  # the guide's own text
+PAGE = ROOT / "docs" / "guides" / "ascend-gpt.md"
+OUR_CLONE = re.compile(r"git clone \S+ megatron_npu\b")
 
 SIZES = {
     "SEQ_LENGTH": "64",
@@ -52,75 +33,57 @@ SIZES = {
     "LR": "2e-2",
     "INITIAL_LOSS_SCALE": "4096",
 }
-# longer than the window of 2,048 tokens, which else is no window
-LONG = {**SIZES, "SEQ_LENGTH": "2304", "TRAIN_ITERS": "24"}
 WORD = 257  # " a", nine in ten words of the texts: what a model learns first
-KNOWN = [
-    "b a a c a",
-    "c a d a",
-    "a a a",
-    "x y a z a",
-    "a b c d e a",
-    "m a a a n a",
-    "t a u a v a",
-    "f g h i j k a",
-]
-LINES = [*KNOWN, "a b a q", "a a a r", "c a z", "a k a s t"]
 
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+# -- the text -----------------------------------------------------------------------------------------------
 
 
-class Guide:
-    """The folders of the guide, and its commands run there.
-
-    Args:
-        checkout: a Megatron-LM, which is copied.
-        folder: an empty folder.
-        run: runs a command given as its words, with changes to the environment given by name.
-        sizes: of the model and its training, as environment variables.
-    """
-
-    def __init__(self, checkout: Path, folder: Path, run: Run, sizes: dict[str, str]) -> None:
-        self._run, self.sizes = run, sizes
-        megatron = folder / "Megatron-LM"
-        shutil.copytree(checkout, megatron, ignore=shutil.ignore_patterns(".git", "__pycache__"))
-        project = megatron / "megatron_npu"
-        self.scripts = lay_out_project(project)
-        write_lambada(self.scripts)
-
-    def execute(self, command: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        """Run a command in ``tests_gpt``, as a user's shell would; return the finished process."""
-        line = f"cd '{self.scripts}' && {command}"
-        own = {"PYTHONDONTWRITEBYTECODE": "1", "MEGATRON_LM_PATH": ""}
-        return self._run("bash", "-c", line, **{**own, **self.sizes, **changes})
-
-    @functools.cache  # noqa: B019 - lives as long as the tests that share it
-    def pair(self, pretrain: str, test: str) -> tuple[dict[int, float], tuple[int, int]]:
-        """Train, then evaluate what was trained; return the losses and (right, examples)."""
-        shutil.rmtree(self.scripts / "checkpoint", ignore_errors=True)
-        trained = runs.succeeded(self.execute(pretrain))
-        assert "Small preset on 1 x " in trained
-        assert "megatron_lm 285068c8" in trained
-        return runs.losses(trained), runs.accuracy(runs.succeeded(self.execute(test)))
+def commands_of_document(text: str) -> list[str]:
+    """Return the lines of the guide's text that begin with a program, in order."""
+    programs = "git|cd|pip|pip3|wget|bzip2|python3|bash|mv"
+    return re.findall(rf"^\s*((?:{programs}) .*)$", text, re.M)
 
 
-def lay_out_project(project: Path) -> Path:
-    """Lay this project out in a folder as a clone would be, with a dataset; return its ``tests_gpt``."""
-    project.mkdir()
-    for name in ("megatron_npu", "patches", "scripts"):
-        (project / name).symlink_to(ROOT / name)
-    shutil.copytree(ROOT / "tests_gpt", project / "tests_gpt", ignore=shutil.ignore_patterns("checkpoint*"))
-    write_dataset(project / "dataset" / "gpt")
-    return project / "tests_gpt"
+PAGE_COMMANDS = walk.commands_of_page(PAGE.read_text(encoding="utf-8"))
+COMMANDS = commands_of_document(DOCUMENT.read_text(encoding="utf-8")) if DOCUMENT else PAGE_COMMANDS
+SAMPLE = "bash test_gpt_distributed_sample.sh"
+
+
+# -- walking through it -------------------------------------------------------------------------------------
+
+
+def through(commands: list[str], checkout: Path, folder: Path, run: walk.Run, **sizes: str) -> walk.Walk:
+    """Return a walk through the guide's commands with the tiny preset, of which ``sizes`` change some."""
+    settings: Mapping[str, str] = {"WORKERS": "1", "PRESET": "tiny", **sizes}
+    return walk.Walk(commands, {"": checkout}, folder, run, settings, _told)
+
+
+def _told(command: str, home: Path) -> None:
+    """Do what the guide tells in words: get the passages, and NVIDIA's model."""
+    if "main.py" in command:
+        walk.write_lambada(scripts_in(home) / "lambada_test.json")
+    elif command.startswith(SAMPLE):
+        write_release(scripts_in(home))
+
+
+def project_in(home: Path) -> Path:
+    """Return the folder of this project, inside Megatron-LM."""
+    return home / "Megatron-LM" / "megatron_npu"
+
+
+def scripts_in(home: Path) -> Path:
+    """Return the folder of the guide's scripts."""
+    return project_in(home) / "tests_gpt"
+
+
+# -- folders and files --------------------------------------------------------------------------------------
 
 
 def write_dataset(folder: Path) -> None:
     """Write the vocabulary and the dataset where the scripts look for them."""
     folder.mkdir(parents=True)
-    tokens, merges = runs.write_vocabulary(folder, merges=["\u0120 a"])
-    tokens.rename(folder / "gpt2-vocab.json")
-    merges.rename(folder / "gpt2-merges.txt")
+    walk.write_gpt_vocabulary(folder)
     generator = np.random.RandomState(0)
     with indexed_dataset.Writer(str(folder / "my-gpt_text_document"), np.dtype(np.uint16)) as writer:
         for _ in range(200):
@@ -130,28 +93,58 @@ def write_dataset(folder: Path) -> None:
         indexed_dataset.publish([writer])
 
 
-def write_lambada(scripts: Path) -> None:
-    """Write the passages where the scripts look for them."""
-    (scripts / "lambada_test.json").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES))
+def write_release(scripts: Path) -> None:
+    """Write the model of ``pretrain_gpt_distributed.sh`` where the guide wants the one that NVIDIA released.
+
+    Its names and the order of query, key and value are those of 2020; it has no arguments in it.
+    """
+    release = scripts / "checkpoint_dist_test" / "mp_rank_00" / "model_optim_rng.pt"
+    release.parent.mkdir(parents=True, exist_ok=True)
+    (trained,) = (scripts / "checkpoint" / "fp16").glob("iter_*/mp_rank_00/model_optim_rng.pt")
+    content = load(trained)
+    torch.save({"iteration": content["iteration"], "model": as_released(content["model"])}, release)
 
 
-def check(commands: Guide, pretrain: str, test: str) -> None:
-    """Check that a pair of commands has trained, and has evaluated the trained model."""
-    losses, figures = commands.pair(pretrain, test)
-    assert sorted(losses) == list(range(1, 1 + int(commands.sizes["TRAIN_ITERS"]))), "no step is skipped"
-    assert losses[max(losses)] < 0.5 * losses[1]
-    check_figures(figures)
+def as_released(model: dict) -> dict:
+    """Return the weights of a model under the names and in the order of 2020."""
+    language_model = dict(model["language_model"])
+    heads = int(SIZES["NUM_HEADS"])
+    layers = {}
+    for name, weight in language_model.pop("encoder").items():
+        if "query_key_value" in name:  # [n, 3, h/n] rows become [3, n, h/n]
+            apart = weight.view(heads, 3, -1, *weight.shape[1:])
+            weight = apart.transpose(0, 1).reshape(weight.shape).clone()
+        layers[name.replace("self_attention", "attention")] = weight
+    return {"language_model": {**language_model, "transformer": layers}}
+
+
+# -- what came of it ----------------------------------------------------------------------------------------
+
+
+def check(walking: walk.Walk, number: int, device: str, iterations: int = 30) -> None:
+    """Check that a command has done what the guide says it does."""
+    output, command = walking.output(number), walk.bare(walking.commands[number])
+    if "pretrain_gpt_" in command or "pretrain_t5_" in command:
+        assert f"Tiny preset on 1 x {device}" in output
+        assert "megatron_lm 285068c8" in output
+        losses = runs.losses(output)
+        assert sorted(losses) == list(range(1, 1 + iterations)), "no step is skipped"
+        last = sorted(losses[number] for number in range(iterations - 4, iterations + 1))
+        assert last[2] < 0.6 * losses[1]
+    elif "test_gpt_" in command:
+        check_figures(runs.accuracy(output))
+    elif "dataset_preprocess" in command:
+        made = sorted(path.name for path in (project_in(walking.home) / "dataset" / "en_wiki").iterdir())
+        assert made == ["bert-large-uncased-vocab.txt", "my-t5_text_sentence.bin", "my-t5_text_sentence.idx"]
 
 
 def check_figures(figures: tuple[int, int]) -> None:
     """Check (right, examples) of a model that begins to know the commonest word; untrained it knows none."""
     right, examples = figures
-    assert examples == len(LINES)
-    assert 0 < right <= len(KNOWN)
+    assert examples == len(walk.LINES)
+    assert 0 < right <= len(walk.KNOWN)
 
 
-def losses_of(commands: Guide, precision: str, window: str) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the losses with SBH and with BSH that the commands of a precision with ``--pre=window`` gave."""
-    chosen = [pair for pair in PAIRS if f"_{precision}.sh --pre={window} " in pair[0]]
-    sbh, bsh = (commands.pair(*pair)[0] for pair in chosen)
-    return sbh, bsh
+def losses_of(walking: walk.Walk, *words: str) -> list[dict[int, float]]:
+    """Return the losses of each training command that has all of ``words`` in it."""
+    return list(map(runs.losses, walking.outputs(*words)))

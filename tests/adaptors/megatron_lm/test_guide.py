@@ -1,4 +1,4 @@
-"""Every command of the guide on the CPU, word for word: it trains, and evaluates what it has trained."""
+"""The guide from its first command to its last, on the CPU."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import subprocess
 
 import pytest
 
-from tests import warm
+from tests import walk, warm
 from tests.adaptors.megatron_lm import guide, runs
 from tests.conftest import LONGEST
 
+# longer than the window of 2,048 tokens, which else is no window
+LONG = {"SEQ_LENGTH": "2304", "TRAIN_ITERS": "24"}
+
 
 @pytest.fixture(scope="module")
-def commands(checkout, tmp_path_factory) -> guide.Guide:
+def walking(checkout, tmp_path_factory) -> walk.Walk:
+    pytest.importorskip("nltk", reason="sentences are split with nltk, which is not installed")
+    pytest.importorskip("wikiextractor", reason="wikiextractor is not installed")
+
     def run(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command,
@@ -23,16 +29,40 @@ def commands(checkout, tmp_path_factory) -> guide.Guide:
             check=False,
         )
 
-    return guide.Guide(checkout, tmp_path_factory.mktemp("guide"), run, guide.LONG)
+    return guide.through(guide.COMMANDS, checkout, tmp_path_factory.mktemp("guide"), run, **LONG)
 
 
-@pytest.mark.parametrize(("pretrain", "test"), guide.PAIRS, ids=guide.PRETRAIN)
-def test_trains_and_evaluates(commands, pretrain, test):
-    guide.check(commands, pretrain, test)
+@pytest.mark.parametrize("number", range(len(guide.COMMANDS)), ids=map(walk.bare, guide.COMMANDS))
+def test_command(walking, number):
+    guide.check(walking, number, "cpu", iterations=24)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_layouts_agree_and_windows_do_not(commands, precision):
+def test_layouts_agree_and_windows_do_not(walking, precision):
     """SBH and BSH give the same losses to the last digit; a window gives others than causal attention."""
-    causal, window = (guide.losses_of(commands, precision, window) for window in ("65536", "2048"))
+    script = f"pretrain_gpt_distributed_{precision}.sh"
+    causal, window = (guide.losses_of(walking, script, pre) for pre in ("65536", "2048"))
     assert causal[0] == causal[1] != window[0] == window[1]
+
+
+def test_each_training_has_a_folder_and_the_files_lie_where_the_guide_moves_them(walking):
+    walking.output(len(walking.commands) - 1)
+    scripts = guide.scripts_in(walking.home)
+    trained = [line for line in walking.commands if "bash pretrain_" in line]
+    assert len(trained) == len(list((scripts / "checkpoint").iterdir())) >= 9
+    root = scripts.parents[1]
+    for name in ("pretrain_gpt.py", "main.py"):
+        assert "stock_script" in (root / name).read_text()
+        assert not (scripts / name).exists()
+    assert (root / "zeroshot_gpt" / "evaluate.py").is_file()
+
+
+def test_the_page_has_every_command_of_the_guide():
+    """In the same order, word for word, but for where this project is cloned from."""
+    if guide.DOCUMENT is None:
+        pytest.skip("no text of the guide in ../shared/seeds")
+    asked = [walk.bare(line) for line in guide.COMMANDS if not guide.OUR_CLONE.match(line)]
+    assert len(asked) == 35
+    have = iter(map(walk.bare, guide.PAGE_COMMANDS))
+    missing = [command for command in asked if command not in have]
+    assert not missing

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import walk
 from tests.adaptors.megatron_lm import runs
 from tests.end_to_end.tiny import ROOT
 
@@ -42,7 +43,7 @@ def test_gives_the_bytes_that_our_tool_gives(checkout, gpt2_vocab, tmp_path):
 def test_gives_the_bytes_that_our_tool_gives_for_bert(checkout, tmp_path, kind):
     """Sentences, each a sequence, in the words of BERT."""
     pytest.importorskip("nltk", reason="sentences are split with nltk")
-    write_sentence_model(tmp_path / "nltk")
+    walk.write_sentence_model(tmp_path / "nltk")
     text, vocab_file = tmp_path / "text.json", tmp_path / "vocab.txt"
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXTS))
     words = (
@@ -67,7 +68,7 @@ def test_gives_the_bytes_that_our_tool_gives_for_bert(checkout, tmp_path, kind):
 def test_script_of_t5_splits_sentences(checkout, tmp_path):
     """WikiExtractor's files in folders become documents of sentences."""
     pytest.importorskip("nltk", reason="sentences are split with nltk")
-    write_sentence_model(tmp_path / "nltk")
+    walk.write_sentence_model(tmp_path / "nltk")
     words = "mr the cat sat on a mat . dog ran home".split()
     data, articles = tmp_path / "data", tmp_path / "text" / "AA"
     data.mkdir()
@@ -83,6 +84,7 @@ def test_script_of_t5_splits_sentences(checkout, tmp_path):
         "DATA_DIR": data,
         "INPUT": tmp_path / "text",
         "WORKERS": "1",
+        "GPT": "no",
     }
     result = subprocess.run(
         ["bash", str(ROOT / "tests" / "dataset_preprocess_t5.sh")],
@@ -100,14 +102,6 @@ def test_script_of_t5_splits_sentences(checkout, tmp_path):
     assert found.tolist() == expected
     lengths = sentence_lengths(data / "my-t5_text_sentence.idx", len(sentences))
     assert lengths == [len(sentence.split()) for sentence in sentences]
-
-
-def write_sentence_model(folder: Path) -> None:
-    """Write a model of nltk's sentence splitter for English that knows one abbreviation."""
-    english = folder / "tokenizers" / "punkt_tab" / "english"
-    english.mkdir(parents=True)
-    for name in ("abbrev_types.txt", "collocations.tab", "ortho_context.tab", "sent_starters.txt"):
-        (english / name).write_text("mr\n" if name == "abbrev_types.txt" else "")
 
 
 def sentence_lengths(index: Path, sentences: int) -> list[int]:

@@ -154,7 +154,7 @@ def load(path: Path) -> dict:
     multiarray = np._core.multiarray
     harmless = [argparse.Namespace, np.ndarray, np.dtype, np.dtypes.UInt32DType, multiarray._reconstruct]
     with safe_load.allowing(*harmless, (ModelType, "megatron.model.enums.ModelType")):
-        return torch.load(path, weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def different(one: Path, other: Path) -> set[str]:

@@ -11,12 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_npu import upstream
-from tests import warm
+from tests import walk, warm
 from tests.adaptors.megatron_lm import guide, runs
-from tests.adaptors.megatron_lm.test_runs import load
 from tests.conftest import LONGEST
 from tests.end_to_end.tiny import ROOT
 
@@ -142,7 +140,7 @@ def test_each_command_has_a_checkpoint_of_its_own(alone):
     assert f"--save {alone.scripts}/checkpoint/bf16-pre16-next0-BSH " in output
     output = runs.succeeded(alone("pretrain_gpt_distributed.sh", **own))
     assert f"--save {alone.scripts}/checkpoint/fp16 " in output
-    guide.write_lambada(alone.scripts)
+    walk.write_lambada(alone.scripts / "lambada_test.json")
     other = [*OPTIONS[:2], "--shape_order=SBH"]
     said = f"{alone.scripts}/checkpoint/bf16-pre16-next0-SBH; train it with pretrain_gpt_distributed_bf16.sh"
     refused(alone("test_gpt_distributed_bf16.sh", *other, **own), f"no checkpoint in {said}")
@@ -254,7 +252,9 @@ def refused(result: subprocess.CompletedProcess[str], said: str) -> None:
 @pytest.fixture
 def alone(tmp_path):
     """Return a function as ``script``, for a copy of this project with no Megatron-LM near it."""
-    scripts = guide.lay_out_project(tmp_path / "megatron_npu")
+    walk.lay_out_project(tmp_path / "megatron_npu")
+    guide.write_dataset(tmp_path / "megatron_npu" / "dataset" / "gpt")
+    scripts = tmp_path / "megatron_npu" / "tests_gpt"
 
     def run(name: str, *options: str, **changes: object) -> subprocess.CompletedProcess[str]:
         elsewhere = {
@@ -286,7 +286,7 @@ def test_without_a_checkout_megatron_core_trains_and_evaluates(alone):
     losses = runs.losses(output)
     assert len(losses) == 30
     assert losses[30] < 0.5 * losses[1]
-    guide.write_lambada(alone.scripts)
+    walk.write_lambada(alone.scripts / "lambada_test.json")
     output = runs.succeeded(alone("test_gpt_distributed_bf16.sh", *OPTIONS))
     guide.check_figures(runs.accuracy(output))
     refused(alone("test_gpt_distributed_bf16.sh", *OPTIONS, LAMBADA_FILE="/nowhere"), "no file /nowhere")
@@ -316,13 +316,8 @@ def test_the_released_model_lies_where_the_guide_says(checkout, alone):
     """A checkpoint as NVIDIA's of 345M: old names, old order of query, key and value, no arguments."""
     train = {"MEGATRON_LM_PATH": checkout}
     runs.succeeded(alone("pretrain_gpt_distributed.sh", **train))
-    release = alone.scripts / "checkpoint_dist_test" / "mp_rank_00" / "model_optim_rng.pt"
-    release.parent.mkdir(parents=True)
-    content = load(
-        alone.scripts / "checkpoint" / "fp16" / "iter_0000030" / "mp_rank_00" / "model_optim_rng.pt"
-    )
-    torch.save({"iteration": 30, "model": as_released(content["model"])}, release)
-    guide.write_lambada(alone.scripts)
+    guide.write_release(alone.scripts)
+    walk.write_lambada(alone.scripts / "lambada_test.json")
     output = runs.succeeded(alone("test_gpt_distributed_sample.sh", **train))
     assert "checkpoint version 0" in output
     guide.check_figures(runs.accuracy(output))
@@ -336,19 +331,6 @@ def test_each_passage_is_counted_once_on_several_devices(checkout, alone, tmp_pa
     output = runs.succeeded(alone("test_gpt_distributed.sh", **own, NPUS_PER_NODE=2))
     assert "on 2 x cpu (TP 1, PP 1, as it was trained)" in output
     assert runs.accuracy(output) == (3, 3)
-
-
-def as_released(model: dict) -> dict:
-    """Return the weights of a model under the names and in the order of 2020."""
-    language_model = dict(model["language_model"])
-    heads = int(guide.SIZES["NUM_HEADS"])
-    layers = {}
-    for name, weight in language_model.pop("encoder").items():
-        if "query_key_value" in name:  # [n, 3, h/n] rows become [3, n, h/n]
-            apart = weight.view(heads, 3, -1, *weight.shape[1:])
-            weight = apart.transpose(0, 1).reshape(weight.shape).clone()
-        layers[name.replace("self_attention", "attention")] = weight
-    return {"language_model": {**language_model, "transformer": layers}}
 
 
 def test_shellcheck_finds_nothing():
