@@ -9,11 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_npu import settings, spawned_processes, stacks, stock_tools
+from megatron_npu import one_line_end, settings, spawned_processes, stacks, stock_tools
+from megatron_npu.errors import UsageError
 from megatron_npu.patching import banner
 from megatron_npu.patching.engine import Engine
-from megatron_npu.patching.module_patch import Context
-from megatron_npu.patching.pins import Pins
+from megatron_npu.patching.module_patch import Context, DriftError
+from megatron_npu.patching.pins import PinError, Pins
 from megatron_npu.patching.registry import registry
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def uninstall() -> None:
     engine().disarm()
     spawned_processes.disarm()
     standins.remove()
+    one_line_end.disarm()
     if _redirection is not None:
         from megatron_npu import torch_readers
 
@@ -102,6 +104,7 @@ def _activate() -> Context:
     from megatron_npu.devices.redirect import Redirection
     from megatron_npu.ops import dispatch
 
+    one_line_end.arm(UsageError, DriftError, PinError)
     settings.check()
     stacks.print_on_signal()
     found = upstream.find()

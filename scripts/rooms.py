@@ -46,6 +46,7 @@ ROOMS = (
     Room("errors.py", "the one error for a user's mistakes"),
     Room("files.py", "atomic writes of files and folders"),
     Room("stacks.py", "where every thread of a process stands, on SIGUSR1"),
+    Room("one_line_end.py", "a user's mistake ends a process in one line, whoever started it"),
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
     Room("inert_packages.py", "what stands in torch's place where it is only named: in help texts, `check`"),
     Room("arg_parser.py", "the parser that all commands share", "errors"),
@@ -95,8 +96,8 @@ ROOMS = (
     Room(
         "plugin.py",
         "the wiring: arms the hook; at the first import of Megatron puts the rooms above to work",
-        "adaptors devices ops patching settings spawned_processes stacks standins stock_tools "
-        "torch_readers upstream",
+        "adaptors devices errors one_line_end ops patching settings spawned_processes stacks standins "
+        "stock_tools torch_readers upstream",
     ),
     Room(
         "runner.py",

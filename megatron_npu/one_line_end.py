@@ -1,0 +1,45 @@
+"""A user's mistake ends a process in one line, also where no command of ours has started it.
+
+``megatron-npu`` catches these errors itself. Under torch's entry point, or ``import megatron_npu``, they come
+to the interpreter's end, which would print the whole way that they have taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
+
+_former: Hook | None = None
+
+
+def arm(*kinds: type[BaseException]) -> None:
+    """Let errors of these kinds be one line where they end the process; others go to the former hook."""
+    global _former
+    if _former is not None:
+        return
+    _former = sys.excepthook
+    sys.excepthook = functools.partial(_tell, kinds, _former)
+
+
+def disarm() -> None:
+    """Put the former hook back."""
+    global _former
+    if _former is not None:
+        sys.excepthook, _former = _former, None
+
+
+def _tell(
+    kinds: tuple[type[BaseException], ...],
+    former: Hook,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    if issubclass(kind, kinds):
+        print(f"megatron_npu: error: {error}", file=sys.stderr)
+    else:
+        former(kind, error, trace)

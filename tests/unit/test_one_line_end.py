@@ -1,0 +1,38 @@
+"""Errors of a user that come to the interpreter's end."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from megatron_npu import one_line_end
+from megatron_npu.errors import UsageError
+
+
+@pytest.fixture
+def reached(monkeypatch) -> list[BaseException]:
+    """The errors that the hook before ours was given, which is at work again after the test."""
+    given: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: given.append(error))
+    monkeypatch.setattr(one_line_end, "_former", None)
+    return given
+
+
+def test_a_mistake_is_one_line_and_other_errors_are_none_of_ours(reached, capsys) -> None:
+    one_line_end.arm(UsageError)
+    one_line_end.arm(UsageError)
+    sys.excepthook(UsageError, UsageError("a flag", "another", "Change it."), None)
+    assert capsys.readouterr().err == "megatron_npu: error: a flag; expected another. Change it.\n"
+    other = ValueError("else")
+    sys.excepthook(ValueError, other, None)
+    assert reached == [other]
+
+
+def test_the_hook_before_comes_back(reached) -> None:
+    before = sys.excepthook
+    one_line_end.disarm()
+    one_line_end.arm(UsageError)
+    assert sys.excepthook is not before
+    one_line_end.disarm()
+    assert sys.excepthook is before
