@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_npu.evaluation import lambada
 from megatron_npu.preprocessing import indexed_dataset
 from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
+from megatron_npu.training.restore import restored
 from tests.adaptors.megatron_lm import runs
 from tests.adaptors.megatron_lm.test_runs import load, tensors
 from tests.conftest import LONGEST
@@ -148,6 +151,34 @@ def test_changing_the_layout_there_and_back_changes_no_bit(checkpoints):
     assert len(trained) > 20
     assert trained.keys() == returned.keys()
     assert all(torch.equal(tensor, returned[key]) for key, tensor in trained.items())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_our_command_knows_the_same_examples(checkpoints, strict, monkeypatch):
+    """One by one, from the files of four ranks where the stock task reads that of one."""
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    folder, task = checkpoints.folder, "--task LAMBADA --no-load-optim --no-load-rng --micro-batch-size 1"
+    data = f"--valid-data {folder}/asked.json --load {checkpoints.path(1, 1)}"
+    command = [*flags(folder), *f"{task} {data}".split(), *(["--strict-lambada"] if strict else [])]
+    script = Path(__file__).parent / "each_example.py"
+    output = runs.succeeded(runs.run(script, command, MEGATRON_LM_PATH=str(checkpoints.checkout)))
+    told = [json.loads(line) for line in re.findall(r"passage: (.*)", output)]
+    files = str(folder / "vocab.json"), str(folder / "merges.txt")
+    with restored(str(checkpoints.path(2, 2)), *files) as (args, gpt, tokenizer):
+        asked = str(folder / "asked.json")
+        examples = lambada.read_examples(
+            asked, tokenizer, strict=strict, longest=args.max_position_embeddings
+        )
+        found = {
+            (*context, *answer): lambada._num_correct(gpt, [(context, answer)], tokenizer.eod)
+            for context, answer in examples
+        }
+    expected = {
+        tokens: right for right, padded in told for tokens in found if tuple(padded[: len(tokens)]) == tokens
+    }
+    assert found == expected
+    assert len(found) == len(told) == EXAMPLES
+    assert 0 < sum(found.values()) < EXAMPLES / 2
 
 
 @pytest.mark.parametrize("load", ["there/but/empty", "not/there"])
