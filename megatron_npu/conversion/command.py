@@ -15,7 +15,15 @@ import torch
 
 from megatron_npu import files, plugin
 from megatron_npu.arg_parser import Parser, number, positive
-from megatron_npu.conversion import carried_files, families, hf_files, tokenizer_files, verify, weights
+from megatron_npu.conversion import (
+    carried_files,
+    families,
+    hf_files,
+    model_card,
+    tokenizer_files,
+    verify,
+    weights,
+)
 from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.config import Config, read
 from megatron_npu.conversion.families import Family
@@ -25,9 +33,11 @@ from megatron_npu.training import (
     arguments,
     checkpoint,
     checkpoint_files,
+    checksums,
     initialize,
     model,
     stock_arguments,
+    stock_checkpoints,
     torch_format,
     validation,
 )
@@ -65,6 +75,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--tensor-model-parallel-size", type=positive, default=1, help="of --ckpt-format torch")
     add("--pipeline-model-parallel-size", type=positive, default=1, help="of --ckpt-format torch")
+    add(
+        "--hf-weights",
+        choices=list(hf_files.FORMATS),
+        default=hf_files.SINGLE,
+        help="form of the weights; pytorch_model.bin is a pickle, for programs that ask for it (to hf)",
+    )
     add("--max-shard-gb", type=number, default=5.0, help="largest file of weights in 10^9 bytes (to hf)")
     add(
         "--tokenizer-type",
@@ -148,8 +164,7 @@ def _to_megatron(given: Namespace, part: Path) -> Iterator[str]:
     if given.ckpt_format == "torch":
         words = _save_for_ranks(given, args, family, found, part, final)
     else:
-        _save(args, family, found)
-        _name_final_paths(part, final)
+        _save(args, family, found, part, final)
         precision = [f"--{dtype}"] if dtype != "fp32" else []
         moved = [word.replace(str(part), str(final)) for word in tokenizer.flags]
         words = [*model_flags, *moved, *precision]
@@ -183,7 +198,7 @@ def _filled(args: Namespace, family: Family, found: weights.Weights) -> torch.nn
     return gpt
 
 
-def _save(args: Namespace, family: Family, found: weights.Weights) -> None:
+def _save(args: Namespace, family: Family, found: weights.Weights, part: Path, final: Path) -> None:
     """Save the model as the driver does."""
     with initialize.session(args):
         # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
@@ -193,7 +208,9 @@ def _save(args: Namespace, family: Family, found: weights.Weights) -> None:
             checkpoint.Position(),
             {"args": stock_arguments.to_stock(args)},
         )
-    checkpoint_files.release(args.save, path)
+        path = checkpoint_files.release(args.save, path)
+        _name_final_paths(part, final)
+        checksums.write(path)
 
 
 def _save_for_ranks(
@@ -237,7 +254,9 @@ def _to_hf(given: Namespace, part: Path) -> Iterator[str]:
         kind = str(weights.DTYPES[dtype]).removeprefix("torch.")
         named = {**extra_keys, **values, "dtype": kind, "torch_dtype": kind}  # transformers 5, and before
         files.write(part / CONFIG, json.dumps(named, indent=2, sort_keys=True) + "\n")
-        _write(part, dict(model.unwrap(module).named_parameters()), family, args, dtype, given.max_shard_gb)
+        parameters = dict(model.unwrap(module).named_parameters())
+        _write(part, parameters, family, args, dtype, given.max_shard_gb, given.hf_weights)
+        model_card.write(part, stock_checkpoints.existing(root), args, values, dtype)
     yield from tokenizer_files.prove(tokenizer, part)
     yield from _verified(given, root, part, family, dtype)
     yield f"{values['architectures'][0]}; {args.tokenizer_type}"
@@ -250,6 +269,7 @@ def _write(
     args: Namespace,
     dtype: str,
     shard_gb: float,
+    form: str,
 ) -> None:
     kind = weights.DTYPES[dtype]
     shapes = {name: parameter.detach().to("meta") for name, parameter in parameters.items()}
@@ -260,7 +280,7 @@ def _write(
     tensors = (
         (name, tensor.cpu().to(kind)) for name, tensor in weights.to_hf(parameters, family.weight_map(args))
     )
-    hf_files.write(part, tensors, sizes, int(shard_gb * 1e9))
+    hf_files.write(part, tensors, sizes, int(shard_gb * 1e9), form)
 
 
 # -- both ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,11 @@ from megatron_npu.errors import UsageError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Older files. torch reads them without running what they contain (weights_only).
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# What is written: name of a file alone -> pattern of its shards' names, their index.
+FORMATS = {
+    SINGLE: ("model{suffix}.safetensors", INDEX),
+    PICKLED: ("pytorch_model{suffix}.bin", PICKLED_INDEX),
+}
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}  # of safetensors
 
 
@@ -118,7 +123,13 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(names)]
 
 
-def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int], limit: int) -> None:
+def write(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    sizes: Mapping[str, int],
+    limit: int,
+    form: str = SINGLE,
+) -> None:
     """Write tensors into shards, which huggingface_hub plans, and their index.
 
     The files are our own: a shard is written as soon as its last tensor has come, so that there is one in
@@ -129,14 +140,14 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Mapping[st
         tensors: names and tensors in the order of ``sizes``.
         sizes: bytes of each tensor.
         limit: bytes of a shard; a larger tensor has one to itself.
+        form: a key of ``FORMATS``.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
-    from safetensors.torch import save_file
 
     plan = split_state_dict_into_shards_factory(
         dict(sizes),
         get_storage_size=lambda size: size,
-        filename_pattern="model{suffix}.safetensors",
+        filename_pattern=FORMATS[form][0],
         max_shard_size=limit,
     )
     shards: dict[str, dict[str, Tensor]] = {}
@@ -145,7 +156,16 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Mapping[st
         shard = shards.setdefault(file, {})
         shard[name] = tensor.contiguous().clone()
         if len(shard) == len(plan.filename_to_tensors[file]):
-            save_file(shards.pop(file), str(folder / file), metadata={"format": "pt"})
+            _save(shards.pop(file), folder / file)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        files.write(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        files.write(folder / FORMATS[form][1], json.dumps(index, indent=2) + "\n")
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    if file.suffix == ".bin":
+        torch.save(tensors, file)
+        return
+    from safetensors.torch import save_file
+
+    save_file(tensors, str(file), metadata={"format": "pt"})

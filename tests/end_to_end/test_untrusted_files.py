@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megatron_npu import cli
+from megatron_npu.training import checksums
 from tests.adaptors.megatron_core import stock
 from tests.conftest import checkout
 from tests.end_to_end import tiny
@@ -45,8 +46,10 @@ def trained(tmp_path_factory, dataset) -> Path:
 
 @pytest.fixture
 def saved(trained, tmp_path) -> Path:
-    """The place of a copy of it that may be damaged."""
-    return Path(shutil.copytree(trained, tmp_path / "saved")) / "iter_0000001"
+    """The place of a copy of it that may be changed: a stranger has no checksums, or right ones."""
+    place = Path(shutil.copytree(trained, tmp_path / "saved")) / "iter_0000001"
+    (place / checksums.NAME).unlink()
+    return place
 
 
 def in_metadata(saved: Path, mark: Path) -> None:
@@ -73,9 +76,6 @@ def in_values(saved: Path, mark: Path) -> None:
             changed += 1
     assert changed
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-EVERYWHERE = [in_metadata, in_common]
 
 
 @pytest.mark.parametrize("put", [in_metadata, in_common, in_values])

@@ -1,0 +1,117 @@
+"""The model card: what a folder of Hugging Face says about the model in it, in ``README.md``."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_npu import files
+from megatron_npu.training.checkpoint_files import RELEASE, CheckpointInfo
+
+NAME = "README.md"
+_MODEL = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
+    max_position_embeddings position_embedding_type normalization swiglu untie_embeddings_and_output_weights
+    padded_vocab_size
+""".split()
+_TRAINING = """
+    micro_batch_size global_batch_size train_iters train_samples lr min_lr lr_decay_style lr_warmup_iters
+    weight_decay clip_grad adam_beta1 adam_beta2 attention_dropout hidden_dropout seed bf16 fp16
+    tensor_model_parallel_size pipeline_model_parallel_size
+""".split()
+_DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_LOSSES = {
+    "loss_first": "training loss of the first iteration",
+    "loss_last": "training loss of the last iteration",
+    "validation_loss": "validation loss",
+    "validation_perplexity": "validation perplexity",
+}
+
+
+def write(
+    folder: Path, found: CheckpointInfo, args: Namespace, values: Mapping[str, Any], dtype: str
+) -> None:
+    """Write the card.
+
+    Args:
+        folder: of Hugging Face.
+        found: the checkpoint that was converted.
+        args: its flags.
+        values: the keys of ``config.json``.
+        dtype: Megatron's name for the type of the weights.
+    """
+    lines = [
+        *("---", "library_name: transformers", "pipeline_tag: text-generation", "---", ""),
+        *(f"# {values['architectures'][0]} from Megatron", ""),
+        f"{_origin(found)} The weights are {dtype}.",
+        *("", "## Model", "", *_table({name: getattr(args, name, None) for name in _MODEL})),
+        *("", "## Training", "", *_training(found, args)),
+        *("", "## Use", "", *_use(args)),
+    ]
+    files.write(folder / NAME, "\n".join(lines) + "\n")
+
+
+def _origin(found: CheckpointInfo) -> str:
+    if found.path.name == RELEASE:
+        return "Converted from a checkpoint that no run of Megatron has trained further."
+    return f"Trained by Megatron for {found.iteration} iterations."
+
+
+def _table(values: Mapping[str, Any]) -> list[str]:
+    """Return the flags that are set, as rows; switches that are off say nothing."""
+    rows = [
+        f"| `--{name.replace('_', '-')}` | {'on' if value is True else value} |"
+        for name, value in values.items()
+        if value is not None and value is not False
+    ]
+    return ["| flag | value |", "|---|---|", *rows]
+
+
+def _training(found: CheckpointInfo, args: Namespace) -> Iterator[str]:
+    if found.path.name == RELEASE or not found.is_own:
+        yield "The checkpoint does not say how it was trained."
+        return
+    given = {name: found.arguments.get(name) for name in _TRAINING}
+    yield from _table(given)
+    yield ""
+    yield f"- data: {', '.join(_data(found.arguments)) or 'not named'}"
+    yield f"- samples: {found.consumed_train_samples} of {args.seq_length} tokens"
+    for name, value in _losses(found).items():
+        yield f"- {_LOSSES[name]}: {value:.4f}"
+
+
+def _data(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the names of datasets, without the folders of the machine that they were on."""
+    words = [str(word) for name in _DATA for word in arguments.get(name) or []]
+    return [f"`{Path(word).name}`" for word in words if not word.replace(".", "", 1).isdigit()]
+
+
+def _losses(found: CheckpointInfo) -> dict[str, float]:
+    """Return what the run's summary says of this very checkpoint."""
+    try:
+        summary = json.loads((found.path.parent / "summary.json").read_text(encoding="utf-8"))
+        same = summary["iterations"] == found.iteration
+        return {name: float(summary[name]) for name in _LOSSES if same and summary[name] is not None}
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is of another program
+        return {}
+
+
+def _use(args: Namespace) -> Iterator[str]:
+    yield "```python"
+    if args.tokenizer_type == "NullTokenizer":
+        yield "from transformers import AutoModelForCausalLM  # there is no tokenizer: text is numbers"
+        yield 'model = AutoModelForCausalLM.from_pretrained(".")'
+    else:
+        yield "from transformers import pipeline"
+        yield 'pipeline("text-generation", ".")("To be", max_new_tokens=40)'
+    yield from ("```", "", "Back to Megatron, to train on:", "", "```bash")
+    yield "megatron-npu convert --from hf --to megatron . checkpoints/model"
+    yield (
+        "megatron-npu pretrain $(cat checkpoints/model/flags.txt) --load checkpoints/model "
+        "--save checkpoints/tuned --micro-batch-size 4 --train-iters 1000 --lr 1e-5 "
+        "--data-path data/text_document"
+    )
+    yield "```"
