@@ -11,7 +11,7 @@ import pytest
 from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing.sentences import Sentences
 from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
-from tests.adaptors.megatron_lm.test_preprocess_data import write_sentence_model
+from tests import walk
 from tests.conftest import Vocabulary
 from tests.unit.preprocessing.test_command import contents, texts
 
@@ -23,7 +23,7 @@ TEXTS = ["Mr. Cat sat.  A dog\nran home!\n\nWho? He.", "", "no end", "A.  ", "\n
 def nltk_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model of English alone, where nltk looks."""
     data = pytest.importorskip("nltk", reason="sentences are split with nltk: not installed").data
-    write_sentence_model(tmp_path / "nltk_data")
+    walk.write_sentence_model(tmp_path / "nltk_data")
     monkeypatch.setattr(data, "path", [str(tmp_path / "nltk_data")])
     return tmp_path / "nltk_data"
 
