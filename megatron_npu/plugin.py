@@ -18,6 +18,7 @@ from megatron_npu.patching.pins import PinError, Pins
 from megatron_npu.patching.registry import registry
 
 if TYPE_CHECKING:
+    from megatron_npu.devices import Device
     from megatron_npu.devices.redirect import Redirection
 
 TASKS = ("zeroshot_gpt",)  # packages beside Megatron's tasks/main.py, which imports them by these names
@@ -64,11 +65,44 @@ def uninstall() -> None:
     one_line_end.disarm()
     if _redirection is not None:
         from megatron_npu import torch_readers
+        from megatron_npu.devices.redirect import callers
 
         torch_readers.release()
+        callers.SEE_CUDA_TENSORS.include(None)
         _redirection.off()
         _redirection.device.release()
         _redirection = None
+
+
+def redirect(scripts: str) -> None:
+    """Let ``torch.cuda`` mean this machine's device at once, without waiting for Megatron; in children, too.
+
+    Args:
+        scripts: the folder of the program that is to run; its modules are told that tensors on the device
+            are CUDA's, as Megatron's are.
+
+    Raises:
+        UsageError: ``MEGATRON_NPU_DEVICE`` asks for a device that is absent.
+    """
+    from megatron_npu.devices.redirect import callers
+
+    callers.SEE_CUDA_TENSORS.include(Path(scripts))
+    _redirect_torch()
+    spawned_processes.run_first(f"megatron_npu.plugin.redirect({scripts!r})")
+
+
+def _redirect_torch() -> Device:
+    """Select the device and redirect torch; a second time nothing changes."""
+    global _redirection
+    from megatron_npu import devices
+    from megatron_npu.devices.redirect import Redirection
+
+    device = devices.current()
+    if _redirection is None:  # else redirected already: by request, or by an activation that failed later
+        _redirection = Redirection(device)
+    _redirection.on()
+    device.prepare()
+    return device
 
 
 @cache
@@ -99,9 +133,7 @@ def _guard_files(upstream: str) -> None:
 
 def _activate() -> Context:
     """Find the upstream, select the device, redirect torch, and let upstream's adaptors record patches."""
-    global _redirection
-    from megatron_npu import adaptors, devices, standins, upstream
-    from megatron_npu.devices.redirect import Redirection
+    from megatron_npu import adaptors, standins, upstream
     from megatron_npu.ops import dispatch
 
     one_line_end.arm(UsageError, DriftError, PinError)
@@ -110,11 +142,7 @@ def _activate() -> Context:
     found = upstream.find()
     found.require_supported()
     stock_tools.refuse(Path(getattr(sys.modules["__main__"], "__file__", None) or ""))
-    device = devices.current()
-    if _redirection is None:  # else an activation before this one has failed below, and torch is redirected
-        _redirection = Redirection(device)
-    _redirection.on()
-    device.prepare()
+    device = _redirect_torch()
     standins.install(found)
     engine().ledger.fallbacks = dispatch.fallbacks
     engine().ledger.about = {

@@ -120,6 +120,13 @@ STRICT = Variable(
     "Raise an error where an operation would otherwise leave its fused path.",
     ("0", "1"),
 )
+CPU_DEVICES = Variable(
+    "MEGATRON_NPU_CPU_DEVICES",
+    "auto",
+    "As how many devices a CPU counts, in `torch.cuda.device_count()`. auto: as many as torchrun starts "
+    "processes here, else as many as CUDA_VISIBLE_DEVICES lists, else one.",
+    type=lambda text: None if text == "auto" else Number("auto or a whole number from 1 on", int, 1)(text),
+)
 KEEP_MEMORY = Variable(
     "MEGATRON_NPU_KEEP_MEMORY",
     "1",

@@ -16,6 +16,14 @@ from pathlib import Path
 _ROOT = str(Path(__file__).resolve().parent.parent)
 
 _original: Callable[..., list[str]] | None = None
+_ARMING = "import megatron_npu"
+_statements = [_ARMING]
+
+
+def run_first(statement: str) -> None:
+    """Let every child that is spawned from now on run a statement, too, before anything else of its own."""
+    if statement not in _statements:
+        _statements.append(statement)
 
 
 def arm() -> None:
@@ -31,8 +39,8 @@ def arm() -> None:
         if "-c" in command:  # not in a frozen executable
             program = command.index("-c") + 1
             # spawn replaces sys.path by the parent's right after this, before the main script runs
-            arming = f"import sys; sys.path.append({_ROOT!r}); import megatron_npu"
-            command[program] = f"{arming}; {command[program]}"
+            first = "; ".join([f"import sys; sys.path.append({_ROOT!r})", *_statements])
+            command[program] = f"{first}; {command[program]}"
         return command
 
     multiprocessing.spawn.get_command_line = get_command_line
@@ -44,3 +52,4 @@ def disarm() -> None:
     if _original is not None:
         multiprocessing.spawn.get_command_line = _original
         _original = None
+    _statements[:] = [_ARMING]

@@ -49,6 +49,7 @@ ROOMS = (
     Room("one_line_end.py", "a user's mistake ends a process in one line, whoever started it"),
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
     Room("inert_packages.py", "what stands in torch's place where it is only named: in help texts, `check`"),
+    Room("visible_devices.py", "`CUDA_VISIBLE_DEVICES`, and what it means on an NPU and a CPU"),
     Room("arg_parser.py", "the parser that all commands share", "errors"),
     Room("settings.py", "every environment variable", "arg_parser errors"),
     Room("safe_load.py", "files of torch and pickle, read without running them", "errors", ("torch",)),
@@ -66,7 +67,7 @@ ROOMS = (
     Room(
         "devices/",
         "npu, cuda, cpu behind one interface; what `torch.cuda` means here",
-        "errors settings",
+        "errors settings visible_devices",
         ("torch", "torch_npu"),
     ),
     Room(
@@ -102,7 +103,7 @@ ROOMS = (
     Room(
         "runner.py",
         "`megatron-npu run`: a stock script with the hook armed",
-        "errors plugin settings stock_tools",
+        "arg_parser errors plugin settings stock_tools visible_devices",
     ),
     Room(
         "patch_commands.py",
@@ -149,7 +150,7 @@ ROOMS = (
         "sim/",
         "`megatron-npu sim`: launcher, fake CANN and NPU kernels of the simulated Ascend; imports nothing "
         "that it serves to test",
-        "arg_parser errors files settings",
+        "arg_parser errors files settings visible_devices",
         ("torch",),
     ),
     Room(

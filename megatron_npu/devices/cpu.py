@@ -6,11 +6,12 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
 
+from megatron_npu import settings, visible_devices
 from megatron_npu.devices import cpu_cuda_api, device_monitor, malloc
 from megatron_npu.devices.base import Device, MemoryStatistics
 
@@ -49,7 +50,16 @@ class CpuDevice(Device):
         return None
 
     def count(self) -> int:
-        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        """Return as how many devices the CPU counts: one for each process that shares it.
+
+        A number in ``MEGATRON_NPU_CPU_DEVICES`` comes first, of which ``CUDA_VISIBLE_DEVICES`` then chooses
+        some; else the processes that torchrun has started; else the devices in ``CUDA_VISIBLE_DEVICES``.
+        """
+        total = cast("int | None", settings.CPU_DEVICES.value())
+        if total is None and "LOCAL_WORLD_SIZE" in os.environ:
+            return max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
+        visible = visible_devices.listed(visible_devices.CUDA, total)
+        return max(1, (total or 1) if visible is None else len(visible))
 
     def torch_device(self) -> torch.device:
         return _CPU

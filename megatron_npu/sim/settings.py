@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_npu import settings
+from megatron_npu import settings, visible_devices
 
 _TOLD = {
     "devices": settings.SIM_DEVICES,
@@ -21,4 +21,6 @@ def simulator_values() -> dict[str, str]:
     Raises:
         UsageError: a variable has a value that it does not admit.
     """
-    return {name: str(variable.value()) for name, variable in _TOLD.items()}
+    values = {name: str(variable.value()) for name, variable in _TOLD.items()}
+    visible = visible_devices.listed(visible_devices.ASCEND, int(values["devices"]))
+    return values if visible is None else values | {"devices": str(len(visible))}

@@ -94,3 +94,53 @@ def test_the_converter_of_checkpoints_is_refused_with_the_way_round_it(tree: Pat
     stock_tools.refuse(script_in(tree, "tools/checkpoint/other.py"))
     (tree / "megatron/core/package_info.py").unlink()  # 285068c8 has no such tool, and no such package
     stock_tools.refuse(script)
+
+
+REDIRECTED = """
+import multiprocessing
+import helper
+import torch
+
+
+def tell() -> None:
+    x = torch.ones(2).cuda()
+    print(torch.cuda.device_count(), x.device, x.is_cuda, helper.is_cuda(x), flush=True)
+
+
+if __name__ == "__main__":
+    tell()
+    child = multiprocessing.get_context("spawn").Process(target=tell)
+    child.start()
+    child.join()
+"""
+
+
+def test_a_program_without_megatron_is_redirected_with_its_children(tmp_path: Path) -> None:
+    """Its own modules see tensors on the device as CUDA's, the packages that it uses do not."""
+    (tmp_path / "script.py").write_text(REDIRECTED)
+    (tmp_path / "helper.py").write_text("def is_cuda(tensor):\n    return tensor.is_cuda\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_NPU_DEVICE": "cpu"}
+    line = ["run", "--redirect", "--cpu-devices", "3", str(tmp_path / "script.py")]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_npu", *line],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["3 cpu True True"] * 2, done.stderr
+
+
+def test_flags_behind_the_script_are_the_script_s(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:])")
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_npu", "run", "script.py", "--redirect", "--help", "--", "-h"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "['--redirect', '--help', '--', '-h']\n", done.stderr

@@ -6,7 +6,9 @@ here gives everybody the same answer.
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 
 class Callers:
@@ -21,9 +23,20 @@ class Callers:
         self.names = names
         self.why = why
         self._prefixes = tuple(f"{name}." for name in names)
+        self._folder = ""
 
     def __contains__(self, module: str) -> bool:
-        return f"{module}.".startswith(self._prefixes)
+        return f"{module}.".startswith(self._prefixes) or self._in_folder(module)
+
+    def include(self, folder: Path | None) -> None:
+        """Answer modules that lie below ``folder`` the same way; None: no folder's."""
+        self._folder = f"{folder}{os.sep}" if folder else ""
+
+    def _in_folder(self, module: str) -> bool:
+        if not self._folder:
+            return False
+        file = getattr(sys.modules.get(module), "__file__", None) or ""
+        return file.startswith(self._folder) and "site-packages" not in file  # of an environment in there
 
 
 PROBE_HARDWARE = Callers(
@@ -46,6 +59,7 @@ START_CUDA = Callers(
 SEE_CUDA_TENSORS = Callers(
     "megatron",
     "__main__",
+    "__mp_main__",  # the main module in a process that it has spawned
     why="Tensor.is_cuda, Tensor.type(): Megatron and scripts ask whether a tensor is on the device. Without "
     "it, expert-parallel all-to-all takes its split sizes from a tensor on the device "
     "(maybe_move_tensor_to_cpu of moe_utils). All others, torch first of all, mean CUDA when they ask.",

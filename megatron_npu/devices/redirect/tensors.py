@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,17 +11,18 @@ import torch
 
 from megatron_npu.devices.base import Device, Replacement
 from megatron_npu.devices.cuda_types import TensorType
-from megatron_npu.devices.device_names import Target, target_on
+from megatron_npu.devices.device_names import Target, means_cuda, target_on
 from megatron_npu.devices.redirect import callers
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
     """Yield the methods of ``torch.Tensor`` and ``torch.nn.Module``."""
     target, tensor_to = target_on(device), torch.Tensor.to
-    for owner in (torch.Tensor, torch.nn.Module):
+    for owner, private in ((torch.Tensor, _private_tensor), (torch.nn.Module, _private_module)):
         original_to = owner.to
-        yield owner, "to", _to(original_to, target)
-        yield owner, "cuda", _cuda(original_to, target)
+        to_device = _then(original_to, private) if device.is_host else original_to
+        yield owner, "to", _to(original_to, to_device, target)
+        yield owner, "cuda", _cuda(to_device, target)
     yield torch.Tensor, "type", _type(device, tensor_to)
     yield torch.Tensor, "is_cuda", property(_is_cuda_on(device))
     if device.is_host:
@@ -28,23 +30,52 @@ def replacements(device: Device) -> Iterator[Replacement]:
         yield torch.Tensor, "record_stream", lambda self, stream: None
 
 
-def _to(original: Callable[..., Any], target: Target) -> Callable[..., Any]:
+def _to(original: Callable[..., Any], to_device: Callable[..., Any], target: Target) -> Callable[..., Any]:
+    """Return ``to``; ``to_device`` runs where CUDA is named."""
+
     @functools.wraps(original)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        named = args[0] if args else kwargs.get("device")
         if args:
-            args = (target(args[0]), *args[1:])
-        if "device" in kwargs:
-            kwargs["device"] = target(kwargs["device"])
-        return original(self, *args, **kwargs)
+            args = (target(named), *args[1:])
+        elif "device" in kwargs:
+            kwargs["device"] = target(named)
+        return (to_device if means_cuda(named) else original)(self, *args, **kwargs)
 
     return to
 
 
-def _cuda(original_to: Callable[..., Any], target: Target) -> Callable[..., Any]:
+def _cuda(to_device: Callable[..., Any], target: Target) -> Callable[..., Any]:
     def cuda(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return original_to(self, target("cuda" if device is None else device))
+        return to_device(self, target("cuda" if device is None else device))
 
     return cuda
+
+
+def _then(original: Callable[..., Any], then: Callable[[Any], Any]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        return then(original(*args, **kwargs))
+
+    return both
+
+
+def _private_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in memory of this process alone, as on CUDA, where ``to`` copies out of shared memory.
+
+    ``torch.multiprocessing`` hands tensors to other processes in shared memory. Without the copy, all ranks
+    of ``mp.spawn(train, args=(model,))`` would train the same weights.
+    """
+    return tensor.clone() if not torch.compiler.is_compiling() and _is_shared(tensor) else tensor
+
+
+def _private_module(module: torch.nn.Module) -> torch.nn.Module:
+    shared = any(map(_is_shared, itertools.chain(module.parameters(), module.buffers())))
+    return module._apply(_private_tensor) if shared else module
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # others need not have one storage
+    return plain and tensor.device.type == "cpu" and tensor.is_shared()
 
 
 def _type(device: Device, original_to: Callable[..., Any]) -> Callable[..., Any]:

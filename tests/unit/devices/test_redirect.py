@@ -305,6 +305,28 @@ assert compiled(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_what_comes_in_shared_memory_is_copied_to_the_device(redirection):
+    """As ``mp.spawn`` hands a model to its processes: on CUDA each has a copy of its own."""
+    model = torch.nn.BatchNorm1d(2)
+    model.share_memory()
+    shared = [*model.parameters(), *model.buffers()]
+    before = [tensor.detach().clone() for tensor in shared]
+    addresses = [tensor.data_ptr() for tensor in shared]
+    parameters = list(model.parameters())
+    model.to("cpu")
+    assert [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())] == addresses
+    model.to(1)
+    moved = [*model.parameters(), *model.buffers()]
+    assert not {tensor.data_ptr() for tensor in moved} & {*addresses}
+    assert all(map(torch.equal, moved, before))
+    assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
+    tensor = torch.ones(2).share_memory_()
+    for copy_of in (tensor.cuda(), tensor.to("cuda"), tensor.to(device=0)):
+        assert copy_of.data_ptr() != tensor.data_ptr()
+    own = torch.ones(2)
+    assert own.cuda() is own
+
+
 def test_float64_and_default_dtype_survive(redirection):
     assert torch.zeros(2, dtype=torch.float64, device="cuda").dtype is torch.float64
     assert torch.tensor(1.5, device="cuda", dtype=torch.double).dtype is torch.float64
