@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         if checkout:
             sys.path.insert(1, str(checkout))
     sys.argv = options.command
-    runpy.run_path(options.command[0], run_name="__main__")
+    runpy.run_path(os.path.abspath(options.command[0]), run_name="__main__")  # as python does from 3.9 on
     return 0
 
 

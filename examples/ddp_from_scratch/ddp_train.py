@@ -10,6 +10,7 @@ docs/guides/ddp-from-scratch.md walks through it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 from pathlib import Path
@@ -26,7 +27,7 @@ from text_data import LLMDataset, tokenizer_for
 
 
 def parse() -> argparse.Namespace:
-    """Return the flags' values; the defaults are GPT-2's smallest model."""
+    """Return the flags; the defaults are GPT-2's smallest model. --max-steps: of each epoch; 0: all."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,6 +43,7 @@ def parse() -> argparse.Namespace:
         "dropout": 0.1,
         "batch-size": 2,
         "num-epochs": 10,
+        "max-steps": 0,
         "learning-rate": 6e-4,
         "initial-lr": 3e-5,
         "min-lr": 1e-6,
@@ -96,10 +98,10 @@ def train(local_rank: int, args: argparse.Namespace, model: GPTModel, local_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
     first = load(args, model, optimizer) if args.resume else 0
     parallel = DistributedDataParallel(model, device_ids=[local_rank])
-    steps = len(train_loader)
+    steps = min(len(train_loader), args.max_steps or len(train_loader))
     for epoch in range(first, args.num_epochs):
         train_loader.sampler.set_epoch(epoch)
-        for batch, (inputs, targets) in enumerate(train_loader):
+        for batch, (inputs, targets) in enumerate(itertools.islice(train_loader, steps)):
             step = epoch * steps + batch
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(args, step, args.num_epochs * steps)
