@@ -43,7 +43,7 @@ def _start(metrics: Path, descriptor: int, host: str) -> subprocess.Popen[bytes]
     package = Path(megatron_npu.__file__).parents[1]  # which need not be installed
     path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
     module = "megatron_npu.training.dashboard.server"
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", module, str(metrics), name_of(metrics), str(descriptor), host],
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.PIPE,  # its end tells the server that this process is gone
@@ -52,6 +52,10 @@ def _start(metrics: Path, descriptor: int, host: str) -> subprocess.Popen[bytes]
         pass_fds=[descriptor],
         start_new_session=True,
     )
+    assert process.stdin is not None
+    # processes that read data are forked, and may outlive this one by seconds: its end is not theirs to hold
+    os.register_at_fork(after_in_child=process.stdin.close)
+    return process
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

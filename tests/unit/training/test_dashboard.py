@@ -209,13 +209,17 @@ def test_a_client_that_goes_away_leaves_the_server_to_others(metrics):
 
 
 _HOLDER = """
+import os
 import sys
 from pathlib import Path
 from megatron_npu.training.dashboard.address import Address
 from megatron_npu.training.dashboard.process import shown
 with shown(Path(sys.argv[1]), Address("127.0.0.1", 0)) as url:
+    if os.fork() == 0:  # as a process that reads data
+        sys.stdin.read()
+        os._exit(0)
     print(url, flush=True)
-    sys.stdin.readline()
+    sys.stdin.read()
 """
 
 
@@ -234,13 +238,13 @@ def test_the_server_is_gone_when_the_run_is_killed(metrics):
     assert events.readline().startswith(b"data: ")
     run.send_signal(signal.SIGKILL)
     run.wait()
-    run.stdin.close()
-    run.stdout.close()
     events.read()  # until the server closes the connection
     end = time.monotonic() + 60
     while listens(port):
         assert time.monotonic() < end
         time.sleep(0.05)
+    run.stdin.close()  # which ends what the run had forked
+    run.stdout.close()
 
 
 def listens(port):

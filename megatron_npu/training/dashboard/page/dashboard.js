@@ -25,7 +25,10 @@ const CHARTS = [ // title, how a value is written, curves: name in state.curves,
   ["Peak memory", bytes, [["peak_memory_bytes", "", "one", false]], true],
   ["Device busy", percent, [["utilization", "", "one", false]], true],
 ];
-const ENDS = { iterations: "finished", "exit-interval": "ended at an exit interval", signal: "ended by a signal" };
+const ENDS = {
+  iterations: "finished", "exit-interval": "ended at an exit interval", signal: "ended by a signal",
+  KeyboardInterrupt: "interrupted",
+};
 const LEFT = 56, RIGHT = 12, TOP = 10, BOTTOM = 22; // around a plot, in pixels
 
 let state = null;
