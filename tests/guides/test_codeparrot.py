@@ -67,7 +67,8 @@ def test_transformers_and_megatron_write_the_same(outputs: dict[int, str]) -> No
     """The converted model in Transformers' pipeline, and Megatron's own checkpoint, go on in the same way."""
     converted = pages.output_of(PAGE, outputs, "megatron-npu convert")
     assert "logits of both models" in converted
-    assert {"model.safetensors", "config.json", "vocab.json", "merges.txt"} <= set(converted.split())
+    files = {"model.safetensors", "config.json", "vocab.json", "merges.txt", "README.md"}
+    assert files <= set(converted.split())
     written = pages.output_of(PAGE, outputs, 'pipe("def hello_world():"')
     assert "GPT2LMHeadModel" in written
     _, begin, rest = written.partition("def hello_world():")
