@@ -66,6 +66,7 @@ choose_model() {
     model=(--tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP")
     if [ "$reached" = release ]; then
         choose_sizes 1024
+        echo "${preset^} preset: $NUM_LAYERS layers of $HIDDEN_SIZE, $SEQ_LENGTH tokens (a release has no sizes in it)"
         model+=(
             --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE" --num-attention-heads "$NUM_HEADS"
             --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH"

@@ -319,6 +319,7 @@ def test_the_released_model_lies_where_the_guide_says(checkout, alone):
     guide.write_release(alone.scripts)
     walk.write_lambada(alone.scripts / "lambada_test.json")
     output = runs.succeeded(alone("test_gpt_distributed_sample.sh", **train))
+    assert "Full preset: 1 layers of 32, 64 tokens" in output, "its sizes are those of the environment"
     assert "checkpoint version 0" in output
     guide.check_figures(runs.accuracy(output))
 
