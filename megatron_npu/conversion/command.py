@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import json
 import os
 import shlex
@@ -27,6 +29,7 @@ from megatron_npu.conversion import (
 from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.config import Config, read
 from megatron_npu.conversion.families import Family
+from megatron_npu.devices import malloc
 from megatron_npu.errors import UsageError
 from megatron_npu.tokenization import flags as tokenizer_flags
 from megatron_npu.training import (
@@ -34,8 +37,10 @@ from megatron_npu.training import (
     checkpoint,
     checkpoint_files,
     checksums,
+    host_memory,
     initialize,
     model,
+    sharded_weights,
     stock_arguments,
     stock_checkpoints,
     torch_format,
@@ -101,13 +106,40 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     _check(args)
     initialize.silence_known_warnings()
+    _give_memory_back()
     plugin.install()
     convert = _to_megatron if args.target == "megatron" else _to_hf
-    with files.new_folder(args.destination) as part:
+    with files.new_folder(args.destination) as part, _enough_memory(args.source):
         for line in convert(args, part):
             print(line, flush=True)
     print(f"wrote {args.destination}")
     return 0
+
+
+def _give_memory_back() -> None:
+    """Let what one model has had be free for the next one, whose tensors have other sizes."""
+    malloc.return_freed_memory()
+    os.environ.setdefault("MEGATRON_NPU_KEEP_MEMORY", "0")
+    malloc.map_each_tensor()
+
+
+@contextlib.contextmanager
+def _enough_memory(source: str) -> Iterator[None]:
+    """Turn an allocation that has failed in the block into one line.
+
+    Raises:
+        UsageError: one has.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):  # torch's allocator
+            raise
+        raise UsageError(
+            f"the conversion of {source} does not fit into memory",
+            f"more than the {host_memory.available() / 1e9:.1f} GB that are available",
+            "End other programs, raise a limit of this process (ulimit -v), or use a larger machine.",
+        ) from error
 
 
 def _check(args: Namespace) -> None:
@@ -161,6 +193,8 @@ def _to_megatron(given: Namespace, part: Path) -> Iterator[str]:
     weights.check_names(found, family, args)
     dtype = given.dtype or weights.common_dtype(found, family.weight_map(args))
     args.bf16, args.fp16 = dtype == "bf16", dtype == "fp16"
+    needed = weights.memory_to_convert(found, family.weight_map(args), weights.DTYPES[dtype])
+    host_memory.require(needed, f"the conversion of {source}")
     if given.ckpt_format == "torch":
         words = _save_for_ranks(given, args, family, found, part, final)
     else:
@@ -170,7 +204,7 @@ def _to_megatron(given: Namespace, part: Path) -> Iterator[str]:
         words = [*model_flags, *moved, *precision]
     line = shlex.join(words)
     files.write(part / FLAGS, line + "\n")
-    yield from _verified(given, part, source, family, dtype)
+    yield from _verified(given, part, source, family, args, dtype)
     yield from tokenizer.said
     yield f"{args.tokenizer_type}; vocabulary {vocabulary}, padded to {args.padded_vocab_size}"
     yield f"the model's flags, also in {FLAGS}: {line}"
@@ -204,13 +238,14 @@ def _save(args: Namespace, family: Family, found: weights.Weights, part: Path, f
         # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
         path = checkpoint.save(
             args,
-            checkpoint.State([_filled(args, family, found)], None, None),
+            checkpoint.State([sharded_weights.GivenAway(_filled(args, family, found))], None, None),
             checkpoint.Position(),
             {"args": stock_arguments.to_stock(args)},
         )
         path = checkpoint_files.release(args.save, path)
         _name_final_paths(part, final)
         checksums.write(path)
+    gc.collect()  # modules know each other, so that nothing else frees them
 
 
 def _save_for_ranks(
@@ -257,8 +292,10 @@ def _to_hf(given: Namespace, part: Path) -> Iterator[str]:
         parameters = dict(model.unwrap(module).named_parameters())
         _write(part, parameters, family, args, dtype, given.max_shard_gb, given.hf_weights)
         model_card.write(part, stock_checkpoints.existing(root), args, values, dtype)
+    del module, parameters
+    gc.collect()  # modules know each other, so that nothing else frees them
     yield from tokenizer_files.prove(tokenizer, part)
-    yield from _verified(given, root, part, family, dtype)
+    yield from _verified(given, root, part, family, args, dtype)
     yield f"{values['architectures'][0]}; {args.tokenizer_type}"
 
 
@@ -272,21 +309,20 @@ def _write(
     form: str,
 ) -> None:
     kind = weights.DTYPES[dtype]
-    shapes = {name: parameter.detach().to("meta") for name, parameter in parameters.items()}
-    sizes = {
-        name: tensor.numel() * kind.itemsize
-        for name, tensor in weights.to_hf(shapes, family.weight_map(args))
-    }
+    shapes = {name: parameter.detach().to("meta", kind) for name, parameter in parameters.items()}
+    planned = dict(weights.to_hf(shapes, family.weight_map(args)))
     tensors = (
         (name, tensor.cpu().to(kind)) for name, tensor in weights.to_hf(parameters, family.weight_map(args))
     )
-    hf_files.write(part, tensors, sizes, int(shard_gb * 1e9), form)
+    hf_files.write(part, tensors, planned, int(shard_gb * 1e9), form)
 
 
 # -- both ---------------------------------------------------------------------------------------------------
 
 
-def _verified(given: Namespace, megatron: Path, hf: Path, family: Family, dtype: str) -> Iterator[str]:
+def _verified(
+    given: Namespace, megatron: Path, hf: Path, family: Family, args: Namespace, dtype: str
+) -> Iterator[str]:
     """Prove the conversion and yield the line that says so.
 
     Raises:
@@ -297,6 +333,7 @@ def _verified(given: Namespace, megatron: Path, hf: Path, family: Family, dtype:
         megatron,
         hf,
         family,
+        args,
         weights.DTYPES[dtype],
         logits=logits,
         vocab_file=given.vocab_file,

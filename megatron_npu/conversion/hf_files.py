@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
-from collections.abc import Iterable, Mapping
+import math
+import struct
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ FORMATS = {
     SINGLE: ("model{suffix}.safetensors", INDEX),
     PICKLED: ("pytorch_model{suffix}.bin", PICKLED_INDEX),
 }
+_PIECE = 16 << 20  # bytes that are compared at a time
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}  # of safetensors
 
 
@@ -81,6 +85,27 @@ class Source:
         with _opened(file) as content:
             return content.get_tensor(name)
 
+    def numel(self, name: str) -> int:
+        """Return how many numbers a tensor has, without reading it."""
+        file = self._files[name]
+        if file.suffix == ".bin":
+            return _unpickled(file)[name].numel()
+        with _opened(file) as content:
+            return math.prod(content.get_slice(name).get_shape())
+
+    def in_pieces(self, name: str) -> Iterator[Tensor]:
+        """Yield the rows of a tensor, some at a time; what is mapped of the file is released in between."""
+        file = self._files[name]
+        whole = self.read(name)
+        if file.suffix == ".bin" or whole.dim() == 0:
+            yield whole
+            return
+        rows, step = len(whole), max(1, _PIECE * len(whole) // max(1, _size(whole)))
+        del whole  # which was not read, but mapped
+        for first in range(0, rows, step):
+            with _opened(file) as content:
+                yield content.get_slice(name)[first : first + step]
+
 
 def _opened(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open
@@ -126,46 +151,98 @@ def _shards(index: Path) -> list[Path]:
 def write(
     folder: Path,
     tensors: Iterable[tuple[str, Tensor]],
-    sizes: Mapping[str, int],
+    planned: Mapping[str, Tensor],
     limit: int,
     form: str = SINGLE,
 ) -> None:
     """Write tensors into shards, which huggingface_hub plans, and their index.
 
-    The files are our own: a shard is written as soon as its last tensor has come, so that there is one in
-    memory at a time (and a tensor that is a shard by itself), where the library wants the whole model.
+    One tensor is in memory at a time; of pickled files a shard.
 
     Args:
         folder: where to; it exists.
-        tensors: names and tensors in the order of ``sizes``.
-        sizes: bytes of each tensor.
+        tensors: names and tensors in the order of ``planned``.
+        planned: tensors of the same shapes and types; meta tensors do.
         limit: bytes of a shard; a larger tensor has one to itself.
         form: a key of ``FORMATS``.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
+    pattern, index = FORMATS[form]
     plan = split_state_dict_into_shards_factory(
-        dict(sizes),
-        get_storage_size=lambda size: size,
-        filename_pattern=FORMATS[form][0],
-        max_shard_size=limit,
+        dict(planned), get_storage_size=_size, filename_pattern=pattern, max_shard_size=limit
     )
-    shards: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors:
-        file = plan.tensor_to_filename[name]
-        shard = shards.setdefault(file, {})
-        shard[name] = tensor.contiguous().clone()
-        if len(shard) == len(plan.filename_to_tensors[file]):
-            _save(shards.pop(file), folder / file)
+    shards: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
+    for name in planned:
+        shards[plan.tensor_to_filename[name]][name] = planned[name]
+    _write_shards(folder, tensors, shards, _pickle if form == PICKLED else _stream)
     if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        files.write(folder / FORMATS[form][1], json.dumps(index, indent=2) + "\n")
+        content = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        files.write(folder / index, json.dumps(content, indent=2) + "\n")
 
 
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    if file.suffix == ".bin":
-        torch.save(tensors, file)
-        return
-    from safetensors.torch import save_file
+_Writer = Callable[[Path, Mapping[str, Tensor]], Generator[None, tuple[str, Tensor], None]]
 
-    save_file(tensors, str(file), metadata={"format": "pt"})
+
+def _write_shards(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    shards: Mapping[str, Mapping[str, Tensor]],
+    writer: _Writer,
+) -> None:
+    """Hand each tensor to the writer of its shard, which is begun with its first and ended with its last."""
+    home = {name: file for file, planned in shards.items() for name in planned}
+    with contextlib.ExitStack() as stack:
+        begun: dict[str, Generator[None, tuple[str, Tensor], None]] = {}
+        for name, tensor in tensors:
+            file = home[name]
+            if file not in begun:
+                begun[file] = stack.enter_context(contextlib.closing(writer(folder / file, shards[file])))
+                next(begun[file])
+            with contextlib.suppress(StopIteration):  # its last one
+                begun[file].send((name, tensor))
+
+
+def _pickle(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[str, Tensor], None]:
+    """Write a file of torch when all of its tensors have been sent."""
+    content = {}
+    for _ in planned:
+        name, tensor = yield
+        content[name] = tensor.contiguous().clone()
+    torch.save(content, file)
+
+
+def _stream(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[str, Tensor], None]:
+    """Write a file of safetensors, each tensor when it is sent.
+
+    The library wants all of them at once. The format is eight bytes that tell the length of the header, the
+    header in JSON, and the bytes of the tensors.
+    """
+    with open(file, "wb") as stream:
+        stream.write(_header(planned))
+        for expected in planned:
+            name, tensor = yield
+            shape, dtype = planned[expected].shape, planned[expected].dtype
+            if (name, tensor.shape, tensor.dtype) != (expected, shape, dtype):
+                raise AssertionError(f"{name} is not what was planned")
+            stream.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            del tensor
+        files.sync(stream)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _header(planned: Mapping[str, Tensor]) -> bytes:
+    """Return the beginning of a file with these tensors, one behind the other."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    names = {f"torch.{name}": short for short, name in _DTYPES.items()}
+    end = 0
+    for name, tensor in planned.items():
+        begin, end = end, end + _size(tensor)
+        kind = names[str(tensor.dtype)]
+        entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
+    return struct.pack("<Q", len(text)) + text

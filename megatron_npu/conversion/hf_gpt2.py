@@ -103,12 +103,12 @@ def weight_map(args: Namespace) -> Iterator[WeightMapping]:
     heads = Heads(args.num_attention_heads, args.num_attention_heads, args.kv_channels)
     rows = args.tokenizer_vocab_size, args.padded_vocab_size
     yield padded_vocabulary("embedding.word_embeddings.weight", f"{_PREFIX}wte.weight", *rows)
+    if args.untie_embeddings_and_output_weights:  # here: it takes the most room while it is worked on
+        yield padded_vocabulary("output_layer.weight", "lm_head.weight", *rows)
     yield direct("embedding.position_embeddings.weight", f"{_PREFIX}wpe.weight")
     for number in range(args.num_layers):
         yield from _layer(f"decoder.layers.{number}", f"{_PREFIX}h.{number}", heads)
     yield from _with_bias("decoder.final_layernorm", f"{_PREFIX}ln_f")
-    if args.untie_embeddings_and_output_weights:
-        yield padded_vocabulary("output_layer.weight", "lm_head.weight", *rows)
 
 
 def _layer(ours: str, theirs: str, heads: Heads) -> Iterator[WeightMapping]:

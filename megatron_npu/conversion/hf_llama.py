@@ -200,11 +200,11 @@ class Kind:
         """Yield the mapping of every parameter."""
         rows = args.tokenizer_vocab_size, args.padded_vocab_size
         yield padded_vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", *rows)
+        if args.untie_embeddings_and_output_weights:  # here: it takes the most room while it is worked on
+            yield padded_vocabulary("output_layer.weight", "lm_head.weight", *rows)
         for number in range(args.num_layers):
             yield from _layer(args, f"decoder.layers.{number}", f"model.layers.{number}")
         yield direct("decoder.final_layernorm.weight", "model.norm.weight")
-        if args.untie_embeddings_and_output_weights:
-            yield padded_vocabulary("output_layer.weight", "lm_head.weight", *rows)
 
     @staticmethod
     def canonical_names(stored: Iterable[str]) -> dict[str, str]:

@@ -1,22 +1,25 @@
 """The proof of a conversion: both sides are read from disk again and compared, tensors and logits.
 
 Both models run in fp32 on weights that have been rounded to the type of the converted ones, so that what is
-left is the order of sums.
+left is the order of sums. One model is in memory at a time, in the type that it is stored in.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_npu import devices
-from megatron_npu.conversion import weights
+from megatron_npu.conversion import fp32, weights
 from megatron_npu.conversion.families import Family
 from megatron_npu.errors import UsageError
 from megatron_npu.training.model import unwrap
@@ -60,18 +63,20 @@ def verify(
     megatron: Path,
     hf: Path,
     family: Family,
+    args: Namespace,
     dtype: torch.dtype,
     *,
     logits: bool,
     vocab_file: str | None = None,
     merge_file: str | None = None,
 ) -> Verification:
-    """Compare a checkpoint of the driver with a folder of Hugging Face.
+    """Compare a checkpoint of the driver with a folder of Hugging Face, one model in memory at a time.
 
     Args:
         megatron: what ``--save`` would be.
         hf: with ``config.json`` and weights.
         family: of the model.
+        args: the driver's arguments of the model.
         dtype: type of the converted weights; those of the other side are rounded to it.
         logits: run both models, too.
         vocab_file, merge_file: where the files of the checkpoint's tokenizer are now, if they have moved.
@@ -79,21 +84,19 @@ def verify(
     Raises:
         UsageError: they differ.
     """
-    with restored(str(megatron), vocab_file, merge_file, bf16=False, fp16=False) as (args, module, _):
+    tokens = _tokens(args.tokenizer_vocab_size, min(_TOKENS, args.max_position_embeddings))
+    theirs = _hf_logits(hf, family, tokens, dtype) if logits else None
+    gc.collect()
+    with restored(str(megatron), vocab_file, merge_file, widened_by_caller=True) as (args, module, _):
         gpt = unwrap(module)
-        for parameter in gpt.parameters():
-            parameter.copy_(_rounded(parameter, dtype))
-        tensors = _compare_tensors(
+        number = _compare_tensors(
             dict(gpt.named_parameters()), weights.open_folder(hf, family), family, args, dtype
         )
-        if not logits:
-            return Verification(tensors)
-        tokens = _tokens(args.tokenizer_vocab_size, min(_TOKENS, args.max_position_embeddings))
-        ours = _megatron_logits(gpt, tokens)[..., : args.tokenizer_vocab_size]
-    del gpt, module
-    theirs = _hf_logits(hf, tokens, dtype)
+        if theirs is None:
+            return Verification(number)
+        ours = _megatron_logits(gpt, tokens, dtype)[..., : args.tokenizer_vocab_size]
     result = Verification(
-        tensors, tokens.numel(), (ours - theirs).abs().max().item(), theirs.abs().max().item()
+        number, tokens.numel(), (ours - theirs).abs().max().item(), theirs.abs().max().item()
     )
     if not result.difference <= BOUND * result.largest:  # nan is refused as well
         raise UsageError(
@@ -105,17 +108,13 @@ def verify(
     return result
 
 
-def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype).float()
-
-
 def _compare_tensors(
     parameters: dict[str, Tensor], found: weights.Weights, family: Family, args: Namespace, dtype: torch.dtype
 ) -> int:
     """Return how many tensors are equal, which is all of them."""
     number = 0
     for name, tensor in weights.to_hf(parameters, family.weight_map(args)):
-        if not torch.equal(tensor.cpu(), _rounded(found.read(name), dtype)):
+        if not all(torch.equal(*pair) for pair in _pieces(tensor, found.in_pieces(name), dtype)):
             raise UsageError(
                 f"{name} is not what was converted", "the same numbers on both sides", "Please report it."
             )
@@ -123,27 +122,42 @@ def _compare_tensors(
     return number
 
 
+def _pieces(tensor: Tensor, stored: Iterator[Tensor], dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows of a tensor and of what is stored of it, both rounded."""
+    first = 0
+    for rows in stored:
+        ours = tensor[first : first + len(rows)] if tensor.dim() else tensor
+        first += len(rows) if tensor.dim() else 1
+        yield ours.cpu().to(dtype), rows.to(dtype)
+    if first != (len(tensor) if tensor.dim() else 1):
+        raise AssertionError("the pieces are not the whole")
+
+
 def _tokens(vocabulary: int, number: int) -> Tensor:
     """Return tokens [1, s] drawn from the whole vocabulary, the same each time."""
     return torch.randint(vocabulary, (1, number), generator=torch.Generator().manual_seed(0))
 
 
-def _megatron_logits(gpt: torch.nn.Module, tokens: Tensor) -> Tensor:
-    """Return logits [1, s, padded V] in fp32 on the host."""
+def _megatron_logits(gpt: Any, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return logits [1, s, padded V] in fp32 on the host; the model is of no other use afterwards."""
+    embeddings = [gpt.embedding.word_embeddings, getattr(gpt.embedding, "position_embeddings", None)]
+    fp32.run(gpt, dtype, embeddings=embeddings, output=gpt.output_layer, returns_bias=True)
     tokens = tokens.to(devices.current().torch_device())
     positions = torch.arange(tokens.size(1), device=tokens.device)[None]
     return gpt(tokens, positions, None, runtime_gather_output=True).float().cpu()
 
 
-def _hf_logits(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+def _hf_logits(folder: Path, family: Family, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return logits [1, s, V] in fp32, computed on the host by transformers, without its fused attention."""
     import transformers
 
     silence(transformers)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(folder), local_files_only=True, attn_implementation="eager"
-    )
-    model = model.float().eval()
-    for parameter in model.parameters():
-        parameter.copy_(_rounded(parameter, dtype))
+        str(folder),
+        local_files_only=True,
+        attn_implementation="eager",
+        dtype=weights.stored_dtype(weights.open_folder(folder, family)),
+    ).eval()
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    fp32.run(model, dtype, embeddings=embeddings, output=model.get_output_embeddings(), returns_bias=False)
     return model(tokens).logits

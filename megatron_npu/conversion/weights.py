@@ -36,6 +36,10 @@ class Weights:
         """Return a tensor by its name in the weight map."""
         return self.source.read(self.stored[name])
 
+    def in_pieces(self, name: str) -> Iterator[Tensor]:
+        """Yield a tensor's rows, some at a time."""
+        return self.source.in_pieces(self.stored[name])
+
 
 def open_folder(folder: Path, family: Family) -> Weights:
     """Return the tensors of a folder.
@@ -109,6 +113,18 @@ def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
         "one of float32, bfloat16 and float16 for all tensors",
         "Give --dtype fp32, bf16 or fp16 to convert them all.",
     )
+
+
+def stored_dtype(found: Weights) -> torch.dtype:
+    """Return the type that all tensors of the files have; fp32, which holds any, if there are several."""
+    kinds = {found.source.dtype(name) for name in found.source.names()}
+    return getattr(torch, kinds.pop()) if len(kinds) == 1 else torch.float32
+
+
+def memory_to_convert(found: Weights, weight_map: Iterable[WeightMapping], dtype: torch.dtype) -> int:
+    """Return the bytes that a conversion needs: all weights, and twice more the largest in work."""
+    numbers = [sum(found.source.numel(found.stored[name]) for name in mapping.hf) for mapping in weight_map]
+    return (sum(numbers) + 2 * max(numbers)) * dtype.itemsize
 
 
 @torch.no_grad()

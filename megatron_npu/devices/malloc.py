@@ -10,7 +10,7 @@ from megatron_npu import settings
 logger = logging.getLogger(__name__)
 
 # Parameters of mallopt(3) and glibc's own defaults.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _DEFAULTS = {_M_TRIM_THRESHOLD: 128 * 1024, _M_MMAP_MAX: 65536}
 _KEEP = {_M_TRIM_THRESHOLD: 2**31 - 1, _M_MMAP_MAX: 0}
 
@@ -31,6 +31,15 @@ def return_freed_memory() -> None:
     """Restore glibc's defaults and return free memory to the system."""
     if settings.KEEP_MEMORY.enabled() and _set(_DEFAULTS):
         trim()
+
+
+def map_each_tensor() -> None:
+    """Let every block of a megabyte and more be mapped by itself, and unmapped when it is freed (glibc only).
+
+    By itself glibc raises that limit to 32 megabytes as such blocks are freed, and keeps what is smaller:
+    a second model does not fit into the gaps of the first.
+    """
+    _set({_M_MMAP_THRESHOLD: 1 << 20})
 
 
 def trim() -> None:

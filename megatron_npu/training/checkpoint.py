@@ -25,6 +25,7 @@ from megatron_npu.training import (
     checkpoint_files,
     checksums,
     dist_ckpt_versions,
+    sharded_weights,
     stock_checkpoints,
     torch_format,
     vocab_padding,
@@ -184,6 +185,7 @@ def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
     wanted = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(model).items()}
     with checkpoint_failures.reading(path):
         _require_all_used(wanted, str(path))
+        sharded_weights.read_in_place(wanted)
         content = dist_checkpointing.load(wanted, str(path))
     _load_weights(model, content)
 

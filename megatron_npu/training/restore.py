@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from megatron_npu import plugin
+from megatron_npu import devices, plugin
 from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     checkpoint,
     checkpoint_files,
     checksums,
     derive,
+    host_memory,
     initialize,
     layout,
     model,
@@ -32,6 +33,7 @@ def restored(
     vocab_file: str | None = None,
     merge_file: str | None = None,
     share: Callable[[Mapping[str, Any]], dict[str, object]] | None = None,
+    widened_by_caller: bool = False,
     **changes: object,
 ) -> Iterator[tuple[Namespace, torch.nn.Module, Tokenizer]]:
     """Hold a trained model in evaluation mode, with its flags and tokenizer.
@@ -44,16 +46,21 @@ def restored(
         share: flags of the training -> those of the layout in which this and other processes share the model
             (``layout.of_all_processes``), or have a copy each (``layout.copies``); None: this one process has
             all of it.
+        widened_by_caller: the weights have the type that they were trained in, and the modules expect fp32:
+            the caller widens each when it is used.
         changes: flags of the run to be changed, by their names in its arguments.
 
     Raises:
-        UsageError: no such checkpoint, its tokenizer's files are missing, or no megatron-core is on the path.
+        UsageError: no such checkpoint; its tokenizer's files, megatron-core, or memory are missing.
     """
     plugin.install()
     machine.require_megatron_core()
     found = stock_checkpoints.existing(load)
     shared = layout.ALONE if share is None else share(found.arguments)
     args = Namespace(**{**found.arguments, **changes, **shared})
+    stored = model.dtype(args)
+    if widened_by_caller:
+        args.bf16 = args.fp16 = False
     for name, given in (("vocab_file", vocab_file), ("merge_file", merge_file), ("tokenizer_model", None)):
         setattr(args, name, given or checkpoint_files.relocated(load, getattr(args, name)))
     tokenizer = tokenizers.build(args)
@@ -65,8 +72,14 @@ def restored(
     derive.padded_vocab_size(args)
     with initialize.session(args):
         config = model.transformer_config(args)
+        config.perform_initialization = False  # every weight is read
         first, last = model.at_ends()
-        gpt = model.on_device(args, config, model.gpt(args, config, None, first, last))
+        gpt = model.gpt(args, config, None, first, last)
+        if widened_by_caller:
+            for parameter in gpt.parameters():
+                parameter.data = torch.empty_like(parameter, dtype=stored)
+        _require_memory(gpt, load)
+        gpt = model.on_device(args, config, gpt)
         checksums.verify(found.path)
         checkpoint.load_weights([gpt], found.path)
         yield args, gpt.eval(), tokenizer
@@ -86,3 +99,14 @@ def _require_vocabulary(args: Namespace, tokenizer: Tokenizer) -> None:
             f"the {expected} tokens that the model was trained with",
             "Give the files of the training with --vocab-file and --merge-file.",
         )
+
+
+def _require_memory(module: torch.nn.Module, load: str) -> None:
+    """Check that the weights fit into the memory of the host, where they are there.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if devices.current().is_host:
+        size = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+        host_memory.require(size, f"the model in {load}")

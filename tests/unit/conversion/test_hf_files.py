@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -16,12 +17,11 @@ from megatron_npu.conversion import hf_files
 from megatron_npu.errors import UsageError
 
 TENSORS = {"b": torch.arange(6.0), "a": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.zeros(3)}
-SIZES = {name: tensor.numel() * tensor.itemsize for name, tensor in TENSORS.items()}
 
 
 @pytest.mark.parametrize(("limit", "files"), [(1000, 1), (36, 2), (1, 3)])
 def test_shards_are_read_as_they_were_written(tmp_path, limit, files):
-    hf_files.write(tmp_path, TENSORS.items(), SIZES, limit)
+    hf_files.write(tmp_path, TENSORS.items(), TENSORS, limit)
     assert len(list(tmp_path.glob("*.safetensors"))) == files
     source = hf_files.Source(tmp_path)
     assert source.names() == ["a", "b", "c"]
@@ -33,7 +33,7 @@ def test_shards_are_read_as_they_were_written(tmp_path, limit, files):
 def test_a_large_tensor_between_small_ones_is_a_shard_by_itself(tmp_path):
     tensors = {"a": torch.ones(1), "large": torch.ones(20), "b": torch.ones(2)}
     sizes = {name: tensor.numel() * 4 for name, tensor in tensors.items()}
-    hf_files.write(tmp_path, tensors.items(), sizes, 16)
+    hf_files.write(tmp_path, tensors.items(), tensors, 16)
     index = json.loads((tmp_path / hf_files.INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(sizes.values())
     assert index["weight_map"]["a"] == index["weight_map"]["b"] != index["weight_map"]["large"]
@@ -43,9 +43,38 @@ def test_a_large_tensor_between_small_ones_is_a_shard_by_itself(tmp_path):
 
 def test_a_view_is_written_as_its_own_tensor(tmp_path):
     whole = torch.arange(6.0).reshape(2, 3)
-    hf_files.write(tmp_path, {"t": whole.t(), "row": whole[1]}.items(), {"t": 24, "row": 12}, 1000)
+    tensors = {"t": whole.t(), "row": whole[1]}
+    hf_files.write(tmp_path, tensors.items(), tensors, 1000)
     assert torch.equal(hf_files.Source(tmp_path).read("t"), whole.t())
     assert torch.equal(hf_files.Source(tmp_path).read("row"), whole[1])
+
+
+def test_pieces_are_the_whole(tmp_path, monkeypatch):
+    tensors = {"rows": torch.arange(35.0).reshape(7, 5), "one": torch.tensor(3.0), "none": torch.zeros(0, 2)}
+    hf_files.write(tmp_path, tensors.items(), tensors, 1000)
+    source = hf_files.Source(tmp_path)
+    monkeypatch.setattr(hf_files, "_PIECE", 45)  # two rows
+    pieces = list(source.in_pieces("rows"))
+    assert [len(piece) for piece in pieces] == [2, 2, 2, 1]
+    assert torch.equal(torch.cat(pieces), tensors["rows"])
+    assert [piece.tolist() for piece in source.in_pieces("one")] == [3.0]
+    assert not list(source.in_pieces("none"))
+    assert source.numel("rows") == 35
+
+
+def test_what_is_written_is_not_kept(tmp_path):
+    alive: list[weakref.ref] = []
+
+    def given():
+        for name in "abc":
+            assert sum(reference() is not None for reference in alive) <= 1  # the last one
+            tensor = torch.ones(8)
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    hf_files.write(tmp_path, given(), {name: torch.ones(8, device="meta") for name in "abc"}, 1000)
+    assert hf_files.Source(tmp_path).names() == ["a", "b", "c"]
 
 
 def test_older_files_of_torch(tmp_path):
@@ -79,7 +108,7 @@ def test_what_would_run_is_refused(tmp_path):
 def test_an_index_stays_in_its_folder(tmp_path, shard):
     folder = tmp_path / "model"
     folder.mkdir()
-    hf_files.write(folder, TENSORS.items(), SIZES, 1000)
+    hf_files.write(folder, TENSORS.items(), TENSORS, 1000)
     (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
     (folder / hf_files.INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
     with pytest.raises(UsageError, match=r"index\.json names"):

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("safetensors")
 
-from megatron_npu.conversion import hf_files, hf_gpt2, weights
+from megatron_npu.conversion import hf_files, hf_gpt2, verify, weights
 from megatron_npu.conversion.hf_llama import LLAMA
 from megatron_npu.errors import UsageError
 
@@ -56,8 +56,7 @@ def found(tmp_path):
     """Return a function: tensors -> the weights of a folder with them."""
 
     def stored(tensors: dict[str, torch.Tensor], family=hf_gpt2) -> weights.Weights:
-        sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}
-        hf_files.write(tmp_path, tensors.items(), sizes, 1 << 30)
+        hf_files.write(tmp_path, tensors.items(), tensors, 1 << 30)
         return weights.open_folder(tmp_path, family)
 
     return stored
@@ -135,6 +134,26 @@ def test_layers_that_no_file_holds_are_not_counted_to_their_end(found):
 
     with pytest.raises(UsageError, match=r"lacks .*h\.1\..* and more"):
         weights.check_names(found(gpt2()), Counting, Namespace(**{**vars(ARGS), "num_layers": 10**9}))
+
+
+def test_the_proof_sees_the_last_number_of_a_tensor(found, monkeypatch):
+    filled = targets()
+    weights.fill(filled, found(gpt2()), hf_gpt2.weight_map(ARGS))
+    monkeypatch.setattr(hf_files, "_PIECE", 50)
+    count = verify._compare_tensors(filled, found(gpt2()), hf_gpt2, ARGS, torch.float32)
+    assert count == len(gpt2())
+    name = "transformer.h.0.mlp.c_fc.weight"
+    changed = gpt2()
+    changed[name][-1, -1] += 1e-3
+    with pytest.raises(UsageError, match=f"{name} is not what was converted"):
+        verify._compare_tensors(filled, found(changed), hf_gpt2, ARGS, torch.float32)
+
+
+def test_what_is_asked_of_memory(found):
+    """All weights, and the largest twice more: of this model the MLP's [4, 16]."""
+    tensors = gpt2()
+    numbers = sum(tensor.numel() for tensor in tensors.values()) + 2 * 4 * H * H
+    assert weights.memory_to_convert(found(tensors), hf_gpt2.weight_map(ARGS), torch.bfloat16) == 2 * numbers
 
 
 def test_another_shape_is_named(found):

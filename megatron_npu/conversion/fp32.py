@@ -1,0 +1,78 @@
+"""A model that is run in fp32 while its weights stay in half precision: one matrix at a time is widened.
+
+The whole model in fp32 would take twice the memory of what is converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+_ROWS = 8192  # of the output layer at a time
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in fp32 with the precision of ``dtype``."""
+    return tensor.to(dtype).float()
+
+
+def run(
+    model: Module, dtype: torch.dtype, *, embeddings: Iterable[Module], output: Module, returns_bias: bool
+) -> None:
+    """Let a model compute in fp32, with weights that are rounded to ``dtype``.
+
+    Args:
+        model: in evaluation mode.
+        dtype: of the converted weights.
+        embeddings: its modules that pick rows of their weight: only what they pick is widened.
+        output: its output layer, without a bias.
+        returns_bias: the output layer returns one beside the result, as megatron-core's linear layers do.
+    """
+    picking = {id(module) for module in embeddings}
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if module is output:
+            _replace_output(module, dtype, returns_bias)
+        elif id(module) in picking:
+            module.register_forward_hook(lambda _, given, out: rounded(out, dtype))
+        else:
+            _widen(module, own, dtype)
+
+
+def _widen(module: Module, own: list[Parameter], dtype: torch.dtype) -> None:
+    """Widen vectors now, which may be used after the module's call; matrices while it lasts."""
+    matrices = [parameter for parameter in own if parameter.dim() > 1]
+    for parameter in own:
+        if parameter.dim() <= 1:
+            parameter.data = rounded(parameter.data, dtype)
+    kept = [parameter.data for parameter in matrices]
+
+    def begin(_: Module, given: Any) -> None:
+        for parameter in matrices:
+            parameter.data = rounded(parameter.data, dtype)
+
+    def end(_: Module, given: Any, out: Any) -> None:
+        for parameter, data in zip(matrices, kept, strict=True):
+            parameter.data = data
+
+    if matrices:
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end)
+
+
+def _replace_output(layer: Any, dtype: torch.dtype, returns_bias: bool) -> None:
+    def forward(hidden: Tensor, weight: Tensor | None = None, **options: Any) -> Any:
+        result = logits(hidden, layer.weight if weight is None else weight, dtype)
+        return (result, None) if returns_bias else result
+
+    layer.forward = forward
+
+
+def logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product [..., V] in fp32 of hidden states [..., h] and an output layer [V, h]."""
+    return torch.cat([F.linear(hidden, rounded(rows, dtype)) for rows in weight.split(_ROWS)], dim=-1)
