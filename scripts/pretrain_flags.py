@@ -53,7 +53,7 @@ OTHERWISE: dict[str, tuple[str, str, str]] = {
 OWN = tuple(
     """
     --epochs --json-log --plot --no-plot --no-use-cpu-initialization --eval-train-loss --log-loss-per-rank
-    --sample-prompt --sample-tokens --sample-temperature --dashboard --load-last-good
+    --sample-prompt --sample-tokens --sample-temperature --dashboard --load-last-good --no-verify-checkpoint
     """.split()
 )
 
