@@ -165,14 +165,30 @@ def _read(path: Path) -> CheckpointInfo:
     description = path / DESCRIPTION
     try:
         values = json.loads(description.read_text(encoding="utf-8"))
-        return CheckpointInfo(path=path, **values)
-    except (OSError, ValueError, TypeError) as error:
+        found = CheckpointInfo(path=path, **values)
+        _require_sound(found)
+        return found
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
             f"{description}: {reason}",
             "the description that `megatron-npu pretrain` writes into each checkpoint",
             "Load a checkpoint of this driver.",
         ) from error
+
+
+def _require_sound(found: CheckpointInfo) -> None:
+    """Check that a description can be one.
+
+    Raises:
+        ValueError: saying what cannot be.
+    """
+    for name in ("iteration", "consumed_train_samples", "consumed_valid_samples"):
+        value = getattr(found, name)
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} {value!r}")
+    if not isinstance(found.arguments, dict) or "num_layers" not in found.arguments:
+        raise ValueError("its arguments do not describe a model")
 
 
 def relocated(root: str | Path, path: str | None) -> str | None:

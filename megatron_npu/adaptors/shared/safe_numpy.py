@@ -45,9 +45,9 @@ def load(file: Any, *args: Any, **kwargs: Any) -> Any:
     """
     try:
         return numpy.load(file, *args, **{**kwargs, "allow_pickle": False})
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         raise
-    except (ValueError, EOFError, OSError) as error:
+    except Exception as error:  # numpy parses the file's header as Python
         if named := _pickled(Path(file)):
             raise UsageError(
                 f"{file} holds a pickle that names {', '.join(sorted(named))}",
@@ -59,7 +59,7 @@ def load(file: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _pickled(file: Path) -> set[str]:
     """Return what a pickle under the name of an index names, be it raw or an array of objects."""
-    with contextlib.suppress(OSError, ValueError), open(file, "rb") as stream:
+    with contextlib.suppress(Exception), open(file, "rb") as stream:
         if stream.read(len(_MAGIC)) == _MAGIC:
             stream.seek(0)
             form = numpy.lib.format

@@ -45,14 +45,24 @@ class RankFiles:
 
 
 def untracked(root: str | Path) -> Path | None:
-    """Return the checkpoint in a directory without a tracker: its ``release/``, or the directory itself."""
-    places = (Path(root) / checkpoint_files.RELEASE, Path(root))
-    return next((place for place in places if holds_ranks(place)), None)
+    """Return the checkpoint in a directory without a tracker: its ``release/``, or the directory itself.
+
+    A lone ``model_optim_rng.pt`` counts, too, named itself or by its directory: so models are handed on.
+    """
+    place = Path(root)
+    places = (place / checkpoint_files.RELEASE, place.parent if place.name in NAMES else place)
+    return next((found for found in places if holds_ranks(found)), None)
 
 
 def holds_ranks(path: Path) -> bool:
     """Return whether a checkpoint's own directory has the form of this format."""
-    return any(_FOLDER.fullmatch(place.name) for place in path.glob("mp_rank_*"))
+    return (
+        any(_FOLDER.fullmatch(place.name) for place in path.glob("mp_rank_*")) or _file_in(path) is not None
+    )
+
+
+def _file_in(folder: Path) -> Path | None:
+    return next((folder / name for name in NAMES if (folder / name).is_file()), None)
 
 
 def ranks(path: Path) -> RankFiles:
@@ -61,10 +71,12 @@ def ranks(path: Path) -> RankFiles:
     Raises:
         UsageError: there are none, or a rank's is missing.
     """
+    if alone := _file_in(path):
+        return RankFiles(1, 1, {(0, 0): alone})
     paths = {}
     for folder in sorted(path.glob("mp_rank_*")):
         named = _FOLDER.fullmatch(folder.name)
-        file = next((folder / name for name in NAMES if (folder / name).is_file()), None)
+        file = _file_in(folder)
         if named and file:  # folders with optim.pt alone are the distributed optimizer's
             paths[int(named[1]), int(named[2] or 0)] = file
     if not paths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,4 +48,38 @@ def test_a_description_that_was_cut_off_is_refused(tmp_path, found):
     description = found.path / checkpoint_files.DESCRIPTION
     description.write_text(description.read_text()[:50])
     with pytest.raises(UsageError, match=r"arguments\.json"):
+        checkpoint_files.find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"iteration": -5},
+        {"iteration": 1.5},
+        {"iteration": True},
+        {"consumed_train_samples": -1},
+        {"consumed_valid_samples": "8"},
+        {"arguments": {}},
+        {"arguments": []},
+        {"more": 1},
+    ],
+)
+def test_a_description_that_cannot_be_is_refused(tmp_path, found, change):
+    checkpoint_files.describe(found.path, found)
+    checkpoint_files.set_latest(tmp_path, 10)
+    description = found.path / checkpoint_files.DESCRIPTION
+    description.write_text(json.dumps(json.loads(description.read_text()) | change))
+    with pytest.raises(UsageError, match=r"arguments\.json") as caught:
+        checkpoint_files.find(tmp_path)
+    assert next(iter(change)) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"[" * 200_000, b"null", b"[]", b"{}"])
+def test_a_description_that_is_none_is_refused(tmp_path, found, text):
+    checkpoint_files.set_latest(tmp_path, 10)
+    (found.path / checkpoint_files.DESCRIPTION).write_bytes(text)
+    with pytest.raises(UsageError, match=r"arguments\.json"):
+        checkpoint_files.find(tmp_path)
+    (tmp_path / checkpoint_files.TRACKER).write_bytes(text)
+    with pytest.raises(UsageError, match=checkpoint_files.TRACKER):
         checkpoint_files.find(tmp_path)

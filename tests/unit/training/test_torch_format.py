@@ -111,6 +111,19 @@ def test_without_arguments_it_is_a_gpt2_of_these_shapes(tmp_path, caplog):
     assert found.iteration == 5
 
 
+def test_a_lone_file_is_a_checkpoint_if_it_has_the_whole_model(tmp_path):
+    pytest.importorskip("megatron.core")
+    model = nested(whole_model())
+    file = save(tmp_path, "mp_rank_00", model=model, args=Namespace(**ARGS), checkpoint_version=3.0)
+    for named in (file, file.parent):
+        found = stock_checkpoints.find(named)
+        assert found.path == file.parent
+        assert found.arguments["num_layers"] == LAYERS
+    torch.save({"model": model, "args": Namespace(**ARGS, tensor_model_parallel_size=2)}, file)
+    with pytest.raises(UsageError, match="is not complete"):
+        stock_checkpoints.find(file.parent)
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("gated", [False, True])
 def test_tensor_ranks_stages_and_interleaved_chunks(chunks, gated, tmp_path):

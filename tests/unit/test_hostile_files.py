@@ -1,0 +1,164 @@
+"""Hostile bytes in every file that is a pickle: refused in one line, and nothing that they name is run.
+
+Files that are whole are changed at random: bytes, lengths, and pieces of ``CORPUS``, which are pickles that
+name functions in each way that a pickle can. ``mark`` is the function that none of them may reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import zipfile
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_npu import safe_load, torch_readers
+from megatron_npu.adaptors.shared import safe_numpy
+from megatron_npu.errors import UsageError
+
+reached: list[object] = []
+
+
+def mark(*given: object) -> None:
+    """What a payload calls."""
+    reached.append(given)
+
+
+class Runs:
+    def __reduce__(self):
+        return mark, ("ran",)
+
+
+HERE = mark.__module__
+# Each names the function in another way, of another protocol.
+CORPUS = [
+    *(pickle.dumps(Runs(), protocol) for protocol in range(6)),
+    pickle.dumps([{"a": Runs()}, torch.float32], 4),
+    f"c{HERE}\nmark\n)R.".encode(),
+    f"(S'x'\ni{HERE}\nmark\n.".encode(),
+    b"cos\nsystem\n(S'true'\ntR.",
+    b"cbuiltins\neval\n(S'1'\ntR.",
+    b"ctorch.distributed.checkpoint.metadata\nMetadata.__init__.__globals__\n.",
+    b"\x80\x04\x8c\x05torch\x8c\x15hub.load_state_dict_f\x93.",
+    b"cpathlib\nPosixPath\n(S'/'\ntR(dS'exists'\ncos\nsystem\nsb.",
+    b"",
+    b"\x80",
+    b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (1,), }",
+]
+
+
+def metadata() -> bytes:
+    from torch.distributed.checkpoint import metadata as kinds
+
+    size = torch.Size([2, 3])
+    piece = kinds.ChunkStorageMetadata(torch.Size([0, 0]), size)
+    tensor = kinds.TensorStorageMetadata(kinds.TensorProperties(torch.float32), size, [piece])
+    values = {"weight": tensor, "rng": kinds.BytesStorageMetadata()}
+    return pickle.dumps(kinds.Metadata(values, storage_meta=kinds.StorageMeta(Path("x"))))
+
+
+def saved(content: object, *, zipped: bool = True) -> bytes:
+    stream = io.BytesIO()
+    torch.save(content, stream, _use_new_zipfile_serialization=zipped)
+    return stream.getvalue()
+
+
+def index() -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.arange(6))
+    return stream.getvalue()
+
+
+RANK = {"args": Namespace(num_layers=2, seed=np.int64(3)), "iteration": 3, "model": {"w": torch.ones(2)}}
+Reader = Callable[[Path], object]
+
+
+def read_metadata(file: Path) -> object:
+    return torch_readers._load_metadata(io.BytesIO(file.read_bytes()))
+
+
+def read_value(file: Path) -> object:
+    return torch_readers._load_value(io.BytesIO(file.read_bytes()))
+
+
+def read_rank(file: Path) -> object:
+    return safe_load.read(file, safe_load.OF_STOCK_SCRIPTS)
+
+
+READERS: dict[str, tuple[Reader, bytes]] = {
+    "metadata": (read_metadata, metadata()),
+    "value": (read_value, saved([np.arange(3, dtype=np.uint32), {"a": torch.ones(2)}])),
+    "rank": (read_rank, saved(RANK)),
+    "rank-of-old": (read_rank, saved(RANK, zipped=False)),
+    "index": (safe_numpy.load, index()),
+}
+
+
+def repacked(whole: bytes, pickled: bytes) -> bytes:
+    """Return a file of torch with another pickle in it; what is no archive gets the pickle in its place."""
+    if not zipfile.is_zipfile(io.BytesIO(whole)):
+        return pickled
+    result = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(whole)) as before, zipfile.ZipFile(result, "w") as after:
+        for name in before.namelist():
+            after.writestr(name, pickled if name.endswith("data.pkl") else before.read(name))
+    return result.getvalue()
+
+
+def read(name: str, file: Path, content: bytes) -> None:
+    """Read what may be hostile: it is data, or refused, and nothing is reached."""
+    reached.clear()
+    file.write_bytes(content)
+    reader, _ = READERS[name]
+    # checkpoint_failures and the adaptors make a line of what torch raises for a broken file
+    broken = (Exception,) if name in ("metadata", "value") else ()
+    with contextlib.suppress(UsageError, *broken):
+        reader(file)
+    assert not reached
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_whole_is_read(name, tmp_path):
+    reader, whole = READERS[name]
+    (tmp_path / "file").write_bytes(whole)
+    assert reader(tmp_path / "file") is not None
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("number", range(len(CORPUS)))
+def test_the_corpus_reaches_nothing(name, number, tmp_path):
+    read(name, tmp_path / "file", repacked(READERS[name][1], CORPUS[number]))
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_changed_bytes_reach_nothing(name, data, tmp_path):
+    whole = bytearray(READERS[name][1])
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(whole)))
+        piece = data.draw(st.sampled_from(CORPUS) | st.binary(max_size=8))
+        whole[place : place + data.draw(st.sampled_from([0, 1, len(piece), 1 << 20]))] = piece
+    read(name, tmp_path / "file", bytes(whole))
+
+
+@given(content=st.binary(max_size=200))
+@example(content=CORPUS[0])
+@example(content=CORPUS[4])
+def test_names_in_a_pickle_are_found_without_running_it(content):
+    reached.clear()
+    names = safe_load.names_in_pickle(io.BytesIO(content))
+    assert not reached
+    if content in CORPUS[:6]:
+        assert names == {f"{HERE}.mark"}
