@@ -77,8 +77,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _load_metadata(stream: IO[bytes]) -> Any:
+    from torch.distributed.checkpoint.metadata import Metadata
+
     try:
-        return _MetadataUnpickler(stream).load()
+        metadata = _MetadataUnpickler(stream).load()
+        if not (isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict)):
+            raise ValueError(f"it holds a {type(metadata).__name__}")
+        return metadata
     except (UsageError, OSError):
         raise
     except Exception as error:  # a broken pickle raises whatever it stumbles over

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,11 +43,20 @@ def reading(path: str | Path) -> Iterator[None]:
     missing = [name for name in checkpoint_files.FILES if not (Path(path) / name).is_file()]
     if missing:
         raise _broken(path, f"lacks {' and '.join(missing)}")
+    root = logging.getLogger()
+    root.addFilter(_not_of_torchs_loader)
     try:
         yield
     # a torn file is a ValueError to JSON, a RuntimeError or EOFError to torch
     except (*FAILURES, CheckpointingException, ValueError, RuntimeError, EOFError) as error:
         raise _broken(path, f"cannot be read: {reason(error)}") from error
+    finally:
+        root.removeFilter(_not_of_torchs_loader)
+
+
+def _not_of_torchs_loader(record: logging.LogRecord) -> bool:
+    """Leave out torch's traceback for a ``.metadata`` that it cannot read; the error says the same."""
+    return record.module != "state_dict_loader"
 
 
 def _broken(path: str | Path, why: str) -> UsageError:

@@ -98,6 +98,15 @@ def test_generate_and_convert_run_nothing(put, saved, tmp_path, refused, monkeyp
         assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps(None), pickle.dumps({"a": 1})])
+def test_a_broken_metadata_is_told_in_one_line(content, saved, flags, refused, caplog):
+    (saved / ".metadata").write_bytes(content)
+    line = flags("--train-iters", 2, "--load", saved.parent, "--no-plot", "--eval-iters", 0)
+    assert "cannot be read: " in refused("pretrain", *line)
+    assert ".metadata is broken" in refused("generate", "--load", saved.parent, "--prompt", "1 2")
+    assert "Traceback" not in caplog.text
+
+
 def in_ranks(saved: Path, mark: Path) -> None:
     """Make it a checkpoint of the format torch."""
     shutil.rmtree(saved)
