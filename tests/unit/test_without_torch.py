@@ -87,21 +87,25 @@ def test_every_help_text(bare) -> None:
     assert "--hidden-size N" in texts["pretrain"]
 
 
-def test_a_help_text_is_the_same_with_torch() -> None:
-    pytest.importorskip("megatron.core")
+def test_a_help_text_is_the_same_with_torch(megatron: Path) -> None:
     done = subprocess.run([sys.executable, "-c", HELPS], capture_output=True, text=True, check=False)
     before, after = helps(done)
     assert before == after
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, Any]:
-    """The command lines of static commands, and what they report with torch."""
+def megatron() -> Path:
+    """Where the Megatron lies that is installed."""
     try:
-        root = upstream.find().root
+        return upstream.find().root
     except UsageError as error:
         pytest.skip(f"no Megatron is installed: {error}")
-    lines = [f"{command} --json --megatron {root}" for command in ("check", "ledger --static")]
+
+
+@pytest.fixture(scope="module")
+def reports(megatron: Path) -> dict[str, Any]:
+    """The command lines of static commands, and what they report with torch."""
+    lines = [f"{command} --json --megatron {megatron}" for command in ("check", "ledger --static")]
     return {line: json.loads(_with_torch(line)) for line in lines}
 
 
