@@ -273,6 +273,7 @@ def _name_final_paths(part: Path, final: Path) -> None:
         if (path := found.arguments[name]) is not None
     }
     checkpoint_files.describe(found.path, replace(found, arguments=found.arguments | moved))
+    checksums.renew(found.path / checkpoint_files.DESCRIPTION)
 
 
 # -- to Hugging Face ----------------------------------------------------------------------------------------

@@ -38,6 +38,15 @@ def write(folder: Path) -> None:
         files.write(folder / NAME, json.dumps(content, indent=1))
 
 
+def renew(path: Path) -> None:
+    """Write the checksum of one file anew, which was changed on purpose. One process alone may do this."""
+    recorded = path.parent / NAME
+    if recorded.is_file():
+        content = json.loads(recorded.read_text(encoding="utf-8"))
+        content["files"][path.name] = _entry(path)
+        files.write(recorded, json.dumps(content, indent=1))
+
+
 def verify(folder: Path) -> None:
     """Compare all files with their checksums, each rank a part of them. All ranks must call this.
 
