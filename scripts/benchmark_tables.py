@@ -95,6 +95,14 @@ def ops(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     yield Goal("Adam step, times a pass at a copy's rate", 1 / adam["share_of_copy"]["project"], most=1.15)
 
 
+def generate(name: str, data: dict[str, Any]) -> Iterator[Goal]:
+    """Yield the goals of generated tokens."""
+    for case in data["batches"]:
+        what = f"generated tokens/s, {data['model']['name']} {data['model']['dtype']}, batch {case['batch']}"
+        yield Goal(f"{what}, over Transformers", case["project_over"]["huggingface"], least=1.2)
+        yield Goal(f"{what}, over no cache", case["project_over"]["recompute"], least=1.2)
+
+
 def preprocess(name: str, data: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each number of workers; no goal was set."""
     for run in data["runs"]:
@@ -124,6 +132,7 @@ PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str
     ("launches", "Launches on the simulated NPU", launches),
     ("attention", "Attention", attention),
     ("ops", "Single operations", ops),
+    ("generate-", "Generated text", generate),
     ("preprocess", "Preprocessing", preprocess),
     ("hccl", "Communication of the simulator", hccl),
 )
