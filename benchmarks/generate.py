@@ -203,13 +203,13 @@ def _transformers(folder: Path) -> Draw:
 
 def _ours(folder: Path, recompute: bool) -> Draw:
     """Return what draws with this project."""
+    from megatron_npu.evaluation import trained_model
     from megatron_npu.generation.options import Options
-    from megatron_npu.generation.sampler import Sampler
     from megatron_npu.training.restore import restored
 
-    _, model, _ = _HELD.enter_context(restored(str(folder / "megatron")))
+    args, model, _ = _HELD.enter_context(restored(str(folder / "megatron")))
     endless = SimpleNamespace(eod=-1, vocab_size=VOCABULARY)  # no token ends a text
-    sampler = Sampler(model, endless)
+    sampler = trained_model.of(args, model, endless).sampler
 
     def draw(prompts: list[list[int]], count: int) -> list[list[int]]:
         options = Options(num_tokens=count, temperature=0, recompute=recompute)

@@ -73,6 +73,15 @@ def _unknown(name: str) -> UsageError:
     return UsageError(f"no command {name!r}", ", ".join(near), "See `megatron-npu --help`.")
 
 
+def _for_absent_scripts(argv: list[str]) -> list[str]:
+    """Return the command line, with ``generate`` for a script of older trees that this one does not have."""
+    script = argv[1] if argv[0] == "run" and argv[1:] else ""
+    if os.path.basename(script) != "generate_samples_gpt.py" or os.path.isfile(script):
+        return argv
+    print(f"megatron-npu run: no {script} here; `megatron-npu generate` takes its flags", file=sys.stderr)
+    return ["generate", *argv[2:]]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one sub-command; return its exit code (2 for bad input)."""
     argv = sys.argv[1:] if argv is None else argv
@@ -84,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] == "--version":
         print(f"megatron_npu {__version__}")
         return 0
+    argv = _for_absent_scripts(argv)
     if argv[0] not in COMMANDS:
         print(f"megatron-npu: error: {_unknown(argv[0])}", file=sys.stderr)
         return 2

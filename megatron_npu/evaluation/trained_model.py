@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from megatron_npu import devices
 from megatron_npu.arg_parser import positive, whole
 from megatron_npu.errors import UsageError
+from megatron_npu.generation import host_layout
 from megatron_npu.generation.sampler import Sample, Sampler
 from megatron_npu.tokenization import flags
 from megatron_npu.tokenization.tokenizer import Tokenizer
@@ -119,6 +121,8 @@ def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
 
 def of(args: argparse.Namespace, gpt: torch.nn.Module, tokenizer: Tokenizer) -> TrainedModel:
     """Return what ``restored`` gives, ready to draw texts."""
+    if devices.current().is_host:
+        host_layout.lay_out_for_vectors(gpt)
     return TrainedModel(args, Sampler(gpt, tokenizer, args.tokenizer_vocab_size), tokenizer)
 
 

@@ -87,6 +87,18 @@ def test_samples_from_nothing_as_megatron_spells_them(run, tmp_path):
     assert others.read_text() == file.read_text()
 
 
+def test_the_script_that_older_trees_have(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    file = str(tmp_path / "samples.json")
+    line = ["run", "tools/generate_samples_gpt.py", *"--tensor-model-parallel-size 1 --num-layers 2".split()]
+    line += [*"--hidden-size 32 --load".split(), trained, *"--num-attention-heads 4 --fp16".split()]
+    line += "--max-position-embeddings 32 --tokenizer-type NullTokenizer --micro-batch-size 2".split()
+    line += "--seq-length 32 --out-seq-length 32 --temperature 1.0 --num-samples 2 --top_p 0.9".split()
+    assert cli.main([*line, "--recompute", "--genfile", file]) == 0
+    assert "no tools/generate_samples_gpt.py here; `megatron-npu generate` takes" in capsys.readouterr().err
+    assert len(records(Path(file))) == 2
+
+
 def test_a_file_of_prompts(run, tmp_path):
     (tmp_path / "prompts").write_text("1 2 3\n7\n9 8 7 6 5\n")
     line = ["--sample-input-file", tmp_path / "prompts", "--num-tokens", 4, "--greedy"]
