@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import sys
+from pathlib import Path
 
 import torch
 
@@ -15,12 +16,12 @@ from megatron_npu.patching.attribute_patch import find_slot
 
 
 def import_all() -> None:
-    """Import every module of upstream that has a patch."""
-    importlib.import_module("megatron")  # now the patches are on record
+    """Import every module of upstream that has a patch, those of ``tasks/`` as its scripts find them."""
+    megatron = importlib.import_module("megatron")  # now the patches are on record
+    sys.path.append(str(Path(megatron.__path__[0]).parent / "tasks"))
     for name in plugin.engine().registry.modules():
-        if name.startswith("megatron."):
-            with contextlib.suppress(ModuleNotFoundError):  # a module of megatron-core's adaptors
-                importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # a module of megatron-core's adaptors
+            importlib.import_module(name)
 
 
 def must_be_stock() -> int:
