@@ -62,7 +62,8 @@ def choose(
     with _naming(source, folder):
         if end is not None:
             _name_end(folder, end)
-        return _fitting(_made(folder, kind, names), vocabulary)
+        chosen = _fitting(candidate := _made(folder, kind, names), vocabulary)
+        return Chosen(chosen.flags, [*chosen.said, *_other_ends(folder, candidate.tokenizer.eod)])
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,15 @@ def _ends_of_the_model(folder: Path) -> set[int]:
         ids = value if isinstance(value, list) else [value]
         ends |= {token for token in ids if isinstance(token, int)}
     return ends
+
+
+def _other_ends(folder: Path, end: int) -> list[str]:
+    """Return a line if the model is told to end its texts with other tokens than the tokenizer."""
+    ends = _ends_of_the_model(folder)
+    if not ends or end in ends:
+        return []
+    others = ", ".join(map(str, sorted(ends)))
+    return [f"eos_token_id of the model is {others}: here a text ends with the tokenizer's {end}"]
 
 
 def _name_end(folder: Path, end: str) -> None:
