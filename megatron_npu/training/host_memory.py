@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from pathlib import Path
 
 import psutil
@@ -32,7 +34,7 @@ def require(needed: int, what: str) -> None:
 
 def available(group: Path = _GROUP) -> int:
     """Return the bytes that this process can have before the system swaps or ends it."""
-    free = psutil.virtual_memory().available
+    free = min(psutil.virtual_memory().available, _left_of_the_process())
     try:
         limit = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
@@ -41,3 +43,11 @@ def available(group: Path = _GROUP) -> int:
         return free
     # what is cached of files makes room
     return max(0, min(free, limit - used + int(statistics.get("inactive_file", 0))))
+
+
+def _left_of_the_process() -> int:
+    """Return the bytes that a limit of the process (ulimit -v) leaves it."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(0, limit - psutil.Process().memory_info().vms)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import psutil
 import pytest
 
@@ -29,6 +31,12 @@ def test_without_a_limit_the_system_s_memory_counts(tmp_path, monkeypatch):
     assert host_memory.available(tmp_path) == 12_345
     assert host_memory.available(group(tmp_path, "max", 1)) == 12_345
     assert host_memory.available(group(tmp_path, 1 << 60, 1)) == 12_345
+
+
+def test_a_limit_of_the_process_counts(tmp_path, monkeypatch):
+    used = psutil.Process().memory_info().vms
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (used + (100 << 20), -1))
+    assert 0 < host_memory.available(tmp_path) <= 120 << 20
 
 
 def test_too_little_is_one_line(monkeypatch):
