@@ -242,9 +242,8 @@ def _save(args: Namespace, family: Family, found: weights.Weights, part: Path, f
             checkpoint.Position(),
             {"args": stock_arguments.to_stock(args)},
         )
-        path = checkpoint_files.release(args.save, path)
+        checkpoint_files.release(args.save, path)
         _name_final_paths(part, final)
-        checksums.write(path)
     gc.collect()  # modules know each other, so that nothing else frees them
 
 
