@@ -62,10 +62,14 @@ def main() -> None:
         "--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
     )
     parser.add_argument("--output", type=Path, default=report.RESULTS / "convert-memory.json")
+    parser.add_argument("--before", type=Path, help="results of an earlier version, to be kept beside these")
     arguments = parser.parse_args()
     runs = [run for model in arguments.models for dtype in arguments.dtypes for run in measured(model, dtype)]
     versions = {name: importlib.metadata.version(name) for name in ("megatron-core", "transformers")}
-    report.write(arguments.output, {"runs": runs}, **versions)
+    results: dict[str, object] = {"runs": runs}
+    if arguments.before:
+        results["before"] = json.loads(arguments.before.read_text(encoding="utf-8"))["runs"]
+    report.write(arguments.output, results, **versions)
 
 
 def measured(model: str, dtype: str) -> list[dict[str, object]]:

@@ -103,6 +103,16 @@ def generate(name: str, data: dict[str, Any]) -> Iterator[Goal]:
         yield Goal(f"{what}, over no cache", case["project_over"]["recompute"], least=1.2)
 
 
+def convert_memory(name: str, data: dict[str, Any]) -> Iterator[Goal]:
+    """Yield the goal of each conversion's memory."""
+    before = {(row["model"], row["dtype"], row["to"]): row["process_over_file"] for row in data["before"]}
+    for row in data["runs"]:
+        which = row["model"], row["dtype"], row["to"]
+        of = f"{which[0]} {which[1]} to {which[2]}"
+        what = f"memory of convert, {of}, times the weights (it was {before[which]:.1f})"
+        yield Goal(what, row["process_over_file"], most=1.3)
+
+
 def preprocess(name: str, data: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each number of workers; no goal was set."""
     for run in data["runs"]:
@@ -134,6 +144,7 @@ PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str
     ("ops", "Single operations", ops),
     ("generate-", "Generated text", generate),
     ("preprocess", "Preprocessing", preprocess),
+    ("convert-memory", "Conversion of checkpoints", convert_memory),
     ("hccl", "Communication of the simulator", hccl),
 )
 
