@@ -94,7 +94,9 @@ class _BiasGelu(torch.autograd.Function):
 
 @reference.bias_gelu.on("cpu", note="chain in tiles")
 def _bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
-    return _BiasGelu.apply(input, bias, _needs_slope(input, bias))
+    if _needs_slope(input, bias):
+        return _BiasGelu.apply(input, bias, True)
+    return _BiasGelu.forward(None, input, bias, False)  # autograd would cost more than one token's row
 
 
 # Writes the activation of z, and its slope unless that is None; z is left as it is, spare is not.
