@@ -28,7 +28,7 @@ _OF_METADATA = {
     "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
     "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType BytesIOWriteData "
     "TensorWriteData",
-    "megatron.core.dist_checkpointing.strategies.torch": "MCoreSavePlan",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreSavePlan MCoreMetadata",
     "torch.serialization": "_get_layout",
     "torch": "Size",
     "pathlib": "PosixPath",
@@ -77,11 +77,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _load_metadata(stream: IO[bytes]) -> Any:
-    from torch.distributed.checkpoint.metadata import Metadata
-
     try:
         metadata = _MetadataUnpickler(stream).load()
-        if not (isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict)):
+        # 0.16 has a MCoreMetadata that is none of torch's, to read what 0.15 wrote
+        if not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
             raise ValueError(f"it holds a {type(metadata).__name__}")
         return metadata
     except (UsageError, OSError):
