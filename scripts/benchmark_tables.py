@@ -103,6 +103,17 @@ def generate(name: str, data: dict[str, Any]) -> Iterator[Goal]:
         yield Goal(f"{what}, over no cache", case["project_over"]["recompute"], least=1.2)
 
 
+def steady(name: str, data: dict[str, Any]) -> Iterator[Goal]:
+    """Yield the goal of a run whose steps are to stay as quick as they were."""
+    for which, ratio in data["after_over_before"].items():
+        variant, event = which.split(", ")
+        if variant == "project":
+            was = data["after_over_before"][f"uncured, {event}"]
+            yield Goal(
+                f"step {data['dtype']}, after each {event} over before (it was {was:.2f})", ratio, most=1.03
+            )
+
+
 def convert_memory(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     """Yield the goal of each conversion's memory."""
     before = {(row["model"], row["dtype"], row["to"]): row["process_over_file"] for row in data["before"]}
@@ -138,6 +149,7 @@ def hccl(name: str, data: dict[str, Any]) -> Iterator[str]:
 # beginning of a file's name -> heading, and what makes its lines
 PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str]]], ...] = (
     ("train-", "Training step of the embedded driver", train),
+    ("steady-", "A run that saves, evaluates and resumes", steady),
     ("megatron-lm-", "Stock `pretrain_gpt.py` of Megatron-LM 285068c8", megatron_lm),
     ("launches", "Launches on the simulated NPU", launches),
     ("attention", "Attention", attention),
