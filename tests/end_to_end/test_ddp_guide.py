@@ -25,6 +25,7 @@ SMALLER = {
     "--embedding-dim 128": "--embedding-dim 32",
     "--num-layers 4": "--num-layers 1",
     "--max-steps 200": "--max-steps 5",
+    "--learning-rate 2e-3": "--learning-rate 2e-2",
 }
 
 
@@ -38,8 +39,8 @@ def sections() -> dict[str, str]:
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each section's commands print."""
     root = tmp_path_factory.mktemp("guide")
-    for name in ("docs", "examples", "README.md"):
-        (root / name).symlink_to(ROOT / name)
+    (root / "examples").symlink_to(ROOT / "examples")
+    _put_texts(root)
     _put_command(root / "bin")
     script = ["set -e"]
     for title, commands in sections().items():
@@ -64,6 +65,13 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     assert done.returncode == 0, done.stdout
     parts = re.split(r"^=== (.+)\n", done.stdout, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _put_texts(root: Path) -> None:
+    """Write what stands for our documentation: the losses must not change with a word of it."""
+    (root / "docs").mkdir()
+    (root / "docs" / "page.md").write_text("Two processes with half the batch each train as one.\n" * 100)
+    (root / "README.md").write_text("One process trains as two.\n" * 20)
 
 
 def _put_command(folder: Path) -> None:
