@@ -60,6 +60,7 @@ ROOMS = (
         ("torch",),
     ),
     Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
+    Room("switches.py", "the words that switch accelerations on", "arg_parser"),
     Room("older_flags.py", "flags of older Megatrons: what they mean today", "arg_parser errors"),
     Room(
         "patching/", "records, import hook, pins, ledger; knows neither Megatron nor the rest of this project"
@@ -145,6 +146,11 @@ ROOMS = (
         "`megatron-npu convert`: checkpoints to and from Hugging Face's format",
         "arg_parser devices errors files plugin tokenization training",
         ("torch",),
+    ),
+    Room(
+        "acceleration/",
+        "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
+        "",
     ),
     Room(
         "sim/",
