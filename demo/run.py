@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--clean", action="store_true", help="start over; the data are kept")
     if parser.parse_args().clean:
         set_aside()
-    os.umask(0o027)
+    files.tighten_umask()
     step("1/4 text and vocabulary", lambda: fetch(DATA))
     step("2/4 preprocess", preprocess)
     step("3/4 train, validate, save", train)

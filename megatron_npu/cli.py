@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 
-from megatron_npu import __version__, inert_packages, settings
+from megatron_npu import __version__, files, inert_packages, settings
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         print(f"megatron-npu: error: {_unknown(argv[0])}", file=sys.stderr)
         return 2
-    os.umask(0o027)
+    files.tighten_umask()
     try:
         if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
             settings.check()

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all. Imports the standard library only.
+"""Files and folders that appear whole or not at all, and are private. Imports the standard library only.
 
 What is being written has a temporary name beside its final one, so that renaming it is one step for the file
 system: ``NAME.PID.partial`` for a file, ``.NAME.partial`` for a folder. Modes follow the user's umask.
@@ -14,6 +14,18 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
+
+PRIVATE = 0o027  # what is taken from the modes of new files and folders: the group's write, all of others'
+
+
+def tighten_umask() -> int:
+    """Take no less than ``PRIVATE`` from the modes of what this process makes; return the umask before.
+
+    A tighter umask of the user stays.
+    """
+    former = os.umask(0o077)  # only setting it tells what it was
+    os.umask(former | PRIVATE)
+    return former
 
 
 def partial_file(path: Path) -> Path:

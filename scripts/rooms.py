@@ -44,7 +44,7 @@ class Room:
 
 ROOMS = (
     Room("errors.py", "the one error for a user's mistakes"),
-    Room("files.py", "atomic writes of files and folders"),
+    Room("files.py", "atomic writes of files and folders, private ones"),
     Room("stacks.py", "where every thread of a process stands, on SIGUSR1"),
     Room("one_line_end.py", "a user's mistake ends a process in one line, whoever started it"),
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
@@ -168,8 +168,8 @@ ROOMS = (
     Room(
         "cli.py",
         "`megatron-npu COMMAND`: finds the command, prints a `UsageError` in one line",
-        "conversion doctor errors evaluation inert_packages patch_commands patching preprocessing runner "
-        "serving settings sim training",
+        "conversion doctor errors evaluation files inert_packages patch_commands patching preprocessing "
+        "runner serving settings sim training",
     ),
     Room(
         "stock_script.py",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 
-from megatron_npu import files
+from megatron_npu import cli, files
 
 
 @pytest.mark.parametrize("content", ["Grüße\n", b"\x00\xff"])
@@ -47,6 +48,19 @@ def test_the_umask_is_respected(tmp_path: Path) -> None:
     finally:
         os.umask(former)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize(("users", "then"), [(0o022, 0o027), (0o077, 0o077), (0o002, 0o027)])
+def test_the_umask_is_only_ever_tightened(users: int, then: int) -> None:
+    former = os.umask(users)
+    try:
+        assert files.tighten_umask() == users
+        assert os.umask(users) == then
+        with contextlib.suppress(SystemExit):
+            cli.main(["ledger", "--help"])  # every command does it, before all else
+        assert os.umask(users) == then
+    finally:
+        os.umask(former)
 
 
 def test_a_folder_appears_whole(tmp_path: Path) -> None:

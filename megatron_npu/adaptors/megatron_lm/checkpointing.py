@@ -16,7 +16,6 @@ from megatron_npu.adaptors.megatron_lm.decorators import around
 from megatron_npu.errors import UsageError
 
 _TRACKER_FILE = "latest_checkpointed_iteration.txt"
-_PRIVATE = 0o027  # files 640, folders 750
 
 
 @around(
@@ -150,7 +149,7 @@ def name_unfinished_tracker(original: Callable[..., str], checkpoints_path: str)
     why="files are to be 640, folders 750, and the tracker to appear at once",
 )
 def save_privately(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Save with umask 027; rename the tracker when all is written."""
+    """Save private files; rename the tracker when all is written."""
     global _saving
     from megatron import get_args
 
@@ -158,7 +157,7 @@ def save_privately(original: Callable[..., None], *args: Any, **kwargs: Any) -> 
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     if rank == 0:
         files.remove_abandoned(tracker)  # of runs that were killed while they saved
-    mask, _saving = os.umask(_PRIVATE), True
+    mask, _saving = files.tighten_umask(), True
     try:
         original(*args, **kwargs)
     finally:
