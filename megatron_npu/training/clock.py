@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 from megatron_npu import devices
 
 
 class Clock:
-    """Seconds of training alone: stopped during evaluation and saving."""
+    """Seconds of training alone: stopped while a run evaluates, draws and saves. It begins stopped."""
 
     def __init__(self) -> None:
         self.total = 0.0
         self._lap = 0.0
-        self._since = time.perf_counter()
+        self._since: float | None = None
 
     def start(self) -> None:
         """Start or go on."""
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Wait for the device, then stop."""
+        """Wait for the device, then stop; a clock that stands is left so."""
+        if self._since is None:
+            return
         devices.current().synchronize()
         elapsed = time.perf_counter() - self._since
         self.total += elapsed
         self._lap += elapsed
+        self._since = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stand still inside the block, and then go on, unless it stood before."""
+        stood = self._since is None
+        self.stop()
+        try:
+            yield
+        finally:
+            if not stood:
+                self.start()
 
     def lap(self) -> float:
-        """Return the seconds since the last lap; the clock goes on."""
-        self.stop()
-        elapsed, self._lap = self._lap, 0.0
-        self.start()
+        """Return the seconds since the last lap; the clock goes on as it was."""
+        with self.paused():
+            elapsed, self._lap = self._lap, 0.0
         return elapsed

@@ -51,6 +51,7 @@ class Log:
         self.args = args
         self.on_rank_0 = args.rank == 0
         self.path = metrics_path(args) if self.on_rank_0 else None
+        self._reader = None if self.path is None else history.Reader(self.path)
         self._board = self._bar = None
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,13 +185,19 @@ class Log:
         self.write("test", iteration, {"loss": loss, "perplexity": perplexity})
         self.scalars(iteration, [("lm loss test", loss), ("lm loss test perplexity", perplexity)])
 
+    def past(self) -> history.History:
+        """Return what has been logged of the run and of those that it went on from; empty without a file."""
+        if self._reader is None:
+            return history.History()
+        self._reader.update()
+        return self._reader.history
+
     def draw(self) -> Path | None:
         """Write the picture of the run up to here, if there is to be one; return its path.
 
         A picture that cannot be written is no reason to end a run: that is said, and the run goes on.
         """
-        past = history.read(self.path) if self.path is not None and self.args.plot else history.History()
-        if not past.losses:
+        if not self.args.plot or not (past := self.past()).losses:
             return None
         path = Path(self.args.save or self.args.tensorboard_dir) / "training.png"
         try:

@@ -133,8 +133,9 @@ class Trainer:
             self._report()
         last = iteration == args.train_iters  # what is done then is done once, at the end
         if args.eval_interval and iteration % args.eval_interval == 0 and not last:
-            self._evaluate()
-            self.log.draw()
+            with self.clock.paused():
+                self._evaluate()
+                self.log.draw()
         if args.save_interval and iteration % args.save_interval == 0 and not last:
             self._save()
 
@@ -257,15 +258,13 @@ class Trainer:
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Hold the model in evaluation mode, without gradients and outside the time of training."""
-        self.clock.stop()
+        """Hold the model in evaluation mode, without gradients."""
         with _with_gathered_parameters(self.args, self.state.model), torch.no_grad():
             for chunk in self.state.model:
                 chunk.eval()
             yield
             for chunk in self.state.model:
                 chunk.train()
-        self.clock.start()
 
     def _mean_loss(self, dataset: Dataset | None, consumed: int) -> float:
         """Return the loss of --eval-iters global batches."""
@@ -275,9 +274,8 @@ class Trainer:
         return mean
 
     def _save(self) -> None:
-        self.clock.stop()
         try:
-            with _with_gathered_parameters(self.args, self.state.model):
+            with self.clock.paused(), _with_gathered_parameters(self.args, self.state.model):
                 self.outcome.checkpoint = checkpoint.save(self.args, self.state, self.position)
         except checkpoint_failures.FAILURES as error:
             raise UnsavedError(
@@ -287,7 +285,6 @@ class Trainer:
             ) from error
         self.log.say(f" saved {self.outcome.checkpoint}")
         self.log.write("checkpoint", self.position.iteration, {"path": str(self.outcome.checkpoint)})
-        self.clock.start()
 
     def _ends(self, termination: Termination) -> bool:
         iteration = self.position.iteration
@@ -304,7 +301,6 @@ class Trainer:
     def _finish(self) -> None:
         """Log the rest, evaluate at the true end, save what is not saved yet."""
         args, begin = self.args, self.outcome.position.iteration
-        self.clock.start()
         self._report()
         iteration = self.position.iteration
         saves_only = args.train_iters == 0 and args.save
@@ -316,7 +312,6 @@ class Trainer:
         name = checkpoint.checkpoint_files.directory(args.save or ".", iteration)
         if args.save and is_new and saved != name:
             self._save()
-        self.clock.stop()
         self.outcome.position = self.position
         self.outcome.seconds = self.clock.total
 

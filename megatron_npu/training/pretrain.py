@@ -207,9 +207,7 @@ def _log_start(
 
 def _report(args: Namespace, size: model.Parameters, outcome: loop.Outcome, journal: log.Log) -> Summary:
     """Draw the plot, write the summary, return it."""
-    past = history.History() if journal.path is None else history.read(journal.path)
-    picture = journal.draw()
-    summary = _summary(args, size, outcome, past, picture, journal.path)
+    summary = _summary(args, size, outcome, journal.past(), journal.draw(), journal.path)
     if args.save and args.rank == 0:
         path = Path(args.save) / "summary.json"
         path.parent.mkdir(parents=True, exist_ok=True)
