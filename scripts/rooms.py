@@ -59,6 +59,7 @@ ROOMS = (
         "errors safe_load",
         ("torch",),
     ),
+    Room("web/", "where the servers of the project listen, and what their answers say", "arg_parser errors"),
     Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
     Room("switches.py", "the words that switch accelerations on", "arg_parser"),
     Room("older_flags.py", "flags of older Megatrons: what they mean today", "arg_parser errors"),
@@ -126,7 +127,7 @@ ROOMS = (
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
         "arg_parser attention_flags devices errors files generation older_flags plugin preprocessing "
-        "safe_load tokenization upstream",
+        "safe_load tokenization upstream web",
         ("torch", "megatron"),
     ),
     Room(
@@ -138,7 +139,7 @@ ROOMS = (
     Room(
         "serving/",
         "`megatron-npu serve`: text of a trained model over HTTP, and a page to try it",
-        "arg_parser errors evaluation generation tokenization",
+        "arg_parser errors evaluation generation tokenization web",
         ("torch",),
     ),
     Room(

@@ -23,6 +23,7 @@ from megatron_npu.serving import answers, completion_request
 from megatron_npu.serving.answers import Completion
 from megatron_npu.serving.completion_request import BadRequestError, CompletionRequest, in_words
 from megatron_npu.serving.engine import Engine, Job, Piece, new_job
+from megatron_npu.web.headers import HEADERS
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -32,15 +33,6 @@ _LOOKING = 0.25  # seconds between two looks whether the client is still there, 
 _DRAINED = 16  # times the largest body: so much of a larger one is read, so that its sender reads the answer
 _PAGE = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css")}
 _PAGE["/page.js"] = ("page.js", "text/javascript")
-# The page loads its own files and asks this server, and nothing else.
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 
 
 def build(engine: Engine, name: str, max_body: int, max_texts: int, hosts: Sequence[str]) -> ASGIApp:
@@ -88,7 +80,7 @@ class _Site:
     async def page(self, request: Request) -> Response:
         file, kind = _PAGE[request.url.path]
         content = resources.files(__package__).joinpath(file).read_bytes()
-        return Response(content, media_type=kind, headers=_HEADERS)
+        return Response(content, media_type=kind, headers=HEADERS)
 
     async def health(self, request: Request) -> Response:
         """Say that the server answers, how many requests are not done, and how many tokens were drawn."""

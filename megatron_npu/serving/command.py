@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
-import ipaddress
 import signal
 import socket
 import sys
@@ -19,12 +17,12 @@ from types import FrameType
 from typing import Any
 
 from megatron_npu.arg_parser import Number, Parser, byte_size, positive
-from megatron_npu.errors import UsageError
 from megatron_npu.evaluation import trained_model
 from megatron_npu.evaluation.trained_model import TrainedModel
 from megatron_npu.generation import leader
 from megatron_npu.generation.leader import Leader
 from megatron_npu.serving.engine import Engine
+from megatron_npu.web.address import Address, listening, require_packages
 
 _port = Number("a port from 0 to 65535 (0: any that is free)", int, 0, 65535)
 _GRACE = 5  # seconds for answers to be sent when the server stops
@@ -52,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         UsageError: no such checkpoint, an address that cannot be listened at, or no web library.
     """
     given = parser().parse_args(argv)
-    _require_library()
+    require_packages("serve")
     patience = int(leader.PATIENCE.total_seconds()) // 60
     with trained_model.loaded(given, distributed_timeout_minutes=patience) as model:
         if model.args.rank > 0:  # the first rank says when it is over
@@ -64,24 +62,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _require_library() -> None:
-    for name in ("starlette", "uvicorn"):
-        if importlib.util.find_spec(name) is None:
-            raise UsageError(
-                f"no package {name}", "what serves HTTP", "Install it: pip install 'megatron_npu[serve]'."
-            )
-
-
 def _serve(given: argparse.Namespace, model: TrainedModel, first: Leader) -> None:
     """Listen, draw in this thread and answer in another one, until a signal comes."""
     engine = Engine(model, first, given.max_queue)
     name = given.model_name or Path(given.load).resolve().name
-    with _listening(given.host, given.port) as listener:
-        server = _server(engine, name, given)
+    at = Address(given.host, given.port)
+    with listening(f"--host {at.host} --port {at.port}", at) as listener:
+        server = _server(engine, name, given, at)
         with _until_signal(engine):
             thread = threading.Thread(target=_answer, args=(server, listener, engine), name="http")
             thread.start()
-            _announce(name, given.host, listener)
+            _announce(name, at, listener)
             try:
                 engine.run()
             finally:
@@ -90,29 +81,12 @@ def _serve(given: argparse.Namespace, model: TrainedModel, first: Leader) -> Non
     print(f"megatron-npu serve: stopped after {engine.jobs} requests and {engine.tokens} tokens", flush=True)
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
-
-    Raises:
-        UsageError: it cannot.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
-        raise UsageError(
-            f"--host {host} --port {port}: {error.strerror or error}",
-            "an address of this machine and a port that is free",
-            "Give another --port (0: any), or --host 127.0.0.1.",
-        ) from error
-
-
-def _server(engine: Engine, name: str, given: argparse.Namespace) -> Any:
+def _server(engine: Engine, name: str, given: argparse.Namespace, at: Address) -> Any:
     import uvicorn
 
     from megatron_npu.serving import app
 
-    hosts = ["localhost", "127.0.0.1", "[::1]"] if _is_loopback(given.host) else ["*"]
+    hosts = ["localhost", "127.0.0.1", "[::1]"] if at.is_loopback else ["*"]
     application = app.build(engine, name, given.max_request_bytes, given.max_texts, hosts)
     return uvicorn.Server(
         uvicorn.Config(
@@ -150,22 +124,15 @@ def _until_signal(engine: Engine) -> Any:
             signal.signal(number, handler)
 
 
-def _announce(name: str, host: str, listener: socket.socket) -> None:
+def _announce(name: str, at: Address, listener: socket.socket) -> None:
     """Say where the server is, and who can reach it."""
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     print(f"megatron-npu serve: {name} at http://{shown}:{port} (Ctrl-C stops it)", flush=True)
-    if not _is_loopback(host):
+    if not at.is_loopback:
         print(
-            f"megatron-npu serve: warning: --host {host} is open to other machines, without encryption or "
+            f"megatron-npu serve: warning: --host {at.host} is open to other machines, without encryption or "
             "passwords: anyone who reaches it can use the model. Put a proxy with both before it.",
             file=sys.stderr,
             flush=True,
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -13,7 +13,7 @@ from megatron_npu import older_flags
 from megatron_npu.arg_parser import Parser, integer, number, positive, whole
 from megatron_npu.attention_flags import add_attention_flags
 from megatron_npu.tokenization import flags
-from megatron_npu.training.dashboard.address import address
+from megatron_npu.web.address import address
 
 Add = Callable[..., Any]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files, checksums, derive, stock_checkpoints
 from megatron_npu.training.checkpoint_files import CheckpointInfo
-from megatron_npu.training.dashboard.address import require_packages
+from megatron_npu.web.address import require_packages
 
 
 def logging(args: Namespace) -> None:

@@ -8,14 +8,7 @@ from pathlib import Path
 
 from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
-from megatron_npu.training.dashboard.address import (
-    LOOPBACK,
-    Address,
-    address,
-    listening,
-    require_packages,
-    url,
-)
+from megatron_npu.web.address import LOOPBACK, Address, address, listening, require_packages, url
 
 METRICS = "metrics.jsonl"
 
@@ -45,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     require_packages("dashboard")
     from megatron_npu.training.dashboard import server
 
-    with listening("--at", args.at) as sock:
+    with listening(f"--at {args.at}", args.at) as sock:
         print(f" {metrics} is shown at {url(sock)} (Ctrl-C ends it)", flush=True)
         server.serve(metrics, name_of(metrics), sock, args.at)
     return 0

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import megatron_npu
-from megatron_npu.training.dashboard.address import Address, listening, url
 from megatron_npu.training.dashboard.command import name_of
+from megatron_npu.web.address import Address, listening, url
 
 _SECONDS = 5.0  # for the server to end after the run
 
@@ -30,7 +30,7 @@ def shown(metrics: Path, at: Address) -> Iterator[str]:
     Raises:
         UsageError: it cannot listen there.
     """
-    with listening("--dashboard", at) as sock:
+    with listening(f"--dashboard {at}", at) as sock:
         place = url(sock)
         process = _start(metrics.absolute(), sock.fileno(), at.host)
     try:

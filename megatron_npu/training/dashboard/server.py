@@ -23,8 +23,9 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron_npu.training.dashboard.address import Address
 from megatron_npu.training.dashboard.snapshot import Run
+from megatron_npu.web.address import Address
+from megatron_npu.web.headers import HEADERS
 
 PAGE = Path(__file__).parent / "page"
 FILES = ("index.html", "dashboard.css", "dashboard.js")
@@ -32,15 +33,6 @@ CLIENTS = 64  # at a time; more are told to come again
 _TICK = 0.5  # seconds between two looks at the file
 _ALIVE = 15.0  # seconds after which something is sent even if nothing is new
 _LAST_SECONDS = 2  # that clients have to take the last state when the server ends
-
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
 
 
 class Server(uvicorn.Server):
@@ -104,7 +96,7 @@ def _file(name: str) -> Any:
 
 
 class _Guarded:
-    """Adds the headers above, and answers only those who ask for this host by a name that it has.
+    """Adds ``HEADERS``, and answers only those who ask for this host by a name that it has.
 
     A web site may have its own name point to 127.0.0.1 and read what answers there; its name gives it away.
     """

@@ -19,8 +19,9 @@ import pytest
 from megatron_npu import cli
 from megatron_npu.arg_parser import Unfit
 from megatron_npu.errors import UsageError
-from megatron_npu.training.dashboard import address, command, snapshot
-from megatron_npu.training.dashboard.address import Address
+from megatron_npu.training.dashboard import command, snapshot
+from megatron_npu.web import address
+from megatron_npu.web.address import Address
 from tests import browser
 from tests.conftest import ROOT
 
@@ -132,9 +133,9 @@ def test_an_address_that_is_taken_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(UsageError, match=f"--dashboard 127.0.0.1:{port}: Address already in use"):
-            address.listening("--dashboard", Address("127.0.0.1", port))
-    with pytest.raises(UsageError, match=r"192\.0\.2\.1:0"):  # RFC 5737: of no machine
-        address.listening("--dashboard", Address("192.0.2.1", 0))
+            address.listening(f"--dashboard 127.0.0.1:{port}", Address("127.0.0.1", port))
+    with pytest.raises(UsageError, match=r"--at 192: .*or the host 127\.0"):
+        address.listening("--at 192", Address("192.0.2.1", 0))  # RFC 5737: of no machine
 
 
 def test_the_command_needs_a_run(tmp_path, capsys):
@@ -212,7 +213,7 @@ _HOLDER = """
 import os
 import sys
 from pathlib import Path
-from megatron_npu.training.dashboard.address import Address
+from megatron_npu.web.address import Address
 from megatron_npu.training.dashboard.process import shown
 with shown(Path(sys.argv[1]), Address("127.0.0.1", 0)) as url:
     if os.fork() == 0:  # as a process that reads data

@@ -1,4 +1,4 @@
-"""Where a page is served: ``[HOST:]PORT``. Imports the standard library and no server."""
+"""Where a server listens: ``[HOST:]PORT``. Imports the standard library and no server."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron_npu.arg_parser import Unfit
 from megatron_npu.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
+_WAITING = 128  # connections that wait to be taken
 
 
 class Address(NamedTuple):
@@ -44,20 +45,24 @@ def address(text: str) -> Address:
     return Address(host or LOOPBACK, int(port))
 
 
-def listening(flag: str, wanted: Address) -> socket.socket:
+def listening(given: str, wanted: Address) -> socket.socket:
     """Return a socket that listens at an address.
+
+    Args:
+        given: how the user has named it, such as ``--at 127.0.0.1:80``.
+        wanted: the address.
 
     Raises:
         UsageError: another program does, or the host is none of this machine.
     """
     family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
     try:
-        return socket.create_server(wanted, family=family, backlog=64)
+        return socket.create_server(wanted, family=family, backlog=_WAITING)
     except OSError as error:
         raise UsageError(
-            f"{flag} {wanted}: {error.strerror or error}",
-            "a free port of this machine",
-            "Give another; 0 takes a port that is free.",
+            f"{given}: {error.strerror or error}",
+            "an address of this machine and a port that is free",
+            f"Give another port (0: any that is free), or the host {LOOPBACK}.",
         ) from error
 
 
@@ -68,8 +73,11 @@ def url(sock: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
-def require_packages(flag: str) -> None:
-    """Check that what serves the page is installed.
+def require_packages(asking: str) -> None:
+    """Check that what serves HTTP is installed.
+
+    Args:
+        asking: the flag or command that needs it.
 
     Raises:
         UsageError: it is not.
@@ -77,4 +85,4 @@ def require_packages(flag: str) -> None:
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         names = " and ".join(missing)
-        raise UsageError(f"{flag}, but without {names}", names, f"pip install {' '.join(missing)}")
+        raise UsageError(f"{asking}, but without {names}", names, f"pip install {' '.join(missing)}")

@@ -1,0 +1,1 @@
+"""What the servers of this project have in common: where they listen, and what every answer says."""
