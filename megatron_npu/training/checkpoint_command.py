@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +140,8 @@ def _places(root: str) -> Iterator[Path]:
 
 def _faults(path: Path) -> list[str]:
     """Return what is damaged, or missing of a checkpoint that the driver wrote."""
-    names: Iterable[str] = checkpoint_files.FILES if (path / checkpoint_files.DESCRIPTION).is_file() else ()
-    missing = [f"{name} is missing" for name in names if not (path / name).is_file()]
+    is_own = (path / checkpoint_files.DESCRIPTION).is_file()
+    missing = [f"{name} is missing" for name in checkpoint_files.missing(path)] if is_own else []
     return sorted({*missing, *checksums.damaged(path)})
 
 

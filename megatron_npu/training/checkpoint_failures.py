@@ -40,8 +40,7 @@ def reading(path: str | Path) -> Iterator[None]:
     """
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    missing = [name for name in checkpoint_files.FILES if not (Path(path) / name).is_file()]
-    if missing:
+    if missing := checkpoint_files.missing(Path(path)):
         raise _broken(path, f"lacks {' and '.join(missing)}")
     root = logging.getLogger()
     root.addFilter(_not_of_torchs_loader)

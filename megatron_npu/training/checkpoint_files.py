@@ -87,6 +87,11 @@ def unfinished(root: str | Path) -> list[Path]:
     return sorted(Path(root).glob(files.partial_folder(Path("iter_*")).name))
 
 
+def missing(path: Path) -> list[str]:
+    """Return which of megatron-core's files a checkpoint's own directory lacks."""
+    return [name for name in FILES if not (path / name).is_file()]
+
+
 def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
     """Return the newest checkpoint under ``root``, None if there is none; or that of an iteration.
 

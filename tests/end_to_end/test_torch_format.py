@@ -36,7 +36,7 @@ def ours(*words: object) -> None:
     assert cli.main([str(word) for word in words]) == 0
 
 
-def test_training_goes_on_from_files_of_ranks(source, tmp_path, flags, refused):
+def test_training_goes_on_from_files_of_ranks(source, tmp_path, flags, refused, capsys):
     """Two tensor ranks of four files begin with the loss of the same model in torch_dist."""
     sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
     ours(*"convert --from hf --to megatron --proof tensors".split(), source, tmp_path / "dist")
@@ -60,6 +60,13 @@ def test_training_goes_on_from_files_of_ranks(source, tmp_path, flags, refused):
     assert "expected --finetune, or --no-load-optim" in refused("pretrain", *line)
     assert "--num-layers 3 (the checkpoint: 2)" in refused("pretrain", *line, "--finetune", "--num-layers", 3)
     assert "a vocabulary of 512 tokens" in refused("pretrain", *line, "--finetune", "--vocab-size", 600)
+    torn = Path(shutil.copytree(tmp_path / "torch" / "iter_0000003", tmp_path / "torch" / "iter_0000005"))
+    path = min(torn.glob("mp_rank_*/*.pt"))
+    path.write_bytes(path.read_bytes()[:-100])
+    (tmp_path / "torch" / "latest_checkpointed_iteration.txt").write_text("5")
+    capsys.readouterr()
+    ours("pretrain", *line, "--finetune", "--load-last-good", "--no-plot")
+    assert "damaged and passed over: iterations 5; loading 3" in capsys.readouterr().out
 
 
 def test_models_and_sizes_that_285068c8_does_not_have(source, tmp_path, refused, monkeypatch, capsys):
