@@ -150,7 +150,7 @@ ROOMS = (
     ),
     Room(
         "acceleration/",
-        "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
+        "the command `train`: Transformers' and a user's own models; knows neither patching nor adaptors",
         "",
     ),
     Room(
