@@ -151,7 +151,8 @@ ROOMS = (
     Room(
         "acceleration/",
         "the command `train`: Transformers' and a user's own models; knows neither patching nor adaptors",
-        "",
+        "ops switches",
+        ("torch",),
     ),
     Room(
         "sim/",

@@ -1,0 +1,48 @@
+"""The norm of the gradients of all ranks, and their scaling: the same for whole and for sharded weights."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_npu.ops.multi_tensor import group_by_dtypes, multi_tensor_l2norm
+
+
+def norm_of(gradients: list[Tensor], device: torch.device) -> float:
+    """Return the L2 norm of all gradients as one vector; of a sharded one, of all ranks' parts together.
+
+    inf or nan if a gradient has one. ``device`` is where ranks can exchange a number.
+    """
+    whole = _squares([gradient for gradient in gradients if not isinstance(gradient, DTensor)], device)
+    shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+    if dist.is_initialized() and any(isinstance(gradient, DTensor) for gradient in gradients):
+        parts = _squares(shards, device)
+        dist.all_reduce(parts)
+        whole += parts
+    return math.sqrt(whole.item())
+
+
+def _squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the squares of all values, fp32 ``[]`` on ``device``."""
+    total = torch.zeros((), device=device)
+    for (bunch,) in group_by_dtypes((tensor,) for tensor in tensors if tensor.numel()):
+        norm, _ = multi_tensor_l2norm(0, None, [bunch])
+        total += norm.square().squeeze(0).to(device)
+    return total
+
+
+def clip(norm: float, largest: float) -> float:
+    """Return what gradients of this norm are multiplied by; ``largest`` 0 leaves them as they are."""
+    return min(1.0, largest / (norm + 1e-6)) if largest else 1.0
+
+
+def scale(gradients: list[Tensor], factor: float) -> None:
+    """Multiply the gradients in place."""
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    if factor != 1.0:
+        for (bunch,) in group_by_dtypes((tensor,) for tensor in local if tensor.numel()):
+            torch._foreach_mul_(bunch, factor)

@@ -1,0 +1,71 @@
+"""Mixed precision: products in 16 bits, weights in fp32, and the loss scale that fp16 needs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(mixed_precision: str | None) -> torch.dtype:
+    """Return the dtype of products."""
+    return _DTYPES[mixed_precision]
+
+
+def autocast(device: torch.device, mixed_precision: str | None) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of a forward pass: torch's autocast, or nothing in fp32."""
+    if mixed_precision is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype_of(mixed_precision))
+
+
+@dataclass
+class LossScale:
+    """The factor that keeps fp16's gradients above its smallest number (Micikevicius et al. 2018, 3.2).
+
+    Its rule is that of ``torch.amp.GradScaler``, which looks for inf in gradients that one rank holds alone;
+    here the norm of all ranks' gradients tells, which a step has anyway.
+
+    Attributes:
+        value: the factor.
+        used: the one that the gradients at hand carry.
+        steps: how many in a row had no overflow.
+        growth, backoff: what ``value`` is multiplied by after ``interval`` such steps, and after an overflow.
+    """
+
+    value: float = 65536.0
+    used: float = 65536.0
+    steps: int = 0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss to go backward from."""
+        return loss.float() * self.value
+
+    def update(self, norm: float) -> bool:
+        """Take note of a step whose gradients have this norm; return whether they overflowed."""
+        self.used = self.value
+        if not math.isfinite(norm):
+            self.value, self.steps = self.value * self.backoff, 0
+            return True
+        self.steps += 1
+        if self.steps == self.interval:
+            self.value, self.steps = self.value * self.growth, 0
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned."""
+        for name, value in state.items():
+            setattr(self, name, value)
