@@ -1,7 +1,8 @@
-"""Cross-entropy over a vocabulary that is split across the tensor-parallel ranks."""
+"""Cross-entropy over a vocabulary, which may be split across the tensor-parallel ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,6 +43,80 @@ def vocab_parallel_cross_entropy(
     Everything is computed in fp32, tile by tile; the extra memory is O(tokens).
     """
     return _cross_entropy(logits, target, vocab_start, vocab_size, group, label_smoothing)
+
+
+def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
+    """Return ``logsumexp(logits) - logits[target]`` per token, 0 where the target is to be ignored.
+
+    As ``F.cross_entropy`` without reduction, but 16-bit logits are not copied to fp32: tile by tile alone.
+
+    Args:
+        logits: ``[..., v]``, fp32, bf16 or fp16; left as they are, unlike the other function's.
+        target: ``[...]``, token ids.
+        ignore_index: the target that says that there is none.
+
+    Returns:
+        ``[...]``, fp32. The gradient is in the dtype of ``logits``, zero for ignored tokens.
+    """
+    return _plain_cross_entropy(logits, target, ignore_index)
+
+
+def _plain_reference(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    ignored = target == ignore_index
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    predicted = z.gather(-1, target.masked_fill(ignored, 0)[..., None]).squeeze(-1)
+    return (z.logsumexp(-1) - predicted).masked_fill(ignored, 0.0)
+
+
+_plain_cross_entropy = Operation("cross_entropy", _plain_reference)
+
+
+class _PlainCrossEntropy(torch.autograd.Function):
+    """On a CPU only rows with a target are touched; elsewhere the host would have to wait to know them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+        flat, ids = logits.reshape(-1, logits.size(-1)), target.reshape(-1)
+        ignored = ids == ignore_index
+        ids = ids.masked_fill(ignored, 0)
+        normalizer = torch.zeros(ids.shape, dtype=_precise_dtype(flat), device=flat.device)
+        for rows in _tiles_with_target(flat, ignored):
+            normalizer[rows] = flat[rows].to(normalizer.dtype).logsumexp(-1)
+        loss = normalizer - flat.gather(1, ids[:, None]).squeeze(1)
+        ctx.save_for_backward(logits, ids, ignored, normalizer)
+        return loss.masked_fill_(ignored, 0.0).resize_(target.shape)  # not a view, see below
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        logits, ids, ignored, normalizer = ctx.saved_tensors
+        flat = logits.reshape(-1, logits.size(-1))
+        grad = torch.zeros_like(flat)
+        factor = grad_output.reshape(-1).to(normalizer.dtype).masked_fill(ignored, 0.0)
+        for rows in _tiles_with_target(flat, ignored):
+            part = flat[rows].to(normalizer.dtype, copy=True).sub_(normalizer[rows, None]).exp_()
+            weight = factor[rows, None]
+            grad[rows] = part.mul_(weight).scatter_add_(1, ids[rows, None], -weight).to(grad.dtype)
+        return grad.view(logits.shape), None, None
+
+
+def _precise_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _tiles_with_target(flat: Tensor, ignored: Tensor) -> Iterator[slice | Tensor]:
+    """Yield tiles of the rows of ``[rows, v]`` that are not ignored, as numbers; all rows off the CPU."""
+    if flat.device.type != "cpu" or not ignored.any():
+        yield from whole_row_slices(*flat.shape)
+        return
+    alive = (~ignored).nonzero().squeeze(1)
+    for part in whole_row_slices(alive.numel(), flat.size(1)):
+        yield alive[part]
+
+
+_plain_cross_entropy.on("cpu", "cuda", "npu", note="tiles of rows, of those with a target alone on a CPU")(
+    _PlainCrossEntropy.apply
+)
 
 
 def _local_ids(target: Tensor, vocab_start: int, part: int) -> tuple[Tensor, Tensor]:
@@ -166,6 +241,13 @@ def _reduce(
 _cross_entropy.on("cpu", "cuda", "npu", note="tiles of rows, gradient in place of the logits")(
     CrossEntropy.apply
 )
+
+
+@_plain_cross_entropy.example()
+def _plain_example(make: Make) -> Tensor:
+    logits = make(32, 2, 500)
+    target = torch.arange(64, device=logits.device).view(32, 2) * 7
+    return cross_entropy(logits, target.masked_fill(target % 3 == 0, -100))
 
 
 @_cross_entropy.example()

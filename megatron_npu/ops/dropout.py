@@ -1,4 +1,4 @@
-"""Bias, dropout and residual of a transformer layer in one go."""
+"""Dropout: alone, or with bias and residual of a transformer layer in one go."""
 
 from __future__ import annotations
 
@@ -43,6 +43,17 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
     return (x if bias is None else x.add_(bias)).add_(residual)
 
 
+def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    """Return ``x`` with values dropped; arguments and errors are those of ``bias_dropout_add``.
+
+    Returns:
+        Like ``x``; ``x`` itself where nothing is dropped.
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"p must be in [0, 1], given {p}")
+    return _dropout(x, p) if training and p > 0.0 else x
+
+
 def keep_mask_bits(
     draws: Tensor,
     shape: tuple[int, ...],
@@ -75,6 +86,55 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 def _composed(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
     """Operation by operation; torch's dropout keeps a mask of a byte per value, torch_npu's of a bit."""
     return residual + F.dropout(x if bias is None else x + bias, p)
+
+
+def _plain_dropout(x: Tensor, p: float) -> Tensor:
+    return F.dropout(x, p)
+
+
+_dropout = Operation("dropout", _plain_dropout, draws=lambda *_: True)
+_dropout.on("cuda", note="torch's dropout")(_plain_dropout)
+_dropout.on("npu", note="torch_npu's dropout")(_plain_dropout)
+
+
+@_dropout.on("cpu", note="tiles, 16 random bits a value²")
+def _dropout_cpu(x: Tensor, p: float) -> Tensor:
+    keep = round((1.0 - p) * KEEP_LEVELS)
+    return _CpuDropout.apply(x, keep) if 0 < keep < KEEP_LEVELS and x.dim() else F.dropout(x, p)
+
+
+class _CpuDropout(torch.autograd.Function):
+    """``_CpuBiasDropoutAdd`` without the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: int) -> Tensor:
+        width, scale = x.size(-1), KEEP_LEVELS / keep
+        step = _step(width)
+        output = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rows = x.reshape(output.numel() // max(1, width), width)
+        mask = torch.empty(rows.shape, dtype=torch.int8)
+        (buffer,) = scratch_buffers(1, output, torch.promote_types(x.dtype, torch.float32), step)
+        draws = torch.empty(-(-buffer.numel() // 4), dtype=torch.int64)
+        tiles = (t.split(step) for t in (rows, mask, output.view(rows.shape)))
+        for tile, kept, out in zip(*tiles, strict=True):
+            decisions = keep_mask_bits(draws, tile.shape, keep)
+            kept.copy_(decisions)
+            torch.mul(buffer[: tile.size(0)].copy_(decisions).mul_(scale), tile, out=out)
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        step = _step(mask.size(1))
+        output = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        (buffer,) = scratch_buffers(1, output, torch.promote_types(grad.dtype, torch.float32), step)
+        tiles = (t.split(step) for t in (mask, grad.reshape(mask.shape), output.view(mask.shape)))
+        for kept, g, out in zip(*tiles, strict=True):
+            torch.mul(buffer[: kept.size(0)].copy_(kept).mul_(ctx.scale), g, out=out)
+        return output, None
 
 
 _bias_dropout_add = Operation("bias_dropout_add", _composed, group="dropout", draws=lambda *_: True)

@@ -38,6 +38,18 @@ def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: floa
     return _rotary(input, *_tables(angles, scale), interleaved)
 
 
+def rotary_by_tables(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
+    """As ``rotary``, from tables that are there already, as Transformers hands them to its layers.
+
+    Args:
+        input: ``[s, b, n, d]`` or ``[b, s, n, d]``.
+        cosine, sine: ``[s, 1, 1, r]`` or ``[b or 1, s, 1, r]``, even r <= d; each angle twice, as in
+            ``rotary``. In fp32 they are as precise as ``rotary``'s own.
+        interleaved: as in ``rotary``.
+    """
+    return _rotary(input, cosine, sine, interleaved)
+
+
 def _tables(angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the fp32 cosines and sines of ``angles``, times ``scale``.
 
@@ -117,9 +129,12 @@ def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) 
     """Return which documented limit of ``npu_rotary_mul`` (torch_npu 2.13) the call exceeds."""
     if input.dim() != 4 or cosine.dim() != 4:
         return f"npu_rotary_mul takes 4 dimensions, not {input.dim()} and {cosine.dim()}"
-    batch, heads, size = input.size(1), input.size(2), cosine.size(-1)
-    if cosine.shape[:3] != (input.size(0), 1, 1):
-        return f"npu_rotary_mul in layout SBND takes tables [s, 1, 1, d], not {list(cosine.shape)}"
+    sequence_first = cosine.shape[:3] == (input.size(0), 1, 1)
+    if not sequence_first and cosine.shape[:3] not in ((1, input.size(1), 1), (*input.shape[:2], 1)):
+        return f"npu_rotary_mul takes tables [s, 1, 1, d], or [b, s, 1, d], not {list(cosine.shape)}"
+    if not sequence_first and interleaved and cosine.size(0) > 1:
+        return "npu_rotary_mul turns interleaved pairs of all sequences by the same tables alone"
+    batch, heads, size = input.size(1 if sequence_first else 0), input.size(2), cosine.size(-1)
     if size >= 896:
         return f"npu_rotary_mul takes less than 896 elements of a head, not {size}"
     if batch >= 1000 or heads >= 1000 or (interleaved and batch * heads >= 1000):
@@ -131,7 +146,8 @@ def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) 
     "npu",
     supports=_beyond_npu,
     note="`npu_rotary_mul`, tables in the input's dtype",
-    limits="[s, b, n, d], tables [s, 1, 1, d], d < 896, b and n < 1000 (b·n interleaved)",
+    limits="[s, b, n, d], tables [s, 1, 1, d], or [b, s, n, d], [b, s, 1, d]; d < 896, b and n < 1000 "
+    "(b·n interleaved)",
 )
 def _npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
     import torch_npu

@@ -33,7 +33,12 @@ def geglu(z):
     return gelu_tanh(gate) * value
 
 
+def exact_with_bias(input, bias=None):
+    return activation.gelu(input if bias is None else input + bias)
+
+
 CASES = {
+    "gelu": (exact_with_bias, gelu_exact, 1),
     "bias_gelu": (activation.bias_gelu, gelu_tanh, 1),
     "swiglu": (activation.swiglu, swiglu, 2),
     "geglu": (activation.geglu, geglu, 2),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.ops import dispatch, tiling
-from megatron_npu.ops.cross_entropy import vocab_parallel_cross_entropy
+from megatron_npu.ops.cross_entropy import cross_entropy, vocab_parallel_cross_entropy
 from tests.ops.tolerances import assert_near
 
 
@@ -142,3 +142,27 @@ def _rank(rank: int, world_size: int, store: str, dtype: torch.dtype) -> None:
 def test_split_vocabulary(tmp_path, world_size, dtype):
     """The operation and its reference, which verify mode runs beside it."""
     mp.spawn(_rank, (world_size, str(tmp_path / "store"), dtype), nprocs=world_size)
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.6, 1.0])
+def test_ignored_tokens_have_no_loss_and_no_gradient(device, dtype, ignored, monkeypatch):
+    """And the logits are as they were after backward: a caller may have them in hand."""
+    monkeypatch.setattr(tiling, "_WHOLE_ROWS_BYTES", 600)
+    torch.manual_seed(4)
+    leaf = (torch.randn(6, 5, 70, device=device) * 3).to(dtype).requires_grad_()
+    target = torch.randint(70, (6, 5), device=device)
+    target[torch.rand(6, 5).to(device) < ignored] = -7
+    double = leaf.detach().cpu().double().requires_grad_()
+    logits = leaf * 1
+    before = logits.detach().clone()
+    actual = cross_entropy(logits, target, ignore_index=-7)
+    expected = torch.nn.functional.cross_entropy(
+        double.flatten(0, 1), target.cpu().flatten(), ignore_index=-7, reduction="none"
+    ).view(6, 5)
+    assert actual.dtype is torch.float32
+    assert_near(actual, expected, torch.float32 if dtype is torch.float32 else dtype)
+    factor = torch.rand(6, 5)
+    (ours,) = torch.autograd.grad(actual, leaf, factor.to(device))
+    (right,) = torch.autograd.grad(expected, double, factor.double())
+    assert_near(ours, right, dtype, "gradient")
+    assert torch.equal(logits, before)

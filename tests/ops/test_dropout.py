@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_npu import devices
 from megatron_npu.ops import tiling
-from megatron_npu.ops.dropout import KEEP_LEVELS, bias_dropout_add, keep_mask_bits
+from megatron_npu.ops.dropout import KEEP_LEVELS, bias_dropout_add, dropout, keep_mask_bits
 from tests.ops.against_fp64 import RELAXED, check, rows_of
 from tests.ops.tolerances import TOLERANCE, assert_near
 
@@ -176,3 +176,27 @@ def test_mask_bits_at_the_ends_of_the_range():
     full = torch.empty(1 << 18, dtype=torch.float32)
     assert keep_mask_bits(draws, full.shape, KEEP_LEVELS, full, generator).all()
     assert 0 < int(keep_mask_bits(draws, (512, 511), 1, generator=generator).sum()) < 20
+
+
+@RELAXED
+@given(shape=rows_of(widths), p=st.sampled_from([0.1, 0.5, 0.9]))
+def test_dropout_alone_keeps_and_scales_or_drops(device, dtype, shape, p):
+    x, _, _ = tensors(shape, device, dtype)
+    seed(device, 3)
+    output = dropout(x, p, True)
+    seed(device, 3)
+    kept = dropout(torch.ones(shape, device=device), p, True).cpu().double()
+    assert set(kept.unique().tolist()) <= {0.0, kept.max().item()}
+    assert_near(output, x.detach().cpu().double() * kept, dtype)
+    (grad,) = torch.autograd.grad(output, x, torch.full_like(output, 2.0))
+    assert_near(grad, 2 * kept, dtype)
+    assert dropout(x, p, False) is x
+    assert dropout(x, 0.0, True) is x
+
+
+def test_dropout_alone_drops_as_many_as_it_says(device):
+    x = torch.ones(200, 1000, device=device)
+    seed(device, 5)
+    output = dropout(x, 0.1, True)
+    assert output.mean().item() == pytest.approx(1.0, abs=5e-3)
+    assert (output == 0).float().mean().item() == pytest.approx(0.1, abs=5e-3)

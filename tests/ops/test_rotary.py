@@ -101,7 +101,8 @@ def test_bad_angles(device, size):
         ((2, 1, 1, 896), (2, 1, 1, 896), False, "less than 896 elements of a head, not 896"),
         ((2, 1000, 1, 4), (2, 1, 1, 4), False, "less than 1000 sequences and heads, not 1000 and 1"),
         ((2, 40, 30, 4), (2, 1, 1, 4), True, "less than 1000 sequences and heads, not 40 and 30"),
-        ((2, 3, 1, 4), (2, 3, 1, 4), False, "takes tables [s, 1, 1, d], not [2, 3, 1, 4]"),
+        ((2, 3, 1, 4), (1, 1, 1, 4), False, "takes tables [s, 1, 1, d], or [b, s, 1, d], not [1, 1, 1, 4]"),
+        ((2, 3, 1, 4), (2, 3, 1, 4), True, "pairs of all sequences by the same tables alone"),
         ((2, 3, 4), (2, 1, 4), False, "4 dimensions, not 3 and 3"),
     ],
 )
@@ -113,3 +114,17 @@ def test_limits_of_the_npu_kernel(monkeypatch, shape, tables, interleaved, reaso
     ((operation, given),) = dispatch.fallbacks
     assert operation == "rotary"
     assert given.endswith(reason)
+
+
+@pytest.mark.parametrize(("interleaved", "batches"), [(False, 1), (False, 3), (True, 1)])
+def test_tables_that_are_there_already_with_the_batch_first(device, dtype, interleaved, batches):
+    torch.manual_seed(3)
+    angles = torch.rand(batches, 5, 1, 3) * 6
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles, angles], -1)
+    tables = (angles.cos().to(dtype), angles.sin().to(dtype))
+    check(
+        lambda x: rotary.rotary_by_tables(x, *(t.to(device) for t in tables), interleaved),
+        lambda x: rotary._reference(x, *(t.double() for t in tables), interleaved),
+        [torch.randn(3, 5, 2, 8, device=device)],
+        dtype,
+    )

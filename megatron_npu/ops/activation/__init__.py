@@ -13,7 +13,16 @@ from torch import Tensor
 from megatron_npu.ops.activation import cpu, cuda, npu, reference  # noqa: F401  (each device registers itself)
 from megatron_npu.ops.dispatch import Make
 
-__all__ = ["bias_gelu", "geglu", "swiglu", "swiglu_backward"]
+__all__ = ["bias_gelu", "geglu", "gelu", "swiglu", "swiglu_backward"]
+
+
+def gelu(input: Tensor) -> Tensor:
+    """Return ``gelu(input)``, exact (erf) form (Hendrycks and Gimpel 2016), which BERT and ViT have.
+
+    Args:
+        input: ``[...]``, fp32, bf16 or fp16.
+    """
+    return reference.gelu(input)
 
 
 def bias_gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -57,6 +66,11 @@ def swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
 def geglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``gelu(a) * b``, tanh form, for ``input + bias = [a, b]``; shapes as ``swiglu``."""
     return reference.geglu(input, bias)
+
+
+@reference.gelu.example()
+def _gelu_example(make: Make) -> Tensor:
+    return gelu(make(64, 2, 128))
 
 
 @reference.bias_gelu.example()

@@ -1,12 +1,14 @@
-"""Activations on cuda: torch's own kernels."""
+"""Activations on cuda: torch's own kernels; the exact GELU's is the CPU's, too."""
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_npu.ops.activation import reference
 from megatron_npu.ops.activation.native import BiasGelu, Gated
 
+reference.gelu.on("cpu", "cuda", note="`F.gelu`")(F.gelu)
 reference.bias_gelu.on("cuda", note="`F.gelu`")(BiasGelu.apply)
 
 

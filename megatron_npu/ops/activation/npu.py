@@ -17,6 +17,26 @@ from megatron_npu.ops.activation.native import bias_gradient, with_bias
 from megatron_npu.ops.dispatch import unsupported_dtype
 
 
+class _Gelu(torch.autograd.Function):
+    """``npu_gelu``, told the exact form."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        import torch_npu
+
+        ctx.save_for_backward(input)
+        return torch_npu.npu_gelu(input.contiguous(), approximate="none")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (input,) = ctx.saved_tensors
+        return torch.ops.npu.npu_gelu_backward(grad.contiguous(), input.contiguous(), approximate="none")
+
+
+reference.gelu.on("npu", note="`npu_gelu`")(_Gelu.apply)
+
+
 class _BiasGelu(torch.autograd.Function):
     """``npu_gelu``: which form ``aten::gelu`` has on an NPU depends on the CANN.
 

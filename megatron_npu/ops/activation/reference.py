@@ -22,6 +22,11 @@ def _gelu_tanh(z: Tensor) -> Tensor:
     return 0.5 * z * (1 + torch.tanh(K * (z + C * z**3)))
 
 
+def _gelu(input: Tensor) -> Tensor:
+    z = input.to(torch.promote_types(input.dtype, torch.float32))
+    return (0.5 * z * (1 + torch.erf(z / math.sqrt(2)))).to(input.dtype)
+
+
 def _bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
     return _gelu_tanh(_with_bias(input, bias)).to(input.dtype)
 
@@ -36,6 +41,7 @@ def _geglu(input: Tensor, bias: Tensor | None) -> Tensor:
     return (_gelu_tanh(gate) * value).to(input.dtype)
 
 
+gelu = Operation("gelu", _gelu, group="activation")
 bias_gelu = Operation("bias_gelu", _bias_gelu, group="activation")
 swiglu = Operation("swiglu", _swiglu, group="activation")
 geglu = Operation("geglu", _geglu, group="activation")

@@ -1,0 +1,120 @@
+"""A linear layer: products by a CPU's faster library, and rows without a gradient left out of backward."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_npu.ops.dispatch import Make, Operation
+
+# From this many outputs on a gradient is looked through for rows of zeros: heads over a vocabulary, of which
+# a masked language model predicts 15 % and padding none. Looking costs a thousandth of the products.
+_WIDE = 4096
+_WORTH_GATHERING = 0.75  # of the rows; with more of them alive, all are multiplied
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+    """Return ``input · weightᵀ + bias``.
+
+    Args:
+        input: ``[..., h_in]``, fp32, bf16 or fp16.
+        weight: ``[h_out, h_in]``, of the dtype of ``input``.
+        bias: ``[h_out]``, or None.
+        transposed: the weight is ``[h_in, h_out]``, as GPT-2's ``Conv1D`` has it.
+
+    Returns:
+        ``[..., h_out]``, contiguous, in the dtype of ``input``.
+    """
+    return _linear(input, weight, bias, transposed)
+
+
+def faster_than_torch(dtype: torch.dtype) -> bool:
+    """Return whether products of ``dtype`` on this CPU are faster here than those of ``F.linear``.
+
+    torch multiplies fp32 with MKL, which keeps to AVX2 on processors that are not Intel's; oneDNN takes
+    AVX-512 there, half the time (measured on a Zen 5).
+    """
+    return dtype is torch.float32 and _onednn_beats_mkl()
+
+
+@lru_cache(maxsize=1)
+def _onednn_beats_mkl() -> bool:
+    mkldnn = getattr(torch.ops, "mkldnn", None)
+    if not torch.backends.mkldnn.is_available() or not hasattr(mkldnn, "_linear_pointwise"):
+        return False
+    info = Path("/proc/cpuinfo")
+    vendor = info.read_text(encoding="utf-8") if info.is_file() else "GenuineIntel"
+    return "GenuineIntel" not in vendor and "AVX512" in torch.backends.cpu.get_cpu_capability()
+
+
+def _reference(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return F.linear(input, weight.t() if transposed else weight, bias)
+
+
+_linear = Operation("linear", _reference)
+_linear.on("cuda", "npu", note="`F.linear`")(_reference)
+
+
+@_linear.on("cpu", note="`F.linear`, fp32 by oneDNN where MKL is slow³; only rows with a gradient")
+def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    if faster_than_torch(input.dtype) or weight.size(1 if transposed else 0) >= _WIDE:
+        return _CpuLinear.apply(input, weight, bias, transposed)
+    return _reference(input, weight, bias, transposed)
+
+
+def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``left · rightᵀ + bias`` of matrices."""
+    if faster_than_torch(left.dtype) and left.numel() and right.numel():  # oneDNN has no empty products
+        return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+    return F.linear(left, right, bias)
+
+
+class _CpuLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.transposed = transposed
+        rows = input.reshape(-1, input.size(-1))
+        output = _product(rows, weight.t() if transposed else weight, bias)
+        return output.resize_(
+            *input.shape[:-1], output.size(-1)
+        )  # not a view: those must not change in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        g, x = grad.reshape(-1, grad.size(-1)), input.reshape(-1, input.size(-1))
+        alive = _rows_alive(g)
+        g, x = (g, x) if alive is None else (g.index_select(0, alive), x.index_select(0, alive))
+        d_input = d_weight = d_bias = None
+        if ctx.needs_input_grad[0]:
+            d_rows = _product(g, weight if ctx.transposed else weight.t())
+            if alive is not None:
+                d_rows = d_rows.new_zeros(input.numel() // x.size(1), x.size(1)).index_copy_(0, alive, d_rows)
+            d_input = d_rows.view(input.shape)
+        if ctx.needs_input_grad[1]:
+            d_weight = _product(x.t(), g.t()) if ctx.transposed else _product(g.t(), x.t())
+        if ctx.needs_input_grad[2]:
+            precise = torch.promote_types(g.dtype, torch.float32)
+            d_bias = g.sum(0, dtype=precise).to(g.dtype)
+        return d_input, d_weight, d_bias, None
+
+
+def _rows_alive(grad: Tensor) -> Tensor | None:
+    """Return the numbers of the rows that are not all zero; None where too few are to be left out."""
+    if grad.size(1) < _WIDE:
+        return None
+    alive = grad.any(1).nonzero().squeeze(1)
+    return alive if alive.numel() < _WORTH_GATHERING * grad.size(0) else None
+
+
+@_linear.example()
+def _example(make: Make) -> Tensor:
+    return linear(make(32, 2, 48), make(64, 48), make(64))

@@ -1,0 +1,46 @@
+"""ops.linear against the product in fp64: both layouts of the weight, and rows that have no gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_npu.ops import linear as room
+from megatron_npu.ops.linear import linear
+from tests.ops.against_fp64 import check
+from tests.ops.tolerances import assert_near
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["Linear", "Conv1D"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_forward_and_gradients(device, dtype, transposed, with_bias):
+    torch.manual_seed(1)
+    weight = torch.randn(7, 5, device=device)
+    tensors = [torch.randn(3, 2, 5, device=device), weight.t().contiguous() if transposed else weight]
+    tensors += [torch.randn(7, device=device)] if with_bias else []
+
+    def formula(x, w, b=0.0):
+        return x @ (w if transposed else w.t()) + b
+
+    check(lambda x, w, b=None: linear(x, w, b, transposed), formula, tensors, dtype)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["Linear", "Conv1D"])
+@pytest.mark.parametrize("alive", [0, 3, 12])
+def test_rows_without_a_gradient_change_nothing(device, dtype, transposed, alive, monkeypatch):
+    """Of a wide layer they are left out of the products, at any share of the rows."""
+    monkeypatch.setattr(room, "_WIDE", 7)
+    torch.manual_seed(2)
+    x, w, b = (torch.randn(*shape, device=device).to(dtype) for shape in ((4, 3, 5), (7, 5), (7,)))
+    w = w.t().contiguous() if transposed else w
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    doubles = [t.detach().cpu().double().requires_grad_() for t in leaves]
+    grad = torch.zeros(12, 7)
+    grad[torch.randperm(12)[:alive]] = torch.randn(alive, 7)
+    grad = grad.view(4, 3, 7).to(dtype)
+    ours = torch.autograd.grad(linear(*leaves, transposed), leaves, grad.to(device))
+    expected = doubles[0] @ (doubles[1] if transposed else doubles[1].t()) + doubles[2]
+    right = torch.autograd.grad(expected, doubles, grad.double())
+    for actual, formula in zip(ours, right, strict=True):
+        assert actual.dtype is dtype
+        assert_near(actual, formula, dtype, loose=2.0)
