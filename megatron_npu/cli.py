@@ -18,6 +18,10 @@ from megatron_npu.patching.pins import PinError
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("megatron_npu.runner:main", "run a stock Megatron script on this machine's device"),
     "pretrain": ("megatron_npu.training.pretrain:main", "pre-train a GPT on megatron-core alone"),
+    "train": (
+        "megatron_npu.acceleration.command:main",
+        "train Transformers' or your own models, accelerated by switches",
+    ),
     "dashboard": (
         "megatron_npu.training.dashboard.command:main",
         "serve the page of a run that has ended or goes on",
@@ -135,6 +139,11 @@ def _absent(error: ModuleNotFoundError) -> UsageError | None:
 def _run(argv: list[str]) -> int:
     module, function = COMMANDS[argv[0]][0].split(":")
     return getattr(importlib.import_module(module), function)(argv[1:]) or 0
+
+
+def rapidformer() -> int:
+    """Run ``megatron-npu train`` under the name that a document about such a tool calls it by."""
+    return main(["train", *sys.argv[1:]])
 
 
 def _packages_for(argv: list[str]) -> contextlib.AbstractContextManager[None]:

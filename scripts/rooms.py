@@ -150,8 +150,8 @@ ROOMS = (
     ),
     Room(
         "acceleration/",
-        "the command `train`: Transformers' and a user's own models; knows neither patching nor adaptors",
-        "ops switches",
+        "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
+        "arg_parser devices errors ops switches tokenization training visible_devices",
         ("torch",),
     ),
     Room(
@@ -170,8 +170,8 @@ ROOMS = (
     Room(
         "cli.py",
         "`megatron-npu COMMAND`: finds the command, prints a `UsageError` in one line",
-        "conversion doctor errors evaluation files inert_packages patch_commands patching preprocessing "
-        "runner serving settings sim training",
+        "acceleration conversion doctor errors evaluation files inert_packages patch_commands patching "
+        "preprocessing runner serving settings sim training",
     ),
     Room(
         "stock_script.py",

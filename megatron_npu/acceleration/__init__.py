@@ -1,1 +1,41 @@
-"""Accelerated training of Transformers and of a user's own models, by switches or by template."""
+"""Accelerated training of Transformers and of a user's own models, by switches or by template.
+
+The names below are what a script imports, from here or, under ``megatron-npu train``, from ``rapidformer``.
+They are imported when they are first used: torch is not loaded for a help text.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_npu.acceleration.engine import RapidformerEngine
+    from megatron_npu.acceleration.state import get_args, get_logger, get_timers
+    from megatron_npu.acceleration.templates import Finetuner, PreTrainer, Pretrainer
+
+__all__ = [
+    "Finetuner",
+    "PreTrainer",
+    "Pretrainer",
+    "RapidformerEngine",
+    "get_args",
+    "get_logger",
+    "get_timers",
+]
+
+_PLACES = {
+    "Finetuner": "templates",
+    "PreTrainer": "templates",
+    "Pretrainer": "templates",
+    "RapidformerEngine": "engine",
+    "get_args": "state",
+    "get_logger": "state",
+    "get_timers": "state",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -6,9 +6,7 @@ whole interval (``loss.means``) brings them together.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -21,6 +19,7 @@ import torch
 
 from megatron_npu import devices
 from megatron_npu.training import flops, history
+from megatron_npu.training.json_lines import JsonLines
 from megatron_npu.training.samples import Text
 
 
@@ -53,9 +52,7 @@ class Log:
         self.path = metrics_path(args) if self.on_rank_0 else None
         self._reader = None if self.path is None else history.Reader(self.path)
         self._board = self._bar = None
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _end_line(self.path)
+        self._lines = JsonLines(self.path)
         if self.on_rank_0 and args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -84,11 +81,7 @@ class Log:
     def write(self, event: str, iteration: int, values: dict[str, Any]) -> None:
         """Append one JSON object: the event, its iteration and values; numbers that are not are null."""
         self._iteration = iteration
-        if self.path is None:
-            return
-        row = {"event": event, "iteration": iteration, **values}
-        with open(self.path, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        self._lines.write(event, iteration, values)
 
     def scalars(self, iteration: int, values: Iterable[tuple[str, float]]) -> None:
         """Give numbers to TensorBoard."""
@@ -232,15 +225,6 @@ def _of_the_run(args: Namespace) -> dict[str, Any]:
     return {"device": devices.current().title, **{name: getattr(args, name) for name in names}}
 
 
-def _end_line(path: Path) -> None:
-    """End a line in the middle of which a run was killed, so that the next one is not lost with it."""
-    with open(path, "ab+") as stream:
-        if stream.tell():
-            stream.seek(-1, os.SEEK_END)
-            if stream.read() != b"\n":
-                stream.write(b"\n")
-
-
 def _printable(text: str) -> str:
     """Return a text for the console: escapes for line ends, control codes and what it cannot show."""
     shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
@@ -304,14 +288,3 @@ def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
         f" number of nan iterations: {row['nan_iterations']:3d} |"
         f" peak memory (MiB): {row['peak_memory_bytes'] / 2**20:.0f} |{busy}{note}"
     )
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with what JSON cannot say, infinities and not-a-numbers, as None."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return value

@@ -1,0 +1,97 @@
+"""``megatron-npu train``: read the flags, start the ranks; on each, run the task or the user's script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_npu.acceleration import arguments, launch, ranks
+from megatron_npu.errors import UsageError
+from megatron_npu.training import checkpoint_files
+
+_SECONDS = 10.0  # for rank 0 to tell what all ranks have found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code.
+
+    Raises:
+        UsageError: bad input; of several ranks, on one of them.
+    """
+    args = arguments.parse(argv)
+    if not ranks.launched():
+        local = launch.local_processes(args)
+        arguments.set_ranks(args, ranks.Ranks(world_size=local * launch.machines()))
+        if args.world_size > 1:
+            return launch.start(argv, local)
+    arguments.set_ranks(args, ranks.of_this_process())
+    return _run(args)
+
+
+def _run(args: Namespace) -> int:
+    """Be one rank."""
+    from megatron_npu.acceleration import loop
+
+    try:
+        train(args)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_what_is_saved(args)) from None
+    except UsageError as error:
+        if args.log_level == "debug":
+            traceback.print_exception(error.__cause__ or error)
+        if args.rank:
+            _wait_for_rank_0_to_report()
+        raise
+    except loop.DivergedError as error:
+        print(f"megatron-npu train: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def train(args: Namespace) -> None:
+    """Train as the flags say, in this process, which is one of the ranks.
+
+    Args:
+        args: what ``arguments.parse`` returned, with its ranks (``arguments.set_ranks``).
+
+    Raises:
+        UsageError: bad input.
+    """
+    from megatron_npu.acceleration import engine, state, user_script
+
+    state.set_args(args)
+    try:
+        if args.user_script:
+            user_script.run(args.user_script)
+        else:
+            from megatron_npu.acceleration.tasks import template_for
+
+            template_for(args)(engine.RapidformerEngine(args)).train()
+    finally:
+        engine.leave()
+        state.set_args(None)
+
+
+def _what_is_saved(args: Namespace) -> str:
+    """Return where a run that is interrupted can go on, as the end of a sentence."""
+    if not args.save:
+        return "; nothing was saved"
+    tracker = Path(args.save) / checkpoint_files.TRACKER
+    if not tracker.is_file():
+        return f"; nothing was saved in {args.save}"
+    return f"; the last checkpoint in {args.save} is of iteration {tracker.read_text().strip()}"
+
+
+def _wait_for_rank_0_to_report() -> None:
+    """Wait to be ended: the launcher stops all ranks when the first one fails, and that should be rank 0.
+
+    Where the mistake is this rank's alone, nobody ends it, and it goes on to tell.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(2))
+    time.sleep(_SECONDS)

@@ -1,0 +1,230 @@
+"""``RapidformerEngine``: the processes, the device, and what accelerates a model on them."""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_npu import devices
+from megatron_npu.acceleration import gathering, providers, ranks, schedule, state
+from megatron_npu.acceleration.loading import Collate, Loader
+from megatron_npu.acceleration.prepare import Prepared, prepare
+from megatron_npu.errors import UsageError
+from megatron_npu.switches import Switches
+
+OptimizerFn = Callable[[Any], torch.optim.Optimizer]
+SchedulerFn = Callable[[torch.optim.Optimizer], Any]
+
+_engines: list[RapidformerEngine] = []  # of this process; a user script that makes none trains nothing
+
+
+class RapidformerEngine:
+    """Joins the processes, and gives models, data and results their place on them.
+
+    Args:
+        args: the flags (``arguments.parse``); None: those that the run was started with.
+
+    Attributes:
+        args: the flags.
+        device: of this process.
+        switches: what is switched on.
+        prepared: what ``compose`` or a template has made of the model; None before.
+
+    Raises:
+        UsageError: there are no flags, or the device is not there.
+    """
+
+    def __init__(self, args: Namespace | None = None) -> None:
+        self.args = state.get_args() if args is None else args
+        if args is not None:
+            state.set_args(args)
+        device = devices.current()
+        device.set_current(self.args.local_rank)
+        device.prepare()
+        self.device = device.torch_device()
+        self.switches = Switches.from_args(self.args)
+        self.prepared: Prepared | None = None
+        self._loaders: list[Loader] = []
+        join(self.args)
+        seed_everything(self.args.seed)
+        _engines.append(self)
+
+    @property
+    def place(self) -> ranks.Ranks:
+        """The place of this process among those that share the data."""
+        return ranks.Ranks(self.args.rank, self.args.local_rank, self.args.world_size)
+
+    def compose(
+        self,
+        model_obj: nn.Module,
+        optimizer_fn: OptimizerFn | None = None,
+        lr_scheduler_fn: SchedulerFn | None = None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        """Return a model, its optimizer and its learning-rate scheduler, accelerated as the switches say.
+
+        They are called as their plain kinds are: ``model(**batch)``, ``loss.backward()``,
+        ``optimizer.step()``, ``lr_scheduler.step()``, ``optimizer.zero_grad()``. Gradients are averaged over
+        the ranks.
+
+        Args:
+            model_obj: the model.
+            optimizer_fn: makes an optimizer of parameters; None: fused AdamW with the flags' values.
+            lr_scheduler_fn: makes a scheduler of an optimizer; None: the flags' schedule.
+
+        Raises:
+            UsageError: a switch that needs a template, or no such model.
+        """
+        if self.switches.mixed_precision == "fp16":
+            raise UsageError(
+                "--mixed-precision fp16 with engine.compose",
+                "bf16, or a template: fp16 scales the loss, which a loop of one's own does not",
+                "Give --mixed-precision bf16, or train with a Finetuner.",
+            )
+        prepared = self.prepare(model_obj, optimizer_fn, lr_scheduler_fn)
+        if self.switches.mixed_precision:
+            prepared.model.forward = _within(prepared.forward_context, prepared.model.forward)  # type: ignore[method-assign]
+        return prepared.model, prepared.optimizer, prepared.lr_scheduler
+
+    def prepare(self, model: nn.Module, optimizer: Any = None, lr_scheduler: Any = None) -> Prepared:
+        """Return what the switches make of a model, for a loop that uses all of it.
+
+        Args:
+            model: the model.
+            optimizer: one, what makes one of parameters, or None for the flags' own.
+            lr_scheduler: one, what makes one of an optimizer, or None for the flags' own.
+
+        Raises:
+            UsageError: none of these, or not with these switches.
+        """
+        args = self.args
+        if lr_scheduler is None and args.train_iters is not None:
+            lr_scheduler = schedule.scheduler_fn(args)
+        self.prepared = prepare(
+            providers.as_module(model),
+            providers.as_optimizer_fn(optimizer, self.switches),
+            providers.as_scheduler_fn(lr_scheduler, optimizer),
+            self.switches,
+            device=self.device,
+            clip_grad=args.clip_grad,
+            weight_decay=args.weight_decay,
+            lr=args.lr,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_eps,
+        )
+        # weights were drawn alike on all ranks; what is dropped is drawn by each for itself
+        devices.current().manual_seed((args.seed + 1 + args.rank) % 2**63)
+        return self.prepared
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, one after another. All ranks must call this.
+
+        Of a loader's last batch, what was repeated to give each rank as much is left out: each sample of the
+        data set is there once, in its order. See ``gathering.gather`` for different lengths.
+        """
+        together = gathering.gather(tensor, self.args.world_size)
+        for loader in self._loaders:
+            rows = -(-loader.remainder // self.args.world_size)
+            if loader.remainder and len(together) == rows * self.args.world_size:
+                return together[: loader.remainder]
+        return together
+
+    def build_data_loader(
+        self, dataset: Any, collate_fn: Collate | None = None, shuffle: bool = False
+    ) -> Loader:
+        """Return this rank's batches of ``--micro-batch-size`` samples, on its device.
+
+        Args:
+            dataset: with a length.
+            collate_fn: makes a batch of a list of samples; None: the padding of the tokenizer of
+                ``--pretrained-model-name-or-path`` for tokenized samples, torch's own for others.
+            shuffle: in a new order each time.
+
+        Raises:
+            UsageError: the data set has no length.
+        """
+        loader = self.loader(dataset, collate_fn or self._default_collate(dataset), shuffle=shuffle)
+        self._loaders.append(loader)
+        return loader
+
+    def loader(
+        self,
+        dataset: Any,
+        collate_fn: Collate | None,
+        *,
+        shuffle: bool = False,
+        whole: int = 0,
+        what: str = "the data set",
+    ) -> Loader:
+        """Return a ``Loader`` for this rank; see there."""
+        args = self.args
+        return Loader(
+            dataset,
+            collate_fn,
+            size=args.micro_batch_size,
+            place=self.place,
+            device=self.device,
+            shuffle=shuffle,
+            whole=whole,
+            seed=args.seed,
+            workers=args.num_workers,
+            what=what,
+        )
+
+    def _default_collate(self, dataset: Any) -> Collate | None:
+        first = dataset[0] if len(dataset) else None
+        name = self.args.pretrained_model_name_or_path
+        if not isinstance(first, dict) or "input_ids" not in first or name is None:
+            return None
+        from transformers import AutoTokenizer, DataCollatorWithPadding
+
+        return DataCollatorWithPadding(AutoTokenizer.from_pretrained(name))
+
+
+def made() -> int:
+    """Return how many engines this process has made."""
+    return len(_engines)
+
+
+def join(args: Namespace) -> None:
+    """Join the group of all processes; a process that is alone needs no address."""
+    if dist.is_initialized():
+        return
+    device = devices.current()
+    # what lies in the host's memory (offloaded states, checkpoints) is exchanged there
+    backend = device.backend if device.is_host else f"cpu:gloo,{device.name}:{device.backend}"
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    if args.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def leave() -> None:
+    """Leave the group, if this process is in it."""
+    _engines.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy, the host's and the device's generator, alike on all ranks."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    devices.current().manual_seed(seed % 2**63)
+
+
+def _within(context: Callable[[], Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **options: Any) -> Any:
+        with context():
+            return call(*args, **options)
+
+    return called

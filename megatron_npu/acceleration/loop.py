@@ -1,0 +1,230 @@
+"""The loop of both templates: one step, one evaluation, and when to log, evaluate, save and end."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices
+from megatron_npu.acceleration import providers
+from megatron_npu.acceleration.loading import Loader
+from megatron_npu.acceleration.prepare import Prepared
+from megatron_npu.acceleration.report import Report
+from megatron_npu.training.clock import Clock
+from megatron_npu.training.termination import Termination
+
+if TYPE_CHECKING:
+    from megatron_npu.acceleration.templates import Template
+
+Forward = Callable[[Iterator[Any]], torch.Tensor]
+
+
+class DivergedError(RuntimeError):
+    """The loss or the gradient is not a number; going on would only spoil the weights."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found: the mean loss, and metrics by their names."""
+
+    loss: float
+    metrics: dict[str, float]
+
+
+Evaluate = Callable[[], Evaluation]
+
+
+@dataclass
+class Outcome:
+    """How a training went.
+
+    Attributes:
+        iteration: the last one.
+        losses: training loss of each iteration of this process's run, the mean over all ranks and samples.
+        grad_norms: the norm of each iteration's gradient; None where the update was left out.
+        evaluations: what was found, by iteration.
+        test: what was found on the test data of a pre-training; None without.
+        checkpoint: the last one written; None without.
+        exported: the folder for ``from_pretrained``; None without.
+        ended_by: ``iterations``, ``exit-interval`` or ``signal``.
+    """
+
+    iteration: int = 0
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float | None] = field(default_factory=list)
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    test: Evaluation | None = None
+    checkpoint: Path | None = None
+    exported: Path | None = None
+    ended_by: str = "iterations"
+
+
+class Loop:
+    """Trains what was prepared.
+
+    Args:
+        template: whose model it is.
+        prepared: the model, and what trains it.
+        batches: of training.
+        forward: takes the next micro-batch and returns its loss.
+        evaluate: on the validation data; None: there are none.
+        test: the same on the test data, once, at the end.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        prepared: Prepared,
+        batches: Loader,
+        forward: Forward,
+        evaluate: Evaluate | None,
+        test: Evaluate | None = None,
+    ) -> None:
+        self.template, self.engine = template, template.engine
+        self.args: Namespace = self.engine.args
+        self.prepared, self.batches, self.forward = prepared, batches, forward
+        self.evaluate, self.test = evaluate, test
+        self.outcome = Outcome()
+        self.iteration = 0
+        self.clock = Clock()
+        self._losses: list[torch.Tensor] = []  # of this rank, since the last log event
+        self._norms: list[float | None] = []
+
+    def run(self) -> Outcome:
+        """Train to the end, or to where a flag or a signal ends it; return how it went."""
+        begin = self.iteration
+        with Report(self.args, begin, self.prepared.ledger) as self.report:
+            self.prepared.model.train()
+            batches = self.batches.forever(begin * self.args.num_microbatches)
+            with Termination(self.args.exit_signal_handler) as termination:
+                self.clock.start()
+                while self.iteration < self.args.train_iters:
+                    self._iterate(batches, begin)
+                    if self._ends(termination):
+                        break
+                self.clock.stop()
+            self._finish(begin)
+            self.report.end(self.outcome.ended_by)
+        return self.outcome
+
+    def _iterate(self, batches: Iterator[Any], begin: int) -> None:
+        """Train one iteration; log, evaluate and save if it is time."""
+        args = self.args
+        self._step(batches)
+        self.report.tick()
+        iteration = self.iteration
+        if iteration % args.log_interval == 0 or iteration in (begin + 1, args.train_iters):
+            self._report()
+        if iteration < args.train_iters and iteration % (args.eval_interval or args.epoch_iters) == 0:
+            self._evaluate()
+
+    def _step(self, batches: Iterator[Any]) -> None:
+        prepared, count = self.prepared, self.args.num_microbatches
+        total = torch.zeros((), device=self.engine.device)
+        for number in range(count):
+            with prepared.accumulating(last=number == count - 1):
+                with prepared.forward_context():
+                    loss = providers.loss(self.template, self.forward(batches))
+                prepared.backward(loss / count)
+            total += loss.detach().float() / count
+        norm = prepared.step()
+        self.iteration += 1
+        if norm is None:
+            self.report.say(f" iteration {self.iteration}: the gradient overflowed, update left out")
+        elif not math.isfinite(norm):
+            raise DivergedError(
+                f"the norm of the gradient is {norm} at iteration {self.iteration}; nothing was saved after "
+                "it. Lower --lr or look at the data."
+            )
+        self._losses.append(total)
+        self._norms.append(norm)
+
+    def _report(self) -> None:
+        """Log what was gathered since the last time."""
+        if not self._losses:
+            return
+        seconds = self.clock.lap()
+        losses = self._mean_over_ranks(torch.stack(self._losses)).tolist()
+        groups = self.prepared.optimizer.param_groups
+        self.report.training(
+            self.iteration, losses, self._norms, seconds, learning_rate=float(groups[0]["lr"])
+        )
+        self.outcome.losses += losses
+        self.outcome.grad_norms += self._norms
+        self._losses, self._norms = [], []
+
+    def _mean_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        if self.args.world_size > 1:
+            dist.all_reduce(values)
+        return values / self.args.world_size
+
+    def _evaluate(self) -> None:
+        if self.evaluate is None:
+            return
+        found = self._found_by(self.evaluate)
+        self.outcome.evaluations[self.iteration] = found
+        self.report.evaluation(self.iteration, found.loss, found.metrics)
+
+    def _found_by(self, evaluate: Evaluate) -> Evaluation:
+        """Evaluate, outside the time of training, and leave the random generators as they are."""
+        self.clock.stop()
+        model = self.prepared.model
+        with untouched_generators(), torch.no_grad(), self.prepared.forward_context():
+            model.eval()
+            found = evaluate()
+            model.train()
+        self.clock.start()
+        return found
+
+    def _ends(self, termination: Termination) -> bool:
+        if termination.requested():
+            self.outcome.ended_by = "signal"
+        elif self.args.exit_interval and self.iteration % self.args.exit_interval == 0:
+            self.outcome.ended_by = "exit-interval"
+        else:
+            return False
+        if self.iteration < self.args.train_iters:
+            self.report.say(f" ending at iteration {self.iteration}: {self.outcome.ended_by}")
+        return True
+
+    def _finish(self, begin: int) -> None:
+        """Log the rest, and evaluate at the true end."""
+        self.clock.start()
+        self._report()
+        if self.iteration >= self.args.train_iters:
+            self._evaluate()
+            if self.test is not None:
+                self.outcome.test = self._found_by(self.test)
+                self.report.test(self.iteration, self.outcome.test.loss)
+        self.clock.stop()
+        self.outcome.iteration = self.iteration
+
+
+@contextlib.contextmanager
+def untouched_generators() -> Iterator[None]:
+    """Leave the generators of host and device behind the block as they were before it."""
+    device = devices.current()
+    host, own = device.host_rng_state(), device.rng_state()
+    try:
+        yield
+    finally:
+        device.set_host_rng_state(host)
+        device.set_rng_state(own)
+
+
+def mean_loss(template: Template, forward: Forward, batches: Iterator[Any], count: int) -> float:
+    """Return the mean of the losses of so many micro-batches of each rank, over all ranks."""
+    total = torch.zeros((), device=template.engine.device)
+    for _ in range(count):
+        total += providers.loss(template, forward(batches), training=False).float()
+    if template.engine.args.world_size > 1:
+        dist.all_reduce(total)
+    return float(total) / (count * template.engine.args.world_size)

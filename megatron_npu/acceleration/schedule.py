@@ -1,0 +1,60 @@
+"""The learning rate by iteration, as Megatron's scheduler has it: warm up from 0, decay to a least rate."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+
+def part(iteration: int, *, warmup: int, decay: int, style: str, least: float) -> float:
+    """Return the learning rate of an iteration as a part of the highest one.
+
+    The formulas are those of ``OptimizerParamScheduler.get_lr`` (megatron-core 0.16); with ``least`` 0 and
+    ``decay`` the number of iterations, ``linear`` is Transformers' ``get_linear_schedule_with_warmup``.
+
+    Args:
+        iteration: counted from 0.
+        warmup: iterations from 0 to the highest rate.
+        decay: iteration at which the least rate is reached.
+        style: ``linear``, ``cosine`` or ``constant``.
+        least: the least rate as a part of the highest one.
+    """
+    if warmup and iteration < warmup:
+        return iteration / warmup
+    if style == "constant":
+        return 1.0
+    if iteration >= decay:
+        return least
+    done = (iteration - warmup) / (decay - warmup)
+    left = 1.0 - done if style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+    return least + left * (1.0 - least)
+
+
+def warmup_iterations(args: Namespace) -> int:
+    """Return how many iterations the warm-up takes."""
+    if args.lr_warmup_fraction is None:
+        return args.lr_warmup_iters
+    return int(args.lr_warmup_fraction * (args.lr_decay_iters or args.train_iters))
+
+
+def scheduler_fn(args: Namespace) -> Callable[[Optimizer], LRScheduler]:
+    """Return what makes the scheduler of the flags for an optimizer.
+
+    Args:
+        args: the flags; ``train_iters`` is known.
+    """
+    from torch.optim.lr_scheduler import LambdaLR
+
+    warmup, decay = warmup_iterations(args), args.lr_decay_iters or args.train_iters
+    least = args.min_lr / args.lr if args.lr else 0.0
+
+    def at(iteration: int) -> float:
+        return part(iteration, warmup=warmup, decay=decay, style=args.lr_decay_style, least=least)
+
+    return lambda optimizer: LambdaLR(optimizer, at)

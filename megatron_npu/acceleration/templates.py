@@ -1,0 +1,194 @@
+"""The templates that a user, and every task of this project, fills in: ``Finetuner`` and ``PreTrainer``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_npu.acceleration import loop, providers
+from megatron_npu.acceleration.engine import RapidformerEngine
+from megatron_npu.acceleration.loading import Collate, Loader
+from megatron_npu.errors import UsageError
+
+
+class Template:
+    """What both templates have.
+
+    Args:
+        engine: of this process.
+    """
+
+    def __init__(self, engine: RapidformerEngine) -> None:
+        self.engine = engine
+
+    def train_valid_test_datasets_provider(self, *args: Any) -> Any:
+        """Return the data; see the two templates."""
+        raise providers.missing(self, "train_valid_test_datasets_provider", "data sets")
+
+    def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
+        """Return model, optimizer and scheduler.
+
+        The last two are objects, functions that make them (of parameters, of an optimizer), or None: fused
+        AdamW and the schedule of the flags.
+        """
+        raise providers.missing(
+            self, "model_optimizer_lr_scheduler_provider", "model, optimizer, lr_scheduler"
+        )
+
+    def run_forward_step(self, batch_or_iterator: Any, model: nn.Module) -> torch.Tensor:
+        """Return the loss of a micro-batch, a tensor of one number.
+
+        Args:
+            batch_or_iterator: a batch on the device (``Finetuner``), what gives such (``PreTrainer``).
+            model: called as what ``model_optimizer_lr_scheduler_provider`` has returned.
+        """
+        raise providers.missing(self, "run_forward_step", "the loss")
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, one after another; see ``RapidformerEngine.gather``."""
+        return self.engine.gather(tensor)
+
+    def build_data_loader(
+        self, dataset: Any, collate_fn: Collate | None = None, shuffle: bool = False
+    ) -> Loader:
+        """Return this rank's batches; see ``RapidformerEngine.build_data_loader``."""
+        return self.engine.build_data_loader(dataset, collate_fn, shuffle)
+
+    def _training_loader(self, data: providers.Datasets, shuffle: bool) -> Loader:
+        args = self.engine.args
+        steps = args.global_batch_size // args.micro_batch_size
+        loader = self.engine.loader(
+            data.train, data.collate_fn, shuffle=shuffle, whole=steps, what="the training data"
+        )
+        if not len(loader):
+            raise UsageError(
+                f"{len(data.train)} training samples with --global-batch-size {args.global_batch_size}",
+                "at least one global batch",
+                "Lower --global-batch-size, or give more data.",
+            )
+        return loader
+
+    def _settle_length(self, loader: Loader) -> None:
+        """Derive the iterations of the run and of an epoch, which the schedule needs.
+
+        Raises:
+            UsageError: neither --epochs nor --train-iters is given.
+        """
+        args = self.engine.args
+        args.epoch_iters = len(loader) // args.num_microbatches
+        of_epochs = None if args.epochs is None else args.epochs * args.epoch_iters
+        ends = [end for end in (args.train_iters, of_epochs) if end is not None]
+        if not ends:
+            raise UsageError("no end of training", "--epochs N or --train-iters N", "Give one of them.")
+        args.train_iters = min(ends)
+
+
+class Finetuner(Template):
+    """Fine-tunes a model: epochs of batches, and metrics after each.
+
+    A subclass has four methods: ``train_valid_test_datasets_provider`` without arguments, which returns
+    ``train_dataset, valid_dataset, test_dataset, collate_fn`` (None for a part that there is not);
+    ``model_optimizer_lr_scheduler_provider``; ``run_forward_step(batch, model)``; and
+    ``run_compute_metrics(model, eval_dataloader)``.
+    """
+
+    def run_compute_metrics(self, model: list[nn.Module], eval_dataloader: Loader) -> Any:
+        """Return numbers by their names, of the validation data; None: there are none.
+
+        All ranks call it, and ``self.gather`` puts their parts together.
+
+        Args:
+            model: a list of the model alone (interleaved stages of Megatron would be more), in evaluation.
+            eval_dataloader: batches on the device; every sample is there once (``RapidformerEngine.gather``).
+        """
+        return None
+
+    def train(self) -> loop.Outcome:
+        """Train as the flags say; return how it went.
+
+        Raises:
+            UsageError: a method returns something else than it should; naming it.
+        """
+        engine = self.engine
+        data = providers.datasets(self, collates=True)
+        batches = self._training_loader(data, shuffle=True)
+        self._settle_length(batches)
+        model, optimizer, scheduler = providers.model(self)
+        prepared = engine.prepare(model, optimizer, scheduler)
+        valid = None if data.valid is None else engine.build_data_loader(data.valid, data.collate_fn)
+
+        def forward(iterator: Iterator[Any]) -> torch.Tensor:
+            return self.run_forward_step(next(iterator), prepared.model)
+
+        def evaluate() -> loop.Evaluation:
+            assert valid is not None
+            found = providers.metrics(self, self.run_compute_metrics([prepared.model], valid))
+            value = found.pop("loss", None)
+            if value is None:
+                value = loop.mean_loss(self, forward, iter(valid), len(valid))
+            return loop.Evaluation(value, found)
+
+        return loop.Loop(self, prepared, batches, forward, None if valid is None else evaluate).run()
+
+    def finetune(self) -> loop.Outcome:
+        """Do what ``train`` does, under the name that the document's text has."""
+        return self.train()
+
+
+class PreTrainer(Template):
+    """Pre-trains a model: iterations over data in their own order, and the validation loss now and then.
+
+    A subclass has three methods: ``train_valid_test_datasets_provider(train_val_test_num_samples)``, which
+    returns three data sets, or four values with a ``collate_fn``; ``model_optimizer_lr_scheduler_provider``;
+    and ``run_forward_step(data_iterator, model)``, which takes a batch with ``next(data_iterator)``.
+    """
+
+    def train(self) -> loop.Outcome:
+        """Train as the flags say; return how it went.
+
+        Raises:
+            UsageError: a method returns something else than it should; naming it.
+        """
+        engine, args = self.engine, self.engine.args
+        data = providers.datasets(self, self._samples(), collates=False)
+        batches = self._training_loader(data, shuffle=False)
+        self._settle_length(batches)
+        model, optimizer, scheduler = providers.model(self)
+        prepared = engine.prepare(model, optimizer, scheduler)
+
+        def forward(iterator: Iterator[Any]) -> torch.Tensor:
+            return self.run_forward_step(iterator, prepared.model)
+
+        def evaluation_on(dataset: Any) -> Any:
+            if dataset is None or not len(dataset) or not args.eval_iters:
+                return None
+            loader = engine.loader(dataset, data.collate_fn)
+            micro_batches = args.eval_iters * args.num_microbatches
+            return lambda: loop.Evaluation(loop.mean_loss(self, forward, loader.forever(), micro_batches), {})
+
+        return loop.Loop(
+            self, prepared, batches, forward, evaluation_on(data.valid), evaluation_on(data.test)
+        ).run()
+
+    def pretrain(self) -> loop.Outcome:
+        """Do what ``train`` does, under the name that the document's text has."""
+        return self.train()
+
+    def _samples(self) -> list[int]:
+        """Return how many samples of training, validation and test are needed (as Megatron computes them).
+
+        Raises:
+            UsageError: --train-iters is missing, without which nobody knows.
+        """
+        args = self.engine.args
+        if args.train_iters is None:
+            raise UsageError("a pre-training without --train-iters", "--train-iters N", "Add it.")
+        evaluations = 1 + (args.train_iters // args.eval_interval if args.eval_interval else 0)
+        iterations = (args.train_iters, evaluations * args.eval_iters, args.eval_iters)
+        return [count * args.global_batch_size for count in iterations]
+
+
+Pretrainer = PreTrainer  # the document has both spellings

@@ -1,0 +1,95 @@
+"""Timers that are called as Megatron's: ``timers("forward").start()``, ``.stop()``, ``.elapsed()``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from megatron_npu import devices
+
+
+class Timer:
+    """Adds up the time between ``start`` and ``stop``, of the device's work too.
+
+    Args:
+        name: how a log names it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin; with ``barrier``, when all ranks are here."""
+        if self._since is not None:
+            raise RuntimeError(f"timer {self.name!r} has already been started")
+        _wait(barrier)
+        self._since = time.perf_counter()
+
+    def stop(self, barrier: bool = False) -> None:
+        """End, when what is queued on the device has run."""
+        if self._since is None:
+            raise RuntimeError(f"timer {self.name!r} has not been started")
+        _wait(barrier)
+        self._seconds += time.perf_counter() - self._since
+        self._since = None
+
+    def reset(self) -> None:
+        """Forget what was measured."""
+        self._seconds, self._since = 0.0, None
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        """Return the seconds so far; a timer that runs goes on.
+
+        Args:
+            reset: forget them.
+            barrier: wait for all ranks first.
+        """
+        running = self._since is not None
+        if running:
+            self.stop(barrier)
+        seconds = self._seconds
+        if reset:
+            self._seconds = 0.0
+        if running:
+            self.start()
+        return seconds
+
+
+class Timers:
+    """Timers by their names."""
+
+    def __init__(self) -> None:
+        self._timers: dict[str, Timer] = {}
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
+        """Return a timer, a new one for a new name.
+
+        Args:
+            name: the timer's.
+            log_level: accepted, as Megatron's are called with it; all are kept.
+        """
+        return self._timers.setdefault(name, Timer(name))
+
+    def log(self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True) -> str:
+        """Print and return a line of these timers' milliseconds, of this rank.
+
+        Args:
+            names: which; None: all.
+            normalizer: what each is divided by: the number of iterations, say.
+            reset: let them begin anew.
+        """
+        chosen = [name for name in names or self._timers if name in self._timers]
+        parts = [f"{name}: {self._timers[name].elapsed(reset) * 1e3 / normalizer:.2f}" for name in chosen]
+        line = f" time (ms) | {' | '.join(parts)}"
+        print(line, flush=True)
+        return line
+
+
+def _wait(barrier: bool) -> None:
+    import torch.distributed as dist
+
+    if barrier and dist.is_initialized():
+        dist.barrier()
+    devices.current().synchronize()

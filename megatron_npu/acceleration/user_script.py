@@ -1,0 +1,80 @@
+"""``--user-script FILE``: a file is run as ``python FILE`` would; its ``rapidformer`` is this project."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from megatron_npu.errors import UsageError
+
+DOCUMENTED = "rapidformer"  # the package that the document's scripts import
+_PACKAGE = __name__.partition(".")[0]
+
+
+def run(script: str) -> None:
+    """Run the file to its end.
+
+    Raises:
+        UsageError: it raised something, or it made no engine and so trained nothing.
+    """
+    from megatron_npu.acceleration import engine
+
+    path = Path(script).resolve()
+    stand_in()
+    before = engine.made()
+    arguments, place = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [script], str(path.parent)  # as the interpreter does for a script
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except (UsageError, KeyboardInterrupt):
+        raise
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    except BaseException as error:
+        raise _told(path, error) from error
+    finally:
+        sys.argv, sys.path[0] = arguments, place
+    if engine.made() == before:
+        raise UsageError(
+            f"--user-script {script} makes no RapidformerEngine",
+            "a template's train(), or engine.compose",
+            "End it with: engine = RapidformerEngine(); MyTrainer(engine=engine).train()",
+        )
+
+
+def stand_in() -> None:
+    """Let ``from rapidformer import ...`` find this project's names where the real package is absent."""
+    if DOCUMENTED not in sys.modules and importlib.util.find_spec(DOCUMENTED) is None:
+        sys.modules[DOCUMENTED] = importlib.import_module("megatron_npu.acceleration")
+
+
+def _told(path: Path, error: BaseException) -> BaseException:
+    """Return the error in one line, if the user's own code has raised it; else the error itself."""
+    frame = _of_user(path, error.__traceback__)
+    if frame is None:
+        return error
+    reason = (str(error).strip() or "no message").splitlines()[0]
+    where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
+    return UsageError(
+        f"--user-script {path.name} ended with {type(error).__name__}: {reason} ({where})",
+        "a script that runs",
+        "Correct it there; --log-level debug prints the whole way.",
+    )
+
+
+def _of_user(path: Path, trace: TracebackType | None) -> traceback.FrameSummary | None:
+    """Return the last frame of the user's files, if none of this project's comes behind it."""
+    found = None
+    for frame in traceback.extract_tb(trace):
+        file = Path(frame.filename)
+        if f"/{_PACKAGE}/" in file.as_posix():
+            found = None
+        elif file == path or (path.parent in file.parents and "site-packages" not in file.parts):
+            found = frame
+    return found

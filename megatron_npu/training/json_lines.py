@@ -1,0 +1,51 @@
+"""The JSON lines of a run, one object an event, which ``history`` and the dashboard read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """Appends events to a file.
+
+    Args:
+        path: the file, which may be there already; None: nothing is written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _end_line(path)
+
+    def write(self, event: str, iteration: int, values: dict[str, Any]) -> None:
+        """Append one JSON object: the event, its iteration and values; numbers that are not are null."""
+        if self.path is None:
+            return
+        row = {"event": event, "iteration": iteration, **values}
+        with open(self.path, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+
+
+def _end_line(path: Path) -> None:
+    """End a line in the middle of which a run was killed, so that the next one is not lost with it."""
+    with open(path, "ab+") as stream:
+        if stream.tell():
+            stream.seek(-1, os.SEEK_END)
+            if stream.read() != b"\n":
+                stream.write(b"\n")
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with what JSON cannot say, infinities and not-a-numbers, as None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return value
