@@ -38,6 +38,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "megatron_npu.training.checkpoint_command:main",
         "list, inspect, verify and prune a folder of checkpoints",
     ),
+    "bench": (
+        "megatron_npu.benching.command:main",
+        "throughput and memory of mixed precision, sharding, 3D parallelism, graphs",
+    ),
     "sim": ("megatron_npu.sim.launcher:main", "run a command on simulated Ascend NPUs"),
     "doctor": ("megatron_npu.doctor.command:main", "say what is installed, what works, and what to do"),
     "ledger": ("megatron_npu.patch_commands:ledger", "list every patch and its state"),

@@ -168,10 +168,16 @@ ROOMS = (
         ("torch",),
     ),
     Room(
+        "benching/",
+        "`megatron-npu bench`: the four tables of a document about accelerated training, on this machine",
+        "arg_parser devices doctor errors files plugin training",
+        ("torch", "megatron"),
+    ),
+    Room(
         "cli.py",
         "`megatron-npu COMMAND`: finds the command, prints a `UsageError` in one line",
-        "acceleration conversion doctor errors evaluation files inert_packages patch_commands patching "
-        "preprocessing runner serving settings sim training",
+        "acceleration benching conversion doctor errors evaluation files inert_packages patch_commands "
+        "patching preprocessing runner serving settings sim training",
     ),
     Room(
         "stock_script.py",

@@ -1,0 +1,66 @@
+"""What the ranks of one row are to train, as the parent writes it and each of them reads it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from megatron_npu.benching.schemes import Printed, Scheme
+from megatron_npu.benching.sizes import Size
+
+WARM_UP = 3  # steps before the first that counts: optimizer states, graphs, allocators
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of a table, on this machine.
+
+    Attributes:
+        workload: as in ``Suite``.
+        scheme, size: of the row.
+        ranks: processes, one for each device.
+        micro_batch_size, global_batch_size: samples of one forward pass on one rank; of one step on all.
+        steps, repeat: so many steps are timed together, so many times.
+        mixed_precision: what "mixed" means, ``bf16`` or ``fp16``.
+        memory_limit: bytes that a rank may have; None: what the device has.
+        seed: of weights, tokens and dropout.
+    """
+
+    workload: str
+    scheme: Scheme
+    size: Size
+    ranks: int
+    micro_batch_size: int
+    global_batch_size: int
+    steps: int
+    repeat: int
+    mixed_precision: str = "bf16"
+    memory_limit: int | None = None
+    seed: int = 1234
+
+    @property
+    def steps_in_all(self) -> int:
+        """The steps of a rank, those of warming up among them."""
+        return WARM_UP + self.steps * self.repeat
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The ranks that train on samples of their own."""
+        return self.ranks // (self.scheme.tensor * self.scheme.pipeline)
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro batches of one rank in one step."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Return what ``to_json`` wrote."""
+        values = json.loads(text)
+        scheme = values["scheme"]
+        scheme |= {"cells": tuple(scheme["cells"]), "printed": Printed(**scheme["printed"])}
+        return cls(**values | {"scheme": Scheme(**scheme), "size": Size(**values["size"])})

@@ -1,0 +1,103 @@
+"""What the machine is, and what its numbers cannot say."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_npu import devices
+from megatron_npu.benching.ranks import threads
+
+_BF16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}  # as /proc/cpuinfo names them on x86-64 and on Arm
+_FP16 = {"avx512_fp16", "amx_fp16", "fphp", "asimdhp"}
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device of this machine, as far as a benchmark is concerned.
+
+    Attributes:
+        device: its title, such as ``cpu`` or ``simulated npu``.
+        count: how many there are; on a CPU there is no such number: None.
+        host_memory: whether device memory is the host's (a CPU, a simulated device).
+        simulated: whether times say nothing.
+        is_host: whether ranks are processes on the CPU.
+        cores: of the CPU.
+        features: of the CPU's instructions.
+    """
+
+    device: str
+    count: int | None
+    host_memory: bool
+    simulated: bool
+    is_host: bool
+    cores: int
+    features: frozenset[str]
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Return this machine."""
+        device = devices.current()
+        return cls(
+            device=device.title,
+            count=None if device.is_host else device.count(),
+            host_memory=device.is_host or device.simulated,
+            simulated=device.simulated,
+            is_host=device.is_host,
+            cores=os.cpu_count() or 1,
+            features=_features(_CPUINFO),
+        )
+
+    def lacks(self, dtype: str) -> bool:
+        """Return whether the CPU has no instructions for ``bf16`` or ``fp16`` products."""
+        return self.is_host and not self.features & (_BF16 if dtype == "bf16" else _FP16)
+
+    def notes(self, ranks: int, dtype: str) -> list[str]:
+        """Return what a reader of the table must know.
+
+        Args:
+            ranks: processes of a row.
+            dtype: what mixed precision computes in.
+        """
+        notes = [self._memory()]
+        if self.simulated:
+            notes.append("A simulated NPU is no hardware: its times say nothing and are left out.")
+        elif self.is_host:
+            notes += self._cores(ranks)
+            if self.lacks(dtype):
+                notes.append(
+                    f"This processor has no instructions for {dtype}, which it emulates: mixed precision is "
+                    "slower here, and that says nothing about a device that has them."
+                )
+        return notes
+
+    def _memory(self) -> str:
+        if self.is_host:
+            return (
+                "Peak memory: growth of the resident set of the largest rank over what Python and its "
+                "packages took before (VmHWM), in MB of 2^20 bytes; from the first step on."
+            )
+        return (
+            "Peak memory: the most that tensors of the largest rank took in the device's allocator, in MB of "
+            f"2^20 bytes; from the first step on.{' It is exact.' if self.simulated else ''}"
+        )
+
+    def _cores(self, ranks: int) -> list[str]:
+        if ranks == 1:
+            return []
+        each = threads(ranks)
+        return [
+            f"{ranks} ranks share {self.cores} cores, {each} thread{'s' * (each > 1)} each (unless "
+            "OMP_NUM_THREADS says otherwise), and one memory: what several devices gain in time cannot show."
+        ]
+
+
+def _features(cpuinfo: Path) -> frozenset[str]:
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    line = next((row for row in lines if row.lower().startswith(("flags", "features"))), "")
+    return frozenset(line.partition(":")[2].split())

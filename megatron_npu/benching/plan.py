@@ -1,0 +1,188 @@
+"""From flags to jobs: defaults by device, and the rows that this machine cannot run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_npu.arg_parser import Unfit
+from megatron_npu.benching import estimate
+from megatron_npu.benching.job import Job
+from megatron_npu.benching.machine import Machine
+from megatron_npu.benching.ranks import NA, OOM, Outcome
+from megatron_npu.benching.schemes import SUITES, Scheme, Suite
+from megatron_npu.benching.sizes import Size
+from megatron_npu.errors import UsageError
+from megatron_npu.training import host_memory
+
+_DOCUMENTED_DEVICES = 4
+_SHARE = 0.8  # of the available memory of the host
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured.
+
+    Attributes:
+        suite, size, machine: as in ``Report``.
+        ranks, micro_batch_size, global_batch_size, steps, repeat, mixed_precision, seed: as in ``Job``.
+        memory_limit: as it was given.
+        said: lines about what was chosen by itself.
+    """
+
+    suite: Suite
+    size: Size
+    machine: Machine
+    ranks: int
+    micro_batch_size: int
+    global_batch_size: int
+    steps: int
+    repeat: int
+    mixed_precision: str
+    seed: int
+    memory_limit: int | None
+    said: tuple[str, ...]
+
+    def job(self, scheme: Scheme) -> Job:
+        """Return what the ranks of a row are to train, with the memory that each may have now."""
+        return Job(
+            self.suite.workload,
+            scheme,
+            self.size,
+            self.ranks,
+            self.micro_batch_size,
+            self.global_batch_size,
+            self.steps,
+            self.repeat,
+            self.mixed_precision,
+            self._limit(),
+            self.seed,
+        )
+
+    def _limit(self) -> int | None:
+        """Return the bytes of a rank; None: the device sees to it."""
+        if self.memory_limit is not None or not self.machine.is_host:
+            return self.memory_limit
+        return self._share_of_the_host()
+
+    def _share_of_the_host(self) -> int:
+        return int(_SHARE * host_memory.available() / self.ranks)
+
+    def outcome_beforehand(self, job: Job) -> Outcome | None:
+        """Return OOM or NA for a row that need not be started to know it."""
+        reason = self._unfit(job.scheme)
+        if reason:
+            return Outcome(NA, reason)
+        limits = [job.memory_limit] if job.memory_limit is not None else []
+        if self.machine.host_memory:
+            limits.append(self._share_of_the_host())
+        needed = estimate.bytes_of_a_rank(job, self.suite.family, host_is_device=self.machine.host_memory)
+        if limits and needed > min(limits):
+            return Outcome(
+                OOM,
+                f"not started: a rank needs {needed >> 20} MB or more by arithmetic, {min(limits) >> 20} MB "
+                "are there for it",
+            )
+        return None
+
+    def _unfit(self, scheme: Scheme) -> str:
+        parallel = scheme.tensor * scheme.pipeline
+        if self.ranks % parallel:
+            return f"{scheme.name} takes {parallel} devices, or a multiple of them; there are {self.ranks}"
+        if self.size.heads % scheme.tensor:
+            return f"{self.size.heads} heads are not shared by {scheme.tensor} ranks"
+        if self.size.layers % scheme.pipeline:
+            return f"{self.size.layers} layers are not shared by {scheme.pipeline} stages"
+        if self.global_batch_size % (self.micro_batch_size * (self.ranks // parallel)):
+            return "the global batch does not consist of whole micro batches for all ranks"
+        if scheme.sharding != "none" and self.ranks == 1:
+            return "one rank has nobody to share with"
+        return ""
+
+
+def plan(args: Namespace, machine: Machine) -> Plan:
+    """Fill in the defaults.
+
+    Raises:
+        UsageError: a size or batch that no row could have, devices that are not there, files that cannot be
+            written.
+    """
+    suite, said = SUITES[args.suite], []
+    _check_surroundings(args)
+    small = machine.host_memory
+    if args.model is None:
+        args.model = suite.family.sizes[0].name if small else suite.family.documented
+        said.append(
+            f"--model {args.model}: what fits here in short time; the document's is {suite.family.documented}"
+            if small
+            else f"--model {args.model}: the document's"
+        )
+    ranks = _ranks(args.devices, machine)
+    micro = args.micro_batch_size or (suite.small_micro_batch_size if small else suite.micro_batch_size)
+    whole = args.global_batch_size or micro * ranks
+    if whole % (micro * ranks):
+        raise UsageError(
+            f"--global-batch-size {whole}",
+            f"a multiple of {micro * ranks}: micro batch size {micro} x {ranks} devices",
+            "Change one of the three.",
+        )
+    return Plan(
+        suite,
+        _size(args, suite),
+        machine,
+        ranks,
+        micro,
+        whole,
+        args.steps,
+        args.repeat,
+        args.mixed_precision,
+        args.seed,
+        args.memory_limit,
+        tuple(said),
+    )
+
+
+def _size(args: Namespace, suite: Suite) -> Size:
+    try:
+        return suite.family.size(args.model, args.seq_length, args.vocab_size)
+    except Unfit as unfit:
+        raise UsageError(
+            f"--model {unfit.given} with --suite {suite.name}", unfit.expected, "Give one of these."
+        ) from None
+
+
+def _ranks(asked: int | None, machine: Machine) -> int:
+    if machine.count is None:
+        return asked or _DOCUMENTED_DEVICES
+    if asked is not None and asked > machine.count:
+        raise UsageError(
+            f"--devices {asked}",
+            f"at most {machine.count}, which are there",
+            "Give fewer, or a machine that has them.",
+        )
+    return asked or min(_DOCUMENTED_DEVICES, machine.count)
+
+
+def _check_surroundings(args: Namespace) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            "`megatron-npu bench` under torchrun", "one process: it starts its own ranks", "Start it alone."
+        )
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            "--plot without the package matplotlib", "matplotlib, which draws it", "pip install matplotlib"
+        )
+    for path in (args.json, args.markdown, args.plot):
+        if path is not None:
+            _check_file(path)
+
+
+def _check_file(path: Path) -> None:
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{path}: no folder {folder}", "a folder that is there", "Make the folder.")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"{path}", "a file that can be written", "Name another.")

@@ -1,0 +1,263 @@
+"""What has been measured so far, as tables, Markdown and JSON."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from megatron_npu.benching.job import WARM_UP
+from megatron_npu.benching.machine import Machine
+from megatron_npu.benching.ranks import MEASURED, Outcome
+from megatron_npu.benching.schemes import Scheme, Suite
+from megatron_npu.benching.sizes import Size
+
+MB = 1 << 20
+LEFT_OUT = "-"
+
+
+@dataclass
+class Row:
+    """A scheme, and what became of it; None: it is not measured yet, or never was."""
+
+    scheme: Scheme
+    outcome: Outcome | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it has numbers."""
+        return self.outcome is not None and self.outcome.kind == MEASURED
+
+    @property
+    def throughput(self) -> float:
+        """Mean samples per second."""
+        assert self.outcome is not None
+        return statistics.fmean(self.outcome.throughputs)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the repeats' samples per second; 0 for a single one."""
+        assert self.outcome is not None
+        values = self.outcome.throughputs
+        return statistics.stdev(values) if len(values) > 1 else 0.0
+
+    @property
+    def uncertainty(self) -> float:
+        """Standard error of the mean, as a part of it."""
+        assert self.outcome is not None
+        return self.deviation / math.sqrt(len(self.outcome.throughputs)) / self.throughput
+
+    @property
+    def peak(self) -> float:
+        """MB of the largest rank."""
+        assert self.outcome is not None
+        return max(self.outcome.peaks) / MB
+
+
+@dataclass
+class Report:
+    """A table in the making.
+
+    Attributes:
+        suite, size, machine: what is measured, and where.
+        ranks, micro_batch_size, global_batch_size, steps, repeat, mixed_precision: as in ``Job``.
+        versions: of the packages that train.
+        rows: in the document's order.
+    """
+
+    suite: Suite
+    size: Size
+    machine: Machine
+    ranks: int
+    micro_batch_size: int
+    global_batch_size: int
+    steps: int
+    repeat: int
+    mixed_precision: str
+    versions: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> int | None:
+        """Those of the model that was built; None if none was."""
+        return next((row.outcome.parameters for row in self.rows if row.outcome and row.is_measured), None)
+
+    def markdown(self) -> str:
+        """Return head, table, comparison with the document, and footnotes."""
+        footnotes = Footnotes()
+        tables = [self._table(footnotes), self._comparison()]
+        notes = [f"- {note}" for note in self.machine.notes(self.ranks, self.mixed_precision)]
+        head = [f"## {self.suite.name}", "\n".join(self._head())]
+        return "\n\n".join(filter(None, [*head, *tables, footnotes.text(), "\n".join(notes)])) + "\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything, as JSON knows it."""
+        return {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "suite": self.suite.name,
+            "model": asdict(self.size),
+            "parameters": self.parameters,
+            "devices": self.ranks,
+            "device": self.machine.device,
+            "hardware": self._hardware(),
+            "cores": self.machine.cores,
+            "micro_batch_size": self.micro_batch_size,
+            "global_batch_size": self.global_batch_size,
+            "steps": self.steps,
+            "repeat": self.repeat,
+            "warm_up_steps": WARM_UP,
+            "mixed_precision": self.mixed_precision,
+            "versions": self.versions,
+            "notes": self.machine.notes(self.ranks, self.mixed_precision),
+            "rows": [self._row(row) for row in self.rows],
+        }
+
+    def _row(self, row: Row) -> dict[str, Any]:
+        named = dict(zip(self.suite.columns, row.scheme.cells, strict=True))
+        if row.outcome is None:
+            return {**named, "outcome": "not measured"}
+        values: dict[str, Any] = {**named, "outcome": row.outcome.kind}
+        if not row.is_measured:
+            return values | {"reason": row.outcome.reason}
+        if not self.machine.simulated:
+            values |= {
+                "samples_per_second": round(row.throughput, 4),
+                "standard_deviation": round(row.deviation, 4),
+                "samples_per_second_of_repeats": [round(one, 4) for one in row.outcome.throughputs],
+            }
+        return values | {
+            "peak_mb": round(row.peak, 1),
+            "peak_bytes_of_ranks": row.outcome.peaks,
+            "parameters": row.outcome.parameters,
+        }
+
+    def _hardware(self) -> str:
+        return next((row.outcome.device for row in self.rows if row.outcome and row.is_measured), "")
+
+    def _head(self) -> Iterator[str]:
+        size, hardware = self.size, self._hardware()
+        counted = "" if self.parameters is None else f": {self.parameters} parameters"
+        software = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        yield f"{self.suite.title[0].upper()}{self.suite.title[1:]}.\n"
+        yield (
+            f"- {size.name}: {size.layers} layers x {size.hidden} channels x {size.heads} heads, "
+            f"{size.seq_length} tokens, vocabulary {size.vocabulary}{counted}"
+        )
+        yield f"- {self.ranks} x {self.machine.device}{f' ({hardware})' if hardware else ''}; {software}"
+        yield (
+            f"- micro batch {self.micro_batch_size}, global batch {self.global_batch_size}; {self.repeat} "
+            f"times {self.steps} steps after {WARM_UP} that do not count; mixed is {self.mixed_precision}"
+        )
+
+    def _table(self, footnotes: Footnotes) -> str:
+        head = [*self.suite.columns, "throughput (samples/s)", "peak memory (MB)"]
+        return aligned([head, *(self._cells(row, footnotes) for row in self.rows)])
+
+    def _cells(self, row: Row, footnotes: Footnotes) -> list[str]:
+        *others, last = row.scheme.cells
+        outcome = row.outcome
+        mark = footnotes.mark(row.scheme.note)
+        if outcome is None:
+            return [*others, last + mark, "not measured", "not measured"]
+        if row.is_measured:
+            told = LEFT_OUT if self.machine.simulated else f"{row.throughput:.2f} +/- {row.deviation:.2f}"
+            return [*others, last + mark, told, f"{row.peak:.0f}"]
+        word = outcome.kind + footnotes.mark(outcome.reason)
+        return [*others, last + mark, word, word]
+
+    def _comparison(self) -> str:
+        """Return how each row stands to the first that the document has numbers of; here, and there."""
+        base = next(row for row in self.rows if row.scheme.printed.peak is not None)
+        if not base.is_measured:
+            return ""
+        of = f"times {base.scheme.name}"
+        head = [
+            *self.suite.columns,
+            f"throughput, {of}: document",
+            "here",
+            f"peak, {of}: document",
+            "here",
+            "direction",
+        ]
+        rows = [
+            [*row.scheme.cells, *self._ratios(row, base), self.direction(row, base)]
+            for row in self.rows
+            if row is not base and row.is_measured
+        ]
+        return aligned([head, *rows]) if rows else ""
+
+    def _ratios(self, row: Row, base: Row) -> list[str]:
+        printed, first = row.scheme.printed, base.scheme.printed
+        faster = LEFT_OUT if self.machine.simulated else f"{row.throughput / base.throughput:.2f}"
+        return [
+            _over(printed.throughput, first.throughput),
+            faster,
+            _over(printed.peak, first.peak),
+            f"{row.peak / base.peak:.2f}",
+        ]
+
+    def direction(self, row: Row, base: Row) -> str:
+        """Return whether a row is on the same side of another, here and in the document."""
+        printed, first = row.scheme.printed, base.scheme.printed
+        if printed.throughput is None or first.throughput is None:
+            return "no number in the document"
+        assert printed.peak is not None
+        assert first.peak is not None
+        said = {"peak": _same(printed.peak / first.peak, row.peak / base.peak, SLIGHT)}
+        if not self.machine.simulated:
+            noise = 2 * math.hypot(row.uncertainty, base.uncertainty)
+            ratio = row.throughput / base.throughput
+            said["throughput"] = _same(printed.throughput / first.throughput, ratio, noise)
+        told = set(said.values())
+        if told == {AS_THERE} and len(said) == 2:
+            return AS_THERE
+        return "; ".join(f"{name} {verdict}" for name, verdict in said.items())
+
+
+SLIGHT = 0.02  # a peak that differs by less has no direction
+AS_THERE, OTHERWISE, UNDECIDED = "as in the document", "not as in the document", "about the same"
+
+
+def _same(there: float, here: float, noise: float) -> str:
+    """Compare the sides of 1 that two ratios are on."""
+    if abs(there - 1) <= SLIGHT:
+        return AS_THERE if abs(here - 1) <= max(noise, SLIGHT) else f"{here:.2f}, there about the same"
+    if abs(here - 1) <= noise:
+        return UNDECIDED
+    return AS_THERE if (there > 1) == (here > 1) else OTHERWISE
+
+
+def _over(one: float | None, other: float | None) -> str:
+    return f"{one / other:.2f}" if one is not None and other is not None else LEFT_OUT
+
+
+class Footnotes:
+    """Notes under a table; the same text has the same number."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def mark(self, text: str) -> str:
+        """Return the mark that refers to a text; nothing for no text."""
+        if not text:
+            return ""
+        if text not in self._texts:
+            self._texts.append(text)
+        return f" [{self._texts.index(text) + 1}]"
+
+    def text(self) -> str:
+        """Return all of them as one paragraph, a line each (two blanks end a line in Markdown)."""
+        return "  \n".join(f"[{number}] {text}" for number, text in enumerate(self._texts, 1))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table that can be read as it is; the first row is its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = ["-" * width for width in widths]
+    return "\n".join(
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |"
+        for row in (rows[0], rule, *rows[1:])
+    )

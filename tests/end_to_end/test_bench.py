@@ -1,0 +1,117 @@
+"""``megatron-npu bench``: one table in one start, rows that run out of memory, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from megatron_npu.benching import command, ranks
+from megatron_npu.benching.job import Job
+from megatron_npu.benching.schemes import SUITES
+from megatron_npu.benching.sizes import GPT
+from megatron_npu.training import host_memory
+from tests import warm
+from tests.end_to_end import tiny
+
+SIZE = "--model 2x32x4 --seq-length 16 --vocab-size 256".split()
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch):
+    _, env = warm.ready([sys.executable], tiny.environment(), warm.DRIVER)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+
+def job(vocabulary: int = 256, **values) -> Job:
+    size = GPT.size("2x32x4", seq_length=16, vocabulary=vocabulary)
+    suite = SUITES["3d"]
+    return Job(suite.workload, suite.schemes[0], size, 1, 1, 1, 1, 2, **values)
+
+
+def test_a_table(tmp_path, capsys):
+    """Two rows run, of one and of two ranks a model; the others say why not."""
+    result, page, picture = (tmp_path / f"table.{kind}" for kind in ("json", "md", "png"))
+    line = f"--suite 3d --devices 2 --steps 2 --repeat 2 --json {result} --markdown {page} --plot {picture}"
+    assert command.main([*line.split(), *SIZE]) == 0
+    shown = capsys.readouterr().out
+    assert shown.endswith(page.read_text())
+    found = json.loads(result.read_text())
+    outcomes = [row["outcome"] for row in found["rows"]]
+    assert outcomes == ["measured", "measured", "NA", "measured", "NA", "NA", "NA"]
+    for row in found["rows"]:
+        if row["outcome"] == "measured":
+            assert len(row["samples_per_second_of_repeats"]) == 2
+            assert len(row["peak_bytes_of_ranks"]) == 2
+            assert row["samples_per_second"] > 0
+    # 256 rows of the embedding and 16 positions of 32, two layers, the last norm
+    assert found["parameters"] == (256 + 16) * 32 + 2 * (12 * 32**2 + 13 * 32) + 64
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_rank_beyond_its_limit_is_a_row():
+    outcome = ranks.run(
+        job(vocabulary=1 << 20, memory_limit=100 << 20), lambda steps: None
+    )  # weights: 128 MB
+    assert outcome.kind == ranks.OOM, outcome
+    assert "memory" in outcome.reason
+
+
+def test_a_machine_that_runs_out_of_memory_ends_the_row(monkeypatch):
+    monkeypatch.setattr(host_memory, "available", lambda: 0)
+    outcome = ranks.run(job(), lambda steps: None)
+    assert outcome.kind == ranks.OOM
+    assert "kept for everything else" in outcome.reason
+
+
+def test_a_killed_rank_is_out_of_memory_and_none_is_left(monkeypatch):
+    started: list[subprocess.Popen] = []
+    start = ranks._start
+
+    def killed(*arguments):
+        process = start(*arguments)
+        started.append(process)
+        os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    monkeypatch.setattr(ranks, "_start", killed)
+    outcome = ranks.run(job(), lambda steps: None)
+    assert outcome.kind == ranks.OOM
+    assert "SIGKILL" in outcome.reason
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+def test_a_row_that_fails_otherwise_says_what_failed(monkeypatch, capsys):
+    begin = time.monotonic()
+    outcome = ranks.run(replace(job(), workload="megatron:nothing"), lambda steps: None)
+    assert outcome.kind == ranks.FAILED
+    assert "AttributeError" in outcome.reason
+    assert "Traceback" in outcome.log
+    assert time.monotonic() - begin < 60
+    monkeypatch.setattr(command.ranks, "run", lambda job, follow: outcome)
+    assert command.main(["--suite", "3d", "--devices", "1", *SIZE]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_what_is_measured(tmp_path, monkeypatch, capsys):
+    outcomes = iter([ranks.Outcome(ranks.MEASURED, "", [1.0, 2.0], [1 << 20], 1000, "a processor")])
+
+    def run(job, follow):
+        for outcome in outcomes:
+            return outcome
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.ranks, "run", run)
+    path = tmp_path / "table.json"
+    with pytest.raises(KeyboardInterrupt, match="; 1 of 7 rows are measured"):
+        command.main(["--suite", "3d", "--devices", "2", "--json", str(path), *SIZE])
+    assert "not measured" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["outcome"] for row in rows[:2]] == ["measured", "not measured"]

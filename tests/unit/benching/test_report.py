@@ -1,0 +1,118 @@
+"""Tables: mean and deviation, OOM and NA with their reasons, and which way a row goes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megatron_npu.benching import plot
+from megatron_npu.benching.machine import Machine
+from megatron_npu.benching.ranks import FAILED, MEASURED, NA, OOM, Outcome
+from megatron_npu.benching.report import Report, Row, aligned
+from megatron_npu.benching.schemes import SUITES, Printed, Scheme
+from megatron_npu.benching.sizes import GPT
+
+CPU = Machine("cpu", None, True, False, True, 2, frozenset({"avx512_bf16"}))
+NPU = Machine("simulated npu", 8, True, True, False, 2, frozenset())
+MB = 1 << 20
+
+
+def measured(*throughputs: float, peak: float = 100) -> Outcome:
+    return Outcome(MEASURED, "", list(throughputs), [int(peak * MB), 1], 5322240, "a processor")
+
+
+def report(*outcomes: Outcome | None, machine: Machine = CPU, suite: str = "3d") -> Report:
+    rows = [Row(scheme) for scheme in SUITES[suite].schemes]
+    for row, outcome in zip(rows, outcomes, strict=False):
+        row.outcome = outcome
+    size = GPT.size("gpt-tiny")
+    return Report(SUITES[suite], size, machine, 2, 1, 2, 20, 5, "bf16", {"torch": "2"}, rows)
+
+
+def test_mean_and_deviation_of_the_repeats():
+    row = Row(Scheme(("a",)), measured(2, 4, 4, 4, 5, 5, 7, 9))
+    assert row.throughput == 5
+    assert row.deviation == pytest.approx((32 / 7) ** 0.5)  # of a sample: n - 1
+    assert row.uncertainty == pytest.approx((32 / 7 / 8) ** 0.5 / 5)
+    assert Row(Scheme(("a",)), measured(3)).deviation == 0
+
+
+def test_the_peak_is_that_of_the_largest_rank():
+    assert Row(Scheme(("a",)), measured(1, peak=12.5)).peak == 12.5
+
+
+def test_a_table_as_the_document_prints_it():
+    text = report(
+        measured(9, 11), measured(4, 6, peak=50), Outcome(OOM, "too much"), Outcome(NA, "no")
+    ).markdown()
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert ["1", "1", "10.00 +/- 1.41", "100"] in lines
+    assert ["2", "1", "5.00 +/- 1.41", "50"] in lines
+    assert ["4", "1", "OOM [1]", "OOM [1]"] in lines
+    assert ["1", "2", "NA [2]", "NA [2]"] in lines
+    assert ["1", "4", "not measured", "not measured"] in lines
+    assert "[1] too much  \n[2] no  \n" in text
+    assert "5322240 parameters" in text
+
+
+def test_a_simulated_device_has_no_times():
+    found = report(measured(9.123, 11), measured(4, 6, peak=50), machine=NPU)
+    text = found.markdown()
+    assert "9.12" not in text
+    assert "10.06" not in text
+    assert "its times say nothing" in text
+    assert "peak as in the document" in text
+    assert "samples_per_second" not in json.dumps(found.to_json())
+
+
+@pytest.mark.parametrize(
+    ("throughputs", "peak", "said"),
+    [
+        ((5.0, 5.1), 45, "as in the document"),
+        ((20.0, 20.1), 45, "peak as in the document; throughput not as in the document"),
+        ((10.0, 10.1), 100.5, "peak about the same; throughput about the same"),
+        ((5.0, 5.1), 200, "peak not as in the document; throughput as in the document"),
+    ],
+)
+def test_the_direction_of_a_row(throughputs, peak, said):
+    found = report(measured(10.0, 10.1), measured(*throughputs, peak=peak))
+    base, row = found.rows[:2]
+    assert found.direction(row, base) == said
+
+
+def test_a_row_without_a_number_in_the_document_has_no_direction():
+    found = report(None, measured(10), measured(9), None, measured(8), suite="sharding")
+    assert found.rows[4].scheme.printed == Printed()
+    assert found.direction(found.rows[4], found.rows[1]) == "no number in the document"
+
+
+def test_what_the_processor_cannot_is_said():
+    lacking = replace(CPU, features=frozenset({"avx2"}))
+    assert "no instructions for bf16" in report(machine=lacking).markdown()
+    assert "no instructions" not in report().markdown()
+    assert "2 ranks share 2 cores, 1 thread each" in report().markdown()
+
+
+def test_json_says_everything():
+    rows = report(measured(9, 11), Outcome(FAILED, "why")).to_json()["rows"]
+    assert rows[0]["samples_per_second"] == 10
+    assert rows[0]["samples_per_second_of_repeats"] == [9, 11]
+    assert rows[0]["peak_bytes_of_ranks"] == [100 * MB, 1]
+    assert rows[1] == {
+        "tensor parallel": "2",
+        "pipeline parallel": "1",
+        "outcome": "failed",
+        "reason": "why",
+    }
+    assert rows[2]["outcome"] == "not measured"
+
+
+def test_columns_are_aligned():
+    assert aligned([["a", "bcd"], ["ef", "g"]]) == "| a  | bcd |\n| -- | --- |\n| ef | g   |"
+
+
+def test_a_picture(tmp_path):
+    plot.draw(report(measured(9, 11), Outcome(OOM, "too much")), tmp_path / "table.png")
+    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
