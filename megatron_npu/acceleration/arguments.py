@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.acceleration import ranks
+from megatron_npu.acceleration import data_flags, ranks
 from megatron_npu.arg_parser import Number, Parser, integer, number, positive, whole
 from megatron_npu.errors import UsageError
 from megatron_npu.switches import add_switches
@@ -284,6 +284,7 @@ _GROUPS: tuple[tuple[str, Callable[[Add], None]], ...] = (
     ("training", _training),
     ("optimizer", _optimizer),
     ("data", _data),
+    ("data of a task", data_flags.add_data_flags),
     ("checkpoints", _checkpoints),
     ("logging", _logging),
     ("processes", _launch),

@@ -1,0 +1,171 @@
+"""The parts of a data set: of the hub's cache, of files, of a folder. Read by the package ``datasets``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+# the builder of each format, with its options
+_FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+    ".txt": ("text", {}),
+}
+# what the parts are called; mnli of GLUE has two to validate on, and its own is the matched one
+_PARTS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval", "validation_matched"),
+    "test": ("test", "test_matched"),
+}
+
+
+def load(args: argparse.Namespace) -> DatasetDict:
+    """Return the parts ``train``, ``validation`` and, where it is there, ``test``.
+
+    Args:
+        args: ``data_path`` is a file, a folder with a file for each part, a folder of ``save_to_disk``, or a
+            name of the hub, of the configuration ``data_name``; ``validation_fraction`` and ``seed``: what is
+            taken from ``train`` where nothing is there to validate on.
+
+    Raises:
+        UsageError: there is no such data set, a file cannot be read, a part is missing or empty.
+    """
+    name, config = named(args)
+    found = _read(name, config)
+    parts = {part: found[own] for part, own in _own_names(found).items()}
+    if "train" not in parts:
+        raise UsageError(
+            f"--data-path {name} has the parts {', '.join(map(repr, found))}",
+            "a part 'train'",
+            "Give a file to train on, or a folder with train.csv, train.jsonl, … in it.",
+        )
+    if "validation" not in parts:
+        parts["train"], parts["validation"] = _split(
+            name, parts["train"], args.validation_fraction, args.seed
+        )
+    return _library().DatasetDict({part: parts[part] for part in _PARTS if part in parts})
+
+
+def named(args: argparse.Namespace) -> tuple[str, str | None]:
+    """Return the name or path of the data set, and its configuration.
+
+    Raises:
+        UsageError: there are several paths.
+    """
+    if not isinstance(args.data_path, str):
+        raise UsageError(
+            f"--data-path {' '.join(args.data_path)}",
+            "one path",
+            "Give a folder with the files, or one file.",
+        )
+    return args.data_path, args.data_name
+
+
+def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return what each part is called in ``found``."""
+    owns: dict[str, str] = {}
+    for part, names in _PARTS.items():
+        for own in names:
+            if own in found:
+                owns[part] = own
+                break
+    return owns
+
+
+def _read(name: str, config: str | None) -> Mapping[str, Dataset]:
+    library = _library()
+    path = Path(name)
+    try:
+        if path.is_file():
+            return _files(library, {"train": [path]})
+        if (path / "dataset_dict.json").is_file():
+            return library.load_from_disk(str(path))
+        if (path / "state.json").is_file():
+            return {"train": library.load_from_disk(str(path))}
+        if path.is_dir() and config is None:
+            return _files(library, _files_of_parts(path))
+        return library.load_dataset(name, config)
+    except UsageError:
+        raise
+    except Exception as error:  # builders raise what their parsers do
+        raise _refused(name, config, error) from error
+
+
+def _files_of_parts(folder: Path) -> dict[str, list[Path]]:
+    """Return the files of each part: ``train.csv``, or ``train-00000-of-00002.parquet`` and its like."""
+    every = [path for path in sorted(folder.iterdir()) if path.suffix in _FORMATS and path.is_file()]
+    parts: dict[str, list[Path]] = {}
+    for part, names in _PARTS.items():
+        own = [path for path in every if path.name.replace("-", ".").replace("_", ".").split(".")[0] in names]
+        if own:
+            parts[part] = own
+    if not parts and len(every) == 1:
+        parts["train"] = every
+    if not parts:
+        raise UsageError(
+            f"--data-path {folder}: no file of a part",
+            f"train, validation or test as {', '.join(_FORMATS)}",
+            "Name the files train.csv and so on, or give one file.",
+        )
+    return parts
+
+
+def _files(library: Any, parts: Mapping[str, list[Path]]) -> Mapping[str, Dataset]:
+    suffixes = sorted({path.suffix for paths in parts.values() for path in paths})
+    if len(suffixes) > 1 or suffixes[0] not in _FORMATS:
+        raise UsageError(
+            f"--data-path: files that end in {' and '.join(suffixes) or 'nothing'}",
+            f"files of one kind: {', '.join(_FORMATS)}",
+            "Convert them to one kind.",
+        )
+    builder, options = _FORMATS[suffixes[0]]
+    names = {part: [str(path) for path in paths] for part, paths in parts.items()}
+    return library.load_dataset(builder, data_files=names, **options)
+
+
+def _split(name: str, train: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Return what is left of ``train`` and what is taken from it; the same for one seed."""
+    rows = round(len(train) * fraction) if fraction else 0
+    if not 0 < rows < len(train):
+        raise UsageError(
+            f"--data-path {name}: {len(train)} rows to train on and none to validate on, with "
+            f"--validation-fraction {fraction:g}",
+            "a part 'validation', or a fraction that leaves both parts some rows",
+            "Add a file validation.csv, or give a larger --validation-fraction.",
+        )
+    both = train.train_test_split(test_size=rows, seed=seed)
+    return both["train"], both["test"]
+
+
+def _refused(name: str, config: str | None, error: Exception) -> UsageError:
+    reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    # what datasets 5 says of a part without rows: in a file, in a folder of save_to_disk
+    if "corresponds to no data" in reason or isinstance(error, IndexError):
+        reason = f"a part without rows ({reason})"
+    return UsageError(
+        f"--data-path {name}{f' --data-name {config}' if config else ''}: {reason}",
+        f"a file or a folder of {', '.join(_FORMATS)}, or a data set of the hub",
+        "Correct the name; a data set of the hub needs a connection to it, or to be in its cache already.",
+    )
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UsageError(
+            f"--task ({error})",
+            "the package datasets",
+            "Install it: pip install 'megatron_npu[train]' (or pip install datasets).",
+        ) from error
+    return datasets

@@ -1,0 +1,140 @@
+"""The labels of a data set: classes as whole numbers, as names, or numbers to come close to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+HIDDEN = -1  # what the hub's data sets have for labels that are not given away
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What labels there are.
+
+    Attributes:
+        names: of the classes, by their numbers; empty: the labels are numbers to come close to.
+        numbers: the number of each label as it stands in the data.
+    """
+
+    names: tuple[str, ...]
+    numbers: Mapping[Any, int]
+
+    @property
+    def regression(self) -> bool:
+        """Whether the labels are numbers to come close to."""
+        return not self.names
+
+    def config(self) -> dict[str, Any]:
+        """Return what a model's configuration says about them."""
+        if self.regression:
+            return {"num_labels": 1, "problem_type": "regression"}
+        return {
+            "num_labels": len(self.names),
+            "id2label": dict(enumerate(self.names)),
+            "label2id": {name: number for number, name in enumerate(self.names)},
+        }
+
+    def number(self, label: Any) -> float:
+        """Return a label as a model takes it."""
+        return float(label) if self.regression else self.numbers[label]
+
+
+def of_rows(parts: Mapping[str, Dataset], column: str) -> Labels:
+    """Return the labels of a column with one label a row.
+
+    Raises:
+        UsageError: a label is missing, out of range, or not among those of the training part.
+    """
+    feature = parts["train"].features[column]
+    kinds = {str(getattr(feature, "dtype", "")).rstrip("0123456789").removesuffix("_")}
+    if kinds & {"float", "double", "decimal"}:
+        for part, rows in parts.items():
+            for row, label in enumerate(values(rows, column)):
+                if label is None or label != label:
+                    raise _odd(part, row, label, "a number")
+        return Labels((), {})
+    return _classes(feature, {part: enumerate(values(rows, column)) for part, rows in parts.items()})
+
+
+def of_tokens(parts: Mapping[str, Dataset], column: str) -> Labels:
+    """Return the labels of a column with one label a token.
+
+    Raises:
+        UsageError: as ``of_rows``, or the column has no lists.
+    """
+    feature = getattr(parts["train"].features[column], "feature", None)
+    if feature is None:
+        raise UsageError(
+            f"the column {column!r} has one label a row",
+            "a list with one label a token",
+            "Name another: --columns tags=NAME; or is it --task sequence_classification?",
+        )
+    return _classes(
+        feature,
+        {
+            part: ((row, tag) for row, tags in enumerate(values(rows, column)) for tag in tags or ())
+            for part, rows in parts.items()
+        },
+    )
+
+
+def values(rows: Dataset, column: str) -> list[Any]:
+    """Return a whole column."""
+    return rows.select_columns([column])[:][column]
+
+
+def are_hidden(rows: Dataset, column: str) -> bool:
+    """Return whether a part has no label in any row, as the test parts of GLUE."""
+    return all(label is None or label == HIDDEN for label in values(rows, column))
+
+
+def _classes(feature: Any, parts: Mapping[str, Iterable[tuple[int, Any]]]) -> Labels:
+    rows = {part: list(pairs) for part, pairs in parts.items()}
+    names = list(getattr(feature, "names", None) or ())
+    known: Sequence[Any]
+    if names:
+        known = range(len(names))
+    else:
+        for row, label in rows["train"]:
+            if not isinstance(label, int | str) or (isinstance(label, int) and label < 0):
+                raise _odd("train", row, label, "a class: a whole number from 0 on, or a name")
+        trained = {label for _, label in rows["train"]}
+        if all(isinstance(label, str) for label in trained):
+            known = names = sorted(trained)
+        else:
+            known = range(max(trained, default=0) + 1)
+            names = [f"LABEL_{number}" for number in known]
+    numbers = {label: number for number, label in enumerate(known)}
+    expected = f"one of those to train on: {_few(known)}"
+    for part, pairs in rows.items():
+        for row, label in pairs:
+            if label not in numbers:
+                raise _odd(part, row, label, expected)
+    if len(names) < 2:
+        raise UsageError(
+            f"one label in all rows: {_few(names)}",
+            "two classes or more",
+            "Is this the column meant? Name another: --columns label=NAME.",
+        )
+    return Labels(tuple(map(str, names)), numbers)
+
+
+def _few(known: Sequence[Any]) -> str:
+    if isinstance(known, range):
+        return f"0 to {len(known) - 1}"
+    return ", ".join(map(repr, known[:8])) + (", …" if len(known) > 8 else "")
+
+
+def _odd(part: str, row: int, label: Any, expected: str) -> UsageError:
+    return UsageError(
+        f"the label {label!r} in row {row + 1} of the part {part!r}",
+        expected,
+        "Correct the row, or name another column with --columns.",
+    )

@@ -1,0 +1,248 @@
+"""Data sets of every kind, their columns and their labels; and one line for what is wrong with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_npu.acceleration import columns, data_flags, datasets, labels
+from megatron_npu.arg_parser import Parser
+from megatron_npu.errors import UsageError
+
+library = pytest.importorskip("datasets")
+
+ROWS = [{"sentence": f"row {number}", "label": number % 3} for number in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr(library.config, "HF_HUB_OFFLINE", True)
+    library.disable_progress_bars()
+    yield
+    library.enable_progress_bars()
+
+
+def args(path: Path | str, **values: Any) -> argparse.Namespace:
+    found = {"data_path": str(path), "data_name": None, "validation_fraction": 0.1, "seed": 1}
+    return argparse.Namespace(**(found | values))
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    rows_of = library.Dataset.from_list(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".txt":
+        path.write_text("".join(f"{row['sentence']}\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".tsv":
+        rows_of.to_csv(str(path), sep="\t")
+    else:
+        {".csv": rows_of.to_csv, ".jsonl": rows_of.to_json, ".parquet": rows_of.to_parquet}[path.suffix](
+            str(path)
+        )
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "json", "jsonl", "parquet", "txt"])
+def test_a_file_of_any_kind_gives_the_same_two_parts(tmp_path: Path, suffix: str) -> None:
+    parts = datasets.load(args(write(tmp_path / f"all.{suffix}", ROWS)))
+    assert {part: len(rows) for part, rows in parts.items()} == {"train": 18, "validation": 2}
+    column = "text" if suffix == "txt" else "sentence"
+    texts = [*parts["train"][column], *parts["validation"][column]]
+    assert sorted(texts) == sorted(row["sentence"] for row in ROWS)
+    assert texts == [f"row {number}" for number in _order_of_seed_1()]
+
+
+def _order_of_seed_1() -> list[int]:
+    """Return the rows of both parts, as the library's own split has them."""
+    both = library.Dataset.from_list([{"row": row} for row in range(20)]).train_test_split(2, seed=1)
+    return [*both["train"]["row"], *both["test"]["row"]]
+
+
+def test_another_seed_takes_other_rows(tmp_path: Path) -> None:
+    file = write(tmp_path / "all.jsonl", ROWS)
+    one, again, other = (datasets.load(args(file, seed=seed))["validation"][:] for seed in (1, 1, 2))
+    assert one == again
+    assert one != other
+
+
+def test_a_folder_has_a_file_for_each_part(tmp_path: Path) -> None:
+    for name, rows in {
+        "train-0": ROWS[:7],
+        "train-1": ROWS[7:12],
+        "dev": ROWS[12:15],
+        "test": ROWS[15:],
+    }.items():
+        write(tmp_path / "data" / f"{name}.jsonl", rows)
+    (tmp_path / "data" / "README.md").write_text("not of the data")
+    parts = datasets.load(args(tmp_path / "data"))
+    assert [len(rows) for rows in parts.values()] == [12, 3, 5]
+    assert parts["validation"]["sentence"][0] == "row 12"
+
+
+def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
+    saved = library.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "one")
+    library.DatasetDict({"train": saved, "valid": saved.select([3])}).save_to_disk(tmp_path / "two")
+    assert len(datasets.load(args(tmp_path / "one"))["train"]) == 18
+    assert datasets.load(args(tmp_path / "two"))["validation"]["sentence"][:] == ["row 3"]
+
+
+def _lonely(folder: Path) -> argparse.Namespace:
+    return args(write(folder / "one.jsonl", ROWS[:1]))
+
+
+def _without_train(folder: Path) -> argparse.Namespace:
+    return args(write(folder / "data" / "dev.csv", ROWS).parent)
+
+
+def _empty(folder: Path) -> argparse.Namespace:
+    rows = library.Dataset.from_list(ROWS)
+    library.DatasetDict({"train": rows, "test": rows.select([])}).save_to_disk(folder / "saved")
+    return args(folder / "saved")
+
+
+def _empty_file(folder: Path) -> argparse.Namespace:
+    write(folder / "data" / "train.csv", ROWS)
+    (folder / "data" / "validation.csv").write_text("sentence,label\n")
+    return args(folder / "data")
+
+
+def _two_kinds(folder: Path) -> argparse.Namespace:
+    write(folder / "data" / "train.csv", ROWS)
+    return args(write(folder / "data" / "test.jsonl", ROWS).parent)
+
+
+def _broken(folder: Path) -> argparse.Namespace:
+    (folder / "a.jsonl").write_text('{"sentence": \n')
+    return args(folder / "a.jsonl")
+
+
+BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
+    "one row": (_lonely, "1 rows to train on and none to validate on"),
+    "nothing to train on": (_without_train, "has the parts 'validation'"),
+    "an empty part": (_empty, "a part without rows"),
+    "an empty file": (_empty_file, 'a part without rows (Instruction "validation"'),
+    "two kinds": (_two_kinds, "files that end in .csv and .jsonl"),
+    "no such kind": (lambda folder: args(__file__), "files that end in .py"),
+    "an empty folder": (lambda folder: args(folder), "no file of a part"),
+    "broken": (_broken, "a.jsonl:"),
+    "not in the cache": (lambda folder: args("glue", data_name="mrpc"), "--data-path glue --data-name mrpc:"),
+    "several": (lambda folder: args("x", data_path=["a", "b"]), "--data-path a b; expected one path"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_with_a_data_set_is_told_in_a_line(name: str, tmp_path: Path) -> None:
+    make, said = BAD[name]
+    with pytest.raises(UsageError) as refused:
+        datasets.load(make(tmp_path))
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_texts_have_the_names_of_glue_or_those_that_are_said() -> None:
+    def found(*there: str, said: tuple[tuple[str, str], ...] = ()) -> tuple[str, str | None]:
+        return columns.find_texts({"train": there}, "label", said)
+
+    assert found("idx", "sentence1", "sentence2", "label") == ("sentence1", "sentence2")
+    assert found("question", "sentence", "label") == ("question", "sentence")
+    assert found("text", "label") == ("text", None)
+    assert found("a", "b", "label", said=(("text", "b"), ("label", "label"))) == ("b", None)
+    with pytest.raises(UsageError, match=r"no column for the text \(the data have 'a', 'label'\)"):
+        found("a", "label")
+
+
+def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
+    there = {"train": ["question", "context", "answers"], "validation": ["question", "context"]}
+    roles = ("question", "context", "answers")
+    with pytest.raises(UsageError, match=r"no column 'answers' in the part 'validation' \(it has 'question'"):
+        columns.find(there, roles, ())
+    with pytest.raises(UsageError, match="no column 'reply' in the part 'train'"):
+        columns.find(there, roles, (("answers", "reply"),))
+    with pytest.raises(
+        UsageError, match="--columns tokens=x; expected roles of this task: question, context"
+    ):
+        columns.find(there, roles, (("tokens", "x"),))
+
+
+def test_columns_are_said_as_role_and_name() -> None:
+    parser = Parser("x")
+    data_flags.add_data_flags(parser.add_argument)
+    assert parser.parse_args(["--columns", "text=a", "label=b=c"]).columns == [
+        ("text", "a"),
+        ("label", "b=c"),
+    ]
+    with pytest.raises(UsageError, match="--columns text; expected ROLE=NAME"):
+        parser.parse_args(["--columns", "text"])
+
+
+def parts(train: list[Any], validation: list[Any] | None = None, feature: Any = None) -> dict[str, Any]:
+    kinds = library.Features({"label": feature}) if feature else None
+    both = {"train": train} | ({"validation": validation} if validation is not None else {})
+    return {part: library.Dataset.from_dict({"label": rows}, features=kinds) for part, rows in both.items()}
+
+
+def test_labels_are_numbers_names_or_of_the_data_set_s_own() -> None:
+    numbers = labels.of_rows(parts([0, 2, 1]), "label")
+    assert numbers.config()["id2label"] == {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
+    names = labels.of_rows(parts(["night", "day"]), "label")
+    assert names.config() == {
+        "num_labels": 2,
+        "id2label": {0: "day", 1: "night"},
+        "label2id": {"day": 0, "night": 1},
+    }
+    assert names.number("night") == 1
+    own = library.ClassLabel(names=["no", "yes", "maybe"])
+    assert labels.of_rows(parts([0, 1], feature=own), "label").names == ("no", "yes", "maybe")
+    amounts = labels.of_rows(parts([0.5, 4.0]), "label")
+    assert amounts.config() == {"num_labels": 1, "problem_type": "regression"}
+    tags = labels.of_tokens(parts([["O", "B-PER"], ["O"]]), "label")
+    assert tags.names == ("B-PER", "O")
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "said"),
+    [
+        (
+            [0, 1],
+            [1, 2],
+            "the label 2 in row 2 of the part 'validation'; expected one of those to train on: 0 to 1",
+        ),
+        ([0, -1], [], "the label -1 in row 2 of the part 'train'"),
+        (
+            ["a", "b"],
+            ["c"],
+            "the label 'c' in row 1 of the part 'validation'; expected one of those to train on: 'a'",
+        ),
+        (["a", None], ["a"], "the label None in row 2"),
+        ([0.5, float("nan")], [], "the label nan in row 2"),
+        ([0, 0], [0], "one label in all rows"),
+    ],
+)
+def test_labels_out_of_range_are_told_with_their_row(
+    train: list[Any], validation: list[Any], said: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        labels.of_rows(parts(train, validation), "label")
+    assert said in str(refused.value)
+
+
+def test_a_label_beyond_those_of_the_data_set_is_out_of_range() -> None:
+    table = parts([0, 1])["train"].cast_column("label", library.ClassLabel(names=["no", "yes"]))
+    assert labels.are_hidden(parts([-1, -1])["train"], "label")
+    assert not labels.are_hidden(table, "label")
+    hidden = parts([-1, 1], feature=library.ClassLabel(names=["no", "yes"]))
+    with pytest.raises(UsageError, match=r"the label -1 in row 1 of the part 'train'; expected .* 0 to 1"):
+        labels.of_rows(hidden, "label")
+
+
+def test_tags_that_are_no_lists_are_told() -> None:
+    with pytest.raises(UsageError, match="has one label a row"):
+        labels.of_tokens(parts(["a", "b"]), "label")
