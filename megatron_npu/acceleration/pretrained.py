@@ -1,0 +1,141 @@
+"""A model's configuration, tokenizer and weights: from a folder, or from the hub's cache by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+from megatron_npu.errors import UsageError
+
+T = TypeVar("T")
+
+# the Auto class of each task, and transformers' table of the architectures that have its head
+_HEADS = {
+    "sequence_classification": ("AutoModelForSequenceClassification", "SEQUENCE_CLASSIFICATION"),
+    "token_classification": ("AutoModelForTokenClassification", "TOKEN_CLASSIFICATION"),
+    "question_answering": ("AutoModelForQuestionAnswering", "QUESTION_ANSWERING"),
+    "causal_lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
+    "masked_lm": ("AutoModelForMaskedLM", "MASKED_LM"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM"),
+}
+_FLAG = "--pretrained-model-name-or-path"
+
+
+def config(name: str, task: str, **changes: Any) -> Any:
+    """Return the configuration of a model, for a task.
+
+    Args:
+        name: a folder, or a name of the hub.
+        task: one of ``--task``.
+        changes: what differs from the stored one, such as ``num_labels``.
+
+    Raises:
+        UsageError: there is no such model, or its architecture does not fit the task.
+    """
+    found = _loaded(name, lambda: transformers.AutoConfig.from_pretrained(name, **changes))
+    _refuse_unfit(name, task, found)
+    return found
+
+
+def tokenizer(name: str, config: Any, **options: Any) -> Any:
+    """Return the tokenizer of a model; where it has no padding token, its end token pads.
+
+    Raises:
+        UsageError: there is none, or it has more tokens than the model.
+    """
+    found = _loaded(name, lambda: transformers.AutoTokenizer.from_pretrained(name, **options))
+    entries = getattr(config.get_text_config(), "vocab_size", None)
+    if entries is not None and len(found) > entries:
+        raise UsageError(
+            f"{_FLAG} {name}: a tokenizer of {len(found)} tokens and a model of {entries}",
+            "a model that knows every token",
+            "Take the tokenizer that the model was trained with.",
+        )
+    if found.pad_token is None:
+        found.pad_token = found.eos_token or found.unk_token
+        config.pad_token_id = found.pad_token_id
+    return found
+
+
+def model(name: str, task: str, config: Any) -> torch.nn.Module:
+    """Return a model with the head of a task and its weights in fp32; a head that is not stored is new.
+
+    Raises:
+        UsageError: there are no weights.
+    """
+    auto = getattr(transformers, _HEADS[task][0])
+    # from version 5 on the weights would come in the type they are stored in; a stored head may be of other
+    # labels than these
+    return _loaded(
+        name,
+        lambda: auto.from_pretrained(name, config=config, dtype=torch.float32, ignore_mismatched_sizes=True),
+    )
+
+
+def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise: int = 1024) -> int:
+    """Return how many tokens an input may have: what was asked for, or what the model takes.
+
+    Args:
+        name: of the model.
+        tokenizer: of the model; says what it takes, as a rule.
+        config: of the model; has the number of positions, if it is limited.
+        asked: ``--seq-length``.
+        otherwise: where nothing is said anywhere.
+
+    Raises:
+        UsageError: more is asked for than the model takes.
+    """
+    limits = [tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)]
+    most = min((limit for limit in limits if limit and limit < 1 << 30), default=None)
+    if asked and most and asked > most:
+        raise UsageError(
+            f"--seq-length {asked} with {name}", f"at most {most}", "Give fewer tokens, or another model."
+        )
+    return asked or most or otherwise
+
+
+def _refuse_unfit(name: str, task: str, config: Any) -> None:
+    architectures = getattr(modeling_auto, f"MODEL_FOR_{_HEADS[task][1]}_MAPPING")
+    if type(config) not in architectures:
+        fitting = [
+            other
+            for other, (_, table) in _HEADS.items()
+            if type(config) in getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING")
+        ]
+        raise UsageError(
+            f"--task {task} with {name}, a {config.model_type}",
+            f"a task that it has a head for: {', '.join(fitting) or 'it has none'}",
+            "Give another task or another model.",
+        )
+    encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING
+    sees_all = not (getattr(config, "is_decoder", False) or config.is_encoder_decoder)
+    if task == "causal_lm" and type(config) in encoders and sees_all:
+        raise UsageError(
+            f"--task causal_lm with {name}, a {config.model_type} that sees what it is to predict",
+            "a decoder",
+            "Give --task masked_lm, or a model such as GPT-2.",
+        )
+
+
+def _loaded(name: str, load: Callable[[], T]) -> T:
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise _refused(name, "no such folder")  # asking the hub takes time where there is none
+    try:
+        return load()
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise _refused(name, reason) from error
+
+
+def _refused(name: str, reason: str) -> UsageError:
+    return UsageError(
+        f"{_FLAG} {name}: {reason.rstrip('.')}",
+        "a folder with config.json, a tokenizer and model.safetensors, or a name of the hub",
+        "Correct the name; a model of the hub needs a connection to it, or to be in its cache already "
+        "(HF_HUB_OFFLINE=1 looks nowhere else).",
+    )

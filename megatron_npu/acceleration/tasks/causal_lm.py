@@ -1,0 +1,34 @@
+"""``--task causal_lm``: the next token of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu.acceleration.tasks.blocks_of_text import BlocksOfText, stacked
+from megatron_npu.acceleration.tasks.task import EXAMPLE, Batch, label_losses
+
+
+class CausalLM(BlocksOfText):
+    """Fine-tune an ``AutoModelForCausalLM``.
+
+    Column: a text. Texts stand one behind the other and are cut into blocks of ``--seq-length`` tokens.
+    Metric: the perplexity.
+    """
+
+    name = "causal_lm"
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Return blocks [b, s] with themselves as labels, which the model shifts."""
+        tokens = stacked(examples, "input_ids")
+        batch = {"input_ids": tokens, "labels": tokens.clone()}
+        if EXAMPLE in examples[0]:
+            batch[EXAMPLE] = stacked(examples, EXAMPLE)
+        return batch
+
+    def read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
+        """Return the loss over all tokens of a block but its first."""
+        losses, counted = label_losses(outputs.logits[:, :-1], batch["labels"][:, 1:])
+        return {"loss": losses, "counted": counted}

@@ -1,0 +1,69 @@
+"""``--task masked_lm``: the tokens of a text that are masked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DataCollatorForLanguageModeling
+
+from megatron_npu.acceleration.tasks.blocks_of_text import BlocksOfText, stacked
+from megatron_npu.acceleration.tasks.task import EXAMPLE, Batch, label_losses
+from megatron_npu.errors import UsageError
+
+
+class MaskedLM(BlocksOfText):
+    """Fine-tune an ``AutoModelForMaskedLM``.
+
+    Column: a text. Texts, with special tokens around each, stand one behind the other and are cut into blocks
+    of ``--seq-length`` tokens; ``--mask-prob`` of the tokens are asked for, as BERT was trained. Metric: the
+    perplexity over these.
+    """
+
+    name = "masked_lm"
+    marked = True
+
+    @functools.cached_property
+    def _masking(self) -> DataCollatorForLanguageModeling:
+        if self.tokenizer.mask_token is None:
+            raise UsageError(
+                f"--task masked_lm with {self.args.pretrained_model_name_or_path}",
+                "a tokenizer with a mask token",
+                "Give --task causal_lm, or a model such as BERT.",
+            )
+        return DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=self.args.mask_prob)
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Return blocks [b, s], masked; an example of an evaluation always in the same places.
+
+        Those to train on are masked anew each time. The loader seeds what is drawn for a batch by the batch's
+        number, so that a run that goes on draws what it would have drawn.
+        """
+        tokens, special = (stacked(examples, name) for name in ("input_ids", "special_tokens_mask"))
+        if EXAMPLE not in examples[0]:
+            return self._batch(*self._masking.torch_mask_tokens(tokens, special))
+        rows = [
+            self._masked(own, at, one[EXAMPLE])
+            for own, at, one in zip(tokens.split(1), special.split(1), examples, strict=True)
+        ]
+        batch = self._batch(*map(torch.cat, zip(*rows, strict=True)))
+        batch[EXAMPLE] = stacked(examples, EXAMPLE)
+        return batch
+
+    def read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
+        """Return the loss over the masked tokens."""
+        losses, counted = label_losses(outputs.logits, batch["labels"])
+        return {"loss": losses, "counted": counted}
+
+    def _masked(self, tokens: Tensor, special: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """Return tokens [1, s] and labels [1, s] of the example with this number."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.args.seed + number)
+            return self._masking.torch_mask_tokens(tokens, special)
+
+    @staticmethod
+    def _batch(tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}

@@ -1,0 +1,108 @@
+"""``--task sequence_classification``: a class, or a number, for each text or pair of texts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.acceleration import columns, labels, metrics
+from megatron_npu.acceleration.datasets import named
+from megatron_npu.acceleration.tasks.task import Batch, Task
+
+
+class SequenceClassification(Task):
+    """Fine-tune an ``AutoModelForSequenceClassification``.
+
+    Columns: a text, perhaps a second one, and a label: a number of a class, its name, or a number to come
+    close to. Metrics: accuracy, F1 and Matthews' correlation; with numbers to come close to, Pearson's and
+    Spearman's; of GLUE's tasks, what GLUE reports.
+    """
+
+    name = "sequence_classification"
+
+    @functools.cached_property
+    def parts(self) -> dict[str, Any]:
+        """The rows of each part; a test part whose labels are not given away is left out."""
+        parts = super().parts
+        test = parts.get("test")
+        if test is not None and self._column in test.column_names and labels.are_hidden(test, self._column):
+            del parts["test"]
+        return parts
+
+    @functools.cached_property
+    def labels(self) -> labels.Labels:
+        """The labels of the data."""
+        return labels.of_rows(self.parts, self._column)
+
+    @functools.cached_property
+    def _column(self) -> str:
+        there = {"train": super().parts["train"].column_names}
+        said = [pair for pair in self.args.columns if pair[0] == "label"]
+        return columns.find(there, ("label",), said)["label"]
+
+    @functools.cached_property
+    def _texts(self) -> tuple[str, str | None]:
+        there = {part: rows.column_names for part, rows in self.parts.items()}
+        return columns.find_texts(there, self._column, self.args.columns)
+
+    def config_changes(self) -> dict[str, Any]:
+        """Return the labels."""
+        self._texts  # a missing column is told before labels are looked at  # noqa: B018
+        return self.labels.config()
+
+    def encoded(self, rows: Any, part: str) -> Any:
+        """Return the tokens of each text, or pair, and its label."""
+        encode = functools.partial(
+            _encode,
+            tokenizer=self.tokenizer,
+            text=self._texts[0],
+            pair=self._texts[1],
+            label=self._column,
+            number=self.labels.number,
+            longest=self.longest,
+        )
+        return rows.map(encode, batched=True, remove_columns=rows.column_names, desc=f"tokenize {part}")
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Return a batch, padded to its longest example."""
+        kind = torch.float32 if self.labels.regression else torch.int64
+        batch = self.padded(examples, numbers=("labels",))
+        batch["labels"] = batch["labels"].to(kind)
+        return batch
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
+        """Return the loss of the examples, and the metrics."""
+        rows = self.evaluated(model, eval_dataloader, self._read)
+        loss = float(rows["loss"].mean(dtype="float64"))
+        if self.labels.regression:
+            return {"loss": loss, **metrics.regression(rows["prediction"], rows["label"])}
+        name, task = named(self.args)
+        glue = task if name.rpartition("/")[2] == "glue" else None
+        return {"loss": loss, **metrics.classification(rows["prediction"], rows["label"], glue)}
+
+    def _read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
+        logits, true = outputs.logits.float(), batch["labels"]
+        if self.labels.regression:
+            prediction = logits[:, 0]
+            return {"prediction": prediction, "label": true, "loss": (prediction - true) ** 2}
+        losses = torch.nn.functional.cross_entropy(logits, true, reduction="none")
+        return {"prediction": logits.argmax(-1), "label": true, "loss": losses}
+
+
+def _encode(
+    rows: Mapping[str, list[Any]],
+    *,
+    tokenizer: Any,
+    text: str,
+    pair: str | None,
+    label: str,
+    number: Any,
+    longest: int,
+) -> dict[str, Any]:
+    pairs = (rows[pair],) if pair else ()
+    tokens = tokenizer(rows[text], *pairs, truncation=True, max_length=longest)
+    return {**tokens, "labels": [number(one) for one in rows[label]]}

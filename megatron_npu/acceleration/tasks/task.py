@@ -1,0 +1,209 @@
+"""What all tasks share: where data and models come from, and evaluations that count each example once."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.data.data_collator import pad_without_fast_tokenizer_warning
+
+from megatron_npu.acceleration import datasets, pretrained
+from megatron_npu.acceleration.templates import Finetuner
+from megatron_npu.errors import UsageError
+
+IGNORED = -100  # the label of a position that has none, as torch's and Transformers' losses have it
+EXAMPLE = "example"  # the column that numbers the examples of an evaluation, through all parts
+
+Batch = MutableMapping[str, Tensor]
+
+
+class Task(Finetuner):
+    """A template that is filled in but for what a task itself is.
+
+    A task says how rows become examples (``encoded``), how examples become a batch (``collate``) and what is
+    read off the model's outputs (``run_compute_metrics``).
+
+    Attributes:
+        name: as ``--task`` has it.
+    """
+
+    name: str
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine=engine)
+        self.args = engine.args
+
+    # -- what a task adds
+
+    def encoded(self, rows: Any, part: str) -> Any:
+        """Return the examples that the rows of a part become."""
+        raise NotImplementedError
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Return a batch of examples."""
+        raise NotImplementedError
+
+    def config_changes(self) -> dict[str, Any]:
+        """Return what the data change in the model's configuration."""
+        return {}
+
+    def tokenizer_options(self) -> dict[str, Any]:
+        """Return what the tokenizer is loaded with."""
+        return {}
+
+    # -- what they share
+
+    @functools.cached_property
+    def parts(self) -> dict[str, Any]:
+        """The rows of each part."""
+        return dict(datasets.load(self.args))
+
+    @functools.cached_property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return pretrained.config(self.args.pretrained_model_name_or_path, self.name, **self.config_changes())
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return pretrained.tokenizer(
+            self.args.pretrained_model_name_or_path, self.config, **self.tokenizer_options()
+        )
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """How many tokens an example may have."""
+        name = self.args.pretrained_model_name_or_path
+        return pretrained.longest(name, self.tokenizer, self.config, self.args.seq_length)
+
+    @functools.cached_property
+    def examples(self) -> dict[str, Any]:
+        """The examples of each part; those of an evaluation are numbered, on from one part to the next."""
+        found, number = {}, 0
+        for part, rows in self.parts.items():
+            examples = self.encoded(rows, part)
+            if part != "train" or self.numbers_training:
+                examples = examples.add_column(EXAMPLE, list(range(number, number + len(examples))))
+            number += len(examples)
+            found[part] = examples
+        return found
+
+    numbers_training = False  # whether the examples to train on have numbers, too
+
+    def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Callable[..., Batch]]:
+        """Return the examples of each part (None: it is not there), and what makes batches of them."""
+        return self.examples["train"], self.examples["validation"], self.examples.get("test"), self.collate
+
+    def model_optimizer_lr_scheduler_provider(self) -> tuple[torch.nn.Module, None, None]:
+        """Return the model with the task's head."""
+        self.tokenizer  # may name a padding token in the configuration  # noqa: B018
+        name = self.args.pretrained_model_name_or_path
+        return pretrained.model(name, self.name, self.config), None, None
+
+    def padded(
+        self, examples: list[dict[str, Any]], numbers: tuple[str, ...] = (), rows: tuple[str, ...] = ()
+    ) -> Batch:
+        """Return a batch of tokens [b, s], padded to the longest example.
+
+        Args:
+            examples: as the tokenizer made them, with further columns.
+            numbers: columns of one number an example, [b].
+            rows: columns of one number a token, [b, s]; -100 fills up.
+        """
+        numbers = (*numbers, EXAMPLE) if EXAMPLE in examples[0] else numbers
+        own = [{k: v for k, v in one.items() if k not in (*numbers, *rows)} for one in examples]
+        batch = pad_without_fast_tokenizer_warning(self.tokenizer, own, return_tensors="pt")
+        width, left = batch["input_ids"].shape[1], self.tokenizer.padding_side == "left"
+        for name in numbers:
+            batch[name] = torch.tensor([one[name] for one in examples])
+        for name in rows:
+            batch[name] = torch.tensor([_filled(one[name], width, left) for one in examples])
+        return batch
+
+    def require_places(self) -> None:
+        """Refuse a tokenizer that does not say where its tokens are.
+
+        Raises:
+            UsageError: it is one in Python.
+        """
+        if not self.tokenizer.is_fast:
+            raise UsageError(
+                f"the tokenizer of {self.args.pretrained_model_name_or_path}",
+                "one that says where in a text a token is (a fast one)",
+                "Take a model that has a tokenizer.json.",
+            )
+
+    def run_forward_step(self, batch: Batch, model: torch.nn.Module) -> Tensor:
+        """Return the loss of a batch: the mean over its labels, as the model computes it."""
+        return model(**inputs(batch)).loss
+
+    def evaluated(
+        self,
+        model: Sequence[torch.nn.Module],
+        batches: Iterable[Batch],
+        read: Callable[[Batch, Any], Mapping[str, Tensor]],
+        forward: Callable[[torch.nn.Module, Batch], Any] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Return what is read off every example of all ranks, each once and in the order of their numbers.
+
+        Ranks see an example twice where the number of all cannot be shared out evenly.
+
+        Args:
+            model: the model, in a list.
+            batches: of this rank.
+            read: makes rows of a batch and of the outputs for it: tensors [b] or [b, n] by name. Where n
+                differs between batches, -100 fills up.
+            forward: gives the outputs; by default those of the model called with the batch.
+        """
+        found: dict[str, list[Tensor]] = collections.defaultdict(list)
+        for batch in batches:
+            outputs = forward(model[0], batch) if forward else model[0](**inputs(batch))
+            for name, rows in {EXAMPLE: batch[EXAMPLE], **read(batch, outputs)}.items():
+                found[name].append(rows.detach().cpu())
+        together = {
+            name: self.gather(_stacked(rows).to(self.engine.device)).cpu().numpy()
+            for name, rows in found.items()
+        }
+        _, first = np.unique(together[EXAMPLE], return_index=True)
+        return {name: rows[first] for name, rows in together.items()}
+
+
+def inputs(batch: Batch) -> dict[str, Tensor]:
+    """Return what of a batch the model is called with."""
+    return {name: value for name, value in batch.items() if name != EXAMPLE}
+
+
+def label_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of each example [b], and over how many labels it is.
+
+    Args:
+        logits: [b, n, classes].
+        labels: [b, n], -100 where there is none.
+    """
+    losses = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return losses.view_as(labels).sum(1), (labels != IGNORED).sum(1)
+
+
+def mean_loss(rows: Mapping[str, np.ndarray]) -> float:
+    """Return the mean over all labels of what ``label_losses`` has read, as ``loss`` and ``counted``."""
+    return float(rows["loss"].astype(np.float64).sum() / max(rows["counted"].sum(), 1))
+
+
+def _filled(row: list[int], width: int, left: bool) -> list[int]:
+    rest = [IGNORED] * (width - len(row))
+    return rest + row if left else row + rest
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    if rows[0].dim() == 1:
+        return torch.cat(list(rows))
+    width = max(one.shape[1] for one in rows)
+    full = [torch.nn.functional.pad(one, (0, width - one.shape[1]), value=IGNORED) for one in rows]
+    return torch.cat(full)

@@ -1,0 +1,113 @@
+"""``--task token_classification``: a tag for each word, such as names of persons and places."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megatron_npu.acceleration import columns, labels, metrics
+from megatron_npu.acceleration.tasks.task import (
+    IGNORED,
+    Batch,
+    Task,
+    label_losses,
+    mean_loss,
+)
+from megatron_npu.errors import UsageError
+
+
+class TokenClassification(Task):
+    """Fine-tune an ``AutoModelForTokenClassification``.
+
+    Columns: a list of words and a list of tags, numbers or names. The first token of a word carries its tag,
+    the others none. Metrics: accuracy over words; precision, recall and F1 over entities where tags are as
+    ``B-PER``, ``I-PER``, ``O``.
+    """
+
+    name = "token_classification"
+
+    @functools.cached_property
+    def labels(self) -> labels.Labels:
+        """The tags of the data."""
+        return labels.of_tokens(self.parts, self._columns["tags"])
+
+    @functools.cached_property
+    def _columns(self) -> dict[str, str]:
+        there = {part: rows.column_names for part, rows in self.parts.items()}
+        return columns.find(there, ("tokens", "tags"), self.args.columns)
+
+    def config_changes(self) -> dict[str, Any]:
+        """Return the tags."""
+        return self.labels.config()
+
+    def tokenizer_options(self) -> dict[str, Any]:
+        """Return what byte-level tokenizers need for words that are cut already."""
+        return {"add_prefix_space": True}
+
+    def encoded(self, rows: Any, part: str) -> Any:
+        """Return the tokens of each row, with the tag of a word at its first token."""
+        self.require_places()
+        encode = functools.partial(
+            _encode, tokenizer=self.tokenizer, columns=self._columns, labels=self.labels, longest=self.longest
+        )
+        return rows.map(encode, batched=True, remove_columns=rows.column_names, desc=f"tokenize {part}")
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Return a batch, padded to its longest example."""
+        return self.padded(examples, rows=("labels",))
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
+        """Return the loss over words, and the metrics."""
+        rows = self.evaluated(model, eval_dataloader, _read)
+        there = rows["label"] != IGNORED
+        tags = np.array(self.labels.names)
+        guessed, true = (
+            [list(tags[own[kept]]) for own, kept in zip(rows[name], there, strict=True)]
+            for name in ("prediction", "label")
+        )
+        return {"loss": mean_loss(rows), **metrics.tagging(guessed, true)}
+
+
+def _read(batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
+    losses, counted = label_losses(outputs.logits, batch["labels"])
+    return {
+        "prediction": outputs.logits.argmax(-1),
+        "label": batch["labels"],
+        "loss": losses,
+        "counted": counted,
+    }
+
+
+def _encode(
+    rows: Mapping[str, list[Any]],
+    *,
+    tokenizer: Any,
+    columns: Mapping[str, str],
+    labels: labels.Labels,
+    longest: int,
+) -> dict[str, Any]:
+    words, tags = rows[columns["tokens"]], rows[columns["tags"]]
+    for row, (one, other) in enumerate(zip(words, tags, strict=True)):
+        if len(one) != len(other):
+            raise UsageError(
+                f"{len(one)} words and {len(other)} tags in a row that begins {' '.join(one[:5])!r}",
+                "a tag for each word",
+                f"Correct the row (the {row + 1}th of its batch).",
+            )
+    tokens = tokenizer(words, is_split_into_words=True, truncation=True, max_length=longest)
+    return {
+        **tokens,
+        "labels": [_at_first(tokens.word_ids(row), own, labels) for row, own in enumerate(tags)],
+    }
+
+
+def _at_first(words: list[int | None], tags: list[Any], labels: labels.Labels) -> list[int]:
+    """Return the label of each token: that of its word if it is the word's first, else none."""
+    return [
+        IGNORED if word is None or word == before else int(labels.number(tags[word]))
+        for before, word in zip([None, *words], words, strict=False)
+    ]
