@@ -1,4 +1,4 @@
-"""The state of an optimizer under the names of weights, as checkpoints keep it, whatever the sharding."""
+"""An optimizer over other weights than it was made for, and its state under their names for checkpoints."""
 
 from __future__ import annotations
 
@@ -7,30 +7,43 @@ from typing import Any
 import torch
 from torch import nn
 
-_NOT_SAVED = ("params",)
+Named = dict[str, nn.Parameter]
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Return ``{"state": {name: {...}}, "groups": [{...}]}``.
+def rebind(optimizer: torch.optim.Optimizer, before: Named, now: Named) -> None:
+    """Let an optimizer that was made for a model's weights step those that took their places.
 
-    A fresh optimizer gets its state here, as at a first step that changes nothing: reading a checkpoint fills
-    tensors that are there.
+    Groups keep their options. A weight that is trained no longer leaves its group; a new one (an adapter's)
+    joins the first.
     """
-    if not optimizer.state:
-        _make_state(optimizer)
-    names = _names(optimizer, module)
+    names = {id(parameter): name for name, parameter in before.items()}
+    left = dict(now)
+    for group in optimizer.param_groups:
+        kept = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        group["params"] = [left.pop(name) for name in kept if name in left]
+    optimizer.param_groups[0]["params"].extend(left.values())
+    optimizer.state.clear()
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Any]:
+    """Return ``{"state": {name: {...}}, "groups": [{...}]}``, tensors as this rank holds them.
+
+    Every weight has state afterwards (``make_state``): reading a checkpoint fills tensors that are there.
+    """
+    make_state(optimizer)
+    names = {id(parameter): name for name, parameter in named.items()}
     return {
         "state": {names[id(parameter)]: dict(state) for parameter, state in optimizer.state.items()},
         "groups": [
-            {key: value for key, value in group.items() if key not in _NOT_SAVED}
+            {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ],
     }
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module, saved: dict[str, Any]) -> None:
-    """Take over what ``optimizer_state`` returned; a weight without state (frozen since) keeps none."""
-    names = _names(optimizer, module)
+def load_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, saved: dict[str, Any]) -> None:
+    """Take over what ``optimizer_state`` returned; a weight without state keeps none."""
+    names = {id(parameter): name for name, parameter in named.items()}
     optimizer.state.clear()
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update(values)
@@ -40,27 +53,30 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module, sa
                 optimizer.state[parameter] = dict(state)
 
 
-def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[int, str]:
-    """Return id of a parameter of the optimizer -> its name in the module."""
-    return {id(parameter): name for name, parameter in module.named_parameters()}
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give weights that no step has changed yet their state, as a step does that changes nothing.
 
-
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Step once with gradients of zero and no learning rate, and count that step as none.
-
-    As torch's own ``_init_optim_state`` does, which leaves the counts at 1.
+    They get gradients of zero and no learning rate, and the step is not counted. torch's own
+    ``_init_optim_state`` does so, too, for an optimizer without any state, and leaves the counts at 1.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    fresh = [parameter for parameter in parameters if parameter not in optimizer.state]
+    if not fresh:
+        return
+    gradients = [parameter.grad for parameter in parameters]
+    options = [dict(group) for group in optimizer.param_groups]
+    optimizer.zero_grad(set_to_none=True)
+    for parameter in fresh:
+        parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-        if "step" in group:
-            group["step"] = 0
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        group.update({"step": 0} if "step" in group else {})  # FusedAdam counts by group
+        group.update(values)
+    for parameter in fresh:
+        step = optimizer.state[parameter].get("step")
+        if step is not None:
+            optimizer.state[parameter]["step"] = torch.zeros_like(step) if torch.is_tensor(step) else 0
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

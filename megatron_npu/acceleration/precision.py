@@ -34,13 +34,11 @@ class LossScale:
 
     Attributes:
         value: the factor.
-        used: the one that the gradients at hand carry.
         steps: how many in a row had no overflow.
         growth, backoff: what ``value`` is multiplied by after ``interval`` such steps, and after an overflow.
     """
 
     value: float = 65536.0
-    used: float = 65536.0
     steps: int = 0
     growth: float = 2.0
     backoff: float = 0.5
@@ -52,7 +50,6 @@ class LossScale:
 
     def update(self, norm: float) -> bool:
         """Take note of a step whose gradients have this norm; return whether they overflowed."""
-        self.used = self.value
         if not math.isfinite(norm):
             self.value, self.steps = self.value * self.backoff, 0
             return True

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.optim.lr_scheduler import LRScheduler
 
+from megatron_npu.acceleration.activations import checkpoint_activations
 from megatron_npu.acceleration.gradients import clip, norm_of, scale
-from megatron_npu.acceleration.optimizer_state import load_optimizer_state, optimizer_state
-from megatron_npu.acceleration.precision import LossScale, autocast, dtype_of
+from megatron_npu.acceleration.lora import adapt
+from megatron_npu.acceleration.main_weights import MainWeights
+from megatron_npu.acceleration.optimizer_state import load_optimizer_state, optimizer_state, rebind
+from megatron_npu.acceleration.precision import LossScale, autocast
+from megatron_npu.acceleration.sharding import FULLY, accumulating, data_parallel, mesh_of, shard_fully
 from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.switches import Switches
 
@@ -37,14 +44,22 @@ class Prepared:
                 prepared.backward(loss)
         norm = prepared.step()
 
+    Where there is no loss scale, ``loss.backward()``, ``optimizer.step()`` and ``optimizer.zero_grad()`` of a
+    user's own loop do the same, without clipping.
+
     Attributes:
         model: called like the user's own, whose attributes it has, too.
-        module: the user's own module, with its weights' own names: what an export saves.
-        optimizer: steps through ``step`` alone.
+        module: the user's own module in it, with its weights' own names: what an export saves.
+        optimizer: of ``weights``.
         lr_scheduler: None where none was asked for.
-        ledger: what each switch did, one line each.
         switches: as they were given.
+        device: of this rank.
+        weights: what the optimizer steps under the names that ``module`` has for them: its parameters, their
+            shards, or copies on the host.
+        main_weights: what keeps the two in step where they are not the same; None where they are.
         clip_grad: the largest norm of the gradients; 0 leaves them as they are.
+        loss_scale: of fp16.
+        ledger: what each switch did, one line each.
     """
 
     model: nn.Module
@@ -53,9 +68,11 @@ class Prepared:
     lr_scheduler: LRScheduler | None
     switches: Switches
     device: torch.device
+    weights: dict[str, nn.Parameter]
+    main_weights: MainWeights | None = None
     clip_grad: float = 0.0
-    ledger: list[str] = field(default_factory=list)
     loss_scale: LossScale | None = None
+    ledger: list[str] = field(default_factory=list)
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Return what belongs around the forward and backward pass of one micro batch.
@@ -63,9 +80,7 @@ class Prepared:
         Args:
             last: it is the last one before ``step``: the ranks exchange gradients in it, where they can wait.
         """
-        if isinstance(self.model, DataParallel) and not last:
-            return self.model.no_sync()
-        return contextlib.nullcontext()
+        return accumulating(self.model, last, keep_gathered=self.switches.sharding == "zero-2")
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return what belongs around each forward pass, in training and evaluation."""
@@ -82,34 +97,36 @@ class Prepared:
             The norm of all gradients before clipping; None after an overflow of fp16, which changes the loss
             scale alone.
         """
-        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
-        gradients = [gradient for gradient in gradients if gradient is not None]
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         norm = norm_of(gradients, self.device)
+        factor = 1.0
         if self.loss_scale is not None:
-            norm /= self.loss_scale.value
-            overflow = self.loss_scale.update(norm)
-            if overflow:
-                self.optimizer.zero_grad(set_to_none=True)
+            norm, factor = norm / self.loss_scale.value, 1 / self.loss_scale.value
+            if self.loss_scale.update(norm):
+                self._forget_gradients()
                 return None
-            scale(gradients, clip(norm, self.clip_grad) / self.loss_scale.used)
-        elif self.clip_grad:
-            scale(gradients, clip(norm, self.clip_grad))
+        scale(gradients, factor * clip(norm, self.clip_grad))
         self.optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         return norm
+
+    def _forget_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer, schedule and loss scale, for ``torch.distributed.checkpoint``.
 
-        Each rank holds its own shards. Names are those of the user's module, so that a run goes on with
-        another sharding or another number of ranks.
+        Each rank holds its own shards, and weights have their names in ``module``: a run goes on with another
+        sharding or another number of ranks.
         """
-        state = {
-            "model": get_model_state_dict(self.model),
-            "optimizer": optimizer_state(self.optimizer, self.module),
-        }
+        with self._main_weights_alone():
+            state = {
+                "model": get_model_state_dict(self.model),
+                "optimizer": optimizer_state(self.optimizer, self.weights),
+            }
         if self.lr_scheduler is not None:
             state["lr_scheduler"] = self.lr_scheduler.state_dict()
         if self.loss_scale is not None:
@@ -119,27 +136,27 @@ class Prepared:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned, which a checkpoint has filled since."""
         set_model_state_dict(self.model, state["model"])
-        load_optimizer_state(self.optimizer, self.module, state["optimizer"])
+        load_optimizer_state(self.optimizer, self.weights, state["optimizer"])
+        if self.main_weights is not None:
+            self.main_weights.take()
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
+    def full_weights(self) -> dict[str, Tensor]:
+        """Return all weights and buffers, whole and on the host: rank 0 does; all ranks must call it."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
 
-class DataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DDP with the attributes of the model in it, such as ``config`` and ``generate``."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+    def _main_weights_alone(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.main_weights is None else self.main_weights.alone()
 
 
 def prepare(
     model: nn.Module,
-    optimizer_fn: OptimizerFn | None,
-    lr_scheduler_fn: SchedulerFn | None,
+    optimizer_fn: OptimizerFn | torch.optim.Optimizer | None,
+    lr_scheduler_fn: SchedulerFn | LRScheduler | None,
     switches: Switches,
     *,
     device: torch.device,
@@ -152,51 +169,91 @@ def prepare(
     """Return the model as the switches want it, with its optimizer and schedule.
 
     Args:
-        model: on any device; it is changed in place.
-        optimizer_fn: called with the parameters that are trained. None: this project's AdamW, whose decay
-            leaves out vectors (biases and norms).
-        lr_scheduler_fn: called with the optimizer; it steps once per ``Prepared.step``.
+        model: changed in place. Large ones belong on the host: the device then sees them block by block.
+        optimizer_fn: called with the parameters that are trained; or an optimizer, made for the model's
+            parameters. None: this project's AdamW, whose decay leaves out vectors (biases and norms).
+        lr_scheduler_fn: called with the optimizer, or a schedule that was made for it; it steps once per
+            ``Prepared.step``.
         switches: a combination that ``refusals.refuse`` has let through.
-        device: of this rank. The process group exists where there are several ranks.
+        device: of this rank. A process group exists where there are several ranks.
         lr, weight_decay, betas, eps: of the default optimizer.
         clip_grad: the largest norm of the gradients; 0 leaves them as they are.
     """
+    before = dict(model.named_parameters())
     ledger: list[str] = []
+    if switches.lora_rank:
+        model, line = adapt(model, switches.lora_rank)
+        ledger.append(line)
+    if switches.checkpoint_activations:
+        ledger.append(checkpoint_activations(model))
+    wrapped, module, line = _distribute(model, switches, device)
+    ledger.append(line)
     if switches.mixed_precision:
-        ledger.append(f"mixed precision: autocast to {switches.mixed_precision}, weights in fp32")
-    module = model.to(device)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    wrapped = data_parallel(module) if ranks > 1 else module
-    if ranks > 1:
-        ledger.append(f"data parallel: {ranks} ranks exchange gradients")
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if optimizer_fn is None:
-        optimizer: torch.optim.Optimizer = FusedAdam(
-            decayed_and_not(trained, weight_decay), lr=lr, betas=betas, eps=eps
-        )
+        ledger.append(f"mixed precision: products in {switches.mixed_precision}, main weights in fp32")
+    weights = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    main_weights, line = _main_weights(weights, switches, device)
+    if main_weights is not None:
+        ledger.append(line)
+        weights = main_weights.named
+    if isinstance(optimizer_fn, torch.optim.Optimizer):
+        optimizer = optimizer_fn
+        rebind(optimizer, before, weights)
+    elif optimizer_fn is None:
+        groups = decayed_and_not(list(weights.values()), weight_decay)
+        optimizer = FusedAdam(groups, lr=lr, betas=betas, eps=eps)
     else:
-        optimizer = optimizer_fn(trained)
+        optimizer = optimizer_fn(list(weights.values()))
+    if main_weights is not None:
+        main_weights.follow(optimizer)
+    if isinstance(lr_scheduler_fn, LRScheduler) or lr_scheduler_fn is None:
+        lr_scheduler = lr_scheduler_fn
+    else:
+        lr_scheduler = lr_scheduler_fn(optimizer)
     return Prepared(
         model=wrapped,
         module=module,
         optimizer=optimizer,
-        lr_scheduler=lr_scheduler_fn(optimizer) if lr_scheduler_fn else None,
+        lr_scheduler=lr_scheduler,
         switches=switches,
         device=device,
+        weights=weights,
+        main_weights=main_weights,
         clip_grad=clip_grad,
+        loss_scale=LossScale() if switches.mixed_precision == "fp16" else None,
         ledger=ledger,
-        loss_scale=LossScale() if dtype_of(switches.mixed_precision) is torch.float16 else None,
     )
 
 
-def data_parallel(model: nn.Module) -> DataParallel:
-    """Return a model whose ranks exchange gradients; parts that a batch leaves out are allowed."""
-    # torch warns where nothing was left out; whether something will be is not known beforehand
-    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-    norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
-    return DataParallel(
-        model, find_unused_parameters=True, gradient_as_bucket_view=True, broadcast_buffers=norms
-    )
+def _distribute(
+    model: nn.Module, switches: Switches, device: torch.device
+) -> tuple[nn.Module, nn.Module, str]:
+    """Return the model to call and the user's own in it, on the device and shared out; and one line."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if switches.sharding in FULLY and (ranks > 1 or switches.cpu_offload):
+        line = shard_fully(model, switches, device)
+        return model, model, line
+    module = model.to(device)
+    if ranks > 1:
+        return data_parallel(module), module, f"data parallel: {ranks} ranks exchange gradients"
+    nothing = f"; {switches.sharding} has nothing to share out" if switches.sharding != "none" else ""
+    return module, module, f"one rank{nothing}"
+
+
+def _main_weights(
+    weights: dict[str, nn.Parameter], switches: Switches, device: torch.device
+) -> tuple[MainWeights | None, str]:
+    """Return what stands between the model and the optimizer, and one line about it; None: nothing does."""
+    if switches.sharding in FULLY:  # fully_shard has seen to it
+        return None, ""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    shared = switches.sharding == "zero-1" and ranks > 1
+    if not shared and not switches.cpu_offload:
+        return None, ""
+    what = f"optimizer states over {ranks} ranks" if shared else "optimizer states"
+    where = " in the host's memory, where the optimizer steps" if switches.cpu_offload else ""
+    name = "zero-1: " if shared else "cpu offload: "
+    mesh = mesh_of(device) if shared else None
+    return MainWeights(weights, mesh, host=switches.cpu_offload), name + what + where
 
 
 def decayed_and_not(trained: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

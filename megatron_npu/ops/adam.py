@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_npu.ops.dispatch import Make, Operation
 from megatron_npu.ops.fused_optimizer import FusedOptimizer, update_fused
+from megatron_npu.ops.multi_tensor import local_parts
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class FusedAdam(FusedOptimizer):
     parameter group, state is ``exp_avg`` and ``exp_avg_sq`` in fp32. ``load_state_dict`` also takes what
     ``torch.optim.Adam`` and ``AdamW`` saved. Megatron's distributed optimizer relies on exactly that form; on
     torch's own AdamW its resume is wrong (megatron-core 0.16: one shared step tensor, counted once per
-    parameter).
+    parameter). Distributed tensors (FSDP2's) keep distributed state; each rank updates its part.
 
     Args:
         params: parameters or groups.
@@ -101,7 +102,8 @@ class FusedAdam(FusedOptimizer):
             weight_decay=float(group["weight_decay"]),
             decoupled=bool(self.adam_w_mode),
         )
-        rows = [self._row(parameter) for parameter in parameters]
+        rows = [local_parts(self._row(parameter)) for parameter in parameters]
+        rows = [row for row in rows if row[0].numel()]  # a rank may hold no row of a small weight
         update_fused(rows, functools.partial(_adam, step=step))
         for parameter in parameters:
             master = self.state[parameter].get("master_param")

@@ -126,13 +126,13 @@ def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None
     if overflow_buf is not None:
         overflow_buf.fill_(0)
     if this:
-        torch._foreach_copy_(_local(that), _local(this))
+        torch._foreach_copy_(local_parts(that), local_parts(this))
 
 
-def _local(tensors: list[Tensor]) -> list[Tensor]:
-    """Return this rank's parts of distributed tensors (FSDP), for which torch has no copy of many at once."""
+def local_parts(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return this rank's parts of distributed tensors (FSDP), for torch's calls that take many tensors."""
     with torch.no_grad():  # then to_local is the memory itself
-        return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+        return tuple(t.to_local() if hasattr(t, "to_local") else t for t in tensors)
 
 
 def unscale(tensors: list[Tensor], found: Tensor, factor: float | Tensor) -> None:

@@ -1,0 +1,170 @@
+"""The weights that an optimizer steps where they are not the model's own: shards (ZeRO-1), or on the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# torch 2.13 renamed it
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_GATHERED = 1 << 22  # values that one collective brings together
+
+
+@dataclass
+class _Weight:
+    """A parameter of the model, and the part of it that this rank's optimizer steps.
+
+    Attributes:
+        main: what the optimizer knows: the parameter itself, a shard by rows, or a copy on the host.
+        step: rows of a shard; 0 if it is not sharded.
+    """
+
+    parameter: nn.Parameter
+    main: nn.Parameter
+    step: int
+
+    def rows(self, rank: int, of: Tensor) -> Tensor:
+        """Return the rows of ``rank`` of a tensor with the parameter's shape: a view."""
+        return of[rank * self.step : (rank + 1) * self.step] if self.step else of
+
+    @property
+    def padded(self) -> int:
+        """The values of a shard, the last ones filled up: every rank sends as many."""
+        return self.step * self.parameter.numel() // max(1, self.parameter.shape[0])
+
+
+class MainWeights:
+    """An optimizer's own view of a model's weights.
+
+    Before a step each main weight gets its gradient, after it the model gets the new values; both happen in
+    ``optimizer.step()`` once ``follow`` has been called. Sharded ones are DTensors, split by rows as FSDP2's:
+    checkpoints of one sharding can be read with another, and an optimizer that looks at whole tensors works.
+    A weight with fewer rows than there are ranks leaves some of them without; a scalar is not split.
+
+    Args:
+        trained: name -> parameter of the model.
+        mesh: the ranks that share out; None: each keeps all.
+        host: keep main weights, and with them the optimizer's states, in the host's memory.
+    """
+
+    def __init__(self, trained: dict[str, nn.Parameter], mesh: DeviceMesh | None, host: bool) -> None:
+        self.mesh, self.host = mesh, host
+        self.rank = mesh.get_local_rank() if mesh is not None else 0
+        self._follows = True
+        self.weights = {name: self._weight(parameter) for name, parameter in trained.items()}
+
+    @property
+    def named(self) -> dict[str, nn.Parameter]:
+        """Name of the parameter -> main weight."""
+        return {name: weight.main for name, weight in self.weights.items()}
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let each step of the optimizer begin with ``pull`` and end with ``push``."""
+        optimizer.register_step_pre_hook(lambda *_: self.pull() if self._follows else None)
+        optimizer.register_step_post_hook(lambda *_: self.push() if self._follows else None)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let the optimizer step without the model, as when its state is made."""
+        self._follows = False
+        yield
+        self._follows = True
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Hand the gradients of the model to the main weights; on the device they are then free."""
+        for weight in self.weights.values():
+            gradient = weight.parameter.grad
+            if gradient is None:
+                weight.main.grad = None
+            elif weight.main is not weight.parameter:
+                weight.main.grad = self._like_main(weight, weight.rows(self.rank, gradient))
+                if self.host:
+                    weight.parameter.grad = None
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """Bring the new values into the model of every rank, and forget its gradients."""
+        for weight in self.weights.values():
+            if self.host:
+                weight.rows(self.rank, weight.parameter).copy_(_local(weight.main))
+            weight.parameter.grad = None
+            weight.main.grad = None
+        for bunch in self._bunches():
+            self._gather(bunch)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take over the model's values, which a checkpoint has changed."""
+        if self.host:
+            for weight in self.weights.values():
+                _local(weight.main).copy_(weight.rows(self.rank, weight.parameter))
+
+    def _weight(self, parameter: nn.Parameter) -> _Weight:
+        ranks = self.mesh.size() if self.mesh is not None else 1
+        step = -(-parameter.shape[0] // ranks) if self.mesh is not None and parameter.ndim else 0
+        if not step and not self.host:
+            return _Weight(parameter, parameter, 0)
+        weight = _Weight(parameter, parameter, step)
+        part = weight.rows(self.rank, parameter.detach())
+        weight.main = nn.Parameter(self._like_main(weight, part))
+        return weight
+
+    def _like_main(self, weight: _Weight, part: Tensor) -> Tensor:
+        """Return this rank's part of a weight or gradient where and as the optimizer holds it."""
+        if self.host:
+            part = part.to("cpu", copy=True)
+        if not weight.step or self.mesh is None:
+            return part
+        whole = weight.parameter
+        spec = DTensorSpec(
+            self.mesh, (Shard(0),), tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        )
+        # not from_local, which moves what rests on the host to the mesh's device; FSDP2 makes them so, too
+        return DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
+
+    def _bunches(self) -> Iterator[list[_Weight]]:
+        """Yield sharded weights of one dtype and device, as many as one collective is to bring together."""
+        open_: dict[Any, list[_Weight]] = {}
+        ranks = self.mesh.size() if self.mesh is not None else 1
+        for weight in self.weights.values():
+            if not weight.step:
+                continue
+            key = (weight.parameter.dtype, weight.parameter.device)
+            bunch = open_.setdefault(key, [])
+            if bunch and ranks * sum(w.padded for w in (*bunch, weight)) > _GATHERED:
+                yield open_.pop(key)
+                bunch = open_.setdefault(key, [])
+            bunch.append(weight)
+        yield from open_.values()
+
+    def _gather(self, bunch: list[_Weight]) -> None:
+        """Bring every rank's rows of these weights to all ranks."""
+        assert self.mesh is not None
+        sizes = [weight.padded for weight in bunch]
+        like = bunch[0].parameter
+        mine = like.new_empty(sum(sizes))
+        for weight, space in zip(bunch, mine.split(sizes), strict=True):
+            rows = weight.rows(self.rank, weight.parameter)
+            space[: rows.numel()].view_as(rows).copy_(rows)
+        everyone = like.new_empty(self.mesh.size() * mine.numel())
+        _all_gather(everyone, mine, group=self.mesh.get_group())
+        for rank, parts in enumerate(everyone.chunk(self.mesh.size())):
+            if rank == self.rank:
+                continue
+            for weight, space in zip(bunch, parts.split(sizes), strict=True):
+                rows = weight.rows(rank, weight.parameter)
+                rows.copy_(space[: rows.numel()].view_as(rows))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
