@@ -99,13 +99,17 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def new_folder(path: str | Path) -> Iterator[Path]:
+def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
     """Give an empty folder that becomes ``path`` if the block ends well, and else is removed.
 
     What an attempt that was killed has left is removed first. Only one process may do this at a time.
 
+    Args:
+        path: its final name.
+        replace: remove a folder of that name when the new one is complete.
+
     Raises:
-        OSError: ``path`` exists and is not an empty folder.
+        OSError: ``path`` exists and is not an empty folder, and is not to be replaced.
     """
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +118,8 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
+        if replace:
+            shutil.rmtree(path, ignore_errors=True)
         os.replace(partial, path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

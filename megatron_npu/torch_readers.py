@@ -103,8 +103,13 @@ def allow_values() -> None:
 
 
 def _load_value(stream: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.load`` of what is no tensor."""
+    """``torch.load`` of what is no tensor, in a checkpoint of Megatron."""
     allow_values()
+    return _load_plain(stream, *args, **kwargs)
+
+
+def _load_plain(stream: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.load`` of what is no tensor."""
     try:
         return torch.load(stream, *args, **{**kwargs, "weights_only": True})
     except pickle.UnpicklingError as error:
@@ -122,13 +127,17 @@ class _Module:
         return getattr(self._module, name)
 
 
-def guard() -> None:
-    """Let torch's reader build types of the list alone."""
+def guard(of_megatron: bool = True) -> None:
+    """Let torch's reader build types of the list alone.
+
+    Args:
+        of_megatron: those that scripts of Megatron keep beside tensors, too, for which Megatron is imported.
+    """
     from torch.distributed.checkpoint import default_planner, filesystem
 
     release()
     _put(filesystem, "pickle", load=_load_metadata)
-    _put(default_planner, "torch", load=_load_value)
+    _put(default_planner, "torch", load=_load_value if of_megatron else _load_plain)
 
 
 def _put(place: ModuleType, name: str, **own: Any) -> None:

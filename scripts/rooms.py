@@ -151,7 +151,8 @@ ROOMS = (
     Room(
         "acceleration/",
         "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
-        "arg_parser devices errors ops switches tokenization training visible_devices",
+        "arg_parser devices errors files ops settings switches tokenization torch_readers training "
+        "visible_devices",
         ("torch",),
     ),
     Room(

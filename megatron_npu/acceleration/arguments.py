@@ -107,6 +107,7 @@ def _derive(args: argparse.Namespace) -> None:
         args.data_path = args.data_path[0]
     args.dataset_path, args.dataset_name = args.data_path, args.data_name
     args.load_from = args.load
+    args.train_samples = None  # of a fine-tuning, when its data are there
     args.load = args.pretrained_model_name_or_path or args.load
     if args.save_interval and not args.save:
         raise UsageError("--save-interval without --save", "both", "Say with --save where to.")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_npu.acceleration import arguments, launch, ranks
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files
+from megatron_npu.training import checkpoint_files, save_folder
 
 _SECONDS = 10.0  # for rank 0 to tell what all ranks have found
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(args: Namespace) -> int:
     """Be one rank."""
-    from megatron_npu.acceleration import loop
+    from megatron_npu.acceleration import checkpoint, loop
 
     try:
         train(args)
@@ -48,7 +48,7 @@ def _run(args: Namespace) -> int:
         if args.rank:
             _wait_for_rank_0_to_report()
         raise
-    except loop.DivergedError as error:
+    except (loop.DivergedError, checkpoint.UnsavedError) as error:
         print(f"megatron-npu train: {error}", file=sys.stderr)
         return 1
     return 0
@@ -67,12 +67,13 @@ def train(args: Namespace) -> None:
 
     state.set_args(args)
     try:
-        if args.user_script:
-            user_script.run(args.user_script)
-        else:
-            from megatron_npu.acceleration.tasks import template_for
+        with save_folder.owned(args):
+            if args.user_script:
+                user_script.run(args.user_script)
+            else:
+                from megatron_npu.acceleration.tasks import template_for
 
-            template_for(args)(engine.RapidformerEngine(args)).train()
+                template_for(args)(engine.RapidformerEngine(args)).train()
     finally:
         engine.leave()
         state.set_args(None)

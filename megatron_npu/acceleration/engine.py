@@ -218,8 +218,11 @@ def seed_everything(seed: int) -> None:
     """Seed Python, numpy, the host's and the device's generator, alike on all ranks."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
+    device = devices.current()
     torch.manual_seed(seed)
-    devices.current().manual_seed(seed % 2**63)
+    with device.host_rng():  # on the CPU the host has a generator of its own
+        torch.default_generator.manual_seed(seed)
+    device.manual_seed(seed % 2**63)
 
 
 def _within(context: Callable[[], Any], call: Callable[..., Any]) -> Callable[..., Any]:

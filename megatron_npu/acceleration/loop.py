@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_npu import devices
-from megatron_npu.acceleration import providers
+from megatron_npu.acceleration import checkpoint, export, providers
 from megatron_npu.acceleration.loading import Loader
 from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.acceleration.report import Report
+from megatron_npu.training import checkpoint_files
 from megatron_npu.training.clock import Clock
 from megatron_npu.training.termination import Termination
 
@@ -54,6 +55,7 @@ class Outcome:
         test: what was found on the test data of a pre-training; None without.
         checkpoint: the last one written; None without.
         exported: the folder for ``from_pretrained``; None without.
+        plot: the picture of the run; None without.
         ended_by: ``iterations``, ``exit-interval`` or ``signal``.
     """
 
@@ -64,6 +66,7 @@ class Outcome:
     test: Evaluation | None = None
     checkpoint: Path | None = None
     exported: Path | None = None
+    plot: Path | None = None
     ended_by: str = "iterations"
 
 
@@ -95,36 +98,52 @@ class Loop:
         self.outcome = Outcome()
         self.iteration = 0
         self.clock = Clock()
+        self._begin = 0  # where this process's part of the run began
         self._losses: list[torch.Tensor] = []  # of this rank, since the last log event
         self._norms: list[float | None] = []
 
     def run(self) -> Outcome:
         """Train to the end, or to where a flag or a signal ends it; return how it went."""
-        begin = self.iteration
-        with Report(self.args, begin, self.prepared.ledger) as self.report:
+        said = self._load()
+        with Report(self.args, self.iteration, self.prepared.ledger) as self.report:
+            for line in said:
+                self.report.say(f" {line}")
             self.prepared.model.train()
-            batches = self.batches.forever(begin * self.args.num_microbatches)
+            batches = self.batches.forever(self.iteration * self.args.num_microbatches)
             with Termination(self.args.exit_signal_handler) as termination:
                 self.clock.start()
                 while self.iteration < self.args.train_iters:
-                    self._iterate(batches, begin)
+                    self._iterate(batches)
                     if self._ends(termination):
                         break
                 self.clock.stop()
-            self._finish(begin)
+            self._finish()
             self.report.end(self.outcome.ended_by)
         return self.outcome
 
-    def _iterate(self, batches: Iterator[Any], begin: int) -> None:
+    def _load(self) -> list[str]:
+        """Go on from the newest checkpoint of --load, if there is one; return what there is to say."""
+        if self.args.load_from is None:
+            return []
+        self.iteration, said = checkpoint.load(self.args, self.prepared)
+        self._begin = self.iteration
+        return said
+
+    def _iterate(self, batches: Iterator[Any]) -> None:
         """Train one iteration; log, evaluate and save if it is time."""
         args = self.args
         self._step(batches)
         self.report.tick()
         iteration = self.iteration
-        if iteration % args.log_interval == 0 or iteration in (begin + 1, args.train_iters):
+        if iteration % args.log_interval == 0 or iteration in (self._begin + 1, args.train_iters):
             self._report()
-        if iteration < args.train_iters and iteration % (args.eval_interval or args.epoch_iters) == 0:
+        if iteration == args.train_iters:  # what is done then is done once, at the end
+            return
+        if iteration % (args.eval_interval or args.epoch_iters) == 0:
             self._evaluate()
+            self._draw()
+        if args.save_interval and iteration % args.save_interval == 0:
+            self._save()
 
     def _step(self, batches: Iterator[Any]) -> None:
         prepared, count = self.prepared, self.args.num_microbatches
@@ -175,14 +194,28 @@ class Loop:
 
     def _found_by(self, evaluate: Evaluate) -> Evaluation:
         """Evaluate, outside the time of training, and leave the random generators as they are."""
-        self.clock.stop()
         model = self.prepared.model
-        with untouched_generators(), torch.no_grad(), self.prepared.forward_context():
+        with (
+            self.clock.paused(),
+            untouched_generators(),
+            torch.no_grad(),
+            self.prepared.forward_context(),
+        ):
             model.eval()
             found = evaluate()
             model.train()
-        self.clock.start()
         return found
+
+    def _save(self) -> None:
+        with self.clock.paused():
+            place = checkpoint.save(self.args, self.prepared, self.iteration)
+        self.outcome.checkpoint = place
+        self.report.say(f" saved {place}")
+        self.report.write("checkpoint", self.iteration, {"path": str(place)})
+
+    def _draw(self) -> None:
+        with self.clock.paused():
+            self.outcome.plot = self.report.draw()
 
     def _ends(self, termination: Termination) -> bool:
         if termination.requested():
@@ -195,17 +228,30 @@ class Loop:
             self.report.say(f" ending at iteration {self.iteration}: {self.outcome.ended_by}")
         return True
 
-    def _finish(self, begin: int) -> None:
-        """Log the rest, and evaluate at the true end."""
-        self.clock.start()
+    def _finish(self) -> None:
+        """Log the rest; evaluate and export at the true end; save what is not saved yet."""
         self._report()
-        if self.iteration >= self.args.train_iters:
+        complete = self.iteration >= self.args.train_iters
+        if complete:
             self._evaluate()
             if self.test is not None:
                 self.outcome.test = self._found_by(self.test)
                 self.report.test(self.iteration, self.outcome.test.loss)
-        self.clock.stop()
         self.outcome.iteration = self.iteration
+        if self.args.save:
+            if self.iteration > self._begin and self.outcome.checkpoint != self._place():
+                self._save()
+            if complete:
+                self._export()
+        self._draw()
+
+    def _place(self) -> Path:
+        return checkpoint_files.directory(self.args.save, self.iteration)
+
+    def _export(self) -> None:
+        tokenizer = getattr(self.template, "tokenizer", None)
+        self.outcome.exported = export.write(self.args, self.prepared, self.outcome, tokenizer)
+        self.report.say(f" the trained model is in {self.outcome.exported}")
 
 
 @contextlib.contextmanager

@@ -114,6 +114,7 @@ class Finetuner(Template):
         """
         engine = self.engine
         data = providers.datasets(self, collates=True)
+        engine.args.train_samples = len(data.train)
         batches = self._training_loader(data, shuffle=True)
         self._settle_length(batches)
         model, optimizer, scheduler = providers.model(self)

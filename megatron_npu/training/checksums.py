@@ -47,8 +47,15 @@ def renew(path: Path) -> None:
         files.write(recorded, json.dumps(content, indent=1))
 
 
-def verify(folder: Path) -> None:
+_WHOLE = "--load-last-good takes the newest checkpoint there that is whole."
+
+
+def verify(folder: Path, remedy: str = _WHOLE) -> None:
     """Compare all files with their checksums, each rank a part of them. All ranks must call this.
+
+    Args:
+        folder: of the checkpoint.
+        remedy: what to do where one is damaged.
 
     Raises:
         UsageError: on every rank, naming what is damaged.
@@ -63,7 +70,7 @@ def verify(folder: Path) -> None:
         raise UsageError(
             f"the checkpoint {folder} is damaged: {'; '.join(found)}",
             f"files as they were saved ({NAME})",
-            "--load-last-good takes the newest checkpoint there that is whole.",
+            remedy,
         )
 
 

@@ -1,0 +1,239 @@
+"""Checkpoints of a run, by ``torch.distributed.checkpoint``: it goes on to the bit, also within an epoch.
+
+Each is written into a hidden folder beside its place and renamed when every rank is done; the tracker
+follows, as in Megatron. Names of weights are those of the user's module, so that a run may go on with another
+sharding or another number of ranks; random numbers go on where that number is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from megatron_npu import devices, files, settings, torch_readers
+from megatron_npu.acceleration.prepare import Prepared
+from megatron_npu.errors import UsageError
+from megatron_npu.training import checkpoint_failures, checkpoint_files, checksums
+
+DESCRIPTION = "run.json"  # the run's flags and position
+_SAME = {  # what decides which samples an iteration has
+    "global_batch_size": "--global-batch-size",
+    "seed": "--seed",
+    "train_samples": "the number of training samples",
+}
+
+
+class UnsavedError(RuntimeError):
+    """A checkpoint could not be written: the disk is full, say. Those before it are as they were."""
+
+
+def save(args: Namespace, prepared: Prepared, iteration: int) -> Path:
+    """Write the checkpoint of an iteration; return its folder. All ranks must call this.
+
+    Raises:
+        UnsavedError: it could not be written.
+    """
+    root = Path(args.save)
+    place = checkpoint_files.directory(root, iteration)
+    part = files.partial_folder(place)
+    if args.rank == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    dist.barrier()
+    try:
+        _write(args, prepared, iteration, part)
+    except checkpoint_failures.FAILURES as error:
+        if args.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)  # a full disk has room again
+        raise UnsavedError(
+            f"the checkpoint of iteration {iteration} could not be written into {root}: "
+            f"{checkpoint_failures.reason(error)}. {checkpoint_failures.advice(error)} Checkpoints before it "
+            "are complete."
+        ) from error
+    if args.rank == 0:
+        shutil.rmtree(place, ignore_errors=True)  # left behind if a run was killed right here
+        part.rename(place)
+        files.sync_directory(root)
+        checkpoint_files.set_latest(root, iteration)
+    dist.barrier()
+    return place
+
+
+def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> None:
+    content = {"train": prepared.state_dict(), "random": {str(args.rank): _random_states()}}
+    dcp.save(content, storage_writer=FileSystemWriter(part))
+    if args.rank == 0:
+        description = {"iteration": iteration, "arguments": vars(args)}
+        files.write(part / DESCRIPTION, json.dumps(description, indent=1, default=str))
+    dist.barrier()
+    checksums.write(part)
+
+
+def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
+    """Load the newest checkpoint under ``--load``. All ranks must call this.
+
+    Returns:
+        The iteration that the run goes on from, 0 without a checkpoint; and what there is to say about it.
+
+    Raises:
+        UsageError: it is damaged, or of another model or other data.
+    """
+    place = checkpoint_files.newest(args.load_from)
+    if place is None:
+        return 0, [f"no checkpoint in {args.load_from} yet: starting from scratch"]
+    found = _description(place)
+    _require_same_data(args, found["arguments"], place)
+    checksums.verify(
+        place, f"Write the iteration of an older one into {place.parent / checkpoint_files.TRACKER}."
+    )
+    said = [f"loaded {place}; going on from iteration {found['iteration']}"]
+    content: dict[str, Any] = {"train": prepared.state_dict()}
+    same_ranks = found["arguments"].get("world_size") == args.world_size
+    if same_ranks:
+        content["random"] = {str(args.rank): _random_states()}
+    else:
+        said.append("the number of ranks has changed: random numbers start again from --seed")
+    with _reading(place):
+        reader = FileSystemReader(place)
+        _require_same_weights(reader, content["train"]["model"], place)
+        dcp.load(content, storage_reader=reader)
+    prepared.load_state_dict(content["train"])
+    if same_ranks:
+        _set_random_states(content["random"][str(args.rank)])
+    return found["iteration"], said
+
+
+def _description(place: Path) -> dict[str, Any]:
+    """Return what the run has written about itself.
+
+    Raises:
+        UsageError: nothing that can be read.
+    """
+    path = place / DESCRIPTION
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if type(found["iteration"]) is not int or not isinstance(found["arguments"], dict):
+            raise ValueError("it does not describe a run")
+        return found
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"--load: {path}: {reason}",
+            "a checkpoint that `megatron-npu train` has saved",
+            "To begin with trained weights, give their folder to --pretrained-model-name-or-path.",
+        ) from error
+
+
+def _require_same_data(args: Namespace, saved: dict[str, Any], place: Path) -> None:
+    for name, flag in _SAME.items():
+        if name in saved and saved[name] != getattr(args, name):
+            raise UsageError(
+                f"{flag} {getattr(args, name)}, and {saved[name]} in {place}",
+                "the same: they decide which samples an iteration has",
+                "Give the flags that the run began with, or begin anew with the trained weights.",
+            )
+
+
+def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place: Path) -> None:
+    """Compare names and shapes with what was saved, of which torch minds only what is missing.
+
+    Raises:
+        UsageError: naming the first that differs.
+    """
+    metadata, prefix = reader.read_metadata().state_dict_metadata, "train.model."
+    saved = {
+        name.removeprefix(prefix): list(getattr(entry, "size", []))
+        for name, entry in metadata.items()
+        if name.startswith(prefix)
+    }
+    wanted = {
+        name: list(value.shape) if isinstance(value, torch.Tensor) else [] for name, value in model.items()
+    }
+    differing = sorted(name for name in saved.keys() | wanted.keys() if saved.get(name) != wanted.get(name))
+    if differing:
+        name = differing[0]
+        raise UsageError(
+            f"{place} holds another model: {name} is {saved.get(name, 'not there')} there and "
+            f"{wanted.get(name, 'not there')} here",
+            "the model and the switches of the run that saved it",
+            "Give its flags, or another --load.",
+        )
+
+
+@contextlib.contextmanager
+def _reading(place: Path) -> Iterator[None]:
+    """Let a checkpoint be read inside the block, without running what is in it.
+
+    Raises:
+        UsageError: it is broken, or names something that is not to be built.
+    """
+    guards = not settings.TRUST_FILES.enabled() and not torch_readers.guarding()
+    if guards:
+        torch_readers.guard(of_megatron=False)
+    try:
+        yield
+    except UsageError:
+        raise
+    # a torn file is a ValueError to JSON, a RuntimeError or EOFError to torch
+    except (OSError, CheckpointException, ValueError, RuntimeError, EOFError, KeyError) as error:
+        refused = torch_readers.last_refusal()
+        raise refused or UsageError(
+            f"the checkpoint {place} cannot be read: {checkpoint_failures.reason(error)}",
+            "one whose files are whole, of the same model",
+            f"Name an older one, by its iteration, in {place.parent / checkpoint_files.TRACKER}.",
+        ) from error
+    finally:
+        if guards:
+            torch_readers.release()
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    """Return the states of this rank's generators, as bytes."""
+    device = devices.current()
+    of_numpy = np.random.get_state(legacy=False)
+    assert isinstance(of_numpy, dict)
+    inner = of_numpy["state"]
+    plain = {**of_numpy, "state": {name: np.asarray(value).tolist() for name, value in inner.items()}}
+    return {
+        "python": _bytes(random.getstate()),
+        "numpy": _bytes(plain),
+        "host": device.host_rng_state(),
+        "device": device.rng_state(),
+    }
+
+
+def _set_random_states(states: dict[str, torch.Tensor]) -> None:
+    device = devices.current()
+    version, numbers, gauss = _value(states["python"])
+    random.setstate((version, tuple(numbers), gauss))
+    of_numpy = _value(states["numpy"])
+    of_numpy["state"]["key"] = np.asarray(of_numpy["state"]["key"], np.uint32)
+    np.random.set_state(of_numpy)
+    device.set_host_rng_state(states["host"])
+    device.set_rng_state(states["device"])
+
+
+_LENGTH = 1 << 14  # bytes of a state as JSON, more than twice what it needs: its digits change, this does not
+
+
+def _bytes(value: Any) -> torch.Tensor:
+    """Return a value as the bytes of its JSON, uint8 [_LENGTH]."""
+    text = json.dumps(value).encode().ljust(_LENGTH)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _value(content: torch.Tensor) -> Any:
+    return json.loads(bytes(content.tolist()))
