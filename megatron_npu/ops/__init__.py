@@ -1,0 +1,20 @@
+"""Operations: one contract, one reference, one implementation per device; ``swap`` puts them into a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_npu.ops.swapping import Swapped as Swapped
+    from megatron_npu.ops.swapping import swap as swap
+
+__all__ = ["Swapped", "swap"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``swap`` when it is asked for: a single operation does not need it."""
+    if name in __all__:
+        from megatron_npu.ops import swapping
+
+        return getattr(swapping, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

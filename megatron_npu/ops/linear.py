@@ -43,6 +43,11 @@ def faster_than_torch(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 and _onednn_beats_mkl()
 
 
+def looks_for_dead_rows(outputs: int) -> bool:
+    """Return whether backward leaves out rows without a gradient, on a CPU."""
+    return outputs >= _WIDE
+
+
 @lru_cache(maxsize=1)
 def _onednn_beats_mkl() -> bool:
     mkldnn = getattr(torch.ops, "mkldnn", None)
@@ -63,7 +68,7 @@ _linear.on("cuda", "npu", note="`F.linear`")(_reference)
 
 @_linear.on("cpu", note="`F.linear`, fp32 by oneDNN where MKL is slow³; only rows with a gradient")
 def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    if faster_than_torch(input.dtype) or weight.size(1 if transposed else 0) >= _WIDE:
+    if faster_than_torch(input.dtype) or looks_for_dead_rows(weight.size(1 if transposed else 0)):
         return _CpuLinear.apply(input, weight, bias, transposed)
     return _reference(input, weight, bias, transposed)
 
@@ -109,7 +114,7 @@ class _CpuLinear(torch.autograd.Function):
 
 def _rows_alive(grad: Tensor) -> Tensor | None:
     """Return the numbers of the rows that are not all zero; None where too few are to be left out."""
-    if grad.size(1) < _WIDE:
+    if not looks_for_dead_rows(grad.size(1)):
         return None
     alive = grad.any(1).nonzero().squeeze(1)
     return alive if alive.numel() < _WORTH_GATHERING * grad.size(0) else None

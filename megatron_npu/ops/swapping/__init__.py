@@ -1,0 +1,159 @@
+"""This project's operations in a model of Transformers or of a user, and out of it again."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+
+from torch import nn
+
+from megatron_npu.ops.swapping import activations, attention, linears, losses, norms, rotary
+from megatron_npu.ops.swapping.found import Found, Left, Replacement
+
+__all__ = ["Entry", "Swapped", "swap"]
+
+_RECOGNISERS: tuple[Callable[[nn.Module], Found], ...] = (
+    norms.recognise,
+    activations.recognise,
+    activations.recognise_gated,
+    attention.recognise,
+    rotary.recognise,
+    losses.recognise,
+    linears.recognise,
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of a part of the model.
+
+    Attributes:
+        where: its path in the model; empty for the model itself.
+        what: norm, attention, activation, gated MLP, rotary, loss, linear or dropout.
+        by: the operation in its place; empty where it stays.
+        why_not: why it stays; empty where it does not.
+    """
+
+    where: str
+    what: str
+    by: str = ""
+    why_not: str = ""
+
+
+@dataclass
+class Swapped:
+    """What ``swap`` did to a model."""
+
+    model: weakref.ReferenceType[nn.Module]
+    entries: list[Entry] = field(default_factory=list)
+    _undo: list[Callable[[], object]] = field(default_factory=list)
+
+    @property
+    def ledger(self) -> list[Entry]:
+        """Return an entry for each part; what calls have shown since is in it."""
+        model = self.model()
+        modules = {} if model is None else dict(model.named_modules())
+        found = []
+        for entry in self.entries:
+            why = attention.calls_left.get(modules.get(entry.where, nn.Identity()), "")
+            found.append(
+                Entry(entry.where, entry.what, "", why) if why and entry.what == "attention" else entry
+            )
+        return found
+
+    def lines(self) -> list[str]:
+        """Return the ledger with equal parts of all layers in one line, for people to read."""
+        counted: Counter[tuple[str, str, str, str]] = Counter()
+        for entry in self.ledger:
+            pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", entry.where) or "the model"
+            counted[pattern, entry.what, entry.by, entry.why_not] += 1
+        return [
+            f"{what} {where}" + (f" ({count})" if count > 1 else "") + (f": {by}" if by else f" stays: {why}")
+            for (where, what, by, why), count in counted.items()
+        ]
+
+    def undo(self) -> None:
+        """Give the model back everything that ``swap`` took; a second time nothing is left to do."""
+        while self._undo:
+            self._undo.pop()()
+        self.entries.clear()
+        model = self.model()
+        if model is not None:
+            _swapped.pop(model, None)
+
+
+_swapped: weakref.WeakKeyDictionary[nn.Module, Swapped] = weakref.WeakKeyDictionary()
+
+
+def swap(model: nn.Module) -> Swapped:
+    """Put the operations of this project into ``model``, in place, and return what was done.
+
+    Modules are recognised by their structure and by what they compute, not by the names of models. What a
+    module holds stays: parameters, their names, hooks, its class. What looks like a module to be replaced
+    and is not is in the ledger with the reason. Under ``torch.compile`` the replacements step aside for what
+    the compiler fuses itself (norms, activations, rotary embeddings, dropout).
+
+    Args:
+        model: of Transformers or a user's own; on any device, in any dtype, its weights already there. The
+            operations run where the model is on this process's device.
+
+    Returns:
+        The ledger, and ``undo``. Of a model that has been swapped before, the same as then.
+    """
+    if model in _swapped:
+        return _swapped[model]
+    swapped = Swapped(weakref.ref(model))
+    _swapped[model] = swapped
+    for path, module in list(model.named_modules()):
+        _swap_module(path, module, swapped)
+    _swap_registered_attention(model, swapped)
+    return swapped
+
+
+def _swap_module(path: str, module: nn.Module, swapped: Swapped) -> None:
+    loss = losses.loss_function_of(module)
+    if isinstance(loss, str):
+        swapped.entries.append(Entry(path, "loss", why_not=loss))
+    elif loss is not None:
+        _set(module, "_loss_function", loss, swapped)
+        swapped.entries.append(Entry(path, "loss", "cross_entropy"))
+    for recognise in _RECOGNISERS:
+        found = recognise(module)
+        if isinstance(found, Left):
+            swapped.entries.append(Entry(path, found.what, why_not=found.why))
+        elif isinstance(found, Replacement) and "forward" in vars(module):
+            swapped.entries.append(Entry(path, found.what, why_not="its forward has been replaced already"))
+        elif isinstance(found, Replacement):
+            for name, value in (("forward", MethodType(found.forward, module)), *found.notes.items()):
+                _set(module, name, value, swapped)
+            swapped.entries.append(Entry(path, found.what, found.by))
+
+
+def _set(module: nn.Module, name: str, value: object, swapped: Swapped) -> None:
+    """Set an attribute of the module alone, and note how to take it back."""
+    attributes = vars(module)
+    if name in attributes:
+        before = attributes[name]
+        swapped._undo.append(lambda: attributes.__setitem__(name, before))
+    else:
+        swapped._undo.append(lambda: attributes.pop(name, None))
+    attributes[name] = value
+
+
+def _swap_registered_attention(model: nn.Module, swapped: Swapped) -> None:
+    """Choose our attention in the configs, and name each layer that asks for it."""
+    refused = []
+    for path, outcome in attention.choose_in_configs(model):
+        if isinstance(outcome, str):
+            refused.append(path)
+            swapped.entries.append(Entry(path, "attention", why_not=outcome))
+        else:
+            swapped._undo.append(outcome)
+    for path, module in model.named_modules():
+        inside = any(path == root or path.startswith(f"{root}.") or not root for root in refused)
+        if attention.asks_the_registry(module) and not inside:
+            swapped.entries.append(Entry(path, "attention", "attention"))

@@ -1,0 +1,77 @@
+"""What a recogniser says of a module, and what every replacement asks first."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_npu import devices
+
+
+class Replacement(NamedTuple):
+    """A forward that takes the module's place.
+
+    Attributes:
+        what: the module's part in the model, such as ``norm``.
+        by: the operation, by its name in docs/operations.md, with what is worth knowing of it.
+        forward: takes the module, then what the module's own takes; a function of a file, so that a deep
+            copy of the model has one of its own.
+        notes: attributes that the module gets for it.
+    """
+
+    what: str
+    by: str
+    forward: Callable[..., Any]
+    notes: Mapping[str, Any] = MappingProxyType({})
+
+
+class Left(NamedTuple):
+    """A module that looks like one to be replaced, and why it stays."""
+
+    what: str
+    why: str
+
+
+Found = Replacement | Left | None
+
+
+def bound_elsewhere(tensor: Tensor) -> bool:
+    """Return whether the module's own forward is to run: operations are bound to another device.
+
+    Or a graph is being compiled: what is element-wise, the compiler fuses better than any operation.
+    """
+    return torch.compiler.is_compiling() or tensor.device.type != devices.current().name
+
+
+def own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of the module's class."""
+    return type(module).forward(module, *args, **kwargs)
+
+
+def has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a module, of that class or below it, computes what that class does."""
+    return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def names_in_forward(module: nn.Module) -> frozenset[str]:
+    """Return the globals and attributes that the forward of the module's class names."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return frozenset(code.co_names) if code is not None else frozenset()
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return whether the module has no modules of its own."""
+    return next(module.children(), None) is None
+
+
+def agrees(actual: Any, expected: Tensor, tolerance: float) -> bool:
+    """Return whether a probe's outcome is ``expected``, up to a share of its largest value."""
+    if not isinstance(actual, Tensor) or actual.shape != expected.shape:
+        return False
+    error = (actual.double() - expected.double()).abs().max()
+    return bool(error <= tolerance * expected.double().abs().max())

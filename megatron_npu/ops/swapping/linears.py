@@ -1,0 +1,80 @@
+"""Linear layers and dropout: operations of a CPU that are faster than torch's there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_npu import devices
+from megatron_npu.ops.dropout import dropout
+from megatron_npu.ops.linear import faster_than_torch, linear, looks_for_dead_rows
+from megatron_npu.ops.swapping.found import (
+    Found,
+    Replacement,
+    agrees,
+    bound_elsewhere,
+    has_forward_of,
+    is_leaf,
+    names_in_forward,
+    own_forward,
+)
+
+
+def recognise(module: nn.Module) -> Found:
+    """Return what takes the place of a linear layer or a dropout, on a CPU."""
+    if devices.current().name != "cpu":
+        return None  # torch's own, there
+    if has_forward_of(module, nn.Dropout):
+        return Replacement("dropout", "dropout", _dropout)
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        return None
+    is_linear = has_forward_of(module, nn.Linear)
+    if not is_linear and not _is_conv1d(module, weight):
+        return None
+    if not faster_than_torch(torch.float32) and not looks_for_dead_rows(weight.size(0 if is_linear else 1)):
+        return None
+    return Replacement("linear", "linear", _linear if is_linear else _conv1d)
+
+
+def _is_conv1d(module: Any, weight: Tensor) -> bool:
+    """Return whether it is a linear layer with a transposed weight, as GPT-2's, by its answer to a probe."""
+    if not is_leaf(module) or "addmm" not in names_in_forward(module) or weight.device.type == "meta":
+        return False
+    bias = getattr(module, "bias", None)
+    if not isinstance(bias, Tensor) or bias.shape != weight.shape[1:]:
+        return False
+    x = torch.randn(2, weight.size(0), generator=torch.Generator().manual_seed(0)).to(weight)
+    with torch.no_grad():
+        return agrees(module(x), x @ weight + bias, 1e-5 if weight.dtype is torch.float32 else 3e-2)
+
+
+def _linear(module: Any, input: Tensor) -> Tensor:
+    return _either(module, input, transposed=False)
+
+
+def _conv1d(module: Any, x: Tensor) -> Tensor:
+    return _either(module, x, transposed=True)
+
+
+def _either(module: Any, input: Tensor, transposed: bool) -> Tensor:
+    weight, bias = module.weight, module.bias
+    if bound_elsewhere(input):
+        return own_forward(module, input)
+    if torch.is_autocast_enabled(input.device.type):
+        dtype = torch.get_autocast_dtype(input.device.type)
+        if not looks_for_dead_rows(weight.size(1 if transposed else 0)):
+            return own_forward(module, input)  # autocast keeps its copy of the weight
+        input, weight = input.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if weight.dtype is not input.dtype:
+        return own_forward(module, input)  # the error is torch's to raise
+    return linear(input, weight, bias, transposed)
+
+
+def _dropout(module: Any, input: Tensor) -> Tensor:
+    if bound_elsewhere(input) or module.inplace:
+        return own_forward(module, input)
+    return dropout(input, module.p, module.training)

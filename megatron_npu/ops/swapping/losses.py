@@ -1,0 +1,133 @@
+"""Losses over a vocabulary: Transformers' loss functions, torch's module, and what forwards call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from megatron_npu import devices
+from megatron_npu.ops.cross_entropy import cross_entropy
+from megatron_npu.ops.swapping.found import (
+    Found,
+    Left,
+    Replacement,
+    has_forward_of,
+    names_in_forward,
+    own_forward,
+)
+
+_SMALLEST = 256  # classes; below, torch's own is as good
+_BY = f"cross_entropy, of {_SMALLEST} classes and more"
+
+
+def recognise(module: Any) -> Found:
+    """Return what takes the place of torch's loss, or of a forward that calls it."""
+    if has_forward_of(module, nn.CrossEntropyLoss):
+        reason = _beyond(module.weight, module.reduction, module.label_smoothing)
+        return Left("loss", reason) if reason else Replacement("loss", _BY, _with_our_loss)
+    names = names_in_forward(module)
+    if names & {"CrossEntropyLoss", "cross_entropy"}:
+        return Replacement("loss", _BY, _with_our_loss)
+    return None
+
+
+def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
+    """Return what takes the place of a Transformers model's ``loss_function``, or why nothing does."""
+    if not hasattr(type(model), "loss_function") or "loss_function" not in names_in_forward(model):
+        return None
+    theirs = model.loss_function
+    ours = _BY_NAME.get(getattr(theirs, "__name__", ""))
+    if ours is not None and theirs.__module__ == "transformers.loss.loss_utils":
+        return ours
+    return f"{getattr(theirs, '__name__', theirs)} is not over a vocabulary"
+
+
+def _causal_lm(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    """``ForCausalLMLoss`` of Transformers; tokens < n predict n."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return _masked_lm(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
+
+
+def _masked_lm(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    **others: Any,
+) -> Tensor:
+    """``ForMaskedLMLoss``: without the fp32 copy of the logits."""
+    target = labels.reshape(-1).to(logits.device)
+    losses = _losses(logits.reshape(-1, vocab_size), target, ignore_index)
+    if num_items_in_batch is None:
+        return losses.sum() / (target != ignore_index).sum()
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(losses.device)
+    return losses.sum() / num_items_in_batch
+
+
+_BY_NAME = {"ForCausalLMLoss": _causal_lm, "ForMaskedLMLoss": _masked_lm}
+
+
+def _losses(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    if torch.compiler.is_compiling() or logits.device.type != devices.current().name:
+        return F.cross_entropy(logits.float(), target, ignore_index=ignore_index, reduction="none")
+    return cross_entropy(logits, target, ignore_index)
+
+
+def _with_our_loss(module: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return own_forward(module, *args, **kwargs)
+    with _OurLoss():
+        return own_forward(module, *args, **kwargs)
+
+
+class _OurLoss(TorchFunctionMode):
+    """Inside, ``F.cross_entropy`` is ours where it is over a vocabulary and plain."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return _torch_loss(*args, **kwargs) if func is F.cross_entropy else func(*args, **kwargs)
+
+
+def _torch_loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy`` by the operation, in the dtype of ``input`` as torch's."""
+    plain = size_average is None and reduce is None and _beyond(weight, reduction, label_smoothing) is None
+    tokens = input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+    if not plain or not tokens or input.size(1) < _SMALLEST or input.device.type != devices.current().name:
+        return F.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    losses = cross_entropy(input, target, ignore_index)
+    if reduction == "mean":
+        losses = losses.sum() / (target != ignore_index).sum()
+    return (losses.sum() if reduction == "sum" else losses).to(input.dtype)
+
+
+def _beyond(weight: Tensor | None, reduction: str, label_smoothing: float) -> str | None:
+    if weight is not None:
+        return "its classes have weights"
+    return "it smooths labels" if label_smoothing else None

@@ -1,0 +1,96 @@
+"""Rotary embeddings of Transformers' layers: a function of their file, recognised by what it computes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_npu import devices
+from megatron_npu.ops.rotary import rotary_by_tables
+from megatron_npu.ops.swapping.found import Found, Left, Replacement, agrees, names_in_forward
+
+Rotate = Callable[..., Any]
+
+
+def recognise(module: nn.Module) -> Found:
+    """Return a forward that is the layer's own, but for the function that turns queries and keys."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType):
+        return None
+    for name in sorted(names_in_forward(module)):
+        function = inspect.unwrap(forward).__globals__.get(name)
+        if callable(function) and _takes_tables(function):
+            if hasattr(forward, "__wrapped__"):
+                return Left("rotary", "its forward is wrapped by another function")
+            if not turns_halves(function):
+                return Left("rotary", f"{name} computes something other than rotary embedding of halves")
+            return Replacement("rotary", "rotary", _with_our_rotary(forward, name, function))
+    return None
+
+
+def _takes_tables(function: Rotate) -> bool:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of a builtin
+        return False
+    return names[:4] == ["q", "k", "cos", "sin"]
+
+
+@functools.lru_cache(maxsize=64)  # a function serves all layers
+def turns_halves(function: Rotate) -> bool:
+    """Return whether ``function(q, k, cos, sin)`` turns element i with i + d/2, by a probe."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, heads, 3, 8, generator=generator) for heads in (2, 1))
+    half = torch.randn(2, 3, 4, generator=generator)
+    cos, sin = (torch.cat((f(half), f(half)), -1) for f in (torch.cos, torch.sin))
+    try:
+        turned = function(q, k, cos, sin)
+        expected = [_formula(x, cos[:, None], sin[:, None]) for x in (q, k)]
+        return all(agrees(a, b, 1e-5) for a, b in zip(turned, expected, strict=True))
+    except Exception:  # it wants more than these four, or tables of another shape
+        return False
+
+
+def _formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@functools.lru_cache(maxsize=64)
+def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> FunctionType:
+    """Return ``forward`` with our function under the global name of theirs; nobody else's globals change."""
+
+    def turn(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, unsqueeze_dim: int = 1, **others: Any
+    ) -> tuple[Tensor, Tensor]:
+        elsewhere = torch.compiler.is_compiling() or q.device.type != devices.current().name
+        if elsewhere or args or others or unsqueeze_dim not in (1, 2) or q.dim() != 4 or cos.dim() != 3:
+            return theirs(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **others)
+        return _by_tables(q, cos, sin, unsqueeze_dim), _by_tables(k, cos, sin, unsqueeze_dim)
+
+    changed = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, name: turn},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return changed
+
+
+def _by_tables(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """Turn ``[b, n, s, d]`` (heads 1) or ``[b, s, n, d]`` (heads 2) by ``[b or 1, s, r]``.
+
+    Queries and keys come as views of ``[b, s, n, d]``, which the operation takes; and leave as such.
+    """
+    tables = (cos.unsqueeze(2), sin.unsqueeze(2))
+    if heads == 2:
+        return rotary_by_tables(x, *tables)
+    return rotary_by_tables(x.transpose(1, 2), *tables).transpose(1, 2)

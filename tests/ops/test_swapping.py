@@ -1,0 +1,359 @@
+"""ops.swap: the same numbers before, with, and after it, for models of Transformers and a user's own.
+
+On the simulated Ascend the same tests say which kernels were launched.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from megatron_npu import devices, ops
+from megatron_npu.ops import dispatch, norm
+from megatron_npu.ops.swapping import linears
+
+DEVICE = devices.current().name
+VOCABULARY = 300  # more than the fewest classes of the loss
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ENCODER = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GROUPED = {"num_key_value_heads": 2}
+LENGTHS = (12, 8, 5)  # of the rows of a batch, which is padded at the right
+
+
+def text_batch() -> dict[str, torch.Tensor]:
+    """Return ids, mask and labels ``[3, 12]``."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, VOCABULARY, (3, 12), generator=generator)
+    mask = (torch.arange(12) < torch.tensor(LENGTHS)[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def image_batch() -> dict[str, torch.Tensor]:
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+    return {"pixel_values": pixels, "labels": torch.tensor([0, 2])}
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        feed_forward_proj="gated-gelu",
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def bart() -> nn.Module:
+    sides = {
+        f"{side}_{what}": value
+        for side in ("encoder", "decoder")
+        for what, value in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))
+    }
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY, d_model=32, dropout=0.0, max_position_embeddings=64, **sides
+    )
+    return transformers.BartForConditionalGeneration(config)
+
+
+def gpt2() -> nn.Module:
+    dropouts = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, **dropouts)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def vit() -> nn.Module:
+    sizes = {**SIZES, **ENCODER, "image_size": 16, "patch_size": 4, "num_labels": 3}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
+
+
+def of(family: str, head: str, **options) -> nn.Module:
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **options})
+    return getattr(transformers, f"{family}For{head}")(config)
+
+
+# name: (model, batch, what has to be in the ledger)
+PARTS = {"norm", "linear", "loss", "attention"} if DEVICE == "cpu" else {"norm", "loss", "attention"}
+MODELS = {
+    "bert": (lambda: of("Bert", "MaskedLM", **ENCODER), text_batch, PARTS | {"activation"}),
+    "roberta": (
+        lambda: of("Roberta", "MaskedLM", **ENCODER, max_position_embeddings=70),
+        text_batch,
+        PARTS,
+    ),
+    "albert": (lambda: of("Albert", "MaskedLM", **ENCODER, embedding_size=16), text_batch, PARTS),
+    "gpt2": (gpt2, text_batch, PARTS | {"activation"}),
+    "llama": (lambda: of("Llama", "CausalLM", **GROUPED), text_batch, PARTS | {"rotary", "gated MLP"}),
+    # a window of 8 leaves every token of the batch a key: rows without any are not numbers upstream
+    "mistral": (
+        lambda: of("Mistral", "CausalLM", **GROUPED, sliding_window=8),
+        text_batch,
+        PARTS | {"rotary", "gated MLP"},
+    ),
+    "qwen2": (lambda: of("Qwen2", "CausalLM", **GROUPED), text_batch, PARTS | {"rotary", "gated MLP"}),
+    "gemma": (lambda: of("Gemma", "CausalLM", **GROUPED, head_dim=8), text_batch, PARTS | {"rotary"}),
+    "t5": (t5, text_batch, (PARTS | {"gated MLP"}) - {"attention"}),
+    "bart": (bart, text_batch, PARTS),
+    "vit": (vit, image_batch, (PARTS | {"activation"}) - {"loss"}),
+}
+
+
+def to_device(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {
+        name: value.to(DEVICE, dtype if value.is_floating_point() else None) for name, value in batch.items()
+    }
+
+
+def losses_and_gradients(model: nn.Module, batch: dict[str, torch.Tensor]):
+    """Return loss, logits where there is no padding, and all gradients, in fp64 on the host."""
+    model.zero_grad()
+    output = model(**batch)
+    output.loss.backward()
+    logits = output.logits.detach().cpu().double()
+    if "attention_mask" in batch:
+        logits = logits[batch["attention_mask"].cpu().bool()]
+    gradients = {n: p.grad.cpu().double() for n, p in model.named_parameters() if p.grad is not None}
+    return output.loss.item(), logits, gradients
+
+
+def assert_same(ours, right, share: float) -> None:
+    """Compare with the largest value of each; a gradient that is zero but for rounding, with all others'."""
+    assert ours[0] == pytest.approx(right[0], rel=share)
+    assert (ours[1] - right[1]).abs().max() <= share * right[1].abs().max()
+    largest = max(gradient.abs().max() for gradient in right[2].values())
+    assert ours[2].keys() == right[2].keys()
+    for name, gradient in right[2].items():
+        scale = max(gradient.abs().max(), 1e-2 * largest)
+        assert (ours[2][name] - gradient).abs().max() <= share * scale, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_numbers_with_and_after_it(name, dtype):
+    make, batch_of, expected_parts = MODELS[name]
+    torch.manual_seed(1)
+    model = make().to(DEVICE, dtype).train()
+    batch = to_device(batch_of(), dtype)
+    right = losses_and_gradients(model, batch)
+    implementation = model.config._attn_implementation
+    swapped = ops.swap(model)
+    assert ops.swap(model) is swapped
+    ours = losses_and_gradients(model, batch)
+    assert_same(ours, right, 2e-5 if dtype is torch.float32 else 6e-2)
+    assert {entry.what for entry in swapped.ledger if entry.by} >= expected_parts
+    assert all(bool(entry.by) != bool(entry.why_not) for entry in swapped.ledger)
+    swapped.undo()
+    assert model.config._attn_implementation == implementation
+    assert not any(
+        {"forward", "_swapped_parts", "_loss_function"} & vars(module).keys() for module in model.modules()
+    )
+    again = losses_and_gradients(model, batch)
+    assert again[0] == right[0]
+    assert all(torch.equal(again[2][key], value) for key, value in right[2].items())
+
+
+def test_fp64_shows_that_only_rounding_differs():
+    if DEVICE == "npu":
+        return  # it has no fp64
+    for name in ("bert", "bart"):
+        torch.manual_seed(1)
+        model = MODELS[name][0]().double()
+        batch = to_device(text_batch(), torch.float64)
+        right = losses_and_gradients(model, batch)
+        ops.swap(model)
+        assert_same(losses_and_gradients(model, batch), right, 1e-12)
+
+
+def test_a_cache_gives_the_tokens_of_the_whole_text():
+    """One token at a time, after a prompt, with grouped heads and a window shorter than the text."""
+    torch.manual_seed(2)
+    model = of("Mistral", "CausalLM", **GROUPED, sliding_window=4).to(DEVICE).eval()
+    ids = text_batch()["input_ids"][:2].to(DEVICE)
+    with torch.no_grad():
+        right = model(input_ids=ids).logits
+        ops.swap(model)
+        first = model(input_ids=ids[:, :6], use_cache=True)
+        parts, cache = [first.logits], first.past_key_values
+        for position in range(6, ids.size(1)):
+            step = model(input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+            parts.append(step.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), right, rtol=0, atol=2e-5)
+
+
+def test_dropout_drops_weights_and_values():
+    """Others each time, the same from the same state; the mean over many is what nothing dropped gives."""
+    torch.manual_seed(3)
+    model = of("Bert", "MaskedLM", hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.2).to(DEVICE)
+    batch = to_device(text_batch(), torch.float32)
+    ops.swap(model)
+
+    def logits(seed: int) -> torch.Tensor:
+        devices.current().manual_seed(seed)
+        with torch.no_grad():
+            return model.train()(**batch).logits[0]
+
+    assert torch.equal(logits(1), logits(1))
+    assert not torch.equal(logits(1), logits(2))
+    with torch.no_grad():
+        whole = model.eval()(**batch).logits[0]
+    mean = torch.stack([logits(seed) for seed in range(30)]).mean(0)
+    assert (mean - whole).abs().mean() < 0.5 * (logits(1) - whole).abs().mean()
+
+
+class Own(nn.Module):
+    """A user's encoder, with torch's layers, a causal layer that calls SDPA, and a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, activation="gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.causal = Causal()
+        self.norm = nn.RMSNorm(32)
+        self.head = nn.Linear(32, VOCABULARY)
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, input_ids, attention_mask, labels):
+        hidden = self.encoder(self.embedding(input_ids), src_key_padding_mask=attention_mask == 0)
+        logits = self.head(self.norm(self.causal(hidden)))
+        loss = self.loss(logits.flatten(0, 1), labels.flatten())
+        return transformers.modeling_outputs.MaskedLMOutput(loss=loss, logits=logits)
+
+
+class Causal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+def test_a_users_own_model():
+    torch.manual_seed(4)
+    model = Own().to(DEVICE)
+    batch = to_device(text_batch(), torch.float32)
+    right = losses_and_gradients(model, batch)
+    swapped = ops.swap(model)
+    assert_same(losses_and_gradients(model, batch), right, 2e-5)
+    by = {entry.where: entry.by for entry in swapped.ledger}
+    assert by["encoder.layers.1.self_attn"] == by["causal"] == "attention"
+    assert by["norm"] == "rms_norm"
+    assert by["encoder.layers.0.norm1"] == "layer_norm"
+    assert by["loss"].startswith("cross_entropy")
+    model.eval()
+    with torch.no_grad():  # torch's own path for inference looks at the layers from outside
+        ours = model(**batch).loss.item()
+    assert ours == pytest.approx(right[0], rel=1e-5)
+
+
+def test_what_stays_is_named_with_the_reason():
+    class LookAlikeNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+        def forward(self, x):
+            return self.weight * x / (x.abs().mean(-1, keepdim=True) + self.eps)
+
+    parts = {
+        "no_bias": nn.LayerNorm(8, bias=False),
+        "look_alike": LookAlikeNorm(),
+        "extra_key": nn.MultiheadAttention(8, 2, add_bias_kv=True),
+        "quick": transformers.activations.QuickGELUActivation(),
+        "smoothing": nn.CrossEntropyLoss(label_smoothing=0.1),
+        "taken": nn.LayerNorm(8),
+    }
+    model = nn.ModuleDict(parts)
+    model["taken"].forward = lambda x: x
+    ledger = {entry.where: entry for entry in ops.swap(model).ledger}
+    for name, reason in (
+        ("no_bias", "no bias"),
+        ("look_alike", "something other than RMS norm"),
+        ("extra_key", "keys of its own"),
+        ("quick", "neither form of GELU"),
+        ("smoothing", "smooths labels"),
+        ("taken", "replaced already"),
+    ):
+        assert reason in ledger[name].why_not
+        assert not ledger[name].by
+    assert any(line.startswith("norm no_bias stays: ") for line in ops.swap(model).lines())
+
+
+def test_attention_weights_are_still_to_be_had(monkeypatch):
+    """The operation has none: torch's own layer runs, and the ledger says so."""
+    monkeypatch.setattr(dispatch, "fallbacks", {})
+    layer = nn.MultiheadAttention(32, 4, batch_first=True).to(DEVICE)
+    x = torch.randn(2, 5, 32, device=DEVICE)
+    right = layer(x, x, x)
+    swapped = ops.swap(layer)
+    ours = layer(x, x, x)
+    for a, b in zip(ours, right, strict=True):
+        torch.testing.assert_close(a, b)
+    assert [entry.why_not for entry in swapped.ledger if entry.what == "attention"] == [
+        "the attention weights are asked for (need_weights)"
+    ]
+
+
+def test_a_copy_has_operations_of_its_own():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).to(DEVICE)
+    ops.swap(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    x = torch.randn(3, 8, device=DEVICE)
+    assert twin[0](x).abs().max() == 0
+    assert model[0](x).abs().max() > 0
+
+
+@pytest.mark.skipif(DEVICE != "npu", reason="there is nothing to launch without an NPU")
+def test_the_kernels_of_an_npu_are_launched():
+    from megatron_npu.sim import counting
+
+    torch.manual_seed(5)
+    model = MODELS["llama"][0]().to(DEVICE, torch.bfloat16)
+    batch = to_device(text_batch(), torch.bfloat16)
+
+    def launched():
+        with counting() as counts:
+            losses_and_gradients(model, batch)
+        return counts
+
+    before = launched()
+    ops.swap(model)
+    after = launched()
+    for kernel in ("npu_fusion_attention", "npu_rms_norm", "npu_swiglu", "npu_rotary_mul"):
+        assert any(kernel in name for name in after.launches), kernel
+        # torch_npu's SDPA is the fused attention, too; the rest is torch's small kernels there
+        assert kernel == "npu_fusion_attention" or not any(kernel in name for name in before.launches), kernel
+    assert after.total_launches < before.total_launches
+
+
+def test_it_steps_aside_where_operations_are_bound_to_another_device(monkeypatch):
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(0.1))
+    ops.swap(model)
+    other = devices.CudaDevice() if DEVICE != "cuda" else devices.CpuDevice()
+    monkeypatch.setattr(devices, "current", lambda: other)
+    for room, name in ((norm, "_layer_norm"), (linears, "linear"), (linears, "dropout")):
+        monkeypatch.setattr(room, name, None)
+    assert model(torch.randn(3, 8)).shape == (3, 8)
