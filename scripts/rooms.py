@@ -127,7 +127,7 @@ ROOMS = (
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
         "arg_parser attention_flags devices errors files generation older_flags plugin preprocessing "
-        "safe_load tokenization upstream web",
+        "safe_load switches tokenization upstream web",
         ("torch", "megatron"),
     ),
     Room(

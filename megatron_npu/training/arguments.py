@@ -12,6 +12,7 @@ from typing import Any
 from megatron_npu import older_flags
 from megatron_npu.arg_parser import Parser, integer, number, positive, whole
 from megatron_npu.attention_flags import add_attention_flags
+from megatron_npu.switches import add_switches
 from megatron_npu.tokenization import flags
 from megatron_npu.web.address import address
 
@@ -34,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     for title, add_flags in _GROUPS:
         add_flags(result.add_argument_group(title).add_argument)
     add_attention_flags(result)
+    add_switches(result)
     older_flags.add(result)
     return result
 

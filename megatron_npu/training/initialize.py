@@ -39,7 +39,9 @@ def session(args: Namespace) -> Iterator[None]:
     # Megatron relies on the order in which kernels are queued; one hardware queue keeps it (cuda only)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     devices.current().set_current(args.local_rank)
-    _init_process_group(args)
+    joined = dist.is_initialized()  # a caller's own group is left as it is
+    if not joined:
+        _init_process_group(args)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -52,7 +54,8 @@ def session(args: Namespace) -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        if not joined:
+            dist.destroy_process_group()
 
 
 def _init_process_group(args: Namespace) -> None:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron_npu import devices
 from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.errors import UsageError
+from megatron_npu.training import data_parallel
+from megatron_npu.training.data_parallel import of_the_same_name
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -27,11 +29,6 @@ def dtype(args: Namespace) -> torch.dtype:
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
-def _of_the_same_name(kind: type, args: Namespace) -> dict[str, Any]:
-    """Return the flags that are fields of a megatron-core config: both have the same names."""
-    return {field.name: getattr(args, field.name) for field in dataclasses.fields(kind) if field.name in args}
-
-
 def transformer_config(args: Namespace) -> TransformerConfig:
     """Return the model's configuration; the flags of the fused attention are its ``attention_flags``.
 
@@ -41,7 +38,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    values = _of_the_same_name(TransformerConfig, args)
+    values = of_the_same_name(TransformerConfig, args)
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values |= {
         "params_dtype": dtype(args),
@@ -130,7 +127,6 @@ def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Modul
 def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
     """Return this process's chunks of the model (one without interleaving), on the device."""
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel
 
     stages = args.virtual_pipeline_model_parallel_size
     chunks = []
@@ -140,31 +136,20 @@ def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataPar
         module = gpt(args, config, stage, *at_ends(stage))
         for parameter in module.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        module = on_device(args, config, module)
-        # the first chunk's communication is overlapped bucket by bucket, that of the others by the first's
-        chunks.append(
-            DistributedDataParallel(config, _ddp_config(args), module, disable_bucketing=bool(stage))
-        )
+        chunks.append(data_parallel.wrap(args, config, on_device(args, config, module), stage))
     return chunks
-
-
-def _ddp_config(args: Namespace) -> Any:
-    from megatron.core.distributed import DistributedDataParallelConfig
-
-    values = _of_the_same_name(DistributedDataParallelConfig, args)
-    values["grad_reduce_in_fp32"] = args.accumulate_allreduce_grads_in_fp32
-    return DistributedDataParallelConfig(**values)
 
 
 def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Return Adam as megatron-core builds it: master weights, loss scale, clipping, its decay groups."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    values = _of_the_same_name(OptimizerConfig, args) | {"params_dtype": dtype(args)}
+    values = of_the_same_name(OptimizerConfig, args) | {"params_dtype": dtype(args)}
     result = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **values), model)
     for part in getattr(result, "chained_optimizers", [result]):
         # before the first update there are no moments, and a checkpoint without them cannot be loaded
-        part.init_state_fn(part.optimizer, part.config)
+        if part.init_state_fn is not None:  # an offloaded one makes them itself
+            part.init_state_fn(part.optimizer, part.config)
     return result
 
 

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from megatron_npu.errors import UsageError
-from megatron_npu.training.checks import data, length, machine, model, optimizer, output, parallel
+from megatron_npu.training.checks import data, length, machine, model, optimizer, output, parallel, switches
 
 # What megatron-core ends in an assertion for, deep inside, or computes nonsense with.
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
@@ -44,6 +44,7 @@ def check(args: Namespace) -> Namespace:
     _ranges(args)
     for check_group in (
         machine.check,
+        switches.check,
         model.check,
         model.attention,
         parallel.check,

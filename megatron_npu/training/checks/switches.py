@@ -1,0 +1,229 @@
+"""The switches of acceleration on Megatron's own models: Megatron's flags for them, or one line why not."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+
+from megatron_npu import devices
+from megatron_npu.errors import UsageError
+from megatron_npu.switches import Switches
+from megatron_npu.training import derive
+
+_FIRST_FSDP = (0, 16)  # before, Megatron's FSDP multiplies the wrong gradients on a device without NCCL
+
+# switch of the driver -> why it is refused, and what to do
+_REFUSED: dict[str, tuple[str, str, str]] = {
+    "graph_optimization": (
+        "--graph-optimization",
+        "layers of plain torch: Megatron's run this project's fused operations and its own collectives, "
+        "neither of which torch.compile looks into",
+        "Leave it out: the fused operations do here what graphs do elsewhere.",
+    ),
+    "dynamic_shape": (
+        "--dynamic-shape",
+        "batches of many lengths: every sequence of a .bin/.idx has --seq-length tokens",
+        "Leave it out.",
+    ),
+    "lora_rank": (
+        "--lora-rank",
+        "a Transformers model: Megatron's parallel layers have no adapters here",
+        "`megatron-npu convert --to hf`, then `megatron-npu train --lora-rank`.",
+    ),
+    "deepspeed_config": (
+        "--deepspeed-config",
+        "a Transformers or user model: megatron-core shards by itself",
+        "Use --zero-1-memory-optimization, --zero-2-…, --zero-3-… or --fsdp-memory-optimization.",
+    ),
+}
+
+
+def check(args: Namespace) -> None:
+    """Set Megatron's flags for the switches that are given, and say on rank 0 what each has become.
+
+    Fills in ``fully_sharded``, which wrapper shards the model: ``megatron``, ``torch`` or None, and
+    ``fsdp_strategy``, what Megatron's shards.
+
+    Raises:
+        UsageError: a switch that Megatron's models do not have, or that another flag contradicts.
+    """
+    switches = Switches.from_args(args)
+    args.fully_sharded, args.fsdp_strategy = None, "no_shard"
+    for name, (flag, expected, remedy) in _REFUSED.items():
+        if getattr(switches, name):
+            raise UsageError(f"{flag} for a Megatron model", expected, remedy)
+    _precision(args, switches)
+    _SHARDING[switches.sharding](args, f"--{switches.sharding}-memory-optimization")
+    _offload(args, switches)
+    if switches.fused_ops:
+        _say(args, "--fused-ops: nothing to do: the plug-in has put this project's operations in already")
+
+
+def _say(args: Namespace, line: str) -> None:
+    if args.rank == 0:
+        print(f"megatron_npu: {line}", flush=True)
+
+
+def _precision(args: Namespace, switches: Switches) -> None:
+    wanted = switches.mixed_precision
+    if wanted is None:
+        return
+    other = "fp16" if wanted == "bf16" else "bf16"
+    if getattr(args, other):
+        raise UsageError(f"--mixed-precision {wanted} and --{other}", "one of them", "Drop one.")
+    setattr(args, wanted, True)
+    _say(args, f"--mixed-precision is --{wanted} here: weights in {wanted}, the optimizer's in fp32")
+
+
+def _nothing(args: Namespace, flag: str) -> None:
+    """Share nothing out."""
+
+
+def _optimizer_states(args: Namespace, flag: str, note: str = "") -> None:
+    args.use_distributed_optimizer = True
+    _say(
+        args,
+        f"{flag} is --use-distributed-optimizer here: {_ranks(args)} data-parallel rank(s) share out Adam's "
+        f"states and the fp32 main weights{note}",
+    )
+
+
+def _gradients_too(args: Namespace, flag: str) -> None:
+    if _shares_model(args):
+        _optimizer_states(
+            args,
+            flag,
+            "; the gradients of a rank's part of the model stay whole, as a pipeline adds to them with every "
+            "micro batch, and only their sums at the end of a step go to the shards; weights are whole",
+        )
+    else:
+        _megatron_fsdp(args, flag, "optim_grads", "Adam's states, the fp32 main weights and the gradients")
+
+
+def _parameters_too(args: Namespace, flag: str) -> None:
+    _require_data_parallel_alone(args, flag)
+    what = "Adam's states, gradients and weights; a layer's weights are gathered while it computes"
+    _megatron_fsdp(args, flag, "optim_grads_params", what)
+
+
+def _megatron_fsdp(args: Namespace, flag: str, strategy: str, what: str) -> None:
+    version = tuple(int(part) for part in args.megatron_version.split(".")[:2])
+    if _alone(args, flag):
+        return
+    if args.fp16:
+        raise UsageError(
+            f"{flag} with fp16",
+            "bf16 or fp32: unscaling, megatron-core 0.16 stumbles over weights of which a rank has no shard",
+            "Use bf16, or --zero-1-memory-optimization.",
+        )
+    if version < _FIRST_FSDP:
+        raise UsageError(
+            f"{flag} with megatron-core {args.megatron_version}",
+            "0.16 or newer, whose FSDP reduces the right gradients",
+            "Use --fsdp-memory-optimization, which is torch's, --zero-1-memory-optimization, or install it.",
+        )
+    _begin_sharding(args, flag, "megatron")
+    args.fsdp_strategy, args.use_distributed_optimizer = strategy, True
+    _say(args, f"{flag} is Megatron's FSDP ({strategy}) here: shares out {what}")
+
+
+def _torch_fsdp(args: Namespace, flag: str) -> None:
+    _require_data_parallel_alone(args, flag)
+    if _alone(args, flag):
+        return
+    if args.fp16:
+        raise UsageError(
+            f"{flag} with fp16", "bf16 or fp32: megatron-core scales no loss under torch's FSDP", "Use bf16."
+        )
+    if args.use_distributed_optimizer:
+        raise UsageError(f"{flag} and --use-distributed-optimizer", "one of them", "Drop the second.")
+    _begin_sharding(args, flag, "torch")
+    _say(args, f"{flag} is torch's fully_shard here: shares out Adam's states, gradients and weights")
+
+
+def _begin_sharding(args: Namespace, flag: str, kind: str) -> None:
+    """Let a wrapper of this kind shard the model, if no other flag speaks against it."""
+    checkpoints = "a run without checkpoints: those of shared-out gradients or weights are not written here"
+    overlaps = "no flag of overlapping: FSDP overlaps by itself"
+    for word, expected, remedy in (
+        ("--save", checkpoints, "Use --zero-1-memory-optimization, whose checkpoints every layout reads."),
+        ("--load", checkpoints, "Use --zero-1-memory-optimization, which reads every layout's checkpoints."),
+        ("--sample-prompt", "no samples: weights are gathered for training alone", "Leave it out."),
+        ("--overlap-grad-reduce", overlaps, "Leave it out."),
+        ("--overlap-param-gather", overlaps, "Leave it out."),
+    ):
+        if getattr(args, word.removeprefix("--").replace("-", "_")):
+            raise UsageError(f"{word} with {flag}", expected, remedy)
+    args.fully_sharded = kind
+    args.gradient_accumulation_fusion = False  # adds into a buffer that FSDP does not have
+
+
+def _alone(args: Namespace, flag: str) -> bool:
+    """Say so if there is one data-parallel rank: megatron-core 0.16's FSDP doubles its gradients then."""
+    if _ranks(args) == 1:
+        _say(args, f"{flag}: one data-parallel rank, so there is nothing to share out")
+    return _ranks(args) == 1
+
+
+def _ranks(args: Namespace) -> int:
+    return max(args.world_size // derive.model_parallel_size(args), 1)
+
+
+def _shares_model(args: Namespace) -> bool:
+    return derive.model_parallel_size(args) > 1
+
+
+def _require_data_parallel_alone(args: Namespace, flag: str) -> None:
+    if _shares_model(args):
+        raise UsageError(
+            f"{flag} with tensor, pipeline or context parallelism",
+            "data parallelism alone, for weights that are gathered where they are used",
+            "Use --zero-1-memory-optimization or --zero-2-memory-optimization, or drop the other sizes.",
+        )
+
+
+_SHARDING: dict[str, Callable[[Namespace, str], None]] = {
+    "none": _nothing,
+    "zero-1": _optimizer_states,
+    "zero-2": _gradients_too,
+    "zero-3": _parameters_too,
+    "fsdp": _torch_fsdp,
+}
+
+
+def _offload(args: Namespace, switches: Switches) -> None:
+    args.optimizer_cpu_offload, args.optimizer_offload_fraction = switches.cpu_offload, 1.0
+    args.use_precision_aware_optimizer = switches.cpu_offload  # which megatron-core asks for
+    if not switches.cpu_offload:
+        return
+    if devices.current().is_host:
+        raise UsageError(
+            "--cpu-offload on the cpu device",
+            "a device whose memory is not the host's",
+            "Leave it out: everything is in the host's memory already.",
+        )
+    if args.fully_sharded:
+        raise UsageError(
+            f"--cpu-offload with --{switches.sharding}-memory-optimization",
+            "the optimizer alone to be offloaded (megatron-core's FSDP has no place for it)",
+            "Use --zero-1-memory-optimization.",
+        )
+    if not (args.bf16 or args.fp16):
+        raise UsageError(
+            "--cpu-offload in fp32",
+            "16-bit weights, whose fp32 copies go to the host",
+            "Add --mixed-precision.",
+        )
+    for flag, given, without in (
+        ("--save", args.save, args.no_save_optim),
+        ("--load", args.load, args.no_load_optim or args.finetune),
+    ):
+        if given and not without:
+            raise UsageError(
+                f"{flag} with --cpu-offload",
+                "a checkpoint without the optimizer: megatron-core 0.12 to 0.16 writes objects of torch into "
+                "that of an offloaded one, which are not read",
+                f"Give --no-{flag.removeprefix('--')}-optim, or leave out --cpu-offload.",
+            )
+    args.use_distributed_optimizer = True  # which the offloaded optimizer is a part of
+    _say(args, "--cpu-offload: Adam's states and the fp32 main weights rest and are updated on the host")

@@ -1,0 +1,62 @@
+"""The wrapper that makes data-parallel ranks one model: Megatron's own, Megatron's FSDP, or torch's."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def of_the_same_name(kind: type, args: Namespace) -> dict[str, Any]:
+    """Return the flags that are fields of a megatron-core config: both have the same names."""
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(kind) if field.name in args}
+
+
+def wrap(args: Namespace, config: TransformerConfig, module: torch.nn.Module, stage: int | None) -> Any:
+    """Return a chunk of the model in the wrapper that ``args.fully_sharded`` names.
+
+    Args:
+        module: the chunk, on its device and in its precision.
+        stage: number of the interleaved chunk, None without interleaving.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    if args.fully_sharded == "torch":
+        return _torch_fsdp(config, module)
+    # the first chunk's communication is overlapped bucket by bucket, that of the others by the first's
+    later = {"disable_bucketing": bool(stage)}
+    if args.fully_sharded == "megatron":
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(config, _config(args), module, **later)
+    return DistributedDataParallel(config, _config(args), module, **later)
+
+
+def _config(args: Namespace) -> Any:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    values = of_the_same_name(DistributedDataParallelConfig, args)
+    values["grad_reduce_in_fp32"] = args.accumulate_allreduce_grads_in_fp32
+    if args.fully_sharded:
+        values |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": args.fsdp_strategy}
+    return DistributedDataParallelConfig(**values)
+
+
+def _torch_fsdp(config: TransformerConfig, module: torch.nn.Module) -> Any:
+    """Return the chunk sharded layer by layer; what lies outside the layers is gathered for a whole pass.
+
+    Upstream would gather the embedding for its own computation alone, and then the output layer, which
+    uses its weight, finds a shard.
+    """
+    from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    ours = DistributedDataParallelConfig()
+    wrapped = TorchFullyShardedDataParallel(config, ours, module, sub_modules_to_wrap={TransformerLayer})
+    wrapped.ddp_config = ours  # 0.12 forgets it, and its optimizer asks for it
+    return wrapped
