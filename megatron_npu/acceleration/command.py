@@ -11,8 +11,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_npu.acceleration import arguments, launch, ranks
+from megatron_npu import devices
+from megatron_npu.acceleration import arguments, launch, ranks, refusals
 from megatron_npu.errors import UsageError
+from megatron_npu.switches import Switches
 from megatron_npu.training import checkpoint_files, save_folder
 
 _SECONDS = 10.0  # for rank 0 to tell what all ranks have found
@@ -29,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
         local = launch.local_processes(args)
         arguments.set_ranks(args, ranks.Ranks(world_size=local * launch.machines()))
         if args.world_size > 1:
+            _refuse(args)
             return launch.start(argv, local)
     arguments.set_ranks(args, ranks.of_this_process())
     return _run(args)
@@ -63,6 +66,7 @@ def train(args: Namespace) -> None:
     Raises:
         UsageError: bad input.
     """
+    _refuse(args)
     from megatron_npu.acceleration import engine, state, user_script
 
     state.set_args(args)
@@ -77,6 +81,12 @@ def train(args: Namespace) -> None:
     finally:
         engine.leave()
         state.set_args(None)
+
+
+def _refuse(args: Namespace) -> None:
+    """Say in one line, before anything is loaded, which switches do not go together."""
+    family = "user" if args.user_script else "transformers"
+    refusals.refuse(Switches.from_args(args), family=family, device=devices.current().name)
 
 
 def _what_is_saved(args: Namespace) -> str:

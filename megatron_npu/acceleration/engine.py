@@ -109,7 +109,7 @@ class RapidformerEngine:
             lr_scheduler = schedule.scheduler_fn(args)
         self.prepared = prepare(
             providers.as_module(model),
-            providers.as_optimizer_fn(optimizer, self.switches),
+            optimizer,
             providers.as_scheduler_fn(lr_scheduler, optimizer),
             self.switches,
             device=self.device,

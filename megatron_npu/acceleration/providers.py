@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from megatron_npu.acceleration.loading import Collate, require_length
 from megatron_npu.errors import UsageError
-from megatron_npu.switches import Switches
 
 
 class Datasets(NamedTuple):
@@ -123,23 +122,6 @@ def as_module(given: Any) -> nn.Module:
             "Give the model.",
         )
     return given
-
-
-def as_optimizer_fn(given: Any, switches: Switches) -> Callable[[Any], torch.optim.Optimizer] | None:
-    """Return what makes the optimizer that a user has named; None: the flags' own.
-
-    Raises:
-        UsageError: one that is made already, where the switches replace the parameters that it holds.
-    """
-    if not isinstance(given, torch.optim.Optimizer):
-        return given
-    if switches.sharding != "none" or switches.cpu_offload or switches.deepspeed_config:
-        raise UsageError(
-            f"an optimizer that is made already ({type(given).__name__}), with weights that are shared out",
-            "a function that makes one of parameters, as functools.partial(torch.optim.AdamW, lr=1e-4)",
-            "Return that in its place, or None for the flags' own.",
-        )
-    return lambda parameters: given
 
 
 def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimizer], Any] | None:

@@ -1,0 +1,244 @@
+"""Which switches go together, for which models, on which devices; the rest is refused before it loads.
+
+docs/train-switches.md is written from the tables here (scripts/switch_table.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_npu.errors import UsageError
+from megatron_npu.switches import Switches
+
+FAMILIES = {
+    "transformers": "a Transformers model",
+    "user": "a user's own model",
+    "megatron": "a Megatron model",
+}
+DEVICES = ("cpu", "cuda", "npu")
+
+_FULLY = ("zero-2", "zero-3", "fsdp")
+_ANY_SHARDING = ("zero-1", *_FULLY)
+_PRECISIONS = ("bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Word:
+    """A switch as it is typed, and what does its work.
+
+    Attributes:
+        flag: as typed.
+        name: the field of ``Switches``.
+        value: that it sets the field to.
+        ours: what it means for models of Transformers and of users.
+        megatron: what it means for Megatron's; None: nothing, it is refused.
+    """
+
+    flag: str
+    name: str
+    value: Any
+    ours: str
+    megatron: str | None
+
+    def given(self, switches: Switches) -> bool:
+        """Return whether the switch is on."""
+        value = getattr(switches, self.name)
+        return bool(value) and (value == self.value or self.name in ("lora_rank", "deepspeed_config"))
+
+
+WORDS = (
+    Word(
+        "--mixed-precision bf16", "mixed_precision", "bf16", "autocast; what is gathered is bf16", "`--bf16`"
+    ),
+    Word(
+        "--mixed-precision fp16", "mixed_precision", "fp16", "the same in fp16, with a loss scale", "`--fp16`"
+    ),
+    Word(
+        "--zero-1-memory-optimization",
+        "sharding",
+        "zero-1",
+        "DDP; each rank steps its rows of each weight",
+        "`--use-distributed-optimizer`",
+    ),
+    Word(
+        "--zero-2-memory-optimization",
+        "sharding",
+        "zero-2",
+        "`fully_shard`, gathered from forward to backward",
+        "Megatron's FSDP, `optim_grads`; with tensor or pipeline parallelism the distributed optimizer",
+    ),
+    Word(
+        "--zero-3-memory-optimization",
+        "sharding",
+        "zero-3",
+        "`fully_shard`, gathered block by block",
+        "Megatron's FSDP, `optim_grads_params`",
+    ),
+    Word("--fsdp-memory-optimization", "sharding", "fsdp", "the same as zero-3", "torch's `fully_shard`"),
+    Word(
+        "--cpu-offload",
+        "cpu_offload",
+        True,
+        "`CPUOffloadPolicy`; with none or zero-1, the optimizer on the host",
+        "`--optimizer-cpu-offload`",
+    ),
+    Word(
+        "--checkpoint-activations",
+        "checkpoint_activations",
+        True,
+        "blocks without reentrance; Transformers' own switch",
+        "`--recompute-granularity full`",
+    ),
+    Word("--graph-optimization", "graph_optimization", True, "`torch.compile` of each block", None),
+    Word("--dynamic-shape", "dynamic_shape", True, "padding to few lengths; `compile(dynamic=True)`", None),
+    Word("--fused-ops", "fused_ops", True, "`megatron_npu.ops.swap`", "on as it is, by the plug-in"),
+    Word("--lora-rank", "lora_rank", 8, "peft", None),
+    Word("--deepspeed-config", "deepspeed_config", "FILE", "DeepSpeed", None),
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Switches that do not go together, or not there.
+
+    Attributes:
+        switches: name -> values; all of them must be given.
+        expected: what would have been accepted, and so the reason.
+        remedy: what to do.
+        families, devices: where.
+    """
+
+    switches: Mapping[str, tuple[Any, ...]]
+    expected: str
+    remedy: str
+    families: tuple[str, ...] = tuple(FAMILIES)
+    devices: tuple[str, ...] = DEVICES
+
+    def refuses(self, switches: Switches, family: str, device: str) -> bool:
+        """Return whether it speaks against this combination."""
+        return (
+            family in self.families
+            and device in self.devices
+            and all(
+                bool(getattr(switches, name)) if True in values else getattr(switches, name) in values
+                for name, values in self.switches.items()
+            )
+        )
+
+
+_OURS = ("transformers", "user")
+_MEGATRON = ("megatron",)
+_ON = (True,)
+
+REFUSALS = (
+    Refusal(
+        {"cpu_offload": _ON},
+        "a device whose memory is not the host's",
+        "Leave it out: everything is in the host's memory already.",
+        devices=("cpu",),
+    ),
+    Refusal(
+        {"graph_optimization": _ON},
+        "layers of plain torch: Megatron's run this project's fused operations and its own collectives, "
+        "neither of which torch.compile looks into",
+        "Leave it out: the fused operations do here what graphs do elsewhere.",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"dynamic_shape": _ON},
+        "batches of many lengths: every sequence of a .bin/.idx has --seq-length tokens",
+        "Leave it out.",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"lora_rank": _ON},
+        "a Transformers model: Megatron's parallel layers have no adapters here",
+        "`megatron-npu convert --to hf`, then train it with --lora-rank.",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"deepspeed_config": _ON},
+        "a Transformers or user model: megatron-core shards by itself",
+        "Use --zero-1-memory-optimization, --zero-2-…, --zero-3-… or --fsdp-memory-optimization.",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"deepspeed_config": _ON, "sharding": _ANY_SHARDING},
+        "one of them: the file says what DeepSpeed shards (zero_optimization)",
+        "Drop one.",
+        families=_OURS,
+    ),
+    Refusal(
+        {"deepspeed_config": _ON, "mixed_precision": _PRECISIONS},
+        "one of them: the file says in which precision DeepSpeed computes (bf16, fp16)",
+        "Drop one.",
+        families=_OURS,
+    ),
+    Refusal(
+        {"deepspeed_config": _ON, "cpu_offload": _ON},
+        "one of them: the file says what DeepSpeed offloads (offload_optimizer, offload_param)",
+        "Drop one.",
+        families=_OURS,
+    ),
+    Refusal(
+        {"mixed_precision": ("fp16",), "sharding": _FULLY},
+        "bf16 or fp32: with these, megatron-core unscales no gradients of fp16",
+        "Use bf16, or --zero-1-memory-optimization.",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"cpu_offload": _ON, "sharding": _FULLY},
+        "the optimizer alone to be offloaded (megatron-core's FSDP has no place for it)",
+        "Use --zero-1-memory-optimization.",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"cpu_offload": _ON, "mixed_precision": (None,)},
+        "16-bit weights, whose fp32 copies go to the host",
+        "Add --mixed-precision.",
+        families=_MEGATRON,
+    ),
+)
+
+
+def refuse(switches: Switches, *, family: str, device: str) -> None:
+    """Say in one line why these switches do not go together.
+
+    Args:
+        switches: what is switched on.
+        family: one of ``FAMILIES``.
+        device: ``cpu``, ``cuda`` or ``npu``.
+
+    Raises:
+        UsageError: they do not.
+    """
+    for refusal in REFUSALS:
+        if refusal.refuses(switches, family, device):
+            raise UsageError(given_of(refusal, switches, family, device), refusal.expected, refusal.remedy)
+    if switches.deepspeed_config is not None:
+        _need_deepspeed(switches)
+
+
+def given_of(refusal: Refusal, switches: Switches, family: str, device: str) -> str:
+    """Return what was given that the refusal speaks against, in words."""
+    flags = [word.flag for word in WORDS if word.name in refusal.switches and word.given(switches)]
+    words = " with ".join(flags)
+    if None in refusal.switches.get("mixed_precision", ()):
+        words += " in fp32"
+    if refusal.devices != DEVICES:
+        words += f" on the {device} device"
+    if refusal.families != tuple(FAMILIES):
+        words += f" for {FAMILIES[family]}"
+    return words
+
+
+def _need_deepspeed(switches: Switches) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UsageError(
+            f"--deepspeed-config {switches.deepspeed_config}",
+            "the package deepspeed, which is not installed",
+            "Install it, or use --zero-1-memory-optimization, --zero-2-… or --zero-3-…, which do without.",
+        )

@@ -1,0 +1,80 @@
+"""What does not go together is said in one line, and nothing else is refused."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from megatron_npu.acceleration import command, refusals
+from megatron_npu.errors import UsageError
+from megatron_npu.switches import SHARDINGS, Switches
+
+FILE = Path("deepspeed.json")
+
+
+def every_combination():
+    """Yield all switches in all combinations; those that are on or off in a few of them."""
+    rows = itertools.product(SHARDINGS, (None, "bf16", "fp16"), (False, True), (0, 8), (None, FILE))
+    for sharding, precision, offload, rank, file in rows:
+        yield Switches(
+            sharding=sharding,
+            mixed_precision=precision,
+            cpu_offload=offload,
+            lora_rank=rank,
+            deepspeed_config=file,
+        )
+
+
+@pytest.mark.parametrize("family", refusals.FAMILIES)
+@pytest.mark.parametrize("device", refusals.DEVICES)
+def test_refused_or_not(monkeypatch, family, device):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # DeepSpeed is there
+    for switches in every_combination():
+        against = []
+        if switches.cpu_offload and device == "cpu":
+            against.append("--cpu-offload on the cpu device")
+        if switches.deepspeed_config and (
+            switches.sharding != "none" or switches.cpu_offload or switches.mixed_precision
+        ):
+            against.append("--deepspeed-config")
+        if family == "megatron":
+            against += ["--lora-rank for a Megatron model"] if switches.lora_rank else []
+            against += ["--deepspeed-config for a Megatron model"] if switches.deepspeed_config else []
+            fully = switches.sharding in ("zero-2", "zero-3", "fsdp")
+            against += ["fp16"] if fully and switches.mixed_precision == "fp16" else []
+            against += ["--cpu-offload"] if fully and switches.cpu_offload else []
+            against += ["in fp32"] if switches.cpu_offload and not switches.mixed_precision else []
+        if not against:
+            refusals.refuse(switches, family=family, device=device)
+            continue
+        with pytest.raises(UsageError) as error:
+            refusals.refuse(switches, family=family, device=device)
+        assert "\n" not in str(error.value)
+        assert any(part in error.value.given for part in against), error.value.given
+
+
+def test_without_deepspeed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="the package deepspeed, which is not installed"):
+        refusals.refuse(Switches(deepspeed_config=FILE), family="user", device="npu")
+
+
+def test_every_switch_is_in_the_table():
+    assert {word.name for word in refusals.WORDS} == set(Switches.__dataclass_fields__)
+    for word in refusals.WORDS:
+        refused = any(
+            rule.refuses(Switches(**{word.name: word.value}), "megatron", "cuda")
+            for rule in refusals.REFUSALS
+            if "mixed_precision" not in rule.switches
+        )
+        assert refused is (word.megatron is None), word.flag
+
+
+def test_before_anything_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(command.devices, "current", command.devices.CpuDevice)
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('it ran')")
+    with pytest.raises(UsageError, match="--cpu-offload on the cpu device"):
+        command.main(["--user-script", str(script), "--cpu-offload", "--train-iters", "1"])
