@@ -1,4 +1,4 @@
-"""Folders of models with random weights, as ``save_pretrained`` writes them: 32 wide, one or two layers.
+"""Folders of models with random weights, as ``save_pretrained`` writes them: 32 wide, no dropout.
 
 Their tokenizers are made on the spot: whole words of ``WORDS``, what BERT, GPT-2 and T5 put around a text.
 """
@@ -18,6 +18,7 @@ WORDS = tuple(
     "Karl who where what is was in of to and very great small runs sleeps sings . , ?".split()
 )
 _SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _T5 = ("<pad>", "</s>", "<unk>")
 _GPT = ("<|endoftext|>", "<unk>")
@@ -29,9 +30,8 @@ def bert(folder: Path, head: str = "ForMaskedLM", **changes: Any) -> Path:
         _BERT, "[UNK]", "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ("[CLS]", "[SEP]")
     )
     words = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-    config = transformers.BertConfig(
-        vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=64, **(_SIZE | changes)
-    )
+    own = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 64}
+    config = transformers.BertConfig(**(_SIZE | _NO_DROPOUT | own | changes))
     return _write(folder, f"BertModel{head}".replace("ModelFor", "For"), config, tokenizer, words)
 
 
@@ -42,6 +42,7 @@ def gpt2(folder: Path, head: str = "LMHeadModel", **changes: Any) -> Path:
         **(
             {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
             | {"vocab_size": tokenizer.get_vocab_size(), "bos_token_id": 0, "eos_token_id": 0}
+            | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
             | changes
         )
     )

@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import DataCollatorForLanguageModeling
 
 from megatron_npu.acceleration.tasks.blocks_of_text import BlocksOfText, stacked
-from megatron_npu.acceleration.tasks.task import EXAMPLE, Batch, label_losses
+from megatron_npu.acceleration.tasks.task import EXAMPLE, IGNORED, Batch, label_losses
 from megatron_npu.errors import UsageError
+
+_DRAWS = 1000  # until a batch asks for a token; none is there to ask for with --mask-prob 0
 
 
 class MaskedLM(BlocksOfText):
@@ -44,7 +46,7 @@ class MaskedLM(BlocksOfText):
         """
         tokens, special = (stacked(examples, name) for name in ("input_ids", "special_tokens_mask"))
         if EXAMPLE not in examples[0]:
-            return self._batch(*self._masking.torch_mask_tokens(tokens, special))
+            return self._batch(*self._drawn(tokens, special))
         rows = [
             self._masked(own, at, one[EXAMPLE])
             for own, at, one in zip(tokens.split(1), special.split(1), examples, strict=True)
@@ -57,6 +59,14 @@ class MaskedLM(BlocksOfText):
         """Return the loss over the masked tokens."""
         losses, counted = label_losses(outputs.logits, batch["labels"])
         return {"loss": losses, "counted": counted}
+
+    def _drawn(self, tokens: Tensor, special: Tensor) -> tuple[Tensor, Tensor]:
+        """Return masked tokens [b, s] and labels [b, s]; one that asks for nothing would have no loss."""
+        for _ in range(_DRAWS):
+            masked, labels = self._masking.torch_mask_tokens(tokens.clone(), special)
+            if (labels != IGNORED).any():
+                break
+        return masked, labels
 
     def _masked(self, tokens: Tensor, special: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Return tokens [1, s] and labels [1, s] of the example with this number."""
