@@ -14,6 +14,7 @@ from megatron_npu.arg_parser import Parser, integer, number, positive, whole
 from megatron_npu.attention_flags import add_attention_flags
 from megatron_npu.switches import add_switches
 from megatron_npu.tokenization import flags
+from megatron_npu.training import expert_flags
 from megatron_npu.web.address import address
 
 Add = Callable[..., Any]
@@ -454,6 +455,7 @@ def _logging(add: Add) -> None:
 _GROUPS: tuple[tuple[str, Callable[[Add], None]], ...] = (
     ("model", _model),
     ("attention", _attention),
+    ("experts", expert_flags.add),
     ("parallelism", _parallel),
     ("training", _training),
     ("optimizer", _optimizer),

@@ -256,8 +256,10 @@ def _state_dict(
 
 
 def _same_ranks(args: Namespace, found: checkpoint_files.CheckpointInfo) -> bool:
-    """Return whether each rank finds its own generators: tensor and pipeline sizes are the same."""
+    """Return whether each rank finds its own generators: the sizes that share the model are the same."""
     same = checkpoint_files.same_model_parallel_sizes(found, args)
+    if args.expert_model_parallel_size > 1:  # which is a part of data parallelism
+        same = same and found.arguments.get("data_parallel_size") == args.data_parallel_size
     if not same and dist.get_rank() == 0:
         print(" the layout has changed: random numbers start again from --seed", flush=True)
     return same
@@ -266,7 +268,8 @@ def _same_ranks(args: Namespace, found: checkpoint_files.CheckpointInfo) -> bool
 def _sharded_rng_state() -> Any:
     """Return the generators' states, one for each tensor and pipeline rank.
 
-    Data-parallel ranks draw the same numbers for other data (as in Megatron), so one copy is enough.
+    Data-parallel ranks draw the same numbers for other data (as in Megatron), so one copy is enough. Not so
+    with expert parallelism, whose ranks draw others for their experts.
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -280,19 +283,19 @@ def _sharded_rng_state() -> Any:
         "cuda_rng_state": device.rng_state(),
         "rng_tracker_states": get_cuda_rng_tracker().get_states(),
     }
-    return ShardedObject(
-        "rng_state",
-        [state],
-        (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        ),
-        (
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        ),
-        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    shape = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
     )
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        return ShardedObject("rng_state", [state], (*shape, copies), (*place, copy), replica_id=0)
+    return ShardedObject("rng_state", [state], shape, place, replica_id=copy)
 
 
 def _set_rng_state(state: dict[str, Any]) -> None:

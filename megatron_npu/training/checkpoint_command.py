@@ -16,7 +16,9 @@ from megatron_npu.training import checkpoint_files, checksums
 
 _SHOWN = (  # of the arguments
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size"),
+    *("num_experts", "moe_router_topk"),
     *("global_batch_size", "train_iters", "bf16", "fp16", "use_distributed_optimizer", "tokenizer_type"),
 )
 

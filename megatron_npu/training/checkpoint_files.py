@@ -45,8 +45,19 @@ _SAME_MODEL = (
     ("add_qkv_bias", "--add-qkv-bias"),
     ("qk_layernorm", "--qk-layernorm"),
     ("untie_embeddings_and_output_weights", "--untie-embeddings-and-output-weights"),
+    ("num_experts", "--num-experts"),
+)
+# The same of a model with experts.
+_SAME_EXPERTS = tuple(
+    (name, f"--{name.replace('_', '-')}")
+    for name in """
+    moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
+    moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
+    """.split()
 )
 _MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+_EXPERT_PARALLEL_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -243,6 +254,8 @@ def require_same_model(found: CheckpointInfo, args: Namespace) -> None:
         UsageError: naming the flags that differ.
     """
     names = list(_SAME_MODEL)
+    if args.num_experts is not None:
+        names += _SAME_EXPERTS
     if args.position_embedding_type == "learned_absolute":
         names.append(("max_position_embeddings", "--max-position-embeddings"))
     if args.add_bias_linear and not args.swiglu:
@@ -267,8 +280,12 @@ def _shown(value: object) -> object:
 
 
 def same_model_parallel_sizes(found: CheckpointInfo, args: Namespace) -> bool:
-    """Return whether a run has the tensor- and pipeline-parallel sizes that a checkpoint was saved with."""
-    return all(found.arguments.get(size) == getattr(args, size) for size in _MODEL_PARALLEL_SIZES)
+    """Return whether a run has the sizes that share the model, with which a checkpoint was saved."""
+    return all(found.arguments.get(size) == getattr(args, size) for size in _sizes_of_sharing(args))
+
+
+def _sizes_of_sharing(args: Namespace) -> tuple[str, ...]:
+    return _MODEL_PARALLEL_SIZES + (_EXPERT_PARALLEL_SIZES if args.num_experts is not None else ())
 
 
 def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
@@ -290,9 +307,17 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
             "the same kind",
             "Change --use-distributed-optimizer, or give --no-load-optim.",
         )
+    apart = int(found.arguments.get("expert_model_parallel_size", 1)) > 1
+    if apart != (args.expert_model_parallel_size > 1):
+        raise UsageError(
+            f"--load {found.path} was saved {'with' if apart else 'without'} --expert-model-parallel-size, "
+            f"this run is {'without' if apart else 'with'} it",
+            "both with it, of any size, or both without: the optimizer keeps experts apart with it alone",
+            "Change it, or give --no-load-optim.",
+        )
     same = same_model_parallel_sizes(found, args)
     if distributed and not same and found.optimizer_sharding == "dp_reshardable":
-        sizes = (f"{name.replace('_', ' ')} {found.arguments.get(name)}" for name in _MODEL_PARALLEL_SIZES)
+        sizes = (f"{name.replace('_', ' ')} {found.arguments.get(name)}" for name in _sizes_of_sharing(args))
         raise UsageError(
             f"--load {found.path}: its distributed optimizer can change the data-parallel size only",
             " and ".join(sizes),

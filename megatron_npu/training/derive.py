@@ -19,7 +19,8 @@ def process(args: Namespace) -> None:
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = devices.current()
     if args.use_cpu_initialization is None:
-        args.use_cpu_initialization = device.is_host
+        # on the host expert-parallel ranks would draw the same weights for different experts
+        args.use_cpu_initialization = device.is_host and args.expert_model_parallel_size == 1
     if args.num_workers is None:
         args.num_workers = 0 if device.is_host else 2
 
@@ -40,6 +41,32 @@ def model(args: Namespace) -> None:
         args.position_embedding_type = "rope"
     if args.use_flash_attn:
         args.attention_backend = "flash"
+
+
+def experts(args: Namespace) -> None:
+    """Fill in the inner size of an expert, None in a dense model; a loss of no weight is none."""
+    args.moe_z_loss_coeff = args.moe_z_loss_coeff or None  # which megatron-core divides by
+    args.num_experts = args.num_experts or None  # megatron-core 0.12 writes 0
+    if args.num_experts is None:
+        args.moe_ffn_hidden_size = None
+    elif args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size
+
+
+def expert_layers(args: Namespace) -> list[bool]:
+    """Return for each layer whether it has experts, as ``--moe-layer-freq`` says."""
+    frequency = args.moe_layer_freq
+    if args.num_experts is None:
+        return [False] * args.num_layers
+    if isinstance(frequency, list):
+        return [bool(layer) for layer in frequency]
+    return [number % frequency == 0 for number in range(args.num_layers)]
+
+
+def expert_layout(args: Namespace) -> None:
+    """Fill in the ranks that share each expert: those that share each dense layer."""
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
 
 
 def recompute(args: Namespace) -> None:

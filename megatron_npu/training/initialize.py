@@ -48,6 +48,8 @@ def session(args: Namespace) -> Iterator[None]:
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
             context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
             distributed_timeout_minutes=args.distributed_timeout_minutes,
         )
         seed_everything(args.seed)

@@ -16,6 +16,8 @@ ALONE: dict[str, object] = {
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
     "sequence_parallel": False,
     "world_size": 1,
     "rank": 0,
@@ -64,6 +66,7 @@ def of_all_processes(
     layout = copies(trained) | {
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,
+        "expert_tensor_parallel_size": tensor,
     }
     _check(Namespace(**{**trained, **layout}))
     return layout
@@ -71,8 +74,12 @@ def of_all_processes(
 
 def _check(args: Namespace) -> None:
     tensor = args.tensor_model_parallel_size
-    for flag in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-        divides(tensor, "--tensor-model-parallel-size", getattr(args, flag), f"the model's {flag}")
+    sizes = ["num_attention_heads", "num_query_groups", "ffn_hidden_size"]
+    sizes += ["moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
+    for flag in sizes:
+        size = getattr(args, flag)
+        if size is not None:
+            divides(tensor, "--tensor-model-parallel-size", size, f"the model's {flag}")
     divides(
         args.pipeline_model_parallel_size,
         "--pipeline-model-parallel-size",

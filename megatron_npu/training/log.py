@@ -19,6 +19,7 @@ import torch
 
 from megatron_npu import devices
 from megatron_npu.training import flops, history
+from megatron_npu.training.expert_losses import LOSSES
 from megatron_npu.training.json_lines import JsonLines
 from megatron_npu.training.samples import Text
 
@@ -99,6 +100,7 @@ class Log:
         learning_rate: float,
         scale: float,
         of_ranks: Mapping[int, float] | None = None,
+        of_experts: Mapping[str, list[float]] | None = None,
     ) -> None:
         """Report the iterations of an interval: a line, a JSON object and TensorBoard's curves.
 
@@ -111,10 +113,14 @@ class Log:
             learning_rate: of the last one.
             scale: the loss scale after the last one; 1 without fp16.
             of_ranks: each rank's own mean loss (``loss.of_ranks``), to be reported, too.
+            of_experts: the losses of each layer with experts (``expert_losses.take``), likewise.
         """
         if not self.on_rank_0:
             return
         row = _row(self.args, samples, interval, losses, seconds, learning_rate, scale)
+        row |= {name: sum(layers) / len(layers) for name, layers in (of_experts or {}).items()}
+        if self.args.moe_per_layer_logging:
+            row |= {f"{name}_of_layers": layers for name, layers in (of_experts or {}).items()}
         self.say(line(self.args, iteration, row))
         for rank, loss in (of_ranks or {}).items():
             self.say(
@@ -134,6 +140,7 @@ class Log:
             "tokens_per_second",
             "tflops_per_device",
             "utilization",
+            *(of_experts or {}),
         )
         named = ((name.replace("_", "-"), row[name]) for name in names)
         self.scalars(iteration, [(name, value) for name, value in named if value is not None])
@@ -275,6 +282,7 @@ def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
     note = f" {device.title} |" if device.simulated else ""
     busy = "" if row["utilization"] is None else f" device utilization: {row['utilization']:.0%} |"
     epoch = f" epoch: {row['epoch']:.3f}/{args.epochs} |" if "epoch" in row else ""
+    experts = "".join(f" {name.replace('_', ' ')}: {row[name]:.6E} |" for name in LOSSES if name in row)
     return (
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.train_iters:8d} |"
         f" consumed samples: {row['consumed_samples']:12d} |{epoch}"
@@ -283,7 +291,7 @@ def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
         f" tokens per second: {row['tokens_per_second']:.1f} |"
         f" learning rate: {row['learning_rate']:.6E} |"
         f" global batch size: {args.global_batch_size:5d} |"
-        f" lm loss: {row['loss']:.6E} | loss scale: {row['loss_scale']:.1f} |{norm}"
+        f" lm loss: {row['loss']:.6E} |{experts} loss scale: {row['loss_scale']:.1f} |{norm}"
         f" number of skipped iterations: {row['skipped_iterations']:3d} |"
         f" number of nan iterations: {row['nan_iterations']:3d} |"
         f" peak memory (MiB): {row['peak_memory_bytes'] / 2**20:.0f} |{busy}{note}"

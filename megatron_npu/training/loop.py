@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from megatron_npu import devices
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint, checkpoint_failures, data, loss
+from megatron_npu.training import checkpoint, checkpoint_failures, data, expert_losses, loss
 from megatron_npu.training.checkpoint import Position, State
 from megatron_npu.training.clock import Clock
 from megatron_npu.training.log import Interval, Log
@@ -207,6 +207,7 @@ class Trainer:
             learning_rate=groups[0]["lr"] if groups else 0.0,
             scale=self.state.optimizer.get_loss_scale().item(),
             of_ranks=loss.of_ranks(self.interval.losses) if self.args.log_loss_per_rank else None,
+            of_experts=expert_losses.take(self.args, len(losses)),
         )
         slower = self.pace.note(seconds, len(losses))
         if slower:

@@ -41,6 +41,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     values = of_the_same_name(TransformerConfig, args)
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values |= {
+        "num_moe_experts": args.num_experts,
         "params_dtype": dtype(args),
         "pipeline_dtype": dtype(args),
         "attention_backend": AttnBackend[args.attention_backend],
@@ -72,12 +73,11 @@ def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bo
         stage: number of the interleaved chunk, None without interleaving.
         first, last: whether the chunk has the embedding, and whether the output layer.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=args.qk_layernorm),
+        _layers(args, config, stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=first,
@@ -90,6 +90,26 @@ def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bo
         rope_scaling_factor=args.rope_scaling_factor,
         **_stage(stage),
     )
+
+
+def _layers(args: Namespace, config: TransformerConfig, stage: int | None) -> Any:
+    """Return megatron-core's local specification of the layers of a chunk: one for all, or one for each."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if args.num_experts is None:
+        return gpt_layer_specs.get_gpt_layer_local_spec(
+            normalization=args.normalization, qk_layernorm=args.qk_layernorm
+        )
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=args.normalization, **_stage(stage)
+    )
+    if args.moe_shared_expert_gate and not hasattr(config, "moe_shared_expert_gate"):
+        # 0.16 has a field for it; before, the specification says False itself
+        for layer in block.layer_specs:
+            shared = getattr(layer.submodules.mlp.submodules, "shared_experts", None)
+            if shared is not None:
+                shared.params = {**shared.params, "gate": True}
+    return block
 
 
 def _stage_is_passed() -> bool:
@@ -218,29 +238,50 @@ def connect(
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Numbers of weights in the whole model, each weight counted once."""
+    """Numbers of weights in the whole model, each weight counted once.
+
+    Attributes:
+        total: all.
+        without_embeddings: of the layers and the last norm.
+        active: those that compute one token: with experts, the ``--moe-router-topk`` of each layer.
+    """
 
     total: int
     without_embeddings: int
+    active: int
 
 
-def count(model: list[DistributedDataParallel]) -> Parameters:
+def count(args: Namespace, model: list[DistributedDataParallel]) -> Parameters:
     """Return the numbers of weights of the whole model (padding of the vocabulary included).
 
     A collective: all ranks must call it. Each counts its share as megatron-core's norm of the gradients does:
     without the last stage's copy of a tied embedding, and what all tensor-parallel ranks have on the first.
+    Experts are shared by ranks of their own.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
 
-    own = torch.zeros(2, dtype=torch.int64)
+    own, of_experts = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     for chunk in map(unwrap, model):
         for name, parameter in chunk.named_parameters():
-            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
+            if ".mlp.experts." in name:
+                of_experts += parameter.numel() * _counts_of_expert(parameter)
+            elif param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
                 in_body = name.startswith("decoder.")
                 own += torch.tensor([parameter.numel(), parameter.numel() * in_body])
-    counts = own.to(devices.current().torch_device())
-    dist.all_reduce(counts, group=parallel_state.get_model_parallel_group())
-    total, body = counts.tolist()
-    return Parameters(total, body)
+    device = devices.current().torch_device()
+    dense, experts = own.to(device), of_experts.to(device)
+    dist.all_reduce(dense, group=parallel_state.get_model_parallel_group())
+    dist.all_reduce(experts, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
+    total, body = (dense + experts).tolist()
+    idle = int(experts) * (args.num_experts - args.moe_router_topk) // args.num_experts if int(experts) else 0
+    return Parameters(total, body, total - idle)
+
+
+def _counts_of_expert(parameter: torch.nn.Parameter) -> bool:
+    """Return whether a weight of an expert is counted here, and not by another of the ranks that share it."""
+    from megatron.core import parallel_state
+
+    is_part = getattr(parameter, "tensor_model_parallel", False)
+    return is_part or parallel_state.get_expert_tensor_parallel_rank() == 0

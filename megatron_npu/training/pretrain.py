@@ -57,6 +57,7 @@ class Summary:
         ledger: the patches, in one line.
         world_size: processes.
         parameters, parameters_without_embeddings: weights of the whole model.
+        active_parameters: those that compute one token; fewer where it does not take every expert.
         iterations, consumed_samples: since the run first began.
         loss_first, loss_last: training loss of the first and last iteration since the run first began, in
             nats a token.
@@ -77,6 +78,7 @@ class Summary:
     world_size: int
     parameters: int
     parameters_without_embeddings: int
+    active_parameters: int
     iterations: int
     consumed_samples: int
     loss_first: float | None
@@ -158,7 +160,7 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
         optimizer = model.optimizer(args, chunks)
         state = checkpoint.State(chunks, optimizer, model.schedule(args, optimizer))
         model.connect(args, config, chunks, optimizer)
-        size = model.count(chunks)
+        size = model.count(args, chunks)
         datasets = data.datasets(args) if args.has_data else data.Datasets(None, None, None)
         position = checkpoint.load(args, state) if args.load_from else checkpoint.Position()
         journal = log.Log(args, position.iteration)
@@ -191,10 +193,14 @@ def _dashboard(args: Namespace) -> Iterator[None]:
 def _log_start(
     args: Namespace, size: model.Parameters, journal: log.Log, position: checkpoint.Position
 ) -> None:
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    names = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
+    experts = ""
+    if args.num_experts is not None:
+        names += ["expert_model_parallel_size", "expert_tensor_parallel_size"]
+        experts = f", {size.active} of them active ({args.moe_router_topk} of {args.num_experts} experts)"
     sizes = ", ".join(f"{name.replace('_', ' ')} {getattr(args, name)}" for name in names)
     journal.say(
-        f" {size.total} parameters, {size.without_embeddings} without embeddings; "
+        f" {size.total} parameters, {size.without_embeddings} without embeddings{experts}; "
         f"{sizes}, data parallel size {args.data_parallel_size}; "
         f"{args.num_microbatches} micro batches of {args.micro_batch_size} x {args.seq_length} tokens; "
         f"vocabulary {args.tokenizer_vocab_size}, padded to {args.padded_vocab_size}"
@@ -239,6 +245,7 @@ def _summary(
         world_size=args.world_size,
         parameters=size.total,
         parameters_without_embeddings=size.without_embeddings,
+        active_parameters=size.active,
         iterations=outcome.position.iteration,
         consumed_samples=outcome.position.train_samples,
         loss_first=losses[0] if losses else outcome.loss_first,

@@ -16,6 +16,7 @@ from megatron_npu.training import (
     checkpoint_files,
     checksums,
     derive,
+    expert_flags,
     host_memory,
     initialize,
     layout,
@@ -56,8 +57,9 @@ def restored(
     plugin.install()
     machine.require_megatron_core()
     found = stock_checkpoints.existing(load)
-    shared = layout.ALONE if share is None else share(found.arguments)
-    args = Namespace(**{**found.arguments, **changes, **shared})
+    trained = expert_flags.of_a_dense_model() | found.arguments
+    shared = layout.ALONE if share is None else share(trained)
+    args = Namespace(**{**trained, **changes, **shared})
     stored = model.dtype(args)
     if widened_by_caller:
         args.bf16 = args.fp16 = False

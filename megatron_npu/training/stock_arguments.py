@@ -23,6 +23,11 @@ _MODEL = """
     untie_embeddings_and_output_weights bias_gelu_fusion bias_swiglu_fusion attention_dropout hidden_dropout
     init_method_std apply_query_key_layer_scaling bf16 fp16 make_vocab_size_divisible_by padded_vocab_size
     tokenizer_type vocab_size
+    num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
+    moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias moe_router_dtype
+    moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
+    moe_pad_expert_input_to_capacity moe_token_drop_policy moe_grouped_gemm
 """.split()
 _FILES = "vocab_file merge_file tokenizer_model".split()
 _PLUGIN = "pre_tokens next_tokens shape_order".split()  # flags that megatron_npu adds to the scripts
@@ -33,7 +38,6 @@ _OLDER = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": 
 # What makes another model of those that the driver has, with the values that do not. The fields of
 # TransformerConfig are looked at by themselves; these are handed to GPTModel, or choose another class.
 _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
-    "num_experts": (None,),
     "multi_latent_attention": (False,),
     "mtp_num_layers": (None, 0),
     "squared_relu": (False,),
@@ -52,13 +56,15 @@ _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
     "export_qk_l2_norm": (False,),
 }
 # Fields of TransformerConfig that say how it is computed, distributed or trained, by the beginnings of names.
-# Those of experts mean nothing without num_experts.
 _NOT_OF_THE_MODEL = tuple(
     """
     account_for apply_rope_fusion attention_backend attention_softmax_in_fp32 batch_invariant bias_
     calculate_per clone_scatter config_logger cp_comm cuda_graph disable_ distribute_saved embedding_init
     enable_cuda external_cuda fine_grained first_last flash_decode fp4 fp8 fused_ inference init_ log_
-    masked_softmax memory_efficient min_offloaded moe_ mtp_loss num_layers_at num_layers_in offload
+    masked_softmax memory_efficient min_offloaded moe_deepep moe_enable moe_flex moe_hybridep moe_input_jitter
+    moe_layer_recompute moe_per_layer moe_permute moe_router_bias_update moe_router_force moe_router_fusion
+    moe_router_padding moe_shared_expert_overlap moe_token_dispatcher moe_token_dropping moe_use
+    mtp_loss num_layers_at num_layers_in offload
     output_layer_init persist pipeline qk_clip recompute symmetric test_mode tp_ transformer_impl
     use_fused use_inference use_te
     """.split()
@@ -84,6 +90,8 @@ def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
             args[name] = value
     result = Namespace(**args)
     derive.model(result)
+    derive.experts(result)
+    derive.expert_layout(result)
     result.data_parallel_size, result.use_cpu_initialization = 1, devices.current().is_host
     return vars(result)
 
@@ -126,6 +134,8 @@ def _other_fields(values: Mapping[str, Any]) -> Iterator[str]:
     ours = {*_MODEL, *_OF_CORE} | {field.name for field in dataclasses.fields(ModelParallelConfig)}
     for field in dataclasses.fields(TransformerConfig):
         plain = field.default
+        if field.name.startswith("moe_") and not values.get("num_experts"):
+            continue
         if field.name in ours or field.name.startswith(_NOT_OF_THE_MODEL) or plain is dataclasses.MISSING:
             continue
         found = values.get(field.name, plain)

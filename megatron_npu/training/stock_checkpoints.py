@@ -53,6 +53,12 @@ def existing(root: str | Path, step: int | None = None) -> checkpoint_files.Chec
 
 def _of_ranks(path: Path) -> checkpoint_files.CheckpointInfo:
     found = torch_format.Checkpoint(path)
+    if found.args.get("num_experts"):
+        raise UsageError(
+            f"{path} holds a model with experts in the format torch",
+            "the format torch_dist, which says where each expert is",
+            "Save it with --ckpt-format torch_dist.",
+        )
     return _weights_alone(
         path, found.args, iteration=found.iteration, train=found.train_samples, valid=found.valid_samples
     )

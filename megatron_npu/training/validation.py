@@ -10,22 +10,34 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from megatron_npu.errors import UsageError
-from megatron_npu.training.checks import data, length, machine, model, optimizer, output, parallel, switches
+from megatron_npu.training.checks import (
+    data,
+    experts,
+    length,
+    machine,
+    model,
+    optimizer,
+    output,
+    parallel,
+    switches,
+)
 
 # What megatron-core ends in an assertion for, deep inside, or computes nonsense with.
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
-        "attention-dropout hidden-dropout adam-beta1 adam-beta2",
+        "attention-dropout hidden-dropout adam-beta1 adam-beta2 moe-input-jitter-eps",
         lambda value: 0 <= value < 1,
         "a number from 0 to below 1",
     ),
     (
-        "clip-grad weight-decay init-method-std adam-eps sample-temperature",
+        "clip-grad weight-decay init-method-std adam-eps sample-temperature moe-z-loss-coeff "
+        "moe-router-bias-update-rate",
         lambda value: value >= 0,
         "a number from 0 on",
     ),
     (
-        "rotary-base rope-scaling-factor norm-epsilon loss-scale initial-loss-scale min-loss-scale",
+        "rotary-base rope-scaling-factor norm-epsilon loss-scale initial-loss-scale min-loss-scale "
+        "moe-router-topk-scaling-factor moe-expert-capacity-factor",
         lambda value: value > 0,
         "a number above 0",
     ),
@@ -47,7 +59,9 @@ def check(args: Namespace) -> Namespace:
         switches.check,
         model.check,
         model.attention,
+        experts.check,
         parallel.check,
+        experts.layout,
         parallel.batches,
         length.check,
         data.check,

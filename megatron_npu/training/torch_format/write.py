@@ -28,6 +28,7 @@ _ONLY: tuple[tuple[str, object, str], ...] = (
     ("qk_layernorm", False, "no norm of queries and keys"),
     ("untie_embeddings_and_output_weights", False, "the embedding as output layer"),
     ("pre_tokens", None, "no window"),
+    ("num_experts", None, "no experts"),
 )
 # Arguments that 285068c8 compares with those of the run that loads, or takes over, or its tools ask for.
 _KEPT = """

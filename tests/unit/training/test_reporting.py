@@ -163,6 +163,8 @@ def test_the_plot_is_a_png(tmp_path):
 def test_flops_of_gpt2():
     args = Namespace(
         num_layers=12,
+        num_experts=None,
+        moe_layer_freq=1,
         hidden_size=768,
         num_attention_heads=12,
         kv_channels=64,

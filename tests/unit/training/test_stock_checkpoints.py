@@ -105,7 +105,7 @@ def test_the_model_is_taken_and_the_run_is_not(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"num_experts": 8}, "num_experts 8"),
+        ({"num_experts": 8, "moe_latent_size": 16}, "moe_latent_size 16"),
         ({"multi_latent_attention": True}, "multi_latent_attention"),
         ({"mtp_num_layers": 1}, "mtp_num_layers 1"),
         ({"squared_relu": True}, "squared_relu"),
