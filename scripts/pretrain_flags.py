@@ -39,7 +39,7 @@ OTHERWISE: dict[str, tuple[str, str, str]] = {
     ),
     "--use-cpu-initialization": (
         "off",
-        "on on the cpu device, else off",
+        "on on the cpu device without expert parallelism, else off",
         "the weights then do not depend on tensor parallelism; the device is the host anyway",
     ),
     "--eval-interval": (

@@ -122,7 +122,7 @@ def _model(add: Add) -> None:
         "--use-cpu-initialization",
         action=argparse.BooleanOptionalAction,
         help="draw the initial weights on the host, the same for every tensor-parallel size "
-        "(default: on the cpu device)",
+        "(default: on the cpu device, without expert parallelism)",
     )
 
 
