@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_npu.acceleration.engine import RapidformerEngine
+    from megatron_npu.acceleration.script_metrics import load_metric
     from megatron_npu.acceleration.state import get_args, get_logger, get_timers
     from megatron_npu.acceleration.templates import Finetuner, PreTrainer, Pretrainer
 
@@ -22,6 +23,7 @@ __all__ = [
     "get_args",
     "get_logger",
     "get_timers",
+    "load_metric",
 ]
 
 _PLACES = {
@@ -32,6 +34,7 @@ _PLACES = {
     "get_args": "state",
     "get_logger": "state",
     "get_timers": "state",
+    "load_metric": "script_metrics",
 }
 
 

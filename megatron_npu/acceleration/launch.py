@@ -60,8 +60,7 @@ def start(argv: Sequence[str], processes: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # the agent tells of each failed rank in a page; the rank itself has said why in a line
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence_agent()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     program = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
@@ -88,6 +87,18 @@ def start(argv: Sequence[str], processes: int) -> int:
             "Export another MASTER_PORT.",
         ) from None
     return 0
+
+
+def _silence_agent() -> None:
+    """Keep the agent from telling of each rank that ends, in a page: the rank itself has said why in a line.
+
+    And the ranks from what torch says in C++ of a model whose parameters have all been used, which is as it
+    should be; TORCH_CPP_LOG_LEVEL=WARNING shows it.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _meeting() -> dict[str, Any]:

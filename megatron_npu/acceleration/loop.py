@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +101,7 @@ class Loop:
         self._begin = 0  # where this process's part of the run began
         self._losses: list[torch.Tensor] = []  # of this rank, since the last log event
         self._norms: list[float | None] = []
+        self._tokens = 0  # of this rank, since then
 
     def run(self) -> Outcome:
         """Train to the end, or to where a flag or a signal ends it; return how it went."""
@@ -109,7 +110,7 @@ class Loop:
             for line in said:
                 self.report.say(f" {line}")
             self.prepared.model.train()
-            batches = self.batches.forever(self.iteration * self.args.num_microbatches)
+            batches = self._counted(self.batches.forever(self.iteration * self.args.num_microbatches))
             with Termination(self.args.exit_signal_handler) as termination:
                 self.clock.start()
                 while self.iteration < self.args.train_iters:
@@ -145,6 +146,11 @@ class Loop:
         if args.save_interval and iteration % args.save_interval == 0:
             self._save()
 
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._tokens += tokens_in(batch)
+            yield batch
+
     def _step(self, batches: Iterator[Any]) -> None:
         prepared, count = self.prepared, self.args.num_microbatches
         total = torch.zeros((), device=self.engine.device)
@@ -171,14 +177,21 @@ class Loop:
         if not self._losses:
             return
         seconds = self.clock.lap()
-        losses = self._mean_over_ranks(torch.stack(self._losses)).tolist()
-        groups = self.prepared.optimizer.param_groups
+        count = torch.tensor(float(self._tokens), device=self.engine.device)
+        *losses, tokens = self._mean_over_ranks(torch.stack([*self._losses, count])).tolist()
+        scale = self.prepared.loss_scale
         self.report.training(
-            self.iteration, losses, self._norms, seconds, learning_rate=float(groups[0]["lr"])
+            self.iteration,
+            losses,
+            self._norms,
+            seconds,
+            learning_rate=float(self.prepared.optimizer.param_groups[0]["lr"]),
+            tokens=round(tokens * self.args.world_size),
+            scale=1.0 if scale is None else scale.value,
         )
         self.outcome.losses += losses
         self.outcome.grad_norms += self._norms
-        self._losses, self._norms = [], []
+        self._losses, self._norms, self._tokens = [], [], 0
 
     def _mean_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         if self.args.world_size > 1:
@@ -264,6 +277,15 @@ def untouched_generators() -> Iterator[None]:
     finally:
         device.set_host_rng_state(host)
         device.set_rng_state(own)
+
+
+def tokens_in(batch: Any) -> int:
+    """Return the tokens of a batch, padding included; 0 for one that is not of text."""
+    for name in ("input_ids", "text", "tokens"):
+        tokens = batch.get(name) if isinstance(batch, Mapping) else None
+        if isinstance(tokens, torch.Tensor):
+            return tokens.numel()
+    return 0
 
 
 def mean_loss(template: Template, forward: Forward, batches: Iterator[Any], count: int) -> float:

@@ -1,0 +1,72 @@
+# The document's loop without a template, after its two steps (data parallelism, the fused optimizer), as it is
+# printed there but for what is marked with "here:".
+from functools import partial  # here: missing there
+
+import torch
+from datasets import load_dataset
+from rapidformer import load_metric  # here: datasets has none any more
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    get_linear_schedule_with_warmup,
+    BertForSequenceClassification,
+
+)
+from rapidformer import RapidformerEngine, Finetuner, get_args  # here: the last two are missing there
+
+args = get_args()  # here: missing there
+engine = RapidformerEngine()
+finetuner = Finetuner(engine=engine)
+
+tokenizer = AutoTokenizer.from_pretrained(args.pretrained_model_name_or_path)  # here: the model's name
+datasets = load_dataset(args.dataset_path, args.dataset_name)  # here: the data's names, three times
+metric = load_metric(args.dataset_path, args.dataset_name)
+
+def tokenize_function(examples):
+    # max_length=None => use the model max length (it's actually the default)
+    outputs = tokenizer(examples["sentence1"], examples["sentence2"], truncation=True, max_length=None)
+    return outputs
+
+tokenized_datasets = datasets.map(
+    tokenize_function,
+    batched=True,
+    remove_columns=["idx", "sentence1", "sentence2"],
+)
+tokenized_datasets = tokenized_datasets.rename_column("label", "labels")  # here: as in the other script
+
+train_dataloader = finetuner.build_data_loader(tokenized_datasets["train"])
+eval_dataloader = finetuner.build_data_loader(tokenized_datasets["validation"])
+
+model = AutoModelForSequenceClassification.from_pretrained(args.pretrained_model_name_or_path, return_dict=True)
+
+lr_scheduler = partial(
+        get_linear_schedule_with_warmup,
+        num_warmup_steps=args.lr_warmup_iters,
+        num_training_steps=args.train_iters
+    )
+
+model, optimizer, lr_scheduler = engine.compose(model_obj=model, lr_scheduler_fn=lr_scheduler)
+
+for epoch in range(args.epochs):
+    model.train()
+    for step, batch in enumerate(train_dataloader):
+        outputs = model(**batch)
+        loss = outputs.loss
+        loss.backward()
+        optimizer.step()
+        lr_scheduler.step()
+        optimizer.zero_grad()
+        print("step {} rank {}: {!r}".format(step, args.rank, loss.item()))  # here: for the test
+        
+    model.eval()
+    for step, batch in enumerate(eval_dataloader):
+        with torch.no_grad():
+            outputs = model(**batch)
+            predictions = outputs.logits.argmax(dim=-1)
+            metric.add_batch(
+                    predictions=engine.gather(predictions),
+                    references=engine.gather(batch["labels"]))
+
+    eval_metric = metric.compute()
+    print("epoch {}: {}".format(epoch, eval_metric))

@@ -1,0 +1,259 @@
+"""``megatron-npu train``: what is refused, in one line; how it starts its ranks; how it ends."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_npu import cli
+from megatron_npu.acceleration import arguments, ranks
+from tests import warm
+from tests.acceleration import runs
+from tests.adaptors.megatron_core.upstream_tests.ports import free_port
+from tests.end_to_end import tiny
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SLOW = SCRIPTS / "slow.py"
+
+# The document's command lines; the names of models and data are of no matter to the parser.
+FINE_TUNING = """--task sequence_classification --pretrained-model-name-or-path 'bert-base-cased'
+--data-path glue --data-name mrpc --epochs 3 --micro-batch-size 16 --global-batch-size 64 --lr 2e-5
+--lr-decay-style linear --lr-warmup-iters 100 --weight-decay 1e-2 --clip-grad 1.0 --mixed-precision
+--onnx-runtime-training --zero-1-memory-optimization"""
+PRE_TRAINING = """--task pretraining --pretrained-model-name-or-path 'bert-base-uncased' --num-layers 12
+--hidden-size 768 --num-attention-heads 12 --micro-batch-size 16 --global-batch-size 128 --seq-length 512
+--tokenizer-type BertWordPieceLowerCase --max-position-embeddings 512 --train-iters 100
+--data-path book_wiki_owtv2_small_text_sentence --vocab-file bert-en-uncased-vocab.txt --data-impl mmap
+--split 980,20 --lr 1e-3 --lr-decay-style linear --min-lr 0.0 --lr-decay-iters 2000 --weight-decay 1e-2
+--clip-grad 1.0 --lr-warmup-fraction .01 --mixed-precision --onnx-runtime-training
+--fsdp-memory-optimization"""
+MEGATRON = f"""--user-script {SLOW} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+--num-layers 12 --hidden-size 768 --num-attention-heads 12 --micro-batch-size 16 --global-batch-size 128
+--seq-length 512 --tokenizer-type GPT2BPETokenizer --max-position-embeddings 512 --train-iters 100
+--data-path book_wiki_owtv2_small_text_sentence --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
+--data-impl mmap --split 980,20 --lr 1e-3 --lr-decay-style linear --min-lr 0.0 --lr-decay-iters 2000
+--weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 1 --zero-2-memory-optimization
+--checkpoint-activations --mixed-precision"""
+
+
+def parsed(line: str):
+    args = arguments.parse(shlex.split(line))
+    arguments.set_ranks(args, ranks.Ranks(world_size=4))
+    return args
+
+
+def test_the_document_s_command_lines_are_read() -> None:
+    args = parsed(FINE_TUNING)
+    assert (args.load, args.dataset_path, args.dataset_name) == ("bert-base-cased", "glue", "mrpc")
+    assert (args.mixed_precision, args.sharding, args.graph_optimization) == ("bf16", "zero-1", True)
+    assert args.num_microbatches == 1
+    args = parsed(PRE_TRAINING)
+    assert (args.num_microbatches, args.sharding, args.split) == (2, "fsdp", "980,20")
+    assert (args.mask_prob, args.short_seq_prob, args.mmap_warmup) == (0.15, 0.1, False)
+    args = parsed(MEGATRON)
+    assert (args.data_parallel_size, args.num_microbatches, args.sharding) == (1, 8, "zero-2")
+    assert args.checkpoint_activations
+    assert not any((args.reset_position_ids, args.reset_attention_mask, args.eod_mask_loss))
+
+
+def test_a_data_set_may_be_named_alone() -> None:
+    args = parsed(FINE_TUNING.replace("--data-path glue --data-name mrpc", "--dataset-name imdb"))
+    assert (args.data_path, args.data_name) == ("imdb", None)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", "neither --task nor --user-script"),
+        (
+            "--task sequence_classification --data-path x --epochs 1",
+            "without --pretrained-model-name-or-path",
+        ),
+        ("--task causal_lm --pretrained-model-name-or-path x --epochs 1", "without --data-path"),
+        ("--task cooking", "--task 'cooking'; expected sequence_classification or "),
+        (
+            f"--user-script {SLOW} --epochs 1 --micro-batch-size 3 --global-batch-size 4",
+            "a multiple of 3 x 1",
+        ),
+        (f"--user-script {SLOW} --epochs 1 --min-lr 1 --lr 0.1", "--min-lr 1 above --lr 0.1"),
+        (f"--user-script {SLOW} --epochs 1 --lr-warmup-iters 3 --lr-warmup-fraction .1", "one of them"),
+        (f"--user-script {SLOW} --zero-1-memory-optimization --fsdp-memory-optimization", "not allowed with"),
+        (f"--user-script {SLOW} --save-interval 3", "--save-interval without --save"),
+        (f"--user-script {SLOW} --epochs 1 --global-batch-size 16", "8 training samples with"),
+        (f"--user-script {SLOW}", "no end of training"),
+        ("--user-script nowhere.py", "nowhere.py: no such file"),
+        (r"--task sequence_classification \  ", "a backslash with a blank or a comment behind it"),
+        (f"--user-script {SLOW} --tensor-model-parallel-size 2 --nproc-per-node 1", "that 2 divides"),
+    ],
+)
+def test_flags_that_cannot_be(line: str, expected: str, capsys) -> None:
+    assert cli.main(["train", *shlex.split(line)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert expected in said
+
+
+SCRIPT = """
+import torch
+from rapidformer import Finetuner, RapidformerEngine
+
+class Mine(Finetuner):
+    def train_valid_test_datasets_provider(self):
+        return [torch.ones(2)] * 8, [torch.ones(2)] * 3, None, None
+    def model_optimizer_lr_scheduler_provider(self):
+        return torch.nn.Linear(2, 1), None, None
+    def run_forward_step(self, batch, model):
+        return model(batch).mean()
+    def run_compute_metrics(self, model, eval_dataloader):
+        return {"mean": 1.0}
+"""
+END = "\nMine(RapidformerEngine()).train()\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "expected"),
+    [
+        (
+            "[torch.ones(2)] * 3, None, None",
+            "None",
+            "train_valid_test_datasets_provider returned 2 values; exp",
+        ),
+        (
+            "[torch.ones(2)] * 8, [",
+            "iter([torch.ones(2)]), [",
+            "returned as train_dataset: a list_iterator; exp",
+        ),
+        (
+            "None, None\n    def model",
+            "None, 3\n    def model",
+            "returned a int; expected a function as the fou",
+        ),
+        (
+            "return torch.nn.Linear(2, 1), None, None",
+            "return torch.nn.Linear(2, 1)",
+            "returned a Linear; expe",
+        ),
+        (
+            "Linear(2, 1), None, None",
+            "Linear, None, None",
+            "returned a type as its first value; expected a tor",
+        ),
+        (
+            "Linear(2, 1), None, None",
+            "Linear(2, 1), 3, None",
+            "an optimizer, a function that makes one, or No",
+        ),
+        (
+            "model(batch).mean()",
+            "model(batch)",
+            "run_forward_step returned a tensor [8, 1]; expected the loss: ",
+        ),
+        (
+            "model(batch).mean()",
+            "model(batch).mean().item()",
+            "run_forward_step returned a float; expected the",
+        ),
+        ("model(batch).mean()", "model(batch).mean().detach()", "a loss that depends on the model's weights"),
+        (
+            '{"mean": 1.0}',
+            '{"mean": "high"}',
+            "run_compute_metrics returned a dict; expected a dictionary of num",
+        ),
+        (
+            "    def run_forward_step",
+            "    def run_backward_step",
+            "Mine has no run_forward_step; expected a met",
+        ),
+        (
+            "model(batch).mean()",
+            "model(batch).means()",
+            "mine.py ended with AttributeError: 'Tensor' object has ",
+        ),
+        ("model(batch).mean()", "torch.ones(3) @ batch", "line 11, in run_forward_step"),
+        (
+            "import torch\n",
+            "import torch\nimport nowhere\n",
+            "ended with ModuleNotFoundError: No module named 'n",
+        ),
+        (END, "", "makes no RapidformerEngine; expected a template's train()"),
+    ],
+)
+def test_scripts_that_cannot_be(written: str, instead: str, expected: str, tmp_path: Path, capsys) -> None:
+    script, whole = tmp_path / "mine.py", SCRIPT + END
+    assert written in whole
+    script.write_text(whole.replace(written, instead, 1))
+    assert cli.main(["train", "--user-script", str(script), "--epochs", "1"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert expected in said
+
+
+def test_a_script_as_it_should_be(tmp_path: Path, capsys) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT + END)
+    assert cli.main(["train", "--user-script", str(script), "--epochs", "2", "--save", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "mean: 1.0000" in out
+    rows = tiny.rows(tmp_path / "metrics.jsonl", "start")
+    assert (rows[0]["train_iters"], rows[0]["world_size"], rows[0]["global_batch_size"]) == (2, 1, 8)
+    assert tiny.rows(tmp_path / "metrics.jsonl", "end")[0]["ended_by"] == "iterations"
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_mistake_on_several_ranks_is_told_once(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT + END.replace("train", "trian"))
+    done = runs.train("--user-script", script, "--epochs", 1, processes=2)
+    assert done.returncode == 2
+    (said,) = done.stderr.splitlines()
+    assert "AttributeError: 'Mine' object has no attribute 'trian'" in said
+
+
+def test_ctrl_c_ends_all_ranks_and_says_what_is_saved(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_npu", "train", "--user-script", str(SLOW), "--nproc-per-node"]
+    flags = "2 --train-iters 5000 --micro-batch-size 4 --log-interval 1 --save-interval 2 --save".split()
+    command, env = warm.ready([*command, *flags, str(tmp_path)], env=tiny.environment(), modules=runs.MODULES)
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    try:
+        next(line for line in process.stdout if "saved" in line)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        watchdog.cancel()
+    assert process.returncode == 130
+    # the level of torch's C++ log is read when torch is loaded, which the warm parent has done
+    (said,) = [line for line in error.splitlines() if "reducer.cpp" not in line]
+    assert "megatron-npu train: interrupted; the last checkpoint in" in said
+
+
+def test_two_machines_meet_where_the_variables_say(tmp_path: Path) -> None:
+    place = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    flags = ("--user-script", SLOW, "--train-iters", 2, "--micro-batch-size", 4, "--save", tmp_path)
+    outcomes: dict[int, subprocess.CompletedProcess[str]] = {}
+
+    def machine(number: int) -> None:
+        outcomes[number] = runs.train(*flags, NODE_RANK=str(number), **place)
+
+    machines = [threading.Thread(target=machine, args=(number,)) for number in (0, 1)]
+    for thread in machines:
+        thread.start()
+    for thread in machines:
+        thread.join()
+    assert [outcomes[number].returncode for number in (0, 1)] == [0, 0], outcomes[0].stderr
+    assert tiny.rows(tmp_path / "metrics.jsonl", "start")[0]["world_size"] == 2
+    assert "iteration        2/       2" in outcomes[0].stdout
+    assert "iteration" not in outcomes[1].stdout
+
+
+def test_an_address_that_is_missing_is_named(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("NNODES", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert cli.main(["train", "--user-script", str(SLOW), "--train-iters", "1"]) == 2
+    assert "NNODES=2 without MASTER_ADDR and MASTER_PORT" in capsys.readouterr().err
