@@ -171,7 +171,7 @@ ROOMS = (
     Room(
         "benching/",
         "`megatron-npu bench`: the four tables of a document about accelerated training, on this machine",
-        "arg_parser devices doctor errors files plugin training",
+        "acceleration arg_parser devices doctor errors files plugin switches training",
         ("torch", "megatron"),
     ),
     Room(

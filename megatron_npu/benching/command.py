@@ -8,6 +8,7 @@ Each row runs in processes of its own.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from argparse import Namespace
@@ -36,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
         print(line, flush=True)
     report = _report(prepared)
     try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
         for row in report.rows:
             row.outcome = _measured(prepared, row)
             _write(report, args)

@@ -39,9 +39,9 @@ def states(job: Job, family: Family, host_is_device: bool) -> int:
     if scheme.sharding != "none":
         moments /= shared
     if scheme.sharding in ("zero-2", "zero-3", "fsdp"):
-        gradients /= shared
-    if scheme.sharding in ("zero-3", "fsdp"):
-        weights /= shared
+        weights, gradients = weights / shared, gradients / shared
+    if scheme.sharding == "zero-2":
+        weights += 2  # gathered in 16 bits from the forward to the backward pass
     if scheme.offload and not host_is_device:
         moments = 0.0
     return int(count * (weights + gradients + moments))

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from megatron_npu.benching.schemes import Printed, Scheme
 from megatron_npu.benching.sizes import Size
+from megatron_npu.switches import Switches
 
 WARM_UP = 3  # steps before the first that counts: optimizer states, graphs, allocators
 
@@ -52,6 +53,16 @@ class Job:
     def micro_batches(self) -> int:
         """The micro batches of one rank in one step."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def switches(self) -> Switches:
+        """The words of ``megatron-npu train`` that the row stands for."""
+        return Switches(
+            mixed_precision=self.mixed_precision if self.scheme.mixed else None,
+            sharding=self.scheme.sharding,
+            cpu_offload=self.scheme.offload,
+            graph_optimization=self.scheme.graph,
+        )
 
     def to_json(self) -> str:
         """Return it as text."""

@@ -20,6 +20,7 @@ class Machine:
 
     Attributes:
         device: its title, such as ``cpu`` or ``simulated npu``.
+        kind: ``cpu``, ``cuda`` or ``npu``.
         count: how many there are; on a CPU there is no such number: None.
         host_memory: whether device memory is the host's (a CPU, a simulated device).
         simulated: whether times say nothing.
@@ -29,6 +30,7 @@ class Machine:
     """
 
     device: str
+    kind: str
     count: int | None
     host_memory: bool
     simulated: bool
@@ -42,6 +44,7 @@ class Machine:
         device = devices.current()
         return cls(
             device=device.title,
+            kind=device.name,
             count=None if device.is_host else device.count(),
             host_memory=device.is_host or device.simulated,
             simulated=device.simulated,

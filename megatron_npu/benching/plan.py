@@ -8,6 +8,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_npu.acceleration.refusals import refuse
 from megatron_npu.arg_parser import Unfit
 from megatron_npu.benching import estimate
 from megatron_npu.benching.job import Job
@@ -73,7 +74,7 @@ class Plan:
 
     def outcome_beforehand(self, job: Job) -> Outcome | None:
         """Return OOM or NA for a row that need not be started to know it."""
-        reason = self._unfit(job.scheme)
+        reason = self._unfit(job.scheme) or _refused(job, self.machine.kind)
         if reason:
             return Outcome(NA, reason)
         limits = [job.memory_limit] if job.memory_limit is not None else []
@@ -101,6 +102,17 @@ class Plan:
         if scheme.sharding != "none" and self.ranks == 1:
             return "one rank has nobody to share with"
         return ""
+
+
+def _refused(job: Job, device: str) -> str:
+    """Return why the switches of a row do not go together here."""
+    if not job.workload.startswith("huggingface:"):
+        return ""
+    try:
+        refuse(job.switches, family="transformers", device=device)
+    except UsageError as error:
+        return f"{error.given}; expected {error.expected}"
+    return ""
 
 
 def plan(args: Namespace, machine: Machine) -> Plan:

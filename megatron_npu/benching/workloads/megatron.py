@@ -41,6 +41,7 @@ def flags(job: Job) -> list[str]:
         "vocab-size": size.vocabulary - 1,  # it adds one of its own
         "make-vocab-size-divisible-by": max(1, PAD // scheme.tensor),
         "eval-iters": 0,
+        "num-workers": 0,  # made-up tokens cost next to nothing
         "log-interval": job.steps_in_all,
         "seed": job.seed,
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_npu.benching import arguments
@@ -10,8 +12,8 @@ from megatron_npu.benching.plan import plan
 from megatron_npu.benching.ranks import NA, OOM
 from megatron_npu.errors import UsageError
 
-CPU = Machine("cpu", None, True, False, True, 2, frozenset())
-CUDA = Machine("cuda", 8, False, False, False, 64, frozenset())
+CPU = Machine("cpu", "cpu", None, True, False, True, 2, frozenset())
+CUDA = Machine("cuda", "cuda", 8, False, False, False, 64, frozenset())
 
 
 def planned(line: str, machine: Machine = CPU):
@@ -43,6 +45,13 @@ def test_layouts_that_the_devices_are_too_few_for_are_not_run():
     assert "16 devices" in beforehand("--suite 3d --devices 4", 6).reason
     assert "3 heads" in beforehand("--suite 3d --devices 2 --model 2x96x3", 1).reason
     assert "3 layers" in beforehand("--suite 3d --devices 2 --model 3x64", 3).reason
+
+
+def test_switches_that_are_refused_here_are_not_run():
+    outcome = beforehand("--suite sharding --devices 2", 6)
+    assert outcome.kind == NA
+    assert "--cpu-offload on the cpu device" in outcome.reason
+    assert beforehand("--suite sharding", 6, replace(CUDA, count=4)) is None
 
 
 def test_what_cannot_fit_is_not_started():

@@ -14,8 +14,8 @@ from megatron_npu.benching.report import Report, Row, aligned
 from megatron_npu.benching.schemes import SUITES, Printed, Scheme
 from megatron_npu.benching.sizes import GPT
 
-CPU = Machine("cpu", None, True, False, True, 2, frozenset({"avx512_bf16"}))
-NPU = Machine("simulated npu", 8, True, True, False, 2, frozenset())
+CPU = Machine("cpu", "cpu", None, True, False, True, 2, frozenset({"avx512_bf16"}))
+NPU = Machine("simulated npu", "npu", 8, True, True, False, 2, frozenset())
 MB = 1 << 20
 
 
