@@ -145,6 +145,13 @@ TRUST_FILES = Variable(
     "Let checkpoints of megatron-core run the code that they hold, as upstream does: for your own files.",
     ("0", "1"),
 )
+WATCHDOG = Variable(
+    "MEGATRON_NPU_WATCHDOG",
+    "300",
+    "Seconds for which a rank may say nothing, or all ranks may stand still, before it is named and the run "
+    "ends; a rank that dies is named at once. 0: no watchdog.",
+    type=whole,
+)
 MEGATRON_PATH = Variable(
     "MEGATRON_LM_PATH",
     "",

@@ -60,6 +60,7 @@ ROOMS = (
         ("torch",),
     ),
     Room("web/", "where the servers of the project listen, and what their answers say", "arg_parser errors"),
+    Room("watchdog/", "names the rank that a run waits for in vain", "errors settings", ("torch",)),
     Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
     Room("switches.py", "the words that switch accelerations on", "arg_parser"),
     Room("older_flags.py", "flags of older Megatrons: what they mean today", "arg_parser errors"),
@@ -93,7 +94,7 @@ ROOMS = (
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags devices errors files older_flags ops patching safe_load torch_readers",
+        "attention_flags devices errors files older_flags ops patching safe_load torch_readers watchdog",
         ("torch", "megatron"),
     ),
     Room(
@@ -127,7 +128,7 @@ ROOMS = (
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
         "arg_parser attention_flags devices errors files generation older_flags plugin preprocessing "
-        "safe_load switches tokenization upstream web",
+        "safe_load switches tokenization upstream watchdog web",
         ("torch", "megatron"),
     ),
     Room(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices
+from megatron_npu import devices, watchdog
 
 
 def silence_known_warnings() -> None:
@@ -53,7 +53,8 @@ def session(args: Namespace) -> Iterator[None]:
             distributed_timeout_minutes=args.distributed_timeout_minutes,
         )
         seed_everything(args.seed)
-        yield
+        with watchdog.watching():
+            yield
     finally:
         parallel_state.destroy_model_parallel()
         if not joined:
@@ -61,12 +62,17 @@ def session(args: Namespace) -> Iterator[None]:
 
 
 def _init_process_group(args: Namespace) -> None:
-    """Join the group of all processes; a process that is alone needs no address."""
+    """Join the group of all processes; a process that is alone needs no address.
+
+    Raises:
+        UsageError: torchrun has restarted the run in a way that they cannot meet.
+    """
     backend = devices.current().backend
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     if args.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
+        watchdog.require_fresh_store()
         dist.init_process_group(backend, timeout=timeout)
 
 

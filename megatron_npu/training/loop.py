@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Dataset
 
-from megatron_npu import devices
+from megatron_npu import devices, watchdog
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint, checkpoint_failures, data, expert_losses, loss
 from megatron_npu.training.checkpoint import Position, State
@@ -140,6 +140,7 @@ class Trainer:
             self._save()
 
     def _step(self, batches: list[Iterator[data.Batch]] | None) -> None:
+        watchdog.step(self.position.iteration + 1)
         model, optimizer = self.state.model, self.state.optimizer
         for chunk in model:
             chunk.zero_grad_buffer()

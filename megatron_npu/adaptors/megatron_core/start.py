@@ -30,6 +30,15 @@ def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 around("megatron.training.initialize:initialize_megatron", why=private_files.WHY)(private_files.tighten_umask)
 
+
+@around("megatron.training.initialize:initialize_megatron", why=start.WHY_WATCHED)
+def watch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let the watchdog watch the ranks."""
+    from megatron.training.global_vars import get_args
+
+    return start.watch(get_args, original, *args, **kwargs)
+
+
 replace(
     "megatron.legacy.fused_kernels:load",
     devices=WITHOUT_CUDA,

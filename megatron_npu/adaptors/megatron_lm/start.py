@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from megatron_npu.adaptors.megatron_lm.decorators import around, replace
-from megatron_npu.adaptors.shared import private_files, rendezvous
+from megatron_npu.adaptors.shared import private_files, rendezvous, start
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 from megatron_npu.adaptors.shared.start import allow_no_cuda, announce_first, load_no_kernels
 
@@ -16,6 +17,15 @@ around(
 )(allow_no_cuda)
 
 around("megatron.initialize:initialize_megatron", why=private_files.WHY)(private_files.tighten_umask)
+
+
+@around("megatron.initialize:initialize_megatron", why=start.WHY_WATCHED)
+def watch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let the watchdog watch the ranks."""
+    from megatron.global_vars import get_args
+
+    return start.watch(get_args, original, *args, **kwargs)
+
 
 replace(
     "megatron.fused_kernels:load",

@@ -6,7 +6,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from megatron_npu import watchdog
 from megatron_npu.patching import banner
+
+WHY_WATCHED = "a rank that dies or hangs is 'Connection reset by peer' in the others, or nothing for long"
 
 
 def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -14,6 +17,21 @@ def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     given = inspect.signature(original).bind(*args, **kwargs)
     given.arguments["allow_no_cuda"] = True
     return original(*given.args, **given.kwargs)
+
+
+def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``initialize_megatron``, and let the watchdog watch the ranks that have met there.
+
+    Args:
+        get_args: upstream's.
+
+    Raises:
+        UsageError: torchrun has restarted the run in a way that they cannot meet.
+    """
+    watchdog.require_fresh_store()
+    result = original(*args, **kwargs)
+    watchdog.begin(lambda: getattr(get_args(), "curr_iteration", -1) + 1)  # upstream's counts from 0
+    return result
 
 
 def announce_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,18 @@
+"""Names the rank that a run of several processes waits for in vain, and ends the others.
+
+Without it a dead rank is "Connection reset by peer" in all others, or nothing for half an hour; a stopped one
+is nothing at all. Each rank has a thread that says once a second, in the store of the run, where the main
+thread stands (``place``, ``board``); no port is opened, and no collective is made. What it notices:
+
+- a rank of the same machine that ended: the kernel says so at once (``deaths``);
+- a rank elsewhere that ended: its peers fail, and look whose word has stopped;
+- a rank that is stopped, or whose machine is gone: its word stops for ``MEGATRON_NPU_WATCHDOG`` seconds;
+- ranks that wait for each other: none has moved for as long.
+
+The first rank that knows writes it into the store for all; they print it and end with exit code 1.
+"""
+
+from megatron_npu.watchdog.rank import begin, step, watching
+from megatron_npu.watchdog.restarts import require_fresh_store
+
+__all__ = ["begin", "require_fresh_store", "step", "watching"]

@@ -1,0 +1,129 @@
+"""What ranks tell each other about themselves, in the store of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+_PATIENCE = timedelta(seconds=60)  # for an answer of the store
+
+
+@dataclass(frozen=True)
+class Process:
+    """A rank as a process.
+
+    Attributes:
+        rank: its number in the run.
+        host: the name of its machine.
+        pid: its number there.
+        space: what tells machines and containers apart, inside which process numbers mean the same.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    space: str
+
+    @staticmethod
+    def own(rank: int) -> Process:
+        """Return this one."""
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            space = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        except OSError:  # no Linux: nobody watches its neighbours by number
+            space = ""
+        return Process(rank, socket.gethostname(), os.getpid(), space)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, process {self.pid})"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank's word that it lives.
+
+    Attributes:
+        number: of the word, from 0 on.
+        step: of training in which it is, counted from 1; 0: none has begun.
+        still: seconds for which its main thread has not moved.
+        phase, collective, place: as ``place.Place`` has them, the last one whole as text.
+        frames: of its stack, the innermost first.
+    """
+
+    number: int
+    step: int
+    still: float
+    phase: str
+    collective: str
+    place: str
+    frames: tuple[str, ...]
+
+
+class Board:
+    """The notes of all ranks of one process group. Each rank has a connection of its own for them.
+
+    Args:
+        store: a connection to the store of the run, which nobody else uses.
+        name: what tells this group from earlier ones in the same store.
+    """
+
+    def __init__(self, store: dist.Store, name: str) -> None:
+        self._store = dist.PrefixStore(f"megatron_npu/watchdog/{name}", store)
+
+    def enter(self, process: Process) -> None:
+        """Say who a rank is."""
+        self._store.set(f"who/{process.rank}", json.dumps(asdict(process)))
+
+    def processes(self, ranks: int) -> list[Process] | None:
+        """Return all ranks; None as long as one has not entered."""
+        names = [f"who/{rank}" for rank in range(ranks)]
+        if not self._store.check(names):
+            return None
+        return [Process(**json.loads(text)) for text in self._store.multi_get(names)]
+
+    def beat(self, rank: int, beat: Beat) -> None:
+        """Leave a rank's word."""
+        self._store.set(f"beat/{rank}", json.dumps(asdict(beat)))
+
+    def beats(self, ranks: list[int]) -> list[Beat]:
+        """Return the last words of ranks; each has beaten before it has entered."""
+        texts = self._store.multi_get([f"beat/{rank}" for rank in ranks])
+        return [Beat(**_listed(json.loads(text))) for text in texts]
+
+    def leave(self, rank: int, error: str) -> None:
+        """Say that a rank ends, by which error; empty: as it should."""
+        self._store.set(f"end/{rank}", f"{error}.")  # the point: a value may not be empty
+
+    def left(self, rank: int) -> str | None:
+        """Return with what a rank has left; None: it has not."""
+        name = f"end/{rank}"
+        return self._store.get(name).decode()[:-1] if self._store.check([name]) else None
+
+    def judge(self, verdict: str) -> str:
+        """Write what has happened to the run; return what the first one has written."""
+        return str(self._store.compare_set("verdict", "", verdict).decode())
+
+    def verdict(self) -> str | None:
+        """Return what has happened to the run; None: nothing."""
+        return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
+
+
+def _listed(values: dict[str, Any]) -> dict[str, Any]:
+    return {**values, "frames": tuple(values["frames"])}
+
+
+def connect() -> dist.Store | None:
+    """Return a connection of its own to the store of the default process group; None: it has no server."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return None
+    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)

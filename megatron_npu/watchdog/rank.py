@@ -1,0 +1,322 @@
+"""The watchdog of one rank: a thread that beats, looks and judges. See the package's own words."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+import torch.distributed as dist
+
+from megatron_npu import settings
+from megatron_npu.watchdog import place
+from megatron_npu.watchdog.board import Beat, Board, Process, connect
+from megatron_npu.watchdog.deaths import Deaths
+
+_PERIOD = 1.0  # seconds between two words
+_TOGETHER = 0.02  # seconds in which a whole run that is being ended goes: then there is nothing to tell
+_LOOK = 2.5  # periods after which a rank that says nothing new is gone, where another has failed
+_PATIENCE = 5.0  # seconds for the main thread to end by itself after the verdict
+_EXIT = 1
+
+_step = 0
+_runs = 0
+_current: Rank | None = None
+
+
+def step(number: int) -> None:
+    """Note that the step with this number begins."""
+    global _step
+    _step = number
+
+
+def begin(step_now: Callable[[], int] = lambda: _step) -> None:
+    """Watch from now on until the process ends, if there are other ranks. All ranks must call this.
+
+    A second call does nothing.
+
+    Args:
+        step_now: returns the number of the step that this rank is in.
+    """
+    global _current, _runs
+    if _current is not None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    limit = float(str(settings.WATCHDOG.value()))
+    store = connect() if limit else None
+    if store is None:
+        return
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    board = Board(store, f"{attempt}/{_runs}")
+    _current = Rank(board, dist.get_rank(), dist.get_world_size(), limit, step_now)
+    _runs += 1
+    _current.start()
+
+
+def end() -> None:
+    """Watch no longer: the run has ended well."""
+    global _current
+    if _current is not None:
+        _current.stop()
+        _current = None
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[None]:
+    """Watch in the block, which lies inside of a process group.
+
+    After an error the others are still watched, as ending may hang, too.
+    """
+    begin()
+    try:
+        yield
+    except Exception as error:
+        if _current is not None:
+            _current.failed(error)
+        raise
+    end()
+
+
+class Rank:
+    """One rank that watches the others.
+
+    Args:
+        board: of the run.
+        rank, ranks: which one of how many it is.
+        limit: seconds of silence, or of standing still, that are too many.
+        step_now: see ``begin``.
+    """
+
+    def __init__(
+        self, board: Board, rank: int, ranks: int, limit: float, step_now: Callable[[], int]
+    ) -> None:
+        self._board, self._rank, self._ranks, self._limit = board, rank, ranks, limit
+        self._step_now = step_now
+        self._thread = threading.Thread(target=self._run, name="megatron_npu watchdog", daemon=True)
+        self._owner = os.getpid()
+        self._processes: list[Process] = []
+        self._deaths = Deaths([])
+        self._stopping, self._failing = threading.Event(), threading.Event()
+        self._looked, self._told = threading.Event(), threading.Event()
+        self._blamed = False
+        self._former = sys.excepthook
+        self._number = 0
+        self._mark: tuple[object, ...] = ()
+        self._step = -1
+        self._moved = time.monotonic()
+        self._neighbour, self._heard = rank, (-1, 0.0)
+
+    def start(self) -> None:
+        """Begin, in a thread."""
+        sys.excepthook = self._hook
+        atexit.register(self.stop)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, saying that this rank has ended as it should, unless it has said otherwise."""
+        if os.getpid() != self._owner:  # a forked child, which has no such thread
+            return
+        atexit.unregister(self.stop)
+        if sys.excepthook == self._hook:
+            sys.excepthook = self._former
+        self._stopping.set()
+        self._deaths.wake()
+        self._thread.join(_PATIENCE)
+
+    # -- what the main thread does
+
+    def failed(self, error: BaseException) -> None:
+        """Find out whether another rank is the reason for an error; if none is, tell the others of it."""
+        if self._blamed:
+            return
+        self._blamed = True
+        if type(error) is RuntimeError or isinstance(error, dist.DistError):  # as collectives raise
+            self._failing.set()
+            self._deaths.wake()
+            self._looked.wait(_LOOK * _PERIOD + _PATIENCE)
+        if not self._told.is_set():
+            lines = str(error).strip().splitlines()
+            with contextlib.suppress(Exception):
+                self._board.leave(self._rank, f"{type(error).__name__}: {lines[0] if lines else ''}"[:300])
+
+    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """End with an error, but where another rank is the reason: that has been told."""
+        if os.getpid() == self._owner:
+            self.failed(error)
+            if self._told.is_set() and isinstance(error, RuntimeError):
+                return
+        self._former(kind, error, trace)
+
+    # -- what the thread does
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set() and not self._told.is_set():
+                self._look()
+            if self._stopping.is_set() and self._board.left(self._rank) is None:
+                self._board.leave(self._rank, "")
+        except Exception as error:  # of the store: it is gone, with the rank or the launcher that held it
+            self._without_store(error)
+
+    def _look(self) -> None:
+        """Say a word, wait, and see to the others."""
+        self._beat()
+        if not self._processes:
+            self._meet()
+        for process in self._deaths.wait(_PERIOD):
+            self._ended(process)
+        if self._stopping.is_set():
+            return
+        if verdict := self._board.verdict():
+            self._tell(verdict)
+        elif self._failing.is_set():
+            self._find_silent()
+        else:
+            self._listen()
+            self._see_whether_anybody_moves()
+
+    def _beat(self) -> None:
+        now, stands, step = time.monotonic(), place.of_main_thread(), self._step_now()
+        if (stands.mark, step) != (self._mark, self._step):
+            self._mark, self._step, self._moved = stands.mark, step, now
+        still = now - self._moved
+        beat = Beat(self._number, step, still, stands.phase, stands.collective, str(stands), stands.frames)
+        self._board.beat(self._rank, beat)
+        self._number += 1
+
+    def _meet(self) -> None:
+        """Find out who the others are, once all have said so."""
+        own = Process.own(self._rank)
+        self._board.enter(own)
+        self._processes = self._board.processes(self._ranks) or []
+        if not self._processes:
+            return
+        others = [each for each in self._processes if each.rank != self._rank]
+        self._deaths = Deaths(each for each in others if each.space and each.space == own.space)
+        if self._stopping.is_set() or self._failing.is_set():
+            self._deaths.wake()
+        self._next_neighbour()
+
+    def _ended(self, process: Process) -> None:
+        """See why a process has ended."""
+        error = self._board.left(process.rank)
+        if error == "":
+            return
+        time.sleep(_TOGETHER)
+        (beat,) = self._board.beats([process.rank])
+        how = f"ended with {error}" if error else "ended without a word (killed?)"
+        self._judge(f"{process} {how}; last seen {_words(beat)}")
+
+    def _find_silent(self) -> None:
+        """Name the ranks that failed or say nothing any more, where a collective has failed in this one."""
+        others = []
+        for process in self._processes:
+            error = self._board.left(process.rank)
+            if error:
+                self._ended(process)
+            elif error is None and process.rank != self._rank:
+                others.append(process)
+        if self._told.is_set():
+            return
+        before = self._board.beats([each.rank for each in others]) if others else []
+        self._wait_and_beat(_LOOK * _PERIOD)
+        after = self._board.beats([each.rank for each in others]) if others else []
+        silent = [
+            (process, beat)
+            for process, beat, later in zip(others, before, after, strict=True)
+            if beat.number == later.number and self._board.left(process.rank) is None
+        ]
+        if silent:
+            self._judge("; ".join(f"{who} is gone, last seen {_words(beat)}" for who, beat in silent))
+        self._failing.clear()
+        self._looked.set()
+
+    def _wait_and_beat(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (now := time.monotonic()) < end and not self._stopping.is_set():
+            self._beat()
+            time.sleep(min(_PERIOD, end - now))
+
+    def _next_neighbour(self) -> None:
+        """Listen to the next rank that has not ended."""
+        for distance in range(1, self._ranks):
+            rank = (self._neighbour + distance) % self._ranks
+            if rank != self._rank and self._board.left(rank) is None:
+                self._neighbour, self._heard = rank, (-1, time.monotonic())
+                return
+
+    def _listen(self) -> None:
+        """See whether the neighbour still says something."""
+        if not self._processes or self._neighbour == self._rank:
+            return
+        (beat,) = self._board.beats([self._neighbour])
+        if beat.number != self._heard[0]:
+            self._heard = (beat.number, time.monotonic())
+        elif time.monotonic() - self._heard[1] > self._limit:
+            if self._board.left(self._neighbour) is not None:
+                return self._next_neighbour()
+            silence = time.monotonic() - self._heard[1]
+            self._judge(
+                f"{self._processes[self._neighbour]} has said nothing for {silence:.0f} s: it is stopped, or "
+                f"its machine is gone; last seen {_words(beat)}{_stack(beat)}"
+            )
+        return None
+
+    def _see_whether_anybody_moves(self) -> None:
+        """Name those that the others wait for where nobody has moved for too long; a save may take longer."""
+        if time.monotonic() - self._moved < self._limit or not self._processes:
+            return
+        living = [each for each in self._processes if self._board.left(each.rank) is None]
+        beats = self._board.beats([each.rank for each in living])
+        if any(beat.still < self._limit - 2 * _PERIOD or beat.phase == "saving" for beat in beats):
+            return
+        least = min(beat.step for beat in beats)
+        waited_for = [
+            (process, beat)
+            for process, beat in zip(living, beats, strict=True)
+            if not beat.collective or beat.step == least < max(other.step for other in beats)
+        ] or list(zip(living, beats, strict=True))
+        told = "; ".join(f"{process} is {_words(beat)}" for process, beat in waited_for)
+        self._judge(f"no rank has moved for {self._limit:.0f} s: {told}{_stack(waited_for[0][1])}")
+
+    def _judge(self, verdict: str) -> None:
+        if not self._stopping.is_set():
+            self._tell(self._board.judge(verdict))
+
+    def _tell(self, verdict: str) -> None:
+        """Print what has happened, and end this process if its main thread does not."""
+        print(f"megatron_npu: rank {self._rank} ends: {verdict}", file=sys.stderr, flush=True)
+        if (
+            "\n" in verdict and sys.__stderr__ is not None
+        ):  # a hang, and where each rank stands is of interest
+            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        self._told.set()
+        self._looked.set()
+        if not self._stopping.wait(_PATIENCE):
+            os._exit(_EXIT)
+
+    def _without_store(self, error: Exception) -> None:
+        """Watch no longer; end the process if it waits in vain for whoever has held the store."""
+        held = self._processes[0] if self._processes else "rank 0"
+        stands, since = place.of_main_thread(), time.monotonic()
+        while not self._stopping.wait(_PERIOD):
+            now = place.of_main_thread()
+            if now.mark != stands.mark or not now.collective:
+                stands, since = now, time.monotonic()
+            if self._failing.is_set() or time.monotonic() - since > _PATIENCE:
+                kind = type(error).__name__
+                return self._tell(f"the store of the run is gone, and with it perhaps {held} ({kind})")
+        return None
+
+
+def _words(beat: Beat) -> str:
+    return f"{beat.place} (step {beat.step})"
+
+
+def _stack(beat: Beat) -> str:
+    return "".join(f"\n  {frame}" for frame in beat.frames)

@@ -1,0 +1,117 @@
+"""A rank that dies or hangs is named by the others, which end; a run that is only slow goes on."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_npu import watchdog
+from megatron_npu.errors import UsageError
+from tests import warm
+from tests.adaptors.megatron_core.upstream_tests.ports import free_port
+from tests.end_to_end import tiny
+
+RANKS = 3
+LIMIT = 4  # seconds, instead of the 300 of a user
+HERE = Path(__file__).parent
+RANK_1 = rf"rank 1 \({re.escape(socket.gethostname())}, process \d+\)"
+STEP = r"training, at megatron\.training\.training:\d+ in train_step \(step 20\)"
+
+
+def ranks(scenario: str) -> dict[int, tuple[int, str]]:
+    """Start the ranks one by one, without a launcher that would end them; return exit codes and errors."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
+    settings = {**tiny.environment(), **meeting, "MEGATRON_NPU_WATCHDOG": str(LIMIT)}
+    started = []
+    for rank in range(RANKS):
+        command = [sys.executable, str(HERE / "watched_worker.py"), scenario]
+        command, env = warm.ready(command, {**settings, "RANK": str(rank)})
+        started.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        waited_for = (0, 2) if scenario == "stop" else range(RANKS)
+        ends = {rank: started[rank].communicate(timeout=120) for rank in waited_for}
+    finally:
+        for process in started:
+            process.kill()
+    return {rank: (started[rank].returncode, err) for rank, (_, err) in ends.items()}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "told"),
+    [
+        ("kill", rf"{RANK_1} ended without a word \(killed\?\); last seen {STEP}"),
+        ("error", rf"{RANK_1} ended with ValueError: bad luck; last seen {STEP}"),
+        ("stop", rf"{RANK_1} has said nothing for \d+ s: it is stopped, .*; last seen {STEP}"),
+        ("deadlock", rf"no rank has moved for {LIMIT} s: {RANK_1} is {STEP}"),
+    ],
+)
+def test_the_rank_that_is_missed_is_named(scenario: str, told: str) -> None:
+    ends = ranks(scenario)
+    for rank in (0, 2):
+        code, err = ends[rank]
+        assert code == 1, err
+        assert re.search(rf"^megatron_npu: rank {rank} ends: {told}$", err, re.MULTILINE), err
+        assert "Traceback (most recent call last)" not in err  # of gloo, which names nobody
+    hangs = scenario in ("stop", "deadlock")
+    assert ("in all_reduce" in ends[0][1]) == hangs  # where this rank stands
+    if hangs:
+        line = "wait_for_ever" if scenario == "deadlock" else "<lambda>"
+        assert f":{line}" in ends[0][1] or f"in {line}" in ends[0][1]  # where that one stands
+    if scenario == "error":
+        assert "ValueError: bad luck" in ends[1][1]
+
+
+def test_the_rank_that_held_the_store_is_named_too() -> None:
+    ends = ranks("kill_first")
+    for rank in (1, 2):
+        code, err = ends[rank]
+        assert code == 1, err
+        first = RANK_1.replace("rank 1", "rank 0")
+        assert re.search(rf"^megatron_npu: rank {rank} ends: .*{first}", err, re.MULTILINE), err
+
+
+def test_a_slow_save_is_no_hang() -> None:
+    for code, err in ranks("slow_save").values():
+        assert (code, err) == (0, "")
+
+
+def test_a_restart_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytorch#135712: by default the second attempt finds the addresses of the first one's processes."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    watchdog.require_fresh_store()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(UsageError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun"):
+        watchdog.require_fresh_store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    watchdog.require_fresh_store()
+
+
+def test_a_restarted_run_ends_as_if_no_rank_had_been_killed(tmp_path: Path) -> None:
+    """``torchrun --max-restarts``: from the checkpoint on, with the losses of a run that nobody killed."""
+    pytest.importorskip("megatron.core")
+    dataset = tiny.write_dataset(tmp_path / "numbers")
+    flags = [
+        *tiny.flags_for(dataset),
+        "--save-interval",
+        "2",
+        "--eval-iters",
+        "0",
+        "--use-distributed-optimizer",
+    ]
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    launcher = [*tiny.torchrun(2), "--max-restarts", "1"]
+    program = [sys.executable, *launcher, str(HERE / "restarted_worker.py"), *flags]
+    env = tiny.environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = tiny.run_python([*program, "--save", str(killed), "--load", str(killed)], env)
+    assert done.returncode == 0, done.stderr
+    assert "going on from iteration 2" in done.stdout
+    assert tiny.run("pretrain", *flags, "--save", str(calm), processes=2).returncode == 0
+    assert tiny.losses(killed / "metrics.jsonl") == tiny.losses(calm / "metrics.jsonl")

@@ -1,0 +1,71 @@
+"""A rank of test_watchdog.py: it reduces without end, and rank 1 comes to harm as it is asked to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu import watchdog
+
+AT = 20  # the step at which it happens
+# In a module of Megatron's, as the watchdog tells phases and calls by their names.
+MEGATRON = """
+def train_step(act):
+    act()
+def save_checkpoint(act):
+    act()
+"""
+
+
+def all_reduce() -> None:
+    dist.all_reduce(torch.ones(4))
+
+
+def fail() -> None:
+    raise ValueError("bad luck\nand more")
+
+
+def wait_for_ever() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+VICTIM = {"kill_first": 0}  # which holds the store
+HARM = {
+    "kill_first": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "error": fail,
+    "deadlock": wait_for_ever,
+}
+
+
+def main(scenario: str) -> None:
+    dist.init_process_group("gloo")
+    rank, megatron = dist.get_rank(), {"__name__": "megatron.training.training"}
+    exec(MEGATRON, megatron)
+    with watchdog.watching():
+        for step in range(1, 10**9):
+            watchdog.step(step)
+            megatron["train_step"](all_reduce)
+            if step == AT and scenario == "slow_save":  # longer than is allowed, but it is a save
+                rest = all_reduce if rank else lambda: (time.sleep(7), all_reduce())
+                megatron["save_checkpoint"](rest)
+                break
+            if (step, rank) == (AT, VICTIM.get(scenario, 1)):
+                # a while in the step, so that the last word of this rank is of it
+                megatron["train_step"](lambda: (time.sleep(1.5), HARM[scenario]()))
+            time.sleep(0.01)
+    dist.destroy_process_group()
+    print("ended well")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
