@@ -137,7 +137,11 @@ class RapidformerEngine:
         return together
 
     def build_data_loader(
-        self, dataset: Any, collate_fn: Collate | None = None, shuffle: bool = False
+        self,
+        dataset: Any,
+        collate_fn: Collate | None = None,
+        shuffle: bool = False,
+        repeats: bool = False,
     ) -> Loader:
         """Return this rank's batches of ``--micro-batch-size`` samples, on its device.
 
@@ -146,24 +150,18 @@ class RapidformerEngine:
             collate_fn: makes a batch of a list of samples; None: the padding of the tokenizer of
                 ``--pretrained-model-name-or-path`` for tokenized samples, torch's own for others.
             shuffle: in a new order each time.
+            repeats: what ``collate_fn`` draws is the same each time, as evaluations want it.
 
         Raises:
             UsageError: the data set has no length.
         """
-        loader = self.loader(dataset, collate_fn or self._default_collate(dataset), shuffle=shuffle)
+        collate_fn = collate_fn or self._default_collate(dataset)
+        loader = self.loader(dataset, collate_fn, shuffle=shuffle, repeats=repeats)
         self._loaders.append(loader)
         return loader
 
-    def loader(
-        self,
-        dataset: Any,
-        collate_fn: Collate | None,
-        *,
-        shuffle: bool = False,
-        whole: int = 0,
-        what: str = "the data set",
-    ) -> Loader:
-        """Return a ``Loader`` for this rank; see there."""
+    def loader(self, dataset: Any, collate_fn: Collate | None, **options: Any) -> Loader:
+        """Return a ``Loader`` for this rank; the options are described there."""
         args = self.args
         return Loader(
             dataset,
@@ -171,11 +169,9 @@ class RapidformerEngine:
             size=args.micro_batch_size,
             place=self.place,
             device=self.device,
-            shuffle=shuffle,
-            whole=whole,
             seed=args.seed,
             workers=args.num_workers,
-            what=what,
+            **options,
         )
 
     def _default_collate(self, dataset: Any) -> Collate | None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from megatron_npu import files
 from megatron_npu.acceleration import model_card
@@ -32,8 +31,7 @@ def write(args: Namespace, prepared: Prepared, outcome: Outcome, tokenizer: Any 
         tokenizer: to go with it; None: that of ``--pretrained-model-name-or-path``, if it has one.
     """
     place = Path(args.save) / FOLDER
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(prepared.model, options=options)
+    weights = prepared.full_weights()
     if args.rank == 0:
         with files.new_folder(place, replace=True) as part:
             _save(prepared.module, weights, part)

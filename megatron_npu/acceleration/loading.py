@@ -25,7 +25,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Loader:
-    """A rank's batches of a data set; iterating goes through it once, each time in an order of its own.
+    """A rank's batches of a data set; iterating goes through it once, each time an epoch further.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__``; not streamed.
@@ -39,6 +39,7 @@ class Loader:
             where samples cannot be dealt out evenly the last one is repeated (``remainder`` tells).
         seed: of order and of what ``collate_fn`` draws.
         workers: processes that prepare batches.
+        repeats: each time through it is the first time again: what an evaluation draws is always the same.
         what: the data set, as an error names it.
 
     Raises:
@@ -57,6 +58,7 @@ class Loader:
         whole: int = 0,
         seed: int = 0,
         workers: int = 0,
+        repeats: bool = False,
         what: str = "the data set",
     ) -> None:
         require_length(dataset, what)
@@ -65,7 +67,7 @@ class Loader:
         self.shuffle, self.whole, self.seed, self.workers = shuffle, whole, seed, workers
         self.remainder = 0
         """Samples of all ranks in the last step, while it is being used and is not full; else 0."""
-        self._epoch = 0
+        self._epoch, self._repeats = 0, repeats
 
     def __len__(self) -> int:
         """Return the batches of an epoch."""
@@ -76,7 +78,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         batches = self.batches(self._epoch)
-        self._epoch += 1
+        self._epoch += not self._repeats
         return batches
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:

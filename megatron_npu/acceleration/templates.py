@@ -119,7 +119,9 @@ class Finetuner(Template):
         self._settle_length(batches)
         model, optimizer, scheduler = providers.model(self)
         prepared = engine.prepare(model, optimizer, scheduler)
-        valid = None if data.valid is None else engine.build_data_loader(data.valid, data.collate_fn)
+        valid = None
+        if data.valid is not None:
+            valid = engine.build_data_loader(data.valid, data.collate_fn, repeats=True)
 
         def forward(iterator: Iterator[Any]) -> torch.Tensor:
             return self.run_forward_step(next(iterator), prepared.model)

@@ -67,6 +67,7 @@ def test_it_goes_on_to_the_bit(
     assert tiny.differences(save / last, folder / last) == []
     assert runs.losses(folder) == runs.losses(save)[SAVED:]
     assert len(runs.losses(save)) == 12
+    assert runs.evaluations(folder)[12]["loss"] == runs.evaluations(save)[12]["loss"]
     weights = [path / "model" / "model.safetensors" for path in (save, folder)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
