@@ -89,7 +89,8 @@ ROOMS = (
     Room(
         "standins/",
         "modules in place of absent packages that upstream imports (apex, amp_C, …)",
-        "ops upstream",
+        "devices ops upstream",
+        ("torch", "megatron"),
     ),
     Room(
         "adaptors/",
@@ -152,9 +153,9 @@ ROOMS = (
     Room(
         "acceleration/",
         "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
-        "arg_parser devices errors files ops settings switches tokenization torch_readers training "
-        "visible_devices",
-        ("torch",),
+        "arg_parser devices errors files ops preprocessing settings standins switches tokenization "
+        "torch_readers training visible_devices",
+        ("torch", "megatron"),
     ),
     Room(
         "sim/",

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_npu.acceleration.engine import RapidformerEngine
+    from megatron_npu.acceleration.mmap_datasets import (
+        build_train_valid_test_datasets,
+        build_train_valid_test_datasets_for_huggingface,
+    )
     from megatron_npu.acceleration.script_metrics import load_metric
     from megatron_npu.acceleration.state import get_args, get_logger, get_timers
     from megatron_npu.acceleration.templates import Finetuner, PreTrainer, Pretrainer
@@ -20,6 +24,8 @@ __all__ = [
     "PreTrainer",
     "Pretrainer",
     "RapidformerEngine",
+    "build_train_valid_test_datasets",
+    "build_train_valid_test_datasets_for_huggingface",
     "get_args",
     "get_logger",
     "get_timers",
@@ -31,6 +37,8 @@ _PLACES = {
     "PreTrainer": "templates",
     "Pretrainer": "templates",
     "RapidformerEngine": "engine",
+    "build_train_valid_test_datasets": "mmap_datasets",
+    "build_train_valid_test_datasets_for_huggingface": "mmap_datasets",
     "get_args": "state",
     "get_logger": "state",
     "get_timers": "state",

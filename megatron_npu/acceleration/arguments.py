@@ -33,6 +33,7 @@ _TOKENIZERS = (
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
     "GPT2BPETokenizer",
+    "NullTokenizer",
 )
 _DECAYS = ("linear", "cosine", "constant")
 _fraction = Number("a number from 0 to 1", float, 0.0, 1.0, metavar="X")
@@ -220,6 +221,12 @@ def _data(add: Add) -> None:
         _TOKENIZERS,
         "of --task pretraining; the other tasks take the model's own",
         vocab_file="BERT's vocab.txt or GPT-2's vocab.json",
+    )
+    add("--vocab-size", type=positive, help="of the NullTokenizer, without its end of document")
+    add(
+        "--data-cache-path",
+        metavar="DIR",
+        help="where the indices of .bin and .idx are kept (default: beside the data)",
     )
     add("--data-impl", choices=["mmap", "infer"], default="mmap", help="format of .bin and .idx")
     add("--mmap-warmup", action="store_true", help="accepted: the operating system reads ahead by itself")

@@ -42,6 +42,39 @@ def config(name: str, task: str, **changes: Any) -> Any:
     return found
 
 
+def any_config(name: str) -> Any:
+    """Return the configuration of a model, whatever its heads.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    return _loaded(name, lambda: transformers.AutoConfig.from_pretrained(name))
+
+
+def is_cached(name: str, file: str = "config.json") -> bool:
+    """Return whether a file of a model of the hub is in its cache."""
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        name,
+        file,
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return found is not None
+
+
+def loaded(name: str, auto: Any, config: Any) -> torch.nn.Module:
+    """Return a model of an Auto class with its weights in fp32.
+
+    Raises:
+        UsageError: there are no weights.
+    """
+    return _loaded(name, lambda: auto.from_pretrained(name, config=config, dtype=torch.float32))
+
+
 def tokenizer(name: str, config: Any, **options: Any) -> Any:
     """Return the tokenizer of a model; where it has no padding token, its end token pads.
 

@@ -1,4 +1,7 @@
-"""``--user-script FILE``: a file is run as ``python FILE`` would; its ``rapidformer`` is this project."""
+"""``--user-script FILE``: a file is run as ``python FILE`` would; its ``rapidformer`` is this project.
+
+``from megatron import mpu``, of a Megatron that has it no more, finds a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_npu.errors import UsageError
+from megatron_npu.standins import mpu
 
 DOCUMENTED = "rapidformer"  # the package that the document's scripts import
 _PACKAGE = __name__.partition(".")[0]
@@ -52,6 +56,8 @@ def stand_in() -> None:
     """Let ``from rapidformer import ...`` find this project's names where the real package is absent."""
     if DOCUMENTED not in sys.modules and importlib.util.find_spec(DOCUMENTED) is None:
         sys.modules[DOCUMENTED] = importlib.import_module("megatron_npu.acceleration")
+    if mpu.NAME not in sys.modules and importlib.util.find_spec("megatron") and mpu.is_needed():
+        sys.modules[mpu.NAME] = mpu
 
 
 def _told(path: Path, error: BaseException) -> BaseException:

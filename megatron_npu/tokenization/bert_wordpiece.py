@@ -83,7 +83,7 @@ class BertWordPieceTokenizer:
     """
 
     def __init__(self, vocab_file: str | Path, *, lower_case: bool) -> None:
-        vocabulary = _read_vocabulary(Path(vocab_file))
+        vocabulary = read_vocabulary(vocab_file)
         for token in ADDED:
             vocabulary.setdefault(token, len(vocabulary))
         self.vocab_size: int = len(vocabulary)
@@ -115,15 +115,15 @@ class BertWordPieceTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def _read_vocabulary(path: Path) -> dict[str, int]:
-    """Return token to id; of a token that stands there twice the last counts.
+def read_vocabulary(path: str | Path) -> dict[str, int]:
+    """Return token to id of a ``vocab.txt``; of a token that stands there twice the last counts.
 
     Raises:
         UsageError: not a vocabulary of BERT.
     """
     remedy = "Give the vocab.txt of a BERT model with --vocab-file."
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UsageError(f"--vocab-file {path}: {reason}", "a readable text file", remedy) from error

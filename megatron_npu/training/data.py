@@ -39,7 +39,6 @@ def datasets(args: Namespace) -> Datasets:
     Raises:
         UsageError: the indices cannot be written.
     """
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
     read = {
@@ -58,13 +57,28 @@ def datasets(args: Namespace) -> Datasets:
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.reset_attention_mask,  # else causal, which needs none
     )
-    if config.split is not None:
-        _leave_out_unread_parts(config, read)
     batch = args.global_batch_size
     train = args.epoch_samples or args.train_samples or args.train_iters * batch
     sizes = [train, evaluation_count(args) * batch, args.eval_iters * batch * read["test"]]
-    kind = MockGPTDataset if args.mock_data else GPTDataset
-    builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config)
+    return build(MockGPTDataset if args.mock_data else GPTDataset, sizes, config)
+
+
+def build(kind: Any, sizes: Sequence[int], config: Any) -> Datasets:
+    """Return megatron-core's datasets of a kind; all ranks must call this.
+
+    Args:
+        kind: a class of dataset.
+        sizes: samples of training, validation and test; a part of 0 is not read.
+        config: of the datasets; its split is changed in place.
+
+    Raises:
+        UsageError: the indices cannot be written.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+    if config.split is not None:
+        _leave_out_unread_parts(config, sizes)
+    builder = BlendedMegatronDatasetBuilder(kind, list(sizes), lambda: True, config)
     try:
         return Datasets(*builder.build())
     except Exception as error:  # megatron-core raises a bare one (0.12 to 0.16)
@@ -92,13 +106,13 @@ def _blend(words: Sequence[str] | None, flag: str) -> tuple[list[str], list[floa
     return prefixes, weights
 
 
-def _leave_out_unread_parts(config: Any, read: Mapping[str, bool]) -> None:
+def _leave_out_unread_parts(config: Any, sizes: Sequence[int]) -> None:
     """Take the parts that no one reads out of the split; the others stay the documents they are.
 
     megatron-core (0.12 to 0.16) looks for the first token of a part without documents for ever.
     """
     config.split_matrix = [
-        bounds if read[part] else None for part, bounds in zip(PARTS, config.split_matrix, strict=True)
+        bounds if size else None for size, bounds in zip(sizes, config.split_matrix, strict=True)
     ]
 
 

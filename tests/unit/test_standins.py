@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_npu import standins
+from megatron_npu.standins import mpu
 from megatron_npu.upstream import Upstream
 
 LM = Upstream("megatron_lm", "285068c8", Path())
@@ -98,3 +99,27 @@ def test_transformer_engine_layers_can_be_imported_by_modules_that_do_not_try(tm
     backends.parent.mkdir(parents=True)
     backends.touch()
     assert not standins.is_needed(entry, newer)
+
+
+@pytest.mark.parametrize(
+    ("file", "needed"), [("core/__init__.py", True), ("mpu/__init__.py", False), ("mpu/tests/x.py", True)]
+)
+def test_mpu_stands_in_where_a_megatron_has_none(tmp_path, monkeypatch, file, needed):
+    place = tmp_path / "megatron" / file
+    place.parent.mkdir(parents=True)
+    place.touch()
+    monkeypatch.setattr(mpu.upstream, "find", lambda: Upstream("megatron_core", "0.16.1", tmp_path))
+    assert mpu.is_needed() == needed
+
+
+def test_mpu_has_the_names_of_core_and_broadcasts_among_one():
+    from megatron.core import parallel_state, tensor_parallel
+
+    assert mpu.get_tensor_model_parallel_rank is parallel_state.get_tensor_model_parallel_rank
+    assert mpu.ColumnParallelLinear is tensor_parallel.ColumnParallelLinear
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        mpu.nothing_like_this  # noqa: B018
+    data = {"a": torch.arange(3), "b": torch.arange(2)}
+    assert mpu.broadcast_data(["a"], data, torch.int64)["a"].tolist() == [0, 1, 2]
+    with pytest.raises(TypeError, match="a has data type"):
+        mpu.broadcast_data(["a"], data, torch.int32)

@@ -1,0 +1,62 @@
+"""Stand-in for ``megatron.mpu`` under ``megatron-npu train``, where the Megatron on the path has none.
+
+Until 2022 ``mpu`` had what ``megatron.core.parallel_state`` and ``megatron.core.tensor_parallel`` have now;
+scripts of that time say ``from megatron import mpu``. A name is looked up there when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_npu import devices, upstream
+
+NAME = "megatron.mpu"
+_PLACES = ("megatron.core.parallel_state", "megatron.core.tensor_parallel")
+
+
+def is_needed() -> bool:
+    """Return whether there is a Megatron and it has no ``mpu`` of its own.
+
+    Raises:
+        UsageError: there is no Megatron.
+    """
+    package = upstream.find().root / "megatron"
+    return not ((package / "mpu" / "__init__.py").is_file() or (package / "mpu.py").is_file())
+
+
+def broadcast_data(
+    keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, datatype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of the first tensor-parallel rank, on the device of this one.
+
+    Args:
+        keys: which of ``data``.
+        data: tensors by name; None on other ranks than the first.
+        datatype: of all of them.
+
+    Raises:
+        TypeError: a tensor has another type; or there is neither data nor a rank that has some.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    if parallel_state.model_parallel_is_initialized():
+        return tensor_parallel.broadcast_data(keys, data, datatype)
+    if data is None:
+        raise TypeError("broadcast_data of None, and there are no tensor-parallel ranks that have data")
+    for key in keys:
+        if data[key].dtype != datatype:
+            raise TypeError(f"{key} has data type {data[key].dtype} which is different than {datatype}")
+    return {key: data[key].to(devices.current().torch_device()) for key in keys}
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("__"):
+        for place in _PLACES:
+            found = getattr(importlib.import_module(place), name, None)
+            if found is not None:
+                return found
+    raise AttributeError(f"module {NAME!r} has no attribute {name!r}: nor has one of {', '.join(_PLACES)}")
