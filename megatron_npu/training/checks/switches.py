@@ -148,6 +148,11 @@ def _begin_sharding(args: Namespace, flag: str, kind: str) -> None:
     for word, expected, remedy in (
         ("--save", checkpoints, "Use --zero-1-memory-optimization, whose checkpoints every layout reads."),
         ("--load", checkpoints, "Use --zero-1-memory-optimization, which reads every layout's checkpoints."),
+        (
+            "--num-experts",
+            "a dense model: experts have ranks of their own",
+            "Use --zero-1-memory-optimization.",
+        ),
         ("--sample-prompt", "no samples: weights are gathered for training alone", "Leave it out."),
         ("--overlap-grad-reduce", overlaps, "Leave it out."),
         ("--overlap-param-gather", overlaps, "Leave it out."),

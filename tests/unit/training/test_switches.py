@@ -75,6 +75,7 @@ def test_one_rank_has_nothing_to_share_out(check, capsys):
         ("--zero-2-memory-optimization --save X", "--save with --zero-2-memory-optimization"),
         ("--fsdp-memory-optimization --load X", "--load with --fsdp-memory-optimization"),
         ("--zero-3-memory-optimization --overlap-grad-reduce", "FSDP overlaps by itself"),
+        ("--zero-3-memory-optimization --num-experts 4", "--num-experts with --zero-3-memory-optimization"),
         ("--cpu-offload", "on the cpu device"),
         ("--graph-optimization", "--graph-optimization for a Megatron model"),
         ("--onnx-runtime-training", "--graph-optimization for a Megatron model"),
