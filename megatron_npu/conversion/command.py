@@ -202,12 +202,17 @@ def _to_megatron(given: Namespace, part: Path) -> Iterator[str]:
         precision = [f"--{dtype}"] if dtype != "fp32" else []
         moved = [word.replace(str(part), str(final)) for word in tokenizer.flags]
         words = [*model_flags, *moved, *precision]
-    line = shlex.join(words)
+    line = _for_a_shell(words)
     files.write(part / FLAGS, line + "\n")
     yield from _verified(given, part, source, family, args, dtype)
     yield from tokenizer.said
     yield f"{args.tokenizer_type}; vocabulary {vocabulary}, padded to {args.padded_vocab_size}"
     yield f"the model's flags, also in {FLAGS}: {line}"
+
+
+def _for_a_shell(words: list[str]) -> str:
+    """Return a line that a shell and ``$(cat …)`` take alike: no quotes for a pattern of --moe-layer-freq."""
+    return " ".join(word if word and set(word) <= set("[],01") else shlex.quote(word) for word in words)
 
 
 def _tokenizer_kind(given: Namespace, source: Path) -> str | None:
@@ -281,7 +286,9 @@ def _name_final_paths(part: Path, final: Path) -> None:
 def _to_hf(given: Namespace, part: Path) -> Iterator[str]:
     """Write the folder into ``part``; yield what there is to say."""
     root = Path(given.source)
-    with restored(str(root), given.vocab_file, given.merge_file) as (args, module, tokenizer):
+    # each expert by itself, as Hugging Face has them
+    alone = {"moe_grouped_gemm": False}
+    with restored(str(root), given.vocab_file, given.merge_file, **alone) as (args, module, tokenizer):
         family = families.of_arguments(args, tokenizer_files.model_type(root, args))
         dtype = given.dtype or ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
         values = family.config(args)

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_npu.conversion import hf_gpt2, unsupported
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.hf_llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from megatron_npu.conversion.hf_moe import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from megatron_npu.conversion.weight_map import WeightMapping
 from megatron_npu.errors import UsageError
 
@@ -35,7 +36,8 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, Family] = {
-    family.MODEL_TYPE: family for family in (hf_gpt2, LLAMA, MISTRAL, QWEN2, QWEN3)
+    family.MODEL_TYPE: family
+    for family in (hf_gpt2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
 }
 
 
@@ -70,6 +72,8 @@ def of_arguments(args: Namespace, before: str | None = None) -> Family:
         return FAMILIES[before]
     if args.position_embedding_type != "rope":
         return hf_gpt2
+    if args.num_experts is not None:
+        return next((kind for kind in (QWEN3_MOE, QWEN2_MOE) if kind.claims(args)), MIXTRAL)
     return next((kind for kind in (QWEN3, QWEN2, MISTRAL) if kind.claims(args)), LLAMA)
 
 

@@ -74,6 +74,7 @@ def config(args: Namespace) -> dict[str, Any]:
     must_be(args, "--position-embedding-type", "learned_absolute")
     must_be(args, "--swiglu", False)
     must_be(args, "--qk-layernorm", False)
+    must_be(args, "--num-experts", None)
     unsupported.no_window(args)
     must_be(args, "--disable-bias-linear", True, name="add_bias_linear", shown="the flag left out")
     must_be(args, "--num-query-groups", args.num_attention_heads)

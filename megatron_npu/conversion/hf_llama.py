@@ -47,6 +47,7 @@ class Kind:
         head_size: where ``config.json`` has no ``head_dim``; None: hidden size / heads.
         groups_optional: may lack ``num_key_value_heads``: each query head has its own key then.
         whole_heads: transformers asks for a hidden size that is a multiple of the heads.
+        rotary_base: where ``config.json`` has none.
     """
 
     MODEL_TYPE: str
@@ -60,6 +61,7 @@ class Kind:
     head_size: int | None = None
     groups_optional: bool = False
     whole_heads: bool = False
+    rotary_base: float = 1e4
 
     # -- from config.json -----------------------------------------------------------------------------------
 
@@ -91,9 +93,11 @@ class Kind:
             "--hidden-dropout": 0.0,
             "--init-method-std": config.real("initializer_range", 0.02),
             **self._window_flags(config),
-            **rotary.flags(config),
+            **rotary.flags(config, self.rotary_base),
+            **self._mixture_flags(config),
         }
         switches = ["--swiglu", "--group-query-attention", *self._bias_switches(config)]
+        switches += self._mixture_switches(config)
         if not config.require("tie_word_embeddings", False, True):
             switches.append("--untie-embeddings-and-output-weights")
         if self.qk_norm:
@@ -102,6 +106,14 @@ class Kind:
             switches.append("--use-rope-scaling")
         config.finish()
         return [word for flag, value in result.items() for word in (flag, str(value))] + switches
+
+    def _mixture_flags(self, config: Config) -> dict[str, object]:
+        """Return the flags of experts."""
+        return {}
+
+    def _mixture_switches(self, config: Config) -> list[str]:
+        """Return the flags of experts that have no value."""
+        return []
 
     def _window_flags(self, config: Config) -> dict[str, object]:
         """Return how far a query sees back; ``sliding_window`` counts the query's own token too."""
@@ -169,14 +181,21 @@ class Kind:
             unsupported.no_window(args)
         if not self.bias_keys:
             must_be(args, "--disable-bias-linear", False, name="add_bias_linear", shown="the flag")
-        if not args.add_bias_linear:  # which has the bias of queries, keys and values, too
-            must_be(args, "--add-qkv-bias", self.qkv_bias)
+        self._check_qkv_bias(args)
+        self._check_experts(args)
         if self.whole_heads and args.hidden_size % args.num_attention_heads:
             raise UsageError(
                 f"--hidden-size {args.hidden_size} with {args.num_attention_heads} heads",
                 f"a multiple of the number of heads, which transformers asks of a {self.MODEL_TYPE}",
                 "Nothing was written.",
             )
+
+    def _check_qkv_bias(self, args: Namespace) -> None:
+        if not args.add_bias_linear:  # which has the bias of queries, keys and values, too
+            must_be(args, "--add-qkv-bias", self.qkv_bias)
+
+    def _check_experts(self, args: Namespace) -> None:
+        must_be(args, "--num-experts", None)
 
     def _own_keys(self, args: Namespace) -> dict[str, Any]:
         """Return the keys that not every family has."""
@@ -203,8 +222,23 @@ class Kind:
         if args.untie_embeddings_and_output_weights:  # here: it takes the most room while it is worked on
             yield padded_vocabulary("output_layer.weight", "lm_head.weight", *rows)
         for number in range(args.num_layers):
-            yield from _layer(args, f"decoder.layers.{number}", f"model.layers.{number}")
+            yield from self._layer(args, number, f"decoder.layers.{number}", f"model.layers.{number}")
         yield direct("decoder.final_layernorm.weight", "model.norm.weight")
+
+    def _layer(self, args: Namespace, number: int, ours: str, theirs: str) -> Iterator[WeightMapping]:
+        yield direct(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
+        yield direct(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight")
+        yield from _attention(args, f"{ours}.self_attention", f"{theirs}.self_attn")
+        yield from self._mlp(args, number, ours, theirs)
+
+    def _mlp(self, args: Namespace, number: int, ours: str, theirs: str) -> Iterator[WeightMapping]:
+        """Yield what follows the attention of a layer."""
+        mlp = f"{theirs}.mlp"
+        for kind in _kinds(args.add_bias_linear):
+            yield concatenated(
+                f"{ours}.mlp.linear_fc1.{kind}", [f"{mlp}.gate_proj.{kind}", f"{mlp}.up_proj.{kind}"]
+            )
+            yield direct(f"{ours}.mlp.linear_fc2.{kind}", f"{mlp}.down_proj.{kind}")
 
     @staticmethod
     def canonical_names(stored: Iterable[str]) -> dict[str, str]:
@@ -222,18 +256,6 @@ class Kind:
     def is_buffer(name: str, tensor: Tensor) -> bool:
         """Return whether a tensor is a buffer: the rotary frequencies, which follow from config.json."""
         return _FREQUENCIES.fullmatch(name) is not None and tensor.dim() == 1
-
-
-def _layer(args: Namespace, ours: str, theirs: str) -> Iterator[WeightMapping]:
-    yield direct(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
-    yield direct(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight")
-    yield from _attention(args, f"{ours}.self_attention", f"{theirs}.self_attn")
-    mlp = f"{theirs}.mlp"
-    for kind in _kinds(args.add_bias_linear):
-        yield concatenated(
-            f"{ours}.mlp.linear_fc1.{kind}", [f"{mlp}.gate_proj.{kind}", f"{mlp}.up_proj.{kind}"]
-        )
-        yield direct(f"{ours}.mlp.linear_fc2.{kind}", f"{mlp}.down_proj.{kind}")
 
 
 def _attention(args: Namespace, ours: str, theirs: str) -> Iterator[WeightMapping]:

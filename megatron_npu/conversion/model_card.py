@@ -15,12 +15,12 @@ NAME = "README.md"
 _MODEL = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
     max_position_embeddings position_embedding_type normalization swiglu untie_embeddings_and_output_weights
-    padded_vocab_size
+    padded_vocab_size num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size
 """.split()
 _TRAINING = """
     micro_batch_size global_batch_size train_iters train_samples lr min_lr lr_decay_style lr_warmup_iters
     weight_decay clip_grad adam_beta1 adam_beta2 attention_dropout hidden_dropout seed bf16 fp16
-    tensor_model_parallel_size pipeline_model_parallel_size
+    tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size moe_aux_loss_coeff
 """.split()
 _DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _LOSSES = {

@@ -12,15 +12,19 @@ from megatron_npu.conversion.config import Config
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def flags(config: Config) -> dict[str, object]:
+def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
     """Return the flags, from the keys of transformers 5, of those before, or of both.
+
+    Args:
+        config: the keys.
+        usual_base: the family's base where they name none.
 
     Raises:
         UsageError: another embedding than the plain one and that of Llama 3, or keys that contradict.
     """
     config.require("partial_rotary_factor", 1.0)
     values = _agreeing(config)
-    base = values.pop("rope_theta", 10000.0)
+    base = values.pop("rope_theta", usual_base)
     if not config_file.is_number(base) or base != int(base) or base < 1:
         raise config.refusal("rope_theta", base, "a whole number, as --rotary-base is")
     result: dict[str, object] = {"--rotary-base": int(base)}

@@ -87,7 +87,11 @@ def verify(
     tokens = _tokens(args.tokenizer_vocab_size, min(_TOKENS, args.max_position_embeddings))
     theirs = _hf_logits(hf, family, tokens, dtype) if logits else None
     gc.collect()
-    with restored(str(megatron), vocab_file, merge_file, widened_by_caller=True) as (args, module, _):
+    with restored(str(megatron), vocab_file, merge_file, widened_by_caller=True, moe_grouped_gemm=False) as (
+        args,
+        module,
+        _,
+    ):
         gpt = unwrap(module)
         number = _compare_tensors(
             dict(gpt.named_parameters()), weights.open_folder(hf, family), family, args, dtype

@@ -63,6 +63,7 @@ def restored(
     stored = model.dtype(args)
     if widened_by_caller:
         args.bf16 = args.fp16 = False
+    args.moe_grouped_gemm = args.moe_grouped_gemm and args.bf16  # megatron-core 0.16 has it for that alone
     for name, given in (("vocab_file", vocab_file), ("merge_file", merge_file), ("tokenizer_model", None)):
         setattr(args, name, given or checkpoint_files.relocated(load, getattr(args, name)))
     tokenizer = tokenizers.build(args)

@@ -116,6 +116,42 @@ def qwen3(draw) -> transformers.PretrainedConfig:
     return kin(draw, transformers.Qwen3Config, head_dim=draw(st.sampled_from([8, 12])))
 
 
+@st.composite
+def mixtral(draw) -> transformers.PretrainedConfig:
+    """Draw small Mixtrals."""
+    return kin(draw, transformers.MixtralConfig, num_local_experts=draw(st.sampled_from([3, 4])))
+
+
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@st.composite
+def qwen2_moe(draw) -> transformers.PretrainedConfig:
+    """Draw small Qwen2-MoEs, with and without a dense layer."""
+    return kin(
+        draw,
+        transformers.Qwen2MoeConfig,
+        **EXPERTS,
+        shared_expert_intermediate_size=16,
+        decoder_sparse_step=draw(st.sampled_from([1, 2])),
+        norm_topk_prob=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+    )
+
+
+@st.composite
+def qwen3_moe(draw) -> transformers.PretrainedConfig:
+    """Draw small Qwen3-MoEs, with and without a dense layer."""
+    return kin(
+        draw,
+        transformers.Qwen3MoeConfig,
+        **EXPERTS,
+        head_dim=draw(st.sampled_from([8, 12])),
+        mlp_only_layers=draw(st.sampled_from([[], [1]])),
+        norm_topk_prob=draw(st.booleans()),
+    )
+
+
 def model(folder: Path, config: transformers.PretrainedConfig, dtype: torch.dtype = torch.float32) -> Path:
     """Write a model with random weights, biases and norms included; return its folder."""
     made = transformers.AutoModelForCausalLM.from_config(config)
@@ -168,7 +204,7 @@ def meaning(folder: Path) -> dict:
     }
 
 
-@pytest.mark.parametrize("family", [gpt2, llama, mistral, qwen2, qwen3])
+@pytest.mark.parametrize("family", [gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe])
 @settings(max_examples=2)
 @given(data=st.data())
 def test_logits_are_equal_and_the_way_back_gives_the_same_bits(family, data, tmp_path_factory, convert):

@@ -33,6 +33,7 @@ LLAMA = {
     "layernorm_epsilon": 1e-5,
     "attention_dropout": 0.0,
     "untie_embeddings_and_output_weights": True,
+    "num_experts": None,
 }
 
 

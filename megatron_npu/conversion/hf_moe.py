@@ -1,0 +1,221 @@
+"""Mixtures of experts of Hugging Face that are Llamas otherwise: Mixtral, Qwen2-MoE, Qwen3-MoE.
+
+The router of all of them takes a softmax over all experts and then the best k. Scores that are made to sum
+to 1 again are a softmax over the k alone, which is Megatron's default; left as they are, they are what
+``--moe-router-pre-softmax`` computes.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_npu.conversion.config import Config
+from megatron_npu.conversion.hf_llama import Kind
+from megatron_npu.conversion.unsupported import must_be
+from megatron_npu.conversion.weight_map import WeightMapping, concatenated, direct
+from megatron_npu.errors import UsageError
+from megatron_npu.training.derive import expert_layers
+
+# What changes the logits and has no key, with the only value that can be converted.
+_ONLY: tuple[tuple[str, object], ...] = (
+    ("--moe-router-score-function", "softmax"),
+    ("--moe-router-topk-scaling-factor", None),
+    ("--moe-router-num-groups", None),
+    ("--moe-router-enable-expert-bias", False),
+    ("--moe-expert-capacity-factor", None),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureKind(Kind):
+    """One family with experts, in what it differs from the others.
+
+    Attributes:
+        experts_keys: what ``config.json`` calls their number: the usual key, and others.
+        block: what holds router and experts of a layer.
+        parts: the matrices of an expert: gate, up, down.
+        dense_layers: some layers may be dense, and experts have a size of their own.
+        norm_switch: ``norm_topk_prob`` says whether scores sum to 1; else they always do.
+        shared_expert: every token takes one more expert, weighed by a gate.
+        bias_switch: ``qkv_bias`` may take the bias of queries, keys and values away.
+    """
+
+    experts_keys: tuple[str, ...]
+    block: str
+    parts: tuple[str, str, str]
+    dense_layers: bool = False
+    norm_switch: bool = False
+    shared_expert: bool = False
+    bias_switch: bool = False
+
+    # -- from config.json -----------------------------------------------------------------------------------
+
+    def _mixture_flags(self, config: Config) -> dict[str, object]:
+        spellings = [key for key in self.experts_keys if config.has(key)]
+        experts = config.number((spellings or list(self.experts_keys))[0])
+        for key in spellings[1:]:
+            config.require(key, experts)
+        config.require("output_router_logits", False, True)  # which adds the loss of balance in training
+        config.require("router_jitter_noise", 0.0)
+        result: dict[str, object] = {
+            "--num-experts": experts,
+            "--moe-router-topk": config.number("num_experts_per_tok", self._default_topk()),
+            "--moe-aux-loss-coeff": config.real("router_aux_loss_coef", 0.001),
+        }
+        if self.dense_layers:
+            result["--moe-ffn-hidden-size"] = config.number("moe_intermediate_size")
+            result |= self._frequency(config)
+        if self.shared_expert:
+            size = config.number("shared_expert_intermediate_size")
+            result["--moe-shared-expert-intermediate-size"] = size
+        return result
+
+    def _default_topk(self) -> int | None:
+        return 2 if not self.norm_switch else None
+
+    def _frequency(self, config: Config) -> dict[str, object]:
+        """Return ``--moe-layer-freq``, if there are dense layers."""
+        layers, step = config.number("num_hidden_layers"), config.number("decoder_sparse_step", 1)
+        dense = config.items("mlp_only_layers")
+        pattern = [int(number not in dense and (number + 1) % step == 0) for number in range(layers)]
+        if not any(pattern):
+            raise config.refusal("mlp_only_layers", dense, "a layer with experts at least")
+        return {} if all(pattern) else {"--moe-layer-freq": str(pattern).replace(" ", "")}
+
+    def _mixture_switches(self, config: Config) -> list[str]:
+        switches = ["--moe-shared-expert-gate"] if self.shared_expert else []
+        if self.norm_switch and not config.require("norm_topk_prob", False, True):
+            switches.append("--moe-router-pre-softmax")
+        return switches
+
+    def _bias_switches(self, config: Config) -> list[str]:
+        if self.bias_switch and not config.require("qkv_bias", True, False):
+            return ["--disable-bias-linear"]
+        return super()._bias_switches(config)
+
+    # -- to config.json -------------------------------------------------------------------------------------
+
+    def claims(self, args: Namespace) -> bool:
+        """Return whether a checkpoint has what this family alone has."""
+        if args.num_experts is None:
+            return False
+        shared = args.moe_shared_expert_intermediate_size is not None
+        return (self.qk_norm and args.qk_layernorm) or (self.shared_expert and shared)
+
+    def _check_experts(self, args: Namespace) -> None:
+        if args.num_experts is None:
+            raise UsageError(
+                "the checkpoint has no experts", f"those of a {self.MODEL_TYPE}", "Nothing was written."
+            )
+        for flag, value in _ONLY:
+            must_be(args, flag, value)
+        if args.moe_router_load_balancing_type == "sinkhorn":
+            must_be(args, "--moe-router-load-balancing-type", "aux_loss")
+        if not self.norm_switch:
+            must_be(args, "--moe-router-pre-softmax", False)
+        if not self.dense_layers and not all(expert_layers(args)):
+            must_be(args, "--moe-layer-freq", 1)
+        if self.shared_expert:
+            must_be(args, "--moe-shared-expert-gate", True)
+        else:
+            must_be(args, "--moe-shared-expert-intermediate-size", None)
+
+    def _check_qkv_bias(self, args: Namespace) -> None:
+        if not self.bias_switch:
+            super()._check_qkv_bias(args)
+
+    def _own_keys(self, args: Namespace) -> dict[str, Any]:
+        keys = super()._own_keys(args) | {
+            self.experts_keys[0]: args.num_experts,
+            "num_experts_per_tok": args.moe_router_topk,
+            "router_aux_loss_coef": _first(args.moe_aux_loss_coeff),
+            "output_router_logits": False,
+        }
+        if self.norm_switch:
+            keys["norm_topk_prob"] = not args.moe_router_pre_softmax
+        if self.shared_expert:
+            keys["shared_expert_intermediate_size"] = args.moe_shared_expert_intermediate_size
+        if self.bias_switch:
+            keys["qkv_bias"] = args.add_qkv_bias
+        if self.dense_layers:
+            keys["moe_intermediate_size"] = args.moe_ffn_hidden_size
+            keys |= _dense_layers(expert_layers(args))
+        else:
+            keys["intermediate_size"] = args.moe_ffn_hidden_size
+        return keys
+
+    # -- tensors --------------------------------------------------------------------------------------------
+
+    def _mlp(self, args: Namespace, number: int, ours: str, theirs: str) -> Iterator[WeightMapping]:
+        if not expert_layers(args)[number]:
+            yield from super()._mlp(args, number, ours, theirs)
+            return
+        block = f"{theirs}.{self.block}"
+        yield direct(f"{ours}.mlp.router.weight", f"{block}.gate.weight")
+        for expert in range(args.num_experts):
+            yield from _expert(
+                f"{ours}.mlp.experts.local_experts.{expert}", f"{block}.experts.{expert}", self.parts
+            )
+        if self.shared_expert:
+            yield from _expert(f"{ours}.mlp.shared_experts", f"{block}.shared_expert", self.parts)
+            yield direct(f"{ours}.mlp.shared_experts.gate_weight", f"{block}.shared_expert_gate.weight")
+
+
+def _expert(ours: str, theirs: str, parts: tuple[str, str, str]) -> Iterator[WeightMapping]:
+    gate, up, down = (f"{theirs}.{part}.weight" for part in parts)
+    yield concatenated(f"{ours}.linear_fc1.weight", [gate, up])
+    yield direct(f"{ours}.linear_fc2.weight", down)
+
+
+def _first(value: Any) -> float:
+    return value[0] if isinstance(value, list) else value
+
+
+def _dense_layers(pattern: list[bool]) -> dict[str, object]:
+    """Return the keys that say which layers are dense: by a step if one says it."""
+    step = pattern.index(True) + 1
+    if pattern == [(number + 1) % step == 0 for number in range(len(pattern))]:
+        return {"decoder_sparse_step": step, "mlp_only_layers": []}
+    dense = [number for number, experts in enumerate(pattern) if not experts]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+_QWEN_PARTS = ("gate_proj", "up_proj", "down_proj")
+
+MIXTRAL = MixtureKind(
+    "mixtral",
+    "MixtralForCausalLM",
+    head_dim_is_usual=False,
+    rotary_base=1e6,
+    experts_keys=("num_local_experts", "num_experts"),
+    block="block_sparse_moe",
+    parts=("w1", "w3", "w2"),
+)
+QWEN2_MOE = MixtureKind(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    qkv_bias=True,
+    window_switch=True,
+    head_dim_is_usual=False,
+    experts_keys=("num_experts", "num_local_experts"),
+    block="mlp",
+    parts=_QWEN_PARTS,
+    dense_layers=True,
+    norm_switch=True,
+    shared_expert=True,
+    bias_switch=True,
+)
+QWEN3_MOE = MixtureKind(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    qk_norm=True,
+    window_switch=True,
+    experts_keys=("num_experts", "num_local_experts"),
+    block="mlp",
+    parts=_QWEN_PARTS,
+    dense_layers=True,
+    norm_switch=True,
+)
