@@ -286,9 +286,9 @@ def _name_final_paths(part: Path, final: Path) -> None:
 def _to_hf(given: Namespace, part: Path) -> Iterator[str]:
     """Write the folder into ``part``; yield what there is to say."""
     root = Path(given.source)
+    files_of_it = (given.vocab_file, given.merge_file)
     # each expert by itself, as Hugging Face has them
-    alone = {"moe_grouped_gemm": False}
-    with restored(str(root), given.vocab_file, given.merge_file, **alone) as (args, module, tokenizer):
+    with restored(str(root), *files_of_it, moe_grouped_gemm=False) as (args, module, tokenizer):
         family = families.of_arguments(args, tokenizer_files.model_type(root, args))
         dtype = given.dtype or ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
         values = family.config(args)

@@ -74,6 +74,69 @@ def test_what_it_was_decides_where_it_can(before, changes, name):
     assert chosen(before, **changes) == name
 
 
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_layer_freq": 1,
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_expert_capacity_factor": None,
+    "moe_aux_loss_coeff": 0.0,
+}
+SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "mixtral"),
+        (SHARED, "qwen2_moe"),
+        ({"qk_layernorm": True}, "qwen3_moe"),
+    ],
+)
+def test_experts_say_what_they_are(changes, name):
+    assert chosen(**{**EXPERTS, **changes}) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("llama", {}, "--num-experts"),
+        ("mixtral", {"moe_router_pre_softmax": True}, "--moe-router-pre-softmax"),
+        ("mixtral", {"moe_layer_freq": 2}, "--moe-layer-freq"),
+        ("mixtral", {"moe_router_score_function": "sigmoid"}, "--moe-router-score-function"),
+        ("mixtral", {"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
+        ("mixtral", {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ("mixtral", {"num_experts": None}, "no experts"),
+        ("mixtral", SHARED, "--moe-shared-expert-intermediate-size"),
+        ("qwen2_moe", SHARED | {"moe_shared_expert_gate": False}, "--moe-shared-expert-gate"),
+        ("qwen3_moe", SHARED | {"qk_layernorm": True}, "--moe-shared-expert-intermediate-size"),
+    ],
+)
+def test_experts_that_a_family_does_not_have(name, changes, named):
+    args = Namespace(**{**LLAMA, **EXPERTS, **changes})
+    with pytest.raises(UsageError) as caught:
+        families.FAMILIES[name].config(args)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "step", "dense"),
+    [(1, 1, []), (2, 1, [1, 3]), ([0, 1, 0, 1], 2, []), ([0, 1, 1, 1], 1, [0])],
+)
+def test_dense_layers_have_keys(frequency, step, dense):
+    changes = {"num_layers": 4, "qk_layernorm": True, "moe_layer_freq": frequency}
+    keys = families.FAMILIES["qwen3_moe"].config(Namespace(**{**LLAMA, **EXPERTS, **changes}))
+    assert (keys["decoder_sparse_step"], keys["mlp_only_layers"]) == (step, dense)
+
+
 @pytest.mark.parametrize("window", [{"pre_tokens": 7}, {"window_size": (7, 0)}])
 def test_a_window_counts_the_own_token(window):
     args = Namespace(**{**LLAMA, **window})
