@@ -263,6 +263,23 @@ def test_a_mixture_of_experts_is_a_causal_model_too(folder: Path, trained: Any) 
     assert sum(outcome.losses[-3:]) < sum(outcome.losses[:3])
 
 
+def test_the_loss_of_balance_counts_where_the_configuration_says_so(folder: Path, trained: Any) -> None:
+    trained("causal_lm")
+    argv = [*tasks_data.write(folder, "causal_lm"), "--train-iters", "3"]
+    rows = [json.loads(line) for line in (folder / "causal_lm" / "train.jsonl").read_text().splitlines()]
+    found = {}
+    for counts in (False, True):
+        torch.manual_seed(0)
+        own = {"output_router_logits": counts, "router_aux_loss_coef": 0.5}
+        model = tiny_models.mixtral(folder / f"balanced-{counts}", **own)
+        _, outcome = tasks_data.train([*argv, "--pretrained-model-name-or-path", str(model)])
+        plain = plain_tasks.losses("causal_lm", model, rows, batches, seed=1234, most=3)
+        assert outcome.losses == pytest.approx(plain, rel=1e-5)
+        found[counts] = outcome.losses
+    # 2 of 4 experts in perfect balance: 0.5 x 2
+    assert found[True][0] - found[False][0] == pytest.approx(1.0, abs=0.1)
+
+
 def _no_weights(folder: Path) -> list[str]:
     model = tiny_models.bert(folder / "no-weights")
     (model / "model.safetensors").unlink()
