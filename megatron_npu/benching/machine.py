@@ -27,6 +27,7 @@ class Machine:
         is_host: whether ranks are processes on the CPU.
         cores: of the CPU.
         features: of the CPU's instructions.
+        load: of the machine in the minute before: processes that want a core.
     """
 
     device: str
@@ -37,6 +38,7 @@ class Machine:
     is_host: bool
     cores: int
     features: frozenset[str]
+    load: float = 0.0
 
     @classmethod
     def here(cls) -> Machine:
@@ -51,6 +53,7 @@ class Machine:
             is_host=device.is_host,
             cores=os.cpu_count() or 1,
             features=_features(_CPUINFO),
+            load=os.getloadavg()[0],
         )
 
     def lacks(self, dtype: str) -> bool:
@@ -69,6 +72,11 @@ class Machine:
             notes.append("A simulated NPU is no hardware: its times say nothing and are left out.")
         elif self.is_host:
             notes += self._cores(ranks)
+            if self.load > self.cores / 2:
+                notes.append(
+                    f"Other programs ran beside it: the load was {self.load:.1f} on {self.cores} cores when "
+                    "it began. Throughput is lower for it, and ratios are noisy."
+                )
             if self.lacks(dtype):
                 notes.append(
                     f"This processor has no instructions for {dtype}, which it emulates: mixed precision is "

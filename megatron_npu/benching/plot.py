@@ -32,7 +32,7 @@ def draw(report: Report, path: Path) -> None:
         for axes in (throughput, memory):
             axes.text(0.01, place, word, transform=axes.get_yaxis_transform(), va="center")
     throughput.set_yticks(range(len(rows)), [row.scheme.name for row in rows])
-    throughput.invert_yaxis()
+    throughput.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
     throughput.set_xlabel("samples per second" + " (simulated: left out)" * report.machine.simulated)
     memory.set_xlabel("peak memory of the largest rank (MB)")
     figure.suptitle(f"{report.suite.name}: {report.size.name} on {report.ranks} x {report.machine.device}")

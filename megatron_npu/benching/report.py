@@ -104,6 +104,7 @@ class Report:
             "device": self.machine.device,
             "hardware": self._hardware(),
             "cores": self.machine.cores,
+            "load": round(self.machine.load, 2),
             "micro_batch_size": self.micro_batch_size,
             "global_batch_size": self.global_batch_size,
             "steps": self.steps,
@@ -148,8 +149,9 @@ class Report:
         )
         yield f"- {self.ranks} x {self.machine.device}{f' ({hardware})' if hardware else ''}; {software}"
         yield (
-            f"- micro batch {self.micro_batch_size}, global batch {self.global_batch_size}; {self.repeat} "
-            f"times {self.steps} steps after {WARM_UP} that do not count; mixed is {self.mixed_precision}"
+            f"- micro batch {self.micro_batch_size}, global batch {self.global_batch_size}; "
+            f"{self.repeat} x {self.steps} steps after {WARM_UP} that do not count; mixed is "
+            f"{self.mixed_precision}"
         )
 
     def _table(self, footnotes: Footnotes) -> str:
@@ -193,27 +195,28 @@ class Report:
         printed, first = row.scheme.printed, base.scheme.printed
         faster = LEFT_OUT if self.machine.simulated else f"{row.throughput / base.throughput:.2f}"
         return [
-            _over(printed.throughput, first.throughput),
+            _over(printed.throughput, first.throughput) or printed.word or LEFT_OUT,
             faster,
-            _over(printed.peak, first.peak),
+            _over(printed.peak, first.peak) or printed.word or LEFT_OUT,
             f"{row.peak / base.peak:.2f}",
         ]
 
     def direction(self, row: Row, base: Row) -> str:
         """Return whether a row is on the same side of another, here and in the document."""
         printed, first = row.scheme.printed, base.scheme.printed
-        if printed.throughput is None or first.throughput is None:
-            return "no number in the document"
-        assert printed.peak is not None
-        assert first.peak is not None
-        said = {"peak": _same(printed.peak / first.peak, row.peak / base.peak, SLIGHT)}
-        if not self.machine.simulated:
+        lower = row.peak / base.peak
+        if printed.peak is None or first.peak is None:
+            there = {"OOM": "OOM in the document", "NA": "NA in the document"}.get(
+                printed.word, "not in the document"
+            )
+            return f"{there}; peak {_side(lower)} here"
+        said = {"peak": _same(printed.peak / first.peak, lower, SLIGHT)}
+        if not self.machine.simulated and printed.throughput and first.throughput:
             noise = 2 * math.hypot(row.uncertainty, base.uncertainty)
-            ratio = row.throughput / base.throughput
-            said["throughput"] = _same(printed.throughput / first.throughput, ratio, noise)
-        told = set(said.values())
-        if told == {AS_THERE} and len(said) == 2:
-            return AS_THERE
+            faster = row.throughput / base.throughput
+            said["throughput"] = _same(printed.throughput / first.throughput, faster, noise)
+            if set(said.values()) == {AS_THERE}:
+                return AS_THERE
         return "; ".join(f"{name} {verdict}" for name, verdict in said.items())
 
 
@@ -224,14 +227,20 @@ AS_THERE, OTHERWISE, UNDECIDED = "as in the document", "not as in the document",
 def _same(there: float, here: float, noise: float) -> str:
     """Compare the sides of 1 that two ratios are on."""
     if abs(there - 1) <= SLIGHT:
-        return AS_THERE if abs(here - 1) <= max(noise, SLIGHT) else f"{here:.2f}, there about the same"
+        return AS_THERE if abs(here - 1) <= max(noise, SLIGHT) else f"{_side(here)}, there about the same"
     if abs(here - 1) <= noise:
         return UNDECIDED
     return AS_THERE if (there > 1) == (here > 1) else OTHERWISE
 
 
+def _side(ratio: float) -> str:
+    if abs(ratio - 1) <= SLIGHT:
+        return UNDECIDED
+    return "higher" if ratio > 1 else "lower"
+
+
 def _over(one: float | None, other: float | None) -> str:
-    return f"{one / other:.2f}" if one is not None and other is not None else LEFT_OUT
+    return f"{one / other:.2f}" if one is not None and other is not None else ""
 
 
 class Footnotes:

@@ -13,15 +13,17 @@ from megatron_npu.benching.sizes import BERT, GPT, Family
 
 @dataclass(frozen=True)
 class Printed:
-    """What the document printed in a row; None: OOM or NA, or no such row.
+    """What the document printed in a row.
 
     Attributes:
-        throughput: mean samples per second.
-        peak: MB.
+        throughput: mean samples per second; None: it has ``word`` instead.
+        peak: MB; None: the same.
+        word: ``OOM``, ``NA``, or nothing for a row that it has not.
     """
 
     throughput: float | None = None
     peak: float | None = None
+    word: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,12 @@ SUITES = {
             1,
             1,
             (
-                Scheme(("none (fp32)",)),
+                Scheme(("none (fp32)",), Printed(word="OOM")),
                 Scheme(("mixed",), Printed(9.57, 25061), mixed=True),
                 Scheme(("mixed + zero-1",), Printed(12.88, 15709), True, "zero-1", note=_ZERO_1),
                 Scheme(("mixed + zero-2",), Printed(10.27, 15693), True, "zero-2", note=_ZERO_2),
-                Scheme(("mixed + zero-3",), Printed(), True, "zero-3"),
-                Scheme(("mixed + fsdp",), Printed(), True, "fsdp", note=_FSDP),
+                Scheme(("mixed + zero-3",), Printed(word="NA"), True, "zero-3"),
+                Scheme(("mixed + fsdp",), Printed(word="NA"), True, "fsdp", note=_FSDP),
                 Scheme(("mixed + offload",), Printed(), True, offload=True, note="not in the document"),
             ),
         ),

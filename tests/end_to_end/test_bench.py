@@ -15,7 +15,7 @@ import pytest
 from megatron_npu.benching import command, ranks
 from megatron_npu.benching.job import Job
 from megatron_npu.benching.schemes import SUITES
-from megatron_npu.benching.sizes import GPT
+from megatron_npu.benching.sizes import BERT, GPT, parameters
 from megatron_npu.training import host_memory
 from tests import warm
 from tests.end_to_end import tiny
@@ -36,24 +36,40 @@ def job(vocabulary: int = 256, **values) -> Job:
     return Job(suite.workload, suite.schemes[0], size, 1, 1, 1, 1, 2, **values)
 
 
-def test_a_table(tmp_path, capsys):
-    """Two rows run, of one and of two ranks a model; the others say why not."""
+def rows_alone(monkeypatch, suite: str, rows: slice) -> None:
+    """Let a table have these rows alone."""
+    monkeypatch.setitem(SUITES, suite, replace(SUITES[suite], schemes=SUITES[suite].schemes[rows]))
+
+
+def test_a_table(tmp_path, monkeypatch, capsys):
+    """A row of two ranks, and one that says why not."""
+    rows_alone(monkeypatch, "3d", slice(1, 3))
     result, page, picture = (tmp_path / f"table.{kind}" for kind in ("json", "md", "png"))
-    line = f"--suite 3d --devices 2 --steps 2 --repeat 2 --json {result} --markdown {page} --plot {picture}"
+    line = f"--suite 3d --devices 2 --steps 2 --repeat 3 --json {result} --markdown {page} --plot {picture}"
     assert command.main([*line.split(), *SIZE]) == 0
     shown = capsys.readouterr().out
     assert shown.endswith(page.read_text())
     found = json.loads(result.read_text())
-    outcomes = [row["outcome"] for row in found["rows"]]
-    assert outcomes == ["measured", "measured", "NA", "measured", "NA", "NA", "NA"]
-    for row in found["rows"]:
-        if row["outcome"] == "measured":
-            assert len(row["samples_per_second_of_repeats"]) == 2
-            assert len(row["peak_bytes_of_ranks"]) == 2
-            assert row["samples_per_second"] > 0
+    measured, absent = found["rows"]
+    assert (measured["outcome"], absent["outcome"]) == ("measured", "NA")
+    assert len(measured["samples_per_second_of_repeats"]) == 3
+    assert len(measured["peak_bytes_of_ranks"]) == 2
+    assert measured["samples_per_second"] > 0
     # 256 rows of the embedding and 16 positions of 32, two layers, the last norm
     assert found["parameters"] == (256 + 16) * 32 + 2 * (12 * 32**2 + 13 * 32) + 64
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_of_transformers(tmp_path, monkeypatch):
+    """BERT with both heads in mixed precision, its parameters counted by hand."""
+    rows_alone(monkeypatch, "mixed-precision", slice(1, 2))
+    result = tmp_path / "table.json"
+    line = f"--suite mixed-precision --devices 1 --steps 1 --repeat 2 --json {result}"
+    assert command.main([*line.split(), *SIZE]) == 0
+    found = json.loads(result.read_text())
+    assert [row["outcome"] for row in found["rows"]] == ["measured"]
+    size = BERT.size("2x32x4", seq_length=16, vocabulary=256)
+    assert found["parameters"] == parameters(BERT, size)
 
 
 def test_a_rank_beyond_its_limit_is_a_row():

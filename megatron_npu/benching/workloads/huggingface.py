@@ -96,6 +96,8 @@ def _train(job: Job, meter: Meter, build: Callable[[], nn.Module], make: Callabl
     for _ in range(job.steps_in_all):
         _step(prepared, batches, job.micro_batches)
         meter.step()
+    if job.scheme.graph:
+        _must_have_compiled()
     engine.leave()
     return parameters
 
@@ -107,6 +109,14 @@ def _step(prepared: Prepared, batches: Iterator[Batch], micro_batches: int) -> N
                 loss = prepared.model(**next(batches)).loss / micro_batches
             prepared.backward(loss)
     prepared.step()
+
+
+def _must_have_compiled() -> None:
+    """Fail where torch.compile has run everything as it was, which it may do without a word."""
+    from torch._dynamo.utils import counters
+
+    if not counters["frames"]["ok"]:
+        raise RuntimeError("nothing was compiled")
 
 
 def _bert(job: Job, config: Callable[..., object], **options: int) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from megatron_npu.benching import plot
 from megatron_npu.benching.machine import Machine
 from megatron_npu.benching.ranks import FAILED, MEASURED, NA, OOM, Outcome
 from megatron_npu.benching.report import Report, Row, aligned
-from megatron_npu.benching.schemes import SUITES, Printed, Scheme
+from megatron_npu.benching.schemes import SUITES, Scheme
 from megatron_npu.benching.sizes import GPT
 
 CPU = Machine("cpu", "cpu", None, True, False, True, 2, frozenset({"avx512_bf16"}))
@@ -83,9 +84,14 @@ def test_the_direction_of_a_row(throughputs, peak, said):
 
 
 def test_a_row_without_a_number_in_the_document_has_no_direction():
-    found = report(None, measured(10), measured(9), None, measured(8), suite="sharding")
-    assert found.rows[4].scheme.printed == Printed()
-    assert found.direction(found.rows[4], found.rows[1]) == "no number in the document"
+    peaks = {0: 101, 1: 100, 2: 90, 4: 50, 6: 300}
+    outcomes = [measured(10, peak=peaks[row]) if row in peaks else None for row in range(7)]
+    found = report(*outcomes, suite="sharding")
+    said = {row: found.direction(found.rows[row], found.rows[1]) for row in peaks}
+    assert said[0] == "OOM in the document; peak about the same here"
+    assert said[4] == "NA in the document; peak lower here"
+    assert said[6] == "not in the document; peak higher here"
+    assert re.search(r"mixed \+ zero-3 +\| NA +\| ", found.markdown())
 
 
 def test_what_the_processor_cannot_is_said():
@@ -93,6 +99,8 @@ def test_what_the_processor_cannot_is_said():
     assert "no instructions for bf16" in report(machine=lacking).markdown()
     assert "no instructions" not in report().markdown()
     assert "2 ranks share 2 cores, 1 thread each" in report().markdown()
+    assert "the load was 3.0 on 2 cores" in report(machine=replace(CPU, load=3)).markdown()
+    assert "Other programs" not in report().markdown()
 
 
 def test_json_says_everything():
