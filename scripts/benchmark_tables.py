@@ -124,6 +124,17 @@ def convert_memory(name: str, data: dict[str, Any]) -> Iterator[Goal]:
         yield Goal(what, row["process_over_file"], most=1.3)
 
 
+def two_authors(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
+    """Yield the goal of an encoder's accuracy beside Transformers' Trainer, and the accuracies."""
+    yield Goal(
+        f"points of accuracy between the sides, means of {data['seeds']} seeds",
+        abs(data["points_over_transformers"]),
+        most=0.5,
+    )
+    for side, values in data["accuracy"].items():
+        yield f"- {side}: {', '.join(f'{100 * value:.1f} %' for value in values)}"
+
+
 def preprocess(name: str, data: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each number of workers; no goal was set."""
     for run in data["runs"]:
@@ -149,6 +160,7 @@ def hccl(name: str, data: dict[str, Any]) -> Iterator[str]:
 # beginning of a file's name -> heading, and what makes its lines
 PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str]]], ...] = (
     ("train-", "Training step of the embedded driver", train),
+    ("two-authors-", "An encoder fine-tuned on the verses of two authors", two_authors),
     ("steady-", "A run that saves, evaluates and resumes", steady),
     ("megatron-lm-", "Stock `pretrain_gpt.py` of Megatron-LM 285068c8", megatron_lm),
     ("launches", "Launches on the simulated NPU", launches),
