@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # torch 2.13 renamed it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_GATHERED = 1 << 22  # values that one collective brings together
+_GATHERED = 1 << 20  # values that one collective brings together
 
 
 @dataclass
