@@ -1,19 +1,228 @@
-"""Peak memory of a rank under each switch of `megatron-npu train`, counted on simulated NPUs, beside arithmetic.
+"""Peak memory of a rank under the switches of `megatron-npu train`, counted on simulated NPUs.
 
     megatron-npu sim --devices 4 -- python benchmarks/train_memory.py [--ranks 2 4]
 
-A GPT-2 of Transformers in fp32 with AdamW. Of N weights, R of them outside the blocks and B in each of L blocks, over
-W ranks, fp32 takes 4 bytes for a weight, 4 for its gradient and 8 for AdamW's two moments. Peaks are of whole steps
-(forward, backward, clipping, optimizer) after the first two; torch_npu's allocator counts them to the byte.
+A GPT-2 of Transformers in fp32 with AdamW: a weight takes 4 bytes, its gradient 4, its two moments 8. Of N
+weights R are outside the blocks and B in each of L blocks; there are W ranks. Peaks are those of whole steps
+(forward, backward, clipping, optimizer), after the first three. torch_npu's allocator counts every byte.
 
-    none           16 N + A            weights, gradients (DDP's buckets stay), moments; A: activations, see below
-    zero-1         8 N + 8 N/W + A     moments of a rank's rows
-    zero-2         4 N + 12 N/W + A    at the end of the forward pass: weights whole, shards, moments of shards
-    zero-3, fsdp   12 N/W + 4 R + 8 B + A or 16 N/W + 4 R + 16 B + a: see `fully`
-    cpu offload    8 N + A             moments and main weights on the host
-    fsdp offload   the same as fsdp without what is at rest: its shards
-    checkpointing  L inputs of blocks and the activations of one block in place of those of L blocks
+    scheme                  bytes at the peak, by arithmetic
+    none                    16 N + A: weights, gradients (DDP's buckets stay), moments; A: activations
+    zero-1                  8 N + 8 N / W + A: a rank has the moments of its rows
+    zero-2                  4 N + 12 N / W + A: whole weights, shards of weights and moments; no gradients yet
+    zero-3, fsdp            4 R + 8 B + 12 N / W + A before the backward pass: whole are two blocks and R; or
+                            8 R + 12 B + 16 N / W + a at its end: R and a block, their gradients, one buffer
+    cpu offload             of that, without moments; with zero-2 and zero-3 without any shards
+    checkpoint activations  A - (L - 1) a + L x: a, the activations of a block; x, its input
 
-A and a (of one block) are measured: A in the run without any switch, a as the difference of a block more. Results go to
-benchmarks/results/train-memory.json.
+A and a are measured without a switch: what is above 16 N, and what another block adds to it. Each scheme runs
+in processes of its own. Results go to benchmarks/results/memory-of-training.json.
 """
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "zero-1": {"sharding": "zero-1"},
+    "zero-2": {"sharding": "zero-2"},
+    "zero-3": {"sharding": "zero-3"},
+    "fsdp": {"sharding": "fsdp"},
+    "cpu offload": {"cpu_offload": True},
+    "zero-1, cpu offload": {"sharding": "zero-1", "cpu_offload": True},
+    "zero-2, cpu offload": {"sharding": "zero-2", "cpu_offload": True},
+    "fsdp, cpu offload": {"sharding": "fsdp", "cpu_offload": True},
+    "checkpoint activations": {"checkpoint_activations": True},
+    "fsdp, checkpoint activations": {"sharding": "fsdp", "checkpoint_activations": True},
+}
+HIDDEN, HEADS, VOCABULARY = 128, 4, 512
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model and its batch: ``layers`` blocks, ``length`` tokens, one sample."""
+
+    layers: int = 12
+    length: int = 64
+
+
+@dataclass
+class Measured:
+    """What one rank used.
+
+    Attributes:
+        peak: bytes at the most, of whole steps.
+        weights: N.
+        outside: R.
+    """
+
+    peak: int
+    weights: int
+    outside: int
+
+
+def arithmetic(scheme: str, ranks: int, sizes: Sizes, plain: Measured, activations: int, block: int) -> float:
+    """Return the bytes at the peak, by the table above.
+
+    Args:
+        scheme: a name of ``SCHEMES``.
+        ranks: W.
+        sizes: of the model.
+        plain: the run without a switch, of which the numbers of weights are taken.
+        activations, block: A and a.
+    """
+    words = SCHEMES[scheme]
+    sharding, offload = words.get("sharding", "none"), words.get("cpu_offload", False)
+    n, outside = plain.weights, plain.outside
+    if words.get("checkpoint_activations"):
+        inputs = 4 * sizes.length * HIDDEN
+        activations += sizes.layers * inputs - (sizes.layers - 1) * block
+    if sharding in ("none", "zero-1"):
+        moments = 0 if offload else 8 * n / (ranks if sharding == "zero-1" else 1)
+        return 8 * n + moments + activations
+    shards = 0 if offload else 4 * n / ranks
+    if sharding == "zero-2":
+        return 4 * n + 3 * shards + activations
+    one = (n - outside) / sizes.layers
+    before = 4 * outside + 8 * one + 3 * shards + activations
+    return max(before, 8 * outside + 12 * one + 4 * shards + block)
+
+
+def measure(scheme: str, ranks: int, sizes: Sizes) -> Measured:
+    """Return the largest of the ranks' peaks; each rank is a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [_fork(scheme, rank, ranks, sizes, Path(folder)) for rank in range(ranks)]
+        ends = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+        if any(ends):
+            raise RuntimeError(f"{scheme} on {ranks} ranks failed")
+        found = [Measured(**json.loads((Path(folder) / f"{rank}.json").read_text())) for rank in range(ranks)]
+    return max(found, key=lambda one: one.peak)
+
+
+def _fork(scheme: str, rank: int, ranks: int, sizes: Sizes, folder: Path) -> int:
+    """Start a rank; return its process. Nothing may have gone backward in this one before."""
+    process = os.fork()
+    if process:
+        return process
+    end = 1
+    try:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        found = _be_a_rank(scheme, rank, ranks, sizes, folder)
+        (folder / f"{rank}.json").write_text(json.dumps(asdict(found)))
+        end = 0
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+    os._exit(end)
+
+
+def _be_a_rank(scheme: str, rank: int, ranks: int, sizes: Sizes, folder: Path) -> Measured:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_npu.acceleration.prepare import prepare
+    from megatron_npu.switches import Switches
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.npu.set_device(rank)
+    device = torch.device("npu", rank)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("hccl", store=store, rank=rank, world_size=ranks)
+    ids = torch.randint(0, VOCABULARY, (1, sizes.length), device=device)
+    before = torch.npu.memory_allocated()
+    made = prepare(gpt2(sizes), None, None, Switches(**SCHEMES[scheme]), device=device, clip_grad=1.0)
+    weights = sum(parameter.numel() for parameter in made.module.parameters())
+    blocks = sum(parameter.numel() for parameter in made.module.transformer.h.parameters())
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            torch.npu.reset_peak_memory_stats()
+        with made.accumulating(last=True), made.forward_context():
+            loss = made.model(input_ids=ids, labels=ids).loss
+            made.backward(loss)
+        made.step()
+    peak = torch.npu.max_memory_allocated() - before
+    dist.destroy_process_group()
+    return Measured(peak, weights, weights - blocks)
+
+
+def gpt2(sizes: Sizes) -> Any:
+    """Return the model. Attention is Transformers' own: torch_npu's keeps a mask of 4 MiB for each block."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = {"vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_head": HEADS, "n_layer": sizes.layers}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    special = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
+    config = GPT2Config(
+        **model, **no_dropout, **special, n_positions=sizes.length, attn_implementation="eager"
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def compare(ranks: int, sizes: Sizes, schemes: list[str]) -> dict[str, dict[str, float]]:
+    """Return scheme -> bytes measured and by arithmetic, and what is saved against no switch, of both."""
+    plain = measure("none", ranks, sizes)
+    larger = measure("none", ranks, Sizes(sizes.layers + 1, sizes.length))
+    activations = plain.peak - 16 * plain.weights
+    block = larger.peak - 16 * larger.weights - activations
+    rows: dict[str, dict[str, float]] = {}
+    for scheme in schemes:
+        found = plain if scheme == "none" else measure(scheme, ranks, sizes)
+        expected = arithmetic(scheme, ranks, sizes, plain, activations, block)
+        rows[scheme] = {"measured": found.peak, "arithmetic": expected, "ratio": found.peak / expected}
+        if scheme != "none":
+            rows[scheme]["saved"] = plain.peak - found.peak
+            rows[scheme]["saved_ratio"] = (plain.peak - found.peak) / (plain.peak - expected)
+        print(
+            f"{ranks} ranks  {scheme:<28} {found.peak / 2**20:7.2f} MiB, by arithmetic "
+            f"{expected / 2**20:7.2f} ({found.peak / expected:.3f})",
+            flush=True,
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure everything and write the result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--output", type=Path, help="a file instead of benchmarks/results/…")
+    arguments = parser.parse_args()
+    import transformers
+
+    gpt2(Sizes(1))  # imports it once for all ranks
+    import megatron_npu.acceleration.prepare  # noqa: F401  (the same)
+
+    sizes = Sizes(arguments.layers)
+    rows = {str(ranks): compare(ranks, sizes, arguments.schemes) for ranks in arguments.ranks}
+    if arguments.output:
+        arguments.output.write_text(json.dumps(rows))
+        return
+    import report
+
+    model = {**asdict(sizes), "hidden": HIDDEN, "vocabulary": VOCABULARY, "dtype": "fp32"}
+    versions = {"torch_npu": sys.modules["torch_npu"].__version__}
+    report.write(
+        report.RESULTS / "memory-of-training.json",
+        {"model": model, "ranks": rows},
+        transformers=transformers.__version__,
+        **versions,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -24,6 +24,7 @@ from megatron_npu.acceleration.main_weights import MainWeights
 from megatron_npu.acceleration.optimizer_state import load_optimizer_state, optimizer_state, rebind
 from megatron_npu.acceleration.precision import LossScale, autocast
 from megatron_npu.acceleration.sharding import FULLY, accumulating, data_parallel, mesh_of, shard_fully
+from megatron_npu.ops import swap
 from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.switches import Switches
 
@@ -184,6 +185,8 @@ def prepare(
     if switches.lora_rank:
         model, line = adapt(model, switches.lora_rank)
         ledger.append(line)
+    if switches.fused_ops:
+        ledger.extend(f"fused ops: {line}" for line in swap(model).lines())
     if switches.checkpoint_activations:
         ledger.append(checkpoint_activations(model))
     wrapped, module, line = _distribute(model, switches, device)

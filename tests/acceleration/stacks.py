@@ -1,6 +1,7 @@
-"""The stacks of switches that are tried, each for a model; as a program, one rank that tries them in turn.
+"""The stacks of switches that are tried, each for a model; as a program, two ranks that try them in turn.
 
 ``stacks.py FOLDER DEVICE`` writes ``FOLDER/RANK.json``: the name of a run -> its losses, or what went wrong.
+What they need is imported once, before the ranks are forked.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-STEPS, FEW = 20, 3  # of a run; of each stack of all that go together
+STEPS, FEW = 20, 2  # of a run; of each stack of all that go together
 SHARDINGS = ("none", "zero-1", "zero-2", "zero-3", "fsdp")
+READY = ("none", "zero-1", "fsdp")
 RESUMED = (("zero-1", "fsdp"), ("fsdp", "none"), ("none", "zero-2"), ("zero-2", "zero-1"))
 
 # the name of a model and of the switches: each 20 steps long, on several ranks
@@ -30,9 +32,16 @@ LONG = [
     ("bert", {"sharding": "fsdp", "lora_rank": 4}),
     ("bert tokens", {"sharding": "fsdp"}),
     ("gpt2", {"sharding": "zero-1", "mixed_precision": "bf16"}),
-    ("gpt2", {"sharding": "zero-3", "checkpoint_activations": True}),
+    ("gpt2", {"sharding": "zero-3", "checkpoint_activations": True, "fused_ops": True}),
+    ("bert", {"sharding": "zero-2", "mixed_precision": "bf16", "fused_ops": True}),
+    ("bert", {"sharding": "fsdp", "lora_rank": 4, "fused_ops": True}),
     ("albert", {"sharding": "zero-3"}),
     ("flat", {"sharding": "fsdp"}),
+]
+# and on simulated NPUs
+LONG_ON_NPU = [
+    ("bert", {"sharding": "zero-1", "cpu_offload": True}),
+    ("gpt2", {"sharding": "fsdp", "mixed_precision": "bf16", "cpu_offload": True, "fused_ops": True}),
 ]
 
 
@@ -42,6 +51,22 @@ def every_stack(offload: tuple[bool, ...]) -> Iterator[dict]:
     for row in itertools.product(SHARDINGS, precisions, checkpointed, ranks, offload):
         names = ("sharding", "mixed_precision", "checkpoint_activations", "lora_rank", "cpu_offload")
         yield {name: value for name, value in zip(names, row, strict=True) if value}
+
+
+def on_one_rank() -> list[dict]:
+    """Return those of one rank, which has nothing to share out, whatever the word."""
+    return [words for words in every_stack((False,)) if words["sharding"] in ("none", "zero-3")]
+
+
+def on_two_ranks() -> list[dict]:
+    """Return those of two ranks: recomputing and LoRA come together or not at all, to save time."""
+    both = ("checkpoint_activations", "lora_rank")
+    return [words for words in every_stack((False,)) if sum(name in words for name in both) != 1]
+
+
+def on_npu() -> list[dict]:
+    """Return a part of these stacks in which each word meets each other one."""
+    return list(every_stack((False, True)))[::11]
 
 
 def title(kind: str, words: dict) -> str:
@@ -58,16 +83,14 @@ def runs(device: str) -> Iterator[tuple[str, Callable[[], list[float]]]]:
 
     here = torch.device(device)
     npu = device != "cpu"
-    long = LONG if not npu else [(kind, words) for kind, words in LONG if kind in ("bert", "gpt2")]
-    for kind, words in long:
+    for kind, words in LONG_ON_NPU if npu else LONG:
         yield title(kind, words), lambda kind=kind, words=words: run(kind, Switches(**words), STEPS, here)
-    stacks = list(every_stack((False, True) if npu else (False,)))
-    for words in stacks[:: 4 if npu else 1]:
+    for words in on_npu() if npu else on_two_ranks():
         yield title("user", words), lambda words=words: run("user", Switches(**words), FEW, here)
-    for sharding in ("none", "zero-1", "fsdp"):
+    for sharding in () if npu else READY:
         name, switches = f"ready {sharding}", Switches(sharding=sharding)
         yield name, lambda switches=switches: run("user", switches, FEW, here, ready=True)
-    for pair in RESUMED if not npu else RESUMED[:1]:
+    for pair in RESUMED[:1] if npu else RESUMED:
         first, then = (Switches(sharding=sharding, cpu_offload=npu) for sharding in pair)
         folder = str(Path(tempfile.gettempdir()) / f"{os.getppid()}-{'-'.join(pair)}")
         yield (
@@ -76,22 +99,20 @@ def runs(device: str) -> Iterator[tuple[str, Callable[[], list[float]]]]:
         )
 
 
-def main() -> None:
+def rank_of_two(rank: int, folder: Path, device: str) -> None:
     """Be one rank: try everything, note what comes of it."""
     import torch
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    folder, device = Path(sys.argv[1]), sys.argv[2]
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     tempfile.tempdir = str(folder)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     if device != "cpu":
         torch.npu.set_device(rank)
         device = f"{device}:{rank}"
-    store = dist.FileStore(os.environ["RENDEZVOUS"], ranks)
-    backend = "gloo" if device == "cpu" else "hccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo" if device == "cpu" else "hccl", store=store, rank=rank, world_size=2)
     found: dict[str, object] = {}
     for name, attempt in runs(device):
         try:
@@ -102,6 +123,31 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def main() -> int:
+    """Fork the ranks; return the worst of their results."""
+    import peft  # noqa: F401
+
+    import megatron_npu.acceleration.prepare  # noqa: F401
+    from tests.acceleration.models import KINDS
+
+    for kind in KINDS.values():
+        kind.model()
+    processes = []
+    for rank in range(2):
+        process = os.fork()
+        if process == 0:
+            end = 1
+            try:
+                rank_of_two(rank, Path(sys.argv[1]), sys.argv[2])
+                end = 0
+            except Exception:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(end)
+        processes.append(process)
+    return max(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes)
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    main()
+    sys.exit(main())
