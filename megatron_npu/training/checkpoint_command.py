@@ -34,7 +34,9 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(
             f"{args.directory}: no such directory", "what was given to --save", "Correct the path."
         )
-    return {"list": _list, "inspect": _inspect, "verify": _verify, "prune": _prune}[args.action](args)
+    return {"list": _list, "inspect": _inspect, "verify": _verify, "prune": _prune, "sum": _sum}[args.action](
+        args
+    )
 
 
 def _parser() -> Parser:
@@ -48,11 +50,12 @@ def _parser() -> Parser:
         ("list", "the checkpoints: iteration, bytes, state"),
         ("inspect", "one: position, layout, model, files"),
         ("verify", "compare files with their checksums"),
+        ("sum", "write checksums for those that have none, such as a stock script's"),
         ("prune", "remove old ones"),
     ):
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument("directory", metavar="DIR", help="what was given to --save")
-        if name in ("inspect", "verify"):
+        if name in ("inspect", "verify", "sum"):
             action.add_argument("--ckpt-step", type=whole, metavar="N", help="that iteration alone")
         if name == "inspect":
             action.add_argument("--json", action="store_true", help="as JSON, with all arguments")
@@ -96,12 +99,25 @@ def _inspect(args: Namespace) -> int:
     return 1 if report["faults"] else 0
 
 
+def _sum(args: Namespace) -> int:
+    for path in _asked_for(args):
+        if (path / checksums.NAME).is_file():
+            continue
+        checksums.write_alone(path)
+        print(f"{path.name}: checksums written")
+    return 0
+
+
+def _asked_for(args: Namespace) -> list[Path]:
+    if args.ckpt_step is None:
+        return list(_places(args.directory))
+    place = checkpoint_files.newest(args.directory, args.ckpt_step)
+    return [place] if place else []
+
+
 def _verify(args: Namespace) -> int:
-    places = list(_places(args.directory))
-    if args.ckpt_step is not None:
-        places = [place] if (place := checkpoint_files.newest(args.directory, args.ckpt_step)) else []
     damaged = 0
-    for path in places:
+    for path in _asked_for(args):
         faults = _faults(path)
         damaged += bool(faults)
         for fault in faults or [

@@ -31,11 +31,19 @@ def write(folder: Path) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = [path for path in _all(folder) if _writer(path, ranks) == rank]
     parts: list[Entries] = [{}] * ranks
-    dist.all_gather_object(parts, {path.name: _entry(path) for path in own})
+    dist.all_gather_object(parts, {path.relative_to(folder).as_posix(): _entry(path) for path in own})
     if rank == 0:
-        entries = {name: entry for part in parts for name, entry in part.items()}
-        content = {"algorithm": ALGORITHM, "files": dict(sorted(entries.items()))}
-        files.write(folder / NAME, json.dumps(content, indent=1))
+        _record(folder, {name: entry for part in parts for name, entry in part.items()})
+
+
+def write_alone(folder: Path) -> None:
+    """Write the checksums of all files in ``folder`` from one process, which reads them from disk."""
+    _record(folder, {path.relative_to(folder).as_posix(): _entry(path) for path in _all(folder)})
+
+
+def _record(folder: Path, entries: Entries) -> None:
+    content = {"algorithm": ALGORITHM, "files": dict(sorted(entries.items()))}
+    files.write(folder / NAME, json.dumps(content, indent=1))
 
 
 def renew(path: Path) -> None:
@@ -113,7 +121,7 @@ def incomplete(folder: Path) -> list[str]:
 
 
 def _all(folder: Path) -> Iterable[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file() and path.name != NAME)
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != NAME)
 
 
 def _writer(path: Path, ranks: int) -> int:
@@ -126,7 +134,7 @@ def _read(folder: Path) -> Entries:
     content = json.loads((folder / NAME).read_text(encoding="utf-8"))
     if content["algorithm"] != ALGORITHM:
         raise ValueError(f"algorithm {content['algorithm']!r}")
-    if any(Path(name).name != name for name in content["files"]):
+    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in content["files"]):
         raise ValueError("names of files elsewhere")
     return {name: [int(size), str(digest)] for name, (size, digest) in content["files"].items()}
 

@@ -117,6 +117,23 @@ def test_the_command_lists_inspects_and_verifies(trained: Path, capsys: pytest.C
     assert cli.main(["checkpoint", "verify", str(trained), "--ckpt-step", "6"]) == 0
 
 
+def test_checksums_for_what_a_stock_script_has_saved(trained: Path, capsys: pytest.CaptureFixture) -> None:
+    (trained / "iter_0000004" / checksums.NAME).unlink()
+    stock = trained / "iter_0000009" / "mp_rank_00" / "model_optim_rng.pt"  # of the format torch
+    stock.parent.mkdir(parents=True)
+    stock.write_bytes(b"weights")
+    assert cli.main(["checkpoint", "sum", str(trained)]) == 0
+    written = [f"iter_000000{number}: checksums written" for number in (4, 9)]
+    assert capsys.readouterr().out.splitlines() == written
+    assert cli.main(["checkpoint", "verify", str(trained)]) == 0
+    _flip(stock)
+    _flip(_distcp(trained / "iter_0000004"))
+    capsys.readouterr()
+    assert cli.main(["checkpoint", "verify", str(trained)]) == 1
+    told = [line for line in capsys.readouterr().out.splitlines() if "other content" in line]
+    assert [line.split(":")[0] for line in told] == ["iter_0000004", "iter_0000009"]
+
+
 def test_pruning_keeps_the_newest_and_each_so_many(trained: Path, capsys: pytest.CaptureFixture) -> None:
     prune = ["checkpoint", "prune", str(trained), "--keep", "1", "--keep-every", "4"]
     assert cli.main([*prune, "--dry-run"]) == 0
@@ -132,5 +149,5 @@ def test_pruning_keeps_the_newest_and_each_so_many(trained: Path, capsys: pytest
 def test_bad_input_to_the_command(tmp_path: Path, refused: Callable) -> None:
     assert "no such directory" in refused("checkpoint", "list", str(tmp_path / "none"))
     assert "--keep" in refused("checkpoint", "prune", str(tmp_path))
-    assert "list or inspect or verify or prune" in refused("checkpoint", "mend", str(tmp_path))
+    assert "list or inspect or verify or sum or prune" in refused("checkpoint", "mend", str(tmp_path))
     assert "no checkpoint there" in refused("checkpoint", "inspect", str(tmp_path))
