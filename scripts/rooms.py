@@ -129,7 +129,7 @@ ROOMS = (
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
         "arg_parser attention_flags devices errors files generation older_flags plugin preprocessing "
-        "safe_load switches tokenization upstream watchdog web",
+        "safe_load settings switches tokenization upstream watchdog web",
         ("torch", "megatron"),
     ),
     Room(

@@ -18,6 +18,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint, checkpoint_failures, data, expert_losses, loss
 from megatron_npu.training.checkpoint import Position, State
 from megatron_npu.training.clock import Clock
+from megatron_npu.training.divergence import DivergedError, FirstNonFinite, Spikes
 from megatron_npu.training.log import Interval, Log
 from megatron_npu.training.pace import Pace
 from megatron_npu.training.samples import Samples
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 OnGradients = Callable[[int, list[torch.nn.Module]], None]
-
-
-class DivergedError(RuntimeError):
-    """The gradient is not a number; going on would only spoil the weights."""
 
 
 class UnsavedError(RuntimeError):
@@ -102,7 +99,8 @@ class Trainer:
         self.position = position
         self.outcome = Outcome(position)
         self.clock = Clock()
-        self.interval, self.pace = Interval(), Pace()
+        self.interval, self.pace, self.spikes = Interval(), Pace(), Spikes()
+        self.nonfinite = FirstNonFinite(state.model)
         self.samples = Samples(args, state.model) if args.sample_prompt else None
         self.forward_backward = get_forward_backward_func()
         self.no_loss = torch.zeros(2, device=devices.current().torch_device())
@@ -141,6 +139,7 @@ class Trainer:
 
     def _step(self, batches: list[Iterator[data.Batch]] | None) -> None:
         watchdog.step(self.position.iteration + 1)
+        self.nonfinite.forget()
         model, optimizer = self.state.model, self.state.optimizer
         for chunk in model:
             chunk.zero_grad_buffer()
@@ -177,12 +176,23 @@ class Trainer:
 
     def _check_gradient(self, norm: float | None) -> None:
         """End a run whose gradient is not a number (fp16 skips such an update and lowers its scale)."""
-        if not self.args.check_for_nan_in_loss_and_grad or self.args.fp16 or norm is None:
-            return
-        if not math.isfinite(norm):
+        if norm is not None and not math.isfinite(norm):
+            self._diverged(f"the norm of the gradient is {norm} at iteration {self.position.iteration + 1}")
+
+    def _check_losses(self, losses: list[float]) -> None:
+        """End a run whose loss is not a number, though its gradient is; say where one leaps."""
+        last = self.position.iteration
+        for number, value in enumerate(losses, last - len(losses) + 1):
+            if not math.isfinite(value):
+                self._diverged(f"the loss is {value} at iteration {number}")
+        if leap := self.spikes.note(last, losses):
+            self.log.say(leap)
+
+    def _diverged(self, what: str) -> None:
+        if self.args.check_for_nan_in_loss_and_grad and not self.args.fp16:
             raise DivergedError(
-                f"the norm of the gradient is {norm} at iteration {self.position.iteration + 1}; nothing was "
-                "saved after it. Lower --lr or look at the data; --no-check-for-nan-in-loss-and-grad goes on."
+                f"{what}; nothing was saved after it. {self.nonfinite.words()} Lower --lr or look at the "
+                "data; --no-check-for-nan-in-loss-and-grad goes on."
             )
 
     def _report_skipped_update(self) -> None:
@@ -210,6 +220,7 @@ class Trainer:
             of_ranks=loss.of_ranks(self.interval.losses) if self.args.log_loss_per_rank else None,
             of_experts=expert_losses.take(self.args, len(losses)),
         )
+        self._check_losses(losses)
         slower = self.pace.note(seconds, len(losses))
         if slower:
             self.log.say(slower)

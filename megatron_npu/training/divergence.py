@@ -1,0 +1,98 @@
+"""Numbers that are none, and losses that leap: what is said of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from megatron_npu import settings
+
+REMEMBERED = 100  # losses that a new one is compared with
+ENOUGH = 20  # without so many nothing is compared
+FAR = 8.0  # times the usual distance from the median (median absolute deviation, as of a normal distribution)
+LEAST = 0.02  # of the median: less than this is never unusual
+_NORMAL = 1.4826  # median absolute deviation -> standard deviation
+
+
+class DivergedError(RuntimeError):
+    """The gradient or the loss is not a number; going on would only spoil the weights."""
+
+
+class Spikes:
+    """Tells losses that leap out of those before them. They are only told: what to do depends on the run."""
+
+    def __init__(self) -> None:
+        self._usual: deque[float] = deque(maxlen=REMEMBERED)
+
+    def note(self, last: int, losses: Sequence[float]) -> str | None:
+        """Take in the losses up to an iteration; return a line to be logged if one of them leaps.
+
+        Args:
+            last: the number of the last of these iterations.
+            losses: in nats a token.
+        """
+        found = None
+        for number, loss in enumerate(losses, last - len(losses) + 1):
+            if not math.isfinite(loss):
+                continue
+            if found is None and self._leaps(loss):
+                usual = statistics.median(self._usual)
+                found = f" loss spike at iteration {number}: {loss:.4f} after {usual:.4f} in the median"
+            self._usual.append(loss)
+        return found
+
+    def _leaps(self, loss: float) -> bool:
+        if len(self._usual) < ENOUGH:
+            return False
+        middle = statistics.median(self._usual)
+        distance = _NORMAL * statistics.median(abs(each - middle) for each in self._usual)
+        return loss - middle > max(FAR * distance, LEAST * abs(middle))
+
+
+class FirstNonFinite:
+    """Remembers the first module of a step whose output is not finite. Only in verify mode: each look waits.
+
+    Args:
+        model: this rank's chunks.
+    """
+
+    def __init__(self, model: Sequence[torch.nn.Module]) -> None:
+        self.watches = bool(settings.verified_operations())
+        self._found: str | None = None
+        if self.watches:
+            for chunk in model:
+                for name, module in chunk.named_modules():
+                    module.register_forward_hook(self._hook(name, module))
+
+    def forget(self) -> None:
+        """Begin a step."""
+        self._found = None
+
+    def words(self) -> str:
+        """Return where it began, as a sentence."""
+        if not self.watches:
+            return f"{settings.VERIFY.name}=all names the first module whose output is not finite."
+        if self._found is None:
+            return "Every output on this rank was finite: it arose in the backward pass, or elsewhere."
+        return f"The first output that is not finite is that of {self._found}."
+
+    def _hook(self, name: str, module: torch.nn.Module) -> Any:
+        def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            if self._found is None and not all(map(_is_finite, tree_leaves(output))):
+                self._found = (
+                    f"{name.removeprefix('module.module.') or 'the model'} ({type(module).__name__})"
+                )
+
+        return look
+
+
+def _is_finite(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return True
+    return bool(torch.isfinite(value).all())
