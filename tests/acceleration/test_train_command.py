@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from megatron_npu import cli
 from megatron_npu.acceleration import arguments, ranks
+from megatron_npu.training.dashboard import snapshot
 from tests import warm
 from tests.acceleration import runs
 from tests.adaptors.megatron_core.upstream_tests.ports import free_port
@@ -193,15 +195,21 @@ def test_scripts_that_cannot_be(written: str, instead: str, expected: str, tmp_p
 
 
 def test_a_script_as_it_should_be(tmp_path: Path, capsys) -> None:
-    script = tmp_path / "mine.py"
+    script, board = tmp_path / "mine.py", tmp_path / "board"
     script.write_text(SCRIPT + END)
-    assert cli.main(["train", "--user-script", str(script), "--epochs", "2", "--save", str(tmp_path)]) == 0
+    flags = ["--user-script", str(script), "--epochs", "2", "--save", str(tmp_path)]
+    assert cli.main(["train", *flags, "--tensorboard-dir", str(board)]) == 0
     out = capsys.readouterr().out
     assert "mean: 1.0000" in out
-    rows = tiny.rows(tmp_path / "metrics.jsonl", "start")
+    metrics = tmp_path / "metrics.jsonl"
+    rows = tiny.rows(metrics, "start")
     assert (rows[0]["train_iters"], rows[0]["world_size"], rows[0]["global_batch_size"]) == (2, 1, 8)
-    assert tiny.rows(tmp_path / "metrics.jsonl", "end")[0]["ended_by"] == "iterations"
+    shown = json.loads(snapshot.Run(metrics, "mine").snapshot()[1])
+    assert shown["ended_by"] == "iterations"
+    assert shown["curves"]["loss"]["x"] == [1, 2]
+    assert shown["curves"]["validation"]["x"] == [1, 2]
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert list(board.glob("events.out.tfevents.*"))
 
 
 def test_a_mistake_on_several_ranks_is_told_once(tmp_path: Path) -> None:
