@@ -85,6 +85,13 @@ def train(args: Namespace) -> None:
 
 def _refuse(args: Namespace) -> None:
     """Say in one line, before anything is loaded, which switches do not go together."""
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    if tensor * pipeline > 1:
+        raise UsageError(
+            f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline}",
+            "1 for both: here each rank has all layers, or its share of each weight (--zero-3-...)",
+            "Megatron's models are shared out by `megatron-npu pretrain`, which has the same switches.",
+        )
     family = "user" if args.user_script else "transformers"
     refusals.refuse(Switches.from_args(args), family=family, device=devices.current().name)
 

@@ -92,6 +92,10 @@ def test_a_data_set_may_be_named_alone() -> None:
         ("--user-script nowhere.py", "nowhere.py: no such file"),
         (r"--task sequence_classification \  ", "a backslash with a blank or a comment behind it"),
         (f"--user-script {SLOW} --tensor-model-parallel-size 2 --nproc-per-node 1", "that 2 divides"),
+        (
+            f"--user-script {SLOW} --tensor-model-parallel-size 2 --nproc-per-node 2",
+            "pretrain`, which has the",
+        ),
     ],
 )
 def test_flags_that_cannot_be(line: str, expected: str, capsys) -> None:

@@ -130,6 +130,11 @@ def test_the_page_of_security_advises(section, said):
         assert words in text, words
 
 
+def test_what_to_do_without_rdma_is_named():
+    page = TEXTS[ROOT / "docs" / "troubleshooting.md"]
+    assert "NCCL_IB_DISABLE=1" in re.search(r"^## 5\. .*?(?=^## 6)", page, re.M | re.S)[0]
+
+
 def test_the_newest_entry_of_the_change_log_is_this_version():
     heading = re.search(r"^## \[(.+?)\]", TEXTS[ROOT / "CHANGELOG.md"], re.M)
     assert heading[1] == megatron_npu.__version__
