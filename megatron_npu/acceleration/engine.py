@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from megatron_npu import devices
 from megatron_npu.acceleration import gathering, providers, ranks, schedule, state
 from megatron_npu.acceleration.loading import Collate, Loader
+from megatron_npu.acceleration.padding import LONGEST, bucketed, buckets
 from megatron_npu.acceleration.prepare import Prepared, prepare
 from megatron_npu.errors import UsageError
 from megatron_npu.switches import Switches
@@ -53,6 +54,7 @@ class RapidformerEngine:
         self.switches = Switches.from_args(self.args)
         self.prepared: Prepared | None = None
         self._loaders: list[Loader] = []
+        self._told_lengths = False
         join(self.args)
         seed_everything(self.args.seed)
         _engines.append(self)
@@ -156,6 +158,8 @@ class RapidformerEngine:
             UsageError: the data set has no length.
         """
         collate_fn = collate_fn or self._default_collate(dataset)
+        if self.args.dynamic_shape:
+            collate_fn = self._bucketed(dataset, collate_fn)
         loader = self.loader(dataset, collate_fn, shuffle=shuffle, repeats=repeats)
         self._loaders.append(loader)
         return loader
@@ -172,6 +176,23 @@ class RapidformerEngine:
             seed=args.seed,
             workers=args.num_workers,
             **options,
+        )
+
+    def _bucketed(self, dataset: Any, collate: Collate | None) -> Collate | None:
+        """Let batches of tokens have few lengths (``--dynamic-shape``); say which, once."""
+        first = dataset[0] if len(dataset) else None
+        if collate is None or not isinstance(first, Mapping) or "input_ids" not in first:
+            return collate
+        lengths = buckets(self.args.seq_length or LONGEST)
+        if not self._told_lengths:
+            self._told_lengths = True
+            state.get_logger().info("dynamic shape: batches are padded to one of %s tokens", lengths)
+        tokenizer = getattr(collate, "tokenizer", None)
+        return bucketed(
+            collate,
+            lengths,
+            pad_token_id=getattr(tokenizer, "pad_token_id", None) or 0,
+            left=getattr(tokenizer, "padding_side", "right") == "left",
         )
 
     def _default_collate(self, dataset: Any) -> Collate | None:

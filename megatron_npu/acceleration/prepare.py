@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from megatron_npu.acceleration.activations import checkpoint_activations
 from megatron_npu.acceleration.gradients import clip, norm_of, scale
+from megatron_npu.acceleration.graph import compile_blocks
 from megatron_npu.acceleration.lora import adapt
 from megatron_npu.acceleration.main_weights import MainWeights
 from megatron_npu.acceleration.optimizer_state import load_optimizer_state, optimizer_state, rebind
@@ -189,6 +190,8 @@ def prepare(
         ledger.extend(f"fused ops: {line}" for line in swap(model).lines())
     if switches.checkpoint_activations:
         ledger.append(checkpoint_activations(model))
+    if switches.graph_optimization:
+        ledger.append(compile_blocks(model, dynamic=switches.dynamic_shape))
     wrapped, module, line = _distribute(model, switches, device)
     ledger.append(line)
     if switches.mixed_precision:

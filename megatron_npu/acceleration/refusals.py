@@ -6,6 +6,8 @@ docs/train-switches.md is written from the tables here (scripts/switch_table.py)
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -148,6 +150,13 @@ REFUSALS = (
         families=_MEGATRON,
     ),
     Refusal(
+        {"graph_optimization": _ON},
+        "a device that torch's inductor writes kernels for: a CPU or CUDA",
+        "Leave it out, and use --fused-ops, whose kernels are the NPU's own.",
+        families=_OURS,
+        devices=("npu",),
+    ),
+    Refusal(
         {"dynamic_shape": _ON},
         "batches of many lengths: every sequence of a .bin/.idx has --seq-length tokens",
         "Leave it out.",
@@ -220,6 +229,8 @@ def refuse(switches: Switches, *, family: str, device: str) -> None:
             raise UsageError(given_of(refusal, switches, family, device), refusal.expected, refusal.remedy)
     if switches.deepspeed_config is not None:
         _need_deepspeed(switches)
+    if switches.graph_optimization:
+        need_compiler(device)
 
 
 def given_of(refusal: Refusal, switches: Switches, family: str, device: str) -> str:
@@ -233,6 +244,21 @@ def given_of(refusal: Refusal, switches: Switches, family: str, device: str) -> 
     if refusal.families != tuple(FAMILIES):
         words += f" for {FAMILIES[family]}"
     return words
+
+
+def need_compiler(device: str) -> None:
+    """Say in one line that graphs cannot be compiled for a CPU.
+
+    Raises:
+        UsageError: there is no C++ compiler.
+    """
+    names = (os.environ.get("CXX"), "g++", "clang++")
+    if device == "cpu" and not any(name and shutil.which(name) for name in names):
+        raise UsageError(
+            "--graph-optimization without a C++ compiler",
+            "g++, clang++ or what the variable CXX names, which torch.compile needs on a CPU",
+            "Install one (apt-get install g++), or leave the switch out.",
+        )
 
 
 def _need_deepspeed(switches: Switches) -> None:

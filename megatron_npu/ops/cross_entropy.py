@@ -68,6 +68,8 @@ def _plain_reference(logits: Tensor, target: Tensor, ignore_index: int) -> Tenso
     return (z.logsumexp(-1) - predicted).masked_fill(ignored, 0.0)
 
 
+_WORTH_GATHERING = 0.25  # of the rows ignored: with fewer, all are computed
+
 _plain_cross_entropy = Operation("cross_entropy", _plain_reference)
 
 
@@ -91,7 +93,7 @@ class _PlainCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         logits, ids, ignored, normalizer = ctx.saved_tensors
         flat = logits.reshape(-1, logits.size(-1))
-        grad = torch.zeros_like(flat)
+        grad = torch.zeros_like(flat) if _few_have_a_target(flat, ignored) else torch.empty_like(flat)
         factor = grad_output.reshape(-1).to(normalizer.dtype).masked_fill(ignored, 0.0)
         for rows in _tiles_with_target(flat, ignored):
             part = flat[rows].to(normalizer.dtype, copy=True).sub_(normalizer[rows, None]).exp_()
@@ -104,9 +106,14 @@ def _precise_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def _few_have_a_target(flat: Tensor, ignored: Tensor) -> bool:
+    """Return whether rows that are ignored are left out: not off the CPU, where the host would wait."""
+    return flat.device.type == "cpu" and int(ignored.sum()) > _WORTH_GATHERING * flat.size(0)
+
+
 def _tiles_with_target(flat: Tensor, ignored: Tensor) -> Iterator[slice | Tensor]:
-    """Yield tiles of the rows of ``[rows, v]`` that are not ignored, as numbers; all rows off the CPU."""
-    if flat.device.type != "cpu" or not ignored.any():
+    """Yield tiles of the rows of ``[rows, v]``; those with a target alone, as numbers, if they are few."""
+    if not _few_have_a_target(flat, ignored):
         yield from whole_row_slices(*flat.shape)
         return
     alive = (~ignored).nonzero().squeeze(1)

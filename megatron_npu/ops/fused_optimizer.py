@@ -89,26 +89,29 @@ def update_fused(rows: Sequence[tuple[Tensor, ...]], update: Callable[..., None]
     A row is what is updated, its gradient and its state. Rows that torch's fused kernels do not take as they
     are go as copies, which are copied back.
     """
-    twins = {i: _precise_twins(row) for i, row in enumerate(rows) if not _fused_as_it_is(row)}
-    for columns in group_by_dtypes(twins.get(i, row) for i, row in enumerate(rows)):
+    twins = [_precise_twins(row) for row in rows]
+    for columns in group_by_dtypes(twins):
         update(*columns)
-    for i, (target, _, *state) in twins.items():
-        for old, new in zip((rows[i][0], *rows[i][2:]), (target, *state), strict=True):
-            old.copy_(new)
+    for (target, _, *state), (new_target, _, *new_state) in zip(rows, twins, strict=True):
+        for old, new in zip((target, *state), (new_target, *new_state), strict=True):
+            if new is not old:
+                old.copy_(new)
 
 
-def _fused_as_it_is(row: tuple[Tensor, ...]) -> bool:
-    """Return whether torch's fused kernels may walk through the tensors of the row side by side.
+def _precise_twins(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the row as torch's fused kernels walk through it side by side: fp32, strides of the first.
+
+    What is not so is a copy; with 16-bit weights that have main weights, the gradient alone.
 
     Those of torch 2.13 for the CPU are silently wrong otherwise: they take strides for equal, and SGD
     leaves most of a 16-bit parameter alone (pytorch issue 191763).
     """
     first = row[0]
-    precise = first.dtype in (torch.float32, torch.float64)
+    dtype = torch.promote_types(first.dtype, torch.float32)
     strides = torch.Tensor.stride  # Megatron-LM 285068c8 has a parameter with stride = 1 (T5's head)
-    return precise and all(t.dtype is first.dtype and strides(t) == strides(first) for t in row[1:])
-
-
-def _precise_twins(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return copies of the row in fp32 with the strides of the first, for a kernel that wants them alike."""
-    return tuple(torch.empty_like(row[0], dtype=torch.float32).copy_(t) for t in row)
+    return tuple(
+        t
+        if t.dtype is dtype and strides(t) == strides(first)
+        else torch.empty_like(first, dtype=dtype).copy_(t)
+        for t in row
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def faster_than_torch(dtype: torch.dtype) -> bool:
     torch multiplies fp32 with MKL, which keeps to AVX2 on processors that are not Intel's; oneDNN takes
     AVX-512 there, half the time (measured on a Zen 5).
     """
-    return dtype is torch.float32 and _onednn_beats_mkl()
+    return dtype is torch.float32 and _ONEDNN_BEATS_MKL
 
 
 def looks_for_dead_rows(outputs: int) -> bool:
@@ -48,7 +47,6 @@ def looks_for_dead_rows(outputs: int) -> bool:
     return outputs >= _WIDE
 
 
-@lru_cache(maxsize=1)
 def _onednn_beats_mkl() -> bool:
     mkldnn = getattr(torch.ops, "mkldnn", None)
     if not torch.backends.mkldnn.is_available() or not hasattr(mkldnn, "_linear_pointwise"):
@@ -56,6 +54,9 @@ def _onednn_beats_mkl() -> bool:
     info = Path("/proc/cpuinfo")
     vendor = info.read_text(encoding="utf-8") if info.is_file() else "GenuineIntel"
     return "GenuineIntel" not in vendor and "AVX512" in torch.backends.cpu.get_cpu_capability()
+
+
+_ONEDNN_BEATS_MKL = _onednn_beats_mkl()  # a constant of graphs, too
 
 
 def _reference(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -75,9 +76,27 @@ def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``left · rightᵀ + bias`` of matrices."""
-    if faster_than_torch(left.dtype) and left.numel() and right.numel():  # oneDNN has no empty products
-        return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
-    return F.linear(left, right, bias)
+    if not faster_than_torch(left.dtype):
+        return F.linear(left, right, bias)
+    if torch.compiler.is_compiling():
+        return _by_onednn(left, right, bias)
+    return _onednn(left, right, bias)
+
+
+def _onednn(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    if not left.numel() or not right.numel():
+        return F.linear(left, right, bias)  # oneDNN has no empty products
+    return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+
+
+# A node of its own for graphs: inductor takes the operation above for one with a constant weight, and fails.
+_by_onednn = torch.library.custom_op(
+    "megatron_npu::linear",
+    _onednn,
+    mutates_args=(),
+    schema="(Tensor left, Tensor right, Tensor? bias) -> Tensor",
+)
+_by_onednn.register_fake(lambda left, right, bias: left.new_empty(left.size(0), right.size(0)))
 
 
 class _CpuLinear(torch.autograd.Function):
@@ -87,9 +106,9 @@ class _CpuLinear(torch.autograd.Function):
         ctx.transposed = transposed
         rows = input.reshape(-1, input.size(-1))
         output = _product(rows, weight.t() if transposed else weight, bias)
-        return output.resize_(
-            *input.shape[:-1], output.size(-1)
-        )  # not a view: those must not change in place
+        shape = (*input.shape[:-1], output.size(-1))
+        # not a view, which must not be changed in place; a graph has no such rule, and no resize_
+        return output.view(shape) if torch.compiler.is_compiling() else output.resize_(shape)
 
     @staticmethod
     @once_differentiable
@@ -112,9 +131,12 @@ class _CpuLinear(torch.autograd.Function):
         return d_input, d_weight, d_bias, None
 
 
+in_a_graph = _CpuLinear.apply  # what torch.compile sees of ``linear`` on a CPU
+
+
 def _rows_alive(grad: Tensor) -> Tensor | None:
     """Return the numbers of the rows that are not all zero; None where too few are to be left out."""
-    if not looks_for_dead_rows(grad.size(1)):
+    if not looks_for_dead_rows(grad.size(1)) or torch.compiler.is_compiling():
         return None
     alive = grad.any(1).nonzero().squeeze(1)
     return alive if alive.numel() < _WORTH_GATHERING * grad.size(0) else None

@@ -68,10 +68,14 @@ def choose_in_configs(model: nn.Module) -> Iterator[tuple[str, str | Callable[[]
         yield path, functools.partial(setattr, config, "_attn_implementation_internal", before)
 
 
+_theirs: dict[str, Callable[..., Any]] = {}  # functions of Transformers, found once it is there
+
+
 def _register() -> None:
     """Put our functions into the registries of Transformers, which is imported where a model of it is met."""
     masks = importlib.import_module("transformers.masking_utils")
     modeling = importlib.import_module("transformers.modeling_utils")
+    _theirs["sdpa"] = modeling.ALL_ATTENTION_FUNCTIONS["sdpa"]
     if NAME not in modeling.ALL_ATTENTION_FUNCTIONS:
         modeling.ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
         masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, make_mask)
@@ -144,7 +148,7 @@ def attend(
         ``[b, sq, n, d]``, and None for the weights, which are never all there at once.
     """
     if torch.compiler.is_compiling():
-        if dropout == 0.0 or devices.current().name != "cpu":
+        if dropout == 0.0 or query.device.type != "cpu":
             return _of_transformers(
                 module, query, key, value, attention_mask, dropout, scaling, is_causal, others
             )
@@ -222,8 +226,7 @@ def _of_transformers(
     written_out = others.get("softcap") is not None or others.get("s_aux") is not None
     if written_out or others.get("output_attentions"):
         return _written_out(module, query, key, value, mask, dropout, scaling, causal, others)
-    sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
-    return sdpa.sdpa_attention_forward(
+    return _theirs["sdpa"](
         module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_npu import devices
 from megatron_npu.ops.dropout import dropout
-from megatron_npu.ops.linear import faster_than_torch, linear, looks_for_dead_rows
+from megatron_npu.ops.linear import faster_than_torch, in_a_graph, linear, looks_for_dead_rows
 from megatron_npu.ops.swapping.found import (
     Found,
     Replacement,
@@ -61,6 +61,11 @@ def _conv1d(module: Any, x: Tensor) -> Tensor:
 
 def _either(module: Any, input: Tensor, transposed: bool) -> Tensor:
     weight, bias = module.weight, module.bias
+    if torch.compiler.is_compiling():
+        if faster_than_torch(input.dtype) and input.device.type == "cpu" and weight.dtype is input.dtype:
+            autocast = torch.is_autocast_enabled("cpu")
+            return own_forward(module, input) if autocast else in_a_graph(input, weight, bias, transposed)
+        return own_forward(module, input)
     if bound_elsewhere(input):
         return own_forward(module, input)
     if torch.is_autocast_enabled(input.device.type):

@@ -1,0 +1,73 @@
+"""Compiling the repeated blocks of a model: one graph for all equal layers, whatever their number."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_npu.acceleration.blocks import repeated_blocks
+from megatron_npu.acceleration.refusals import need_compiler
+from megatron_npu.errors import UsageError
+
+# Lengths and modes (training, evaluation, with a mask and without) of one block's graphs; torch's own limit
+# is 8, behind which it runs uncompiled without a word that a user sees.
+_GRAPHS_OF_A_BLOCK = 64
+
+
+def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
+    """Compile each Transformer block of ``model`` in place; return what was done, one line.
+
+    Blocks are equal but for their weights: inductor compiles the first, and the others take its graph. The
+    rest of the model (embeddings, head, loss) stays as it is. A model without blocks is compiled as a whole.
+    Nothing is compiled before the first forward pass.
+
+    Call it after ``ops.swap`` and after activation checkpointing, whose blocks are then compiled inside, and
+    before ``fully_shard`` or DDP, whose hooks stay outside of the graphs.
+
+    Args:
+        model: of Transformers or a user's own.
+        dynamic: one graph for all lengths of a batch; otherwise each length is compiled.
+
+    Raises:
+        UsageError: there is no C++ compiler, which inductor needs on a CPU; or its cache is not writable.
+    """
+    need_compiler("cpu" if all(p.device.type == "cpu" for p in model.parameters()) else "cuda")
+    _make_the_cache_usable()
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS_OF_A_BLOCK)
+    blocks = repeated_blocks(model)
+    for _, block in blocks or [("", model)]:
+        block.compile(dynamic=dynamic)
+    what = f"{len(blocks)} blocks, one graph" if blocks else "the whole model"
+    lengths = "for all lengths of a batch" if dynamic else "for each length of a batch"
+    return f"graphs: torch.compile of {what} {lengths}"
+
+
+def _make_the_cache_usable() -> None:
+    """Let inductor keep its graphs in the user's cache, not in /tmp, where anyone may have made the folder.
+
+    Raises:
+        UsageError: the folder cannot be written to.
+    """
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_npu" / "inductor"
+    folder = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"TORCHINDUCTOR_CACHE_DIR={folder}",
+            "a folder that can be written to, for compiled graphs",
+            f"Name another one ({error.strerror}).",
+        ) from error
+
+
+def count_graphs() -> int:
+    """Return how many graphs have been compiled in this process: more of them each step is a mistake."""
+    counters: Any = torch._dynamo.utils.counters
+    return int(counters["stats"]["unique_graphs"])

@@ -1,0 +1,131 @@
+"""Graphs of blocks and batches of few lengths: the same losses, one graph for all layers and lengths."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_npu.acceleration import graph, refusals
+from megatron_npu.acceleration.padding import bucketed, buckets
+from megatron_npu.acceleration.prepare import prepare
+from megatron_npu.errors import UsageError
+from megatron_npu.switches import Switches
+
+VOCABULARY = 300
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, **sizes, **dropout))
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    """Return batches of six lengths, each with padding in its second row."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for length in (9, 12, 17, 21, 26, 31):
+        ids = torch.randint(5, VOCABULARY, (2, length), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[1, length - 3 :] = 0
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    return made
+
+
+def losses(switches: Switches, collate) -> tuple[list[float], list[str], int]:
+    """Train once over the batches; return losses, the ledger, and the graphs that were compiled."""
+    prepared = prepare(
+        bert().train(), None, None, switches, device=torch.device("cpu"), lr=1e-3, clip_grad=1.0
+    )
+    before, found = graph.count_graphs(), []
+    for batch in batches():
+        with prepared.accumulating(last=True), prepared.forward_context():
+            loss = prepared.model(**collate([batch])).loss
+        prepared.backward(loss)
+        prepared.step()
+        found.append(loss.item())
+    return found, prepared.ledger, graph.count_graphs() - before
+
+
+def test_one_graph_serves_all_layers_and_lengths(tmp_path, monkeypatch):
+    """Fused operations and graphs together give the losses of plain training."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "graphs"))
+    plain, _, none = losses(Switches(), lambda samples: samples[0])
+    assert none == 0
+    switches = Switches(fused_ops=True, graph_optimization=True, dynamic_shape=True)
+    collate = bucketed(lambda samples: samples[0], buckets(40))
+    compiled, ledger, graphs = losses(switches, collate)
+    assert compiled == pytest.approx(plain, rel=1e-5)
+    assert graphs == 1
+    assert len(collate.seen) == 3
+    assert any("3 blocks, one graph for all lengths" in line for line in ledger)
+    assert any((tmp_path / "graphs").iterdir())
+
+
+def test_a_batch_is_padded_to_its_bucket_and_counts_as_before():
+    collate = bucketed(lambda samples: samples[0], [16, 32], pad_token_id=7)
+    batch = batches()[1]
+    padded = collate([dict(batch)])
+    assert {value.shape for value in padded.values()} == {(2, 16)}
+    assert padded["input_ids"][:, 12:].unique().tolist() == [7]
+    assert padded["attention_mask"][:, 12:].sum() == 0
+    assert padded["labels"][:, 12:].unique().tolist() == [-100]
+    model = bert().eval()
+    with torch.no_grad():
+        assert model(**padded).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+    left = bucketed(lambda samples: samples[0], [16], left=True)([dict(batch)])
+    assert torch.equal(left["input_ids"][:, 4:], batch["input_ids"])
+
+
+def test_what_is_filled_in_is_masked_where_no_mask_was():
+    padded = bucketed(lambda samples: {"input_ids": torch.ones(2, 5, dtype=torch.long)}, [8])([])
+    assert padded["attention_mask"].tolist() == 2 * [[1] * 5 + [0] * 3]
+
+
+def test_what_has_no_bucket_stays_as_it_is():
+    long = {"input_ids": torch.ones(1, 40, dtype=torch.long)}
+    assert bucketed(lambda samples: long, [8, 16])([]) is long
+    image = {"pixel_values": torch.ones(1, 3, 4, 4)}
+    assert bucketed(lambda samples: image, [8])([]) is image
+
+
+@pytest.mark.parametrize("longest", [1, 15, 16, 100, 4096])
+def test_buckets_are_few_and_waste_little(longest):
+    lengths = buckets(longest)
+    assert lengths[-1] == longest
+    assert lengths == sorted(set(lengths))
+    assert len(lengths) <= 25
+    assert all(b <= 1.5 * a + 8 for a, b in itertools.pairwise(lengths))
+
+
+def test_bad_lengths_are_refused():
+    with pytest.raises(UsageError, match="at least 1"):
+        buckets(0)
+    with pytest.raises(UsageError, match="positive numbers of tokens"):
+        bucketed(list, [])
+
+
+def test_no_compiler_is_one_line_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UsageError, match="without a C"):
+        refusals.refuse(Switches(graph_optimization=True), family="user", device="cpu")
+
+
+def test_an_npu_has_no_inductor():
+    with pytest.raises(UsageError, match="inductor"):
+        refusals.refuse(Switches(graph_optimization=True), family="transformers", device="npu")
+
+
+def test_a_cache_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(file / "below"))
+    with pytest.raises(UsageError, match="TORCHINDUCTOR_CACHE_DIR"):
+        graph.compile_blocks(bert(), dynamic=False)
