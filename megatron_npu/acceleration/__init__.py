@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_npu.acceleration.engine import RapidformerEngine
+    from megatron_npu.acceleration.megatron_scripts import (
+        get_ltor_masks_and_position_ids,
+        get_tokenizer,
+        megatron_config,
+        megatron_gpt,
+    )
     from megatron_npu.acceleration.mmap_datasets import (
         build_train_valid_test_datasets,
         build_train_valid_test_datasets_for_huggingface,
@@ -28,8 +34,12 @@ __all__ = [
     "build_train_valid_test_datasets_for_huggingface",
     "get_args",
     "get_logger",
+    "get_ltor_masks_and_position_ids",
     "get_timers",
+    "get_tokenizer",
     "load_metric",
+    "megatron_config",
+    "megatron_gpt",
 ]
 
 _PLACES = {
@@ -41,8 +51,12 @@ _PLACES = {
     "build_train_valid_test_datasets_for_huggingface": "mmap_datasets",
     "get_args": "state",
     "get_logger": "state",
+    "get_ltor_masks_and_position_ids": "megatron_scripts",
     "get_timers": "state",
+    "get_tokenizer": "megatron_scripts",
     "load_metric": "script_metrics",
+    "megatron_config": "megatron_scripts",
+    "megatron_gpt": "megatron_scripts",
 }
 
 

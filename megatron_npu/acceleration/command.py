@@ -93,6 +93,8 @@ def _refuse(args: Namespace) -> None:
             "Megatron's models are shared out by `megatron-npu pretrain`, which has the same switches.",
         )
     family = "user" if args.user_script else "transformers"
+    if args.tensor_model_parallel_size * args.pipeline_model_parallel_size > 1:
+        family = "megatron"  # no other model is cut so
     refusals.refuse(Switches.from_args(args), family=family, device=devices.current().name)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_npu.acceleration import loop, providers
+from megatron_npu.acceleration import loop, megatron_models, providers
 from megatron_npu.acceleration.engine import RapidformerEngine
 from megatron_npu.acceleration.loading import Collate, Loader
 from megatron_npu.errors import UsageError
@@ -155,11 +155,26 @@ class PreTrainer(Template):
         Raises:
             UsageError: a method returns something else than it should; naming it.
         """
-        engine, args = self.engine, self.engine.args
-        data = providers.datasets(self, self._samples(), collates=False)
+        with megatron_models.session(self.engine.args):
+            data = providers.datasets(self, self._samples(), collates=False)
+            whole = not megatron_models.is_cut(self.engine.args)
+            batches = self._batches(data) if whole else None
+            model, optimizer, scheduler = providers.model(self)
+            if batches is None or megatron_models.is_megatron(model):
+                return megatron_models.train(self, data, model, optimizer, scheduler)
+        return self._train(data, batches, model, optimizer, scheduler)
+
+    def _batches(self, data: providers.Datasets) -> Loader:
+        """Return the batches of training, whose number settles the length of the run."""
         batches = self._training_loader(data, shuffle=False)
         self._settle_length(batches)
-        model, optimizer, scheduler = providers.model(self)
+        return batches
+
+    def _train(
+        self, data: providers.Datasets, batches: Loader, model: nn.Module, optimizer: Any, scheduler: Any
+    ) -> loop.Outcome:
+        """Train a model that every process holds."""
+        engine, args = self.engine, self.engine.args
         prepared = engine.prepare(model, optimizer, scheduler)
 
         def forward(iterator: Iterator[Any]) -> torch.Tensor:

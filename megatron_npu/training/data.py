@@ -170,10 +170,23 @@ def batches(
         return None
     order = order or RoundAndRound(len(dataset))  # type: ignore[arg-type]  # torch leaves __len__ to each
     chunks = args.virtual_pipeline_model_parallel_size or 1
-    return [_batches(args, dataset, consumed, order) for _ in range(chunks)]
+    return [micro_batches(args, dataset, consumed, order) for _ in range(chunks)]
 
 
-def _batches(args: Namespace, dataset: Any, consumed: int, order: Callable[[int], int]) -> Iterator[Batch]:
+def micro_batches(
+    args: Namespace,
+    dataset: Any,
+    consumed: int,
+    order: Callable[[int], int],
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> Iterator[Batch]:
+    """Give this process's micro batches on its device, without an end.
+
+    Args:
+        consumed: samples that all ranks together have used before.
+        order: of the samples.
+        collate_fn: makes a batch of a list of samples; None: torch's own.
+    """
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -185,6 +198,7 @@ def _batches(args: Namespace, dataset: Any, consumed: int, order: Callable[[int]
     loader = DataLoader(
         dataset,
         batch_sampler=sampler,
+        collate_fn=collate_fn,
         num_workers=args.num_workers,
         pin_memory=not device.is_host,
         persistent_workers=args.num_workers > 0,

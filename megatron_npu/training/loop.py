@@ -109,7 +109,7 @@ class Trainer:
         """Train to the end, or to where a flag or signal ends it; evaluate and save; return how it went."""
         for chunk in self.state.model:
             chunk.train()
-        batches = data.training_batches(self.args, self.datasets.train, self.position.train_samples)
+        batches = self.training_batches()
         with Termination(self.args.exit_signal_handler) as termination:
             self.clock.start()
             while self.position.iteration < self.args.train_iters:
@@ -119,6 +119,18 @@ class Trainer:
             self.clock.stop()
         self._finish()
         return self.outcome
+
+    def training_batches(self) -> data.Batches:
+        """Return micro batches of the training data, from where the run stands."""
+        return data.training_batches(self.args, self.datasets.train, self.position.train_samples)
+
+    def batches(self, dataset: Dataset | None, consumed: int) -> data.Batches:
+        """Return micro batches to evaluate on, behind the first ``consumed`` samples."""
+        return data.batches(self.args, dataset, consumed)
+
+    def forward_step(self, batches: Any, chunk: torch.nn.Module) -> tuple[Any, Any]:
+        """Run one micro batch through one chunk of the model; the signature is megatron-core's."""
+        return _forward_step(batches, chunk)
 
     def _iterate(self, batches: list[Iterator[data.Batch]] | None) -> None:
         """Train one iteration; log, evaluate and save if it is time."""
@@ -164,7 +176,7 @@ class Trainer:
         single = len(model) == 1
         iterators: list[Iterator[data.Batch] | None] = [*batches] if batches else [None] * len(model)
         outputs = self.forward_backward(
-            forward_step_func=_forward_step,
+            forward_step_func=self.forward_step,
             data_iterator=iterators[0] if single else iterators,
             model=model[0] if single else model,
             num_microbatches=self.args.num_microbatches,
@@ -281,7 +293,7 @@ class Trainer:
 
     def _mean_loss(self, dataset: Dataset | None, consumed: int) -> float:
         """Return the loss of --eval-iters global batches."""
-        batches = data.batches(self.args, dataset, consumed)
+        batches = self.batches(dataset, consumed)
         sums = [self._forward(batches, forward_only=True) for _ in range(self.args.eval_iters)]
         (mean,) = loss.means([torch.stack(sums).sum(0)])
         return mean

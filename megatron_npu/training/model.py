@@ -146,18 +146,30 @@ def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Modul
 
 def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
     """Return this process's chunks of the model (one without interleaving), on the device."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
     stages = args.virtual_pipeline_model_parallel_size
     chunks = []
     for stage in range(stages) if stages else [None]:
         if stage is not None and not _stage_is_passed():
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
-        module = gpt(args, config, stage, *at_ends(stage))
-        for parameter in module.parameters():
-            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        chunks.append(data_parallel.wrap(args, config, on_device(args, config, module), stage))
+        chunks.append(wrapped(args, config, gpt(args, config, stage, *at_ends(stage)), stage))
     return chunks
+
+
+def wrapped(
+    args: Namespace, config: TransformerConfig, module: torch.nn.Module, stage: int | None = None
+) -> DistributedDataParallel:
+    """Return a chunk of a model on the device, in its precision and in the wrapper of data parallelism.
+
+    Args:
+        stage: number of the interleaved chunk, None without interleaving.
+    """
+    from megatron.core import tensor_parallel
+
+    for parameter in module.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return data_parallel.wrap(args, config, on_device(args, config, module), stage)
 
 
 def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:

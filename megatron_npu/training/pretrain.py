@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_npu import devices, files, plugin
 from megatron_npu.errors import UsageError
@@ -31,6 +33,10 @@ from megatron_npu.training import (
     validation,
 )
 from megatron_npu.training.dashboard.process import shown
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 # What a file system says no with: a reason that a user can act on, whose place in the code tells nothing.
 _OUTSIDE = (
@@ -157,25 +163,51 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     config = model.transformer_config(args)
     with save_folder.owned(args), _dashboard(args), initialize.session(args):
         chunks = model.build(args, config)
-        optimizer = model.optimizer(args, chunks)
-        state = checkpoint.State(chunks, optimizer, model.schedule(args, optimizer))
-        model.connect(args, config, chunks, optimizer)
-        size = model.count(args, chunks)
         datasets = data.datasets(args) if args.has_data else data.Datasets(None, None, None)
-        position = checkpoint.load(args, state) if args.load_from else checkpoint.Position()
-        journal = log.Log(args, position.iteration)
-        try:
-            _log_start(args, size, journal, position)
-            outcome = loop.Trainer(args, config, state, datasets, position, journal, on_gradients).run()
-            summary = _report(args, size, outcome, journal)
-            journal.end(outcome.ended_by)
-            return summary
-        except BaseException as error:
-            with contextlib.suppress(OSError):  # the disk may be full: that is what has to be told then
-                journal.end(type(error).__name__)
-            raise
-        finally:
-            journal.close()
+        trainer = functools.partial(loop.Trainer, on_gradients=on_gradients)
+        return train_chunks(args, config, chunks, datasets, trainer)[1]
+
+
+def train_chunks(
+    args: Namespace,
+    config: TransformerConfig,
+    chunks: list[DistributedDataParallel],
+    datasets: data.Datasets,
+    trainer: Callable[..., loop.Trainer],
+    journal_of: Callable[[Namespace, int], log.Log] = log.Log,
+) -> tuple[loop.Outcome, Summary]:
+    """Train chunks of a model inside ``initialize.session``; return how it went, and what it was.
+
+    Args:
+        args: what ``validation.check`` returned.
+        config: the model's.
+        chunks: what ``model.wrapped`` returned.
+        datasets: of training, validation and test.
+        trainer: ``loop.Trainer``, or a kind of it.
+        journal_of: makes the log, given the iteration that the run goes on from.
+
+    Raises:
+        UsageError: the checkpoint that the run is to go on from does not fit.
+        DivergedError: the gradient is not a number any more.
+    """
+    optimizer = model.optimizer(args, chunks)
+    state = checkpoint.State(chunks, optimizer, model.schedule(args, optimizer))
+    model.connect(args, config, chunks, optimizer)
+    size = model.count(args, chunks)
+    position = checkpoint.load(args, state) if args.load_from else checkpoint.Position()
+    journal = journal_of(args, position.iteration)
+    try:
+        _log_start(args, size, journal, position)
+        outcome = trainer(args, config, state, datasets, position, journal).run()
+        summary = _report(args, size, outcome, journal)
+        journal.end(outcome.ended_by)
+        return outcome, summary
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the disk may be full: that is what has to be told then
+            journal.end(type(error).__name__)
+        raise
+    finally:
+        journal.close()
 
 
 @contextlib.contextmanager

@@ -46,8 +46,12 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 
 
-def check(args: Namespace) -> Namespace:
+def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check) -> Namespace:
     """Return the flags with everything that follows from them; the given ones are left as they are.
+
+    Args:
+        args: what ``arguments.parse`` returned.
+        data_check: checks tokenizer and data, and fills in what follows from them.
 
     Raises:
         UsageError: a flag, a file, the machine or a checkpoint does not fit the others.
@@ -64,7 +68,7 @@ def check(args: Namespace) -> Namespace:
         experts.layout,
         parallel.batches,
         length.check,
-        data.check,
+        data_check,
         length.iterations,
         optimizer.check,
         model.recompute,

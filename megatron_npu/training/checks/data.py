@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import indexed_dataset
+from megatron_npu.tokenization.tokenizer import Tokenizer
 from megatron_npu.training import checkpoint_files, derive, epochs, samples, tokenizers
 from megatron_npu.training.sources import PARTS, blend, sizes_of_parts, split_shares
 
@@ -17,13 +18,7 @@ def check(args: Namespace) -> None:
     Raises:
         UsageError: a file is missing or broken, or a part that is read has no documents.
     """
-    if args.load:  # flags.txt of a converted checkpoint names files of its folder, which may have been moved
-        for name in ("vocab_file", "merge_file", "tokenizer_model"):
-            setattr(args, name, checkpoint_files.relocated(args.load, getattr(args, name)))
-    tokenizer = tokenizers.build(args)
-    args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, tokenizer)
-    derive.padded_vocab_size(args)
-    samples.check(args, tokenizer)
+    vocabulary = tokenizer(args).vocab_size
     _one_source(args)
     derive.split(args)
     args.has_data = bool(args.mock_data or args.data_path or args.train_data_path)
@@ -33,11 +28,27 @@ def check(args: Namespace) -> None:
             raise UsageError("no --data-path", "the prefix of a dataset, or --mock-data", "Give one.")
         return
     if args.train_data_path:
-        _parts_of_their_own(args, tokenizer.vocab_size)
+        _parts_of_their_own(args, vocabulary)
     else:
-        _shared(args, tokenizer.vocab_size)
+        _shared(args, vocabulary)
     if args.epochs is not None:
         args.epoch_samples = epochs.samples_of_one(args)
+
+
+def tokenizer(args: Namespace) -> Tokenizer:
+    """Return the tokenizer; fill in the sizes of the vocabulary.
+
+    Raises:
+        UsageError: a file of it is missing or broken.
+    """
+    if args.load:  # flags.txt of a converted checkpoint names files of its folder, which may have been moved
+        for name in ("vocab_file", "merge_file", "tokenizer_model"):
+            setattr(args, name, checkpoint_files.relocated(args.load, getattr(args, name)))
+    result = tokenizers.build(args)
+    args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, result)
+    derive.padded_vocab_size(args)
+    samples.check(args, result)
+    return result
 
 
 def _one_source(args: Namespace) -> None:

@@ -55,6 +55,8 @@ def check(args: Namespace) -> None:
     _precision(args, switches)
     _SHARDING[switches.sharding](args, f"--{switches.sharding}-memory-optimization")
     _offload(args, switches)
+    if switches.checkpoint_activations and args.recompute_granularity is None:  # not by older_flags
+        args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
     if switches.fused_ops:
         _say(args, "--fused-ops: nothing to do: the plug-in has put this project's operations in already")
 

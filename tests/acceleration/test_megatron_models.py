@@ -1,0 +1,97 @@
+"""The document's script for a Megatron GPT: 4 processes with its switches train as one without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import tiny
+
+pytest.importorskip("megatron.core")
+HERE = Path(__file__).parent
+CUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+FLAGS = [
+    *"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split(),
+    *"--max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 10".split(),
+    *"--tokenizer-type NullTokenizer --vocab-size 63 --data-path none --data-impl mmap".split(),
+    *"--split 980,20 --lr 1e-2 --lr-decay-style linear --min-lr 0.0 --lr-decay-iters 10".split(),
+    *"--weight-decay 1e-2 --clip-grad 1.0 --log-interval 1 --eval-iters 1 --no-plot".split(),
+]
+
+
+def run(log: Path, *flags: str, processes: int = 1) -> tuple[list[float], list[float], str]:
+    """Run the script; return losses (the last of validation), gradient norms and what was printed."""
+    words = ["--user-script", str(HERE / "gpt_script.py"), "--nproc-per-node", str(processes)]
+    done = tiny.run("train", *words, *FLAGS, "--json-log", str(log), *flags)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = tiny.rows(log)
+    losses = [row["loss"] for row in [*rows, *tiny.rows(log, "validation")]]
+    return losses, [row["grad_norm"] for row in rows], done.stdout
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Path:
+    """A checkpoint that one process has saved at iteration 2."""
+    folder = tmp_path_factory.mktemp("megatron") / "start"
+    run(folder.parent / "log", "--zero-1-memory-optimization", "--save", str(folder), "--exit-interval", "2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(start) -> tuple[list[float], list[float], str]:
+    """What one process makes of the other iterations."""
+    return run(start.parent / "one", "--zero-1-memory-optimization", "--load", str(start))
+
+
+def test_four_processes_train_as_one(start, single, tmp_path):
+    switches = "--zero-2-memory-optimization --checkpoint-activations"
+    words = [*CUT.split(), *switches.split(), "--load", str(start)]
+    losses, norms, said = run(tmp_path / "four", *words, processes=4)
+    assert len(losses) == 9
+    assert single[0][0] - single[0][7] > 0.2, "the run must learn, or curves say nothing"
+    assert losses == pytest.approx(single[0], rel=1e-5)
+    assert norms == pytest.approx(single[1], rel=1e-4)
+    assert "1 data-parallel rank(s) share out Adam's states" in said
+    assert "tensor model parallel size 2, pipeline model parallel size 2" in said
+
+
+def test_the_documents_command_line_trains_in_16_bits(start, single, tmp_path):
+    switches = "--zero-2-memory-optimization --checkpoint-activations --mixed-precision"
+    words = [*CUT.split(), *switches.split(), "--load", str(start)]
+    losses, norms, _ = run(tmp_path / "four", *words, processes=4)
+    assert losses == pytest.approx(single[0], rel=1e-2)
+    assert norms == pytest.approx(single[1], rel=0.15)
+
+
+SCRIPT = """
+import torch
+from rapidformer import PreTrainer, RapidformerEngine, megatron_gpt
+
+class Mine(PreTrainer):
+    def train_valid_test_datasets_provider(self, sizes):
+        return [{"text": torch.arange(17)}] * 8, None, None
+    def model_optimizer_lr_scheduler_provider(self):
+        return MODEL
+    def run_forward_step(self, data_iterator, model):
+        return next(data_iterator)
+
+Mine(engine=RapidformerEngine()).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "said"),
+    [
+        ("torch.nn.Linear(2, 2), None, None", "", "a Linear with --tensor-model-parallel-size"),
+        ("megatron_gpt(), None, None", "--fsdp-memory-optimization", "data parallelism alone"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_one_line(tmp_path, model, flags, said):
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT.replace("MODEL", model))
+    words = ["--user-script", str(script), "--nproc-per-node", "2", "--pipeline-model-parallel-size", "2"]
+    done = tiny.run("train", *words, *FLAGS, *flags.split())
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
