@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron_npu.acceleration.templates import PreTrainer
 
 _MODEL = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings".split()
+_SCRIPTS = "megatron_npu.acceleration.megatron_scripts"
 _driver: list[Namespace] = []  # the flags of the embedded driver while a run of this process lasts
 
 
@@ -46,18 +47,31 @@ def is_megatron(module: nn.Module) -> bool:
     return core is not None and isinstance(module, core.MegatronModule)
 
 
+def _names_megatron(template: PreTrainer) -> bool:
+    """Return whether the file of a template has a model of megatron-core's among its names."""
+    core = sys.modules.get("megatron.core.transformer.module")
+    for value in list(template.model_optimizer_lr_scheduler_provider.__globals__.values()):
+        if getattr(value, "__module__", None) == _SCRIPTS and value.__name__.startswith("megatron_"):
+            return True
+        if core is not None and isinstance(value, type) and issubclass(value, core.MegatronModule):
+            return True
+    return False
+
+
 @contextlib.contextmanager
-def session(args: Namespace) -> Iterator[None]:
+def session(template: PreTrainer) -> Iterator[None]:
     """Hold megatron-core's process groups inside the block, if a model of its may come.
+
+    That is so where the flags cut it, and where the file of the template names one.
 
     Raises:
         UsageError: there is no megatron-core that can be used, or the flags do not fit each other.
     """
-    missing = [name for name in _MODEL if getattr(args, name) is None]
-    # a model that nobody cuts is known when it is there; its script has imported megatron-core by then
-    if not is_cut(args) and (missing or "megatron.core.transformer.module" not in sys.modules):
+    args = template.engine.args
+    if not is_cut(args) and not _names_megatron(template):
         yield
         return
+    missing = [name for name in _MODEL if getattr(args, name) is None]
     if missing:
         flag = f"--{missing[0].replace('_', '-')}"
         raise UsageError(f"a Megatron model without {flag}", "the sizes of the model", f"Add {flag}.")
@@ -263,6 +277,6 @@ def flags() -> Namespace:
         raise UsageError(
             "a Megatron model outside a template's train(), or without its flags",
             "model_optimizer_lr_scheduler_provider of a PreTrainer, --num-layers and the other sizes",
-            "Build it there, and import megatron.core in the script.",
+            "Build it there, and import its class at the top of the script.",
         )
     return _driver[-1]

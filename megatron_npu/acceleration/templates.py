@@ -155,7 +155,7 @@ class PreTrainer(Template):
         Raises:
             UsageError: a method returns something else than it should; naming it.
         """
-        with megatron_models.session(self.engine.args):
+        with megatron_models.session(self):
             data = providers.datasets(self, self._samples(), collates=False)
             whole = not megatron_models.is_cut(self.engine.args)
             batches = self._batches(data) if whole else None
