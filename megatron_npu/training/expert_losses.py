@@ -69,6 +69,12 @@ def take(args: Namespace, iterations: int) -> dict[str, list[float]]:
     }
 
 
+def forget(args: Namespace) -> None:
+    """Drop what an earlier run of this process has left, perhaps of another number of layers."""
+    if names(args):
+        _tracker().clear()
+
+
 def _tracker() -> dict[str, dict[str, Any]]:
     from megatron.core import parallel_state
 

@@ -107,6 +107,7 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train to the end, or to where a flag or signal ends it; evaluate and save; return how it went."""
+        expert_losses.forget(self.args)
         for chunk in self.state.model:
             chunk.train()
         batches = self.training_batches()

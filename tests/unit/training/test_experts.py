@@ -127,3 +127,13 @@ def test_flops_count_the_experts_of_a_token(check):
     )
     more = (2 * 5 + 7 - 3) * 2 * 32  # inner sizes more, two matrices, hidden size
     assert flops.of_step(mixed) - flops.of_step(dense) == 6 * more * 32 * 4
+
+
+def test_a_second_run_of_a_process_begins_anew(check, monkeypatch):
+    """megatron-core keeps the losses in a table of the process, with as many layers as the first run had."""
+    kept = {"load_balancing_loss": {"values": [1.0, 2.0]}}
+    monkeypatch.setattr(expert_losses, "_tracker", lambda: kept)
+    expert_losses.forget(check(*EXPERTS.split()))
+    assert kept
+    expert_losses.forget(check(*EXPERTS.split(), "--moe-aux-loss-coeff", "0.1"))
+    assert not kept
