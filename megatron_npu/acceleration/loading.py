@@ -3,8 +3,8 @@
 Micro-batch ``m`` of an epoch holds the samples ``m * size`` to ``(m + 1) * size`` of the epoch's order, and
 rank ``r`` of ``n`` takes the micro-batches ``r``, ``r + n``, ``r + 2n``, … So an iteration has the same
 samples on any number of ranks, and a run that goes on in the middle of an epoch sees what it would have seen.
-What a collate function draws (the masks of a masked language model, say) follows the number of its micro-
-batch, too, however many worker processes there are, and leaves the generators of dropout alone.
+What a collate function draws (the masks of a masked language model, say) follows the number of its
+micro-batch, too, however many worker processes there are, and leaves the generators of dropout alone.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from megatron_npu.training.dashboard import snapshot
 from tests import warm
 from tests.acceleration import runs
 from tests.adaptors.megatron_core.upstream_tests.ports import free_port
+from tests.conftest import ROOT
 from tests.end_to_end import tiny
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -62,6 +63,13 @@ def test_the_document_s_command_lines_are_read() -> None:
     assert (args.data_parallel_size, args.num_microbatches, args.sharding) == (1, 8, "zero-2")
     assert args.checkpoint_activations
     assert not any((args.reset_position_ids, args.reset_attention_mask, args.eod_mask_loss))
+
+
+def test_the_command_has_the_document_s_name_too(monkeypatch, capsys) -> None:
+    assert 'rapidformer = "megatron_npu.cli:rapidformer"' in (ROOT / "pyproject.toml").read_text()
+    monkeypatch.setattr(sys, "argv", ["rapidformer", "--task", "cooking"])
+    assert cli.rapidformer() == 2
+    assert "--task 'cooking'; expected sequence_classification or" in capsys.readouterr().err
 
 
 def test_a_data_set_may_be_named_alone() -> None:
