@@ -61,9 +61,10 @@ class Report:
         for line in ledger:
             self.say(f" {line}")
         self.say(
-            f" {args.train_iters} iterations of {args.global_batch_size} samples, in {args.num_microbatches} x "
-            f"{args.micro_batch_size} on {args.data_parallel_size} rank{'s' * (args.data_parallel_size > 1)} "
-            f"({devices.current().title}); {args.epoch_iters} iterations are an epoch"
+            f" {args.train_iters} iterations of {args.global_batch_size} samples: "
+            f"{args.num_microbatches} x {args.micro_batch_size} on {args.data_parallel_size} "
+            f"rank{'s' * (args.data_parallel_size > 1)} ({devices.current().title}); "
+            f"{args.epoch_iters} iterations are an epoch"
         )
 
     def __enter__(self) -> Report:
