@@ -208,20 +208,23 @@ def main() -> None:
     import megatron_npu.acceleration.prepare  # noqa: F401  (the same)
 
     sizes = Sizes(arguments.layers)
-    rows = {str(ranks): compare(ranks, sizes, arguments.schemes) for ranks in arguments.ranks}
-    if arguments.output:
-        arguments.output.write_text(json.dumps(rows))
-        return
+    rows = {}
+    for ranks in arguments.ranks:
+        rows[str(ranks)] = compare(ranks, sizes, arguments.schemes)
+        if arguments.output:
+            arguments.output.write_text(json.dumps(rows))
+        else:
+            write(rows, sizes, transformers.__version__)
+
+
+def write(rows: dict[str, Any], sizes: Sizes, transformers: str) -> None:
+    """Write what has been measured so far to the benchmark's own file."""
     import report
 
     model = {**asdict(sizes), "hidden": HIDDEN, "vocabulary": VOCABULARY, "dtype": "fp32"}
-    versions = {"torch_npu": sys.modules["torch_npu"].__version__}
-    report.write(
-        report.RESULTS / "memory-of-training.json",
-        {"model": model, "ranks": rows},
-        transformers=transformers.__version__,
-        **versions,
-    )
+    versions = {"torch_npu": sys.modules["torch_npu"].__version__, "transformers": transformers}
+    file = report.RESULTS / "memory-of-training.json"
+    report.write(file, {"threads": 1, "model": model, "ranks": rows}, **versions)
 
 
 if __name__ == "__main__":

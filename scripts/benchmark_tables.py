@@ -49,6 +49,17 @@ class Goal(NamedTuple):
         return f"| {self.what} | {aim} | {self.measured:.3g} | {'**missed**' if low or high else 'met'} |"
 
 
+def memory_of_training(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
+    """Yield how far each switch of `train` is from its arithmetic, and what a rank takes at its peak."""
+    for ranks, rows in data["ranks"].items():
+        worst = max(abs(row["saved_ratio"] - 1) for row in rows.values() if "saved_ratio" in row)
+        yield Goal(f"what switches save on {ranks} ranks, off from arithmetic by", worst, most=0.1)
+    for ranks, rows in data["ranks"].items():
+        for scheme, row in rows.items():
+            peak, expected = row["measured"] / 2**20, row["arithmetic"] / 2**20
+            yield f"- {ranks} ranks, {scheme}: peak of a rank {peak:.1f} MiB, by arithmetic {expected:.1f}"
+
+
 def train(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     """Yield the goals of a training step of the embedded driver."""
     for other, least in (("huggingface", 1.3), ("redirection", 2.0), ("floor", 0.8)):
@@ -164,6 +175,7 @@ PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str
     ("steady-", "A run that saves, evaluates and resumes", steady),
     ("megatron-lm-", "Stock `pretrain_gpt.py` of Megatron-LM 285068c8", megatron_lm),
     ("launches", "Launches on the simulated NPU", launches),
+    ("memory-", "Memory of training on the simulated NPU", memory_of_training),
     ("attention", "Attention", attention),
     ("ops", "Single operations", ops),
     ("generate-", "Generated text", generate),

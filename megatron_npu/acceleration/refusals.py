@@ -5,7 +5,6 @@ docs/train-switches.md is written from the tables here (scripts/switch_table.py)
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from collections.abc import Mapping
@@ -23,8 +22,6 @@ FAMILIES = {
 DEVICES = ("cpu", "cuda", "npu")
 
 _FULLY = ("zero-2", "zero-3", "fsdp")
-_ANY_SHARDING = ("zero-1", *_FULLY)
-_PRECISIONS = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,14 @@ class Word:
         flag: as typed.
         name: the field of ``Switches``.
         value: that it sets the field to.
-        ours: what it means for models of Transformers and of users.
-        megatron: what it means for Megatron's; None: nothing, it is refused.
+        ours: what it means for models of Transformers and of users; None: nothing, it is refused.
+        megatron: what it means for Megatron's; None as before.
     """
 
     flag: str
     name: str
     value: Any
-    ours: str
+    ours: str | None
     megatron: str | None
 
     def given(self, switches: Switches) -> bool:
@@ -98,7 +95,7 @@ WORDS = (
     Word("--dynamic-shape", "dynamic_shape", True, "padding to few lengths; `compile(dynamic=True)`", None),
     Word("--fused-ops", "fused_ops", True, "`megatron_npu.ops.swap`", "on as it is, by the plug-in"),
     Word("--lora-rank", "lora_rank", 8, "peft", None),
-    Word("--deepspeed-config", "deepspeed_config", "FILE", "DeepSpeed", None),
+    Word("--deepspeed-config", "deepspeed_config", "FILE", None, None),
 )
 
 
@@ -170,27 +167,9 @@ REFUSALS = (
     ),
     Refusal(
         {"deepspeed_config": _ON},
-        "a Transformers or user model: megatron-core shards by itself",
-        "Use --zero-1-memory-optimization, --zero-2-…, --zero-3-… or --fsdp-memory-optimization.",
-        families=_MEGATRON,
-    ),
-    Refusal(
-        {"deepspeed_config": _ON, "sharding": _ANY_SHARDING},
-        "one of them: the file says what DeepSpeed shards (zero_optimization)",
-        "Drop one.",
-        families=_OURS,
-    ),
-    Refusal(
-        {"deepspeed_config": _ON, "mixed_precision": _PRECISIONS},
-        "one of them: the file says in which precision DeepSpeed computes (bf16, fp16)",
-        "Drop one.",
-        families=_OURS,
-    ),
-    Refusal(
-        {"deepspeed_config": _ON, "cpu_offload": _ON},
-        "one of them: the file says what DeepSpeed offloads (offload_optimizer, offload_param)",
-        "Drop one.",
-        families=_OURS,
+        "a sharding of this project's: DeepSpeed's engine steps, clips and saves by itself, and is not tied "
+        "to these loops and checkpoints, whether it is installed or not",
+        "Use --zero-1-memory-optimization, --zero-2-… or --zero-3-…, which share out the same by torch.",
     ),
     Refusal(
         {"mixed_precision": ("fp16",), "sharding": _FULLY},
@@ -227,8 +206,6 @@ def refuse(switches: Switches, *, family: str, device: str) -> None:
     for refusal in REFUSALS:
         if refusal.refuses(switches, family, device):
             raise UsageError(given_of(refusal, switches, family, device), refusal.expected, refusal.remedy)
-    if switches.deepspeed_config is not None:
-        _need_deepspeed(switches)
     if switches.graph_optimization:
         need_compiler(device)
 
@@ -258,13 +235,4 @@ def need_compiler(device: str) -> None:
             "--graph-optimization without a C++ compiler",
             "g++, clang++ or what the variable CXX names, which torch.compile needs on a CPU",
             "Install one (apt-get install g++), or leave the switch out.",
-        )
-
-
-def _need_deepspeed(switches: Switches) -> None:
-    if importlib.util.find_spec("deepspeed") is None:
-        raise UsageError(
-            f"--deepspeed-config {switches.deepspeed_config}",
-            "the package deepspeed, which is not installed",
-            "Install it, or use --zero-1-memory-optimization, --zero-2-… or --zero-3-…, which do without.",
         )

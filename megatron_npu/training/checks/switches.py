@@ -32,7 +32,7 @@ _REFUSED: dict[str, tuple[str, str, str]] = {
     ),
     "deepspeed_config": (
         "--deepspeed-config",
-        "a Transformers or user model: megatron-core shards by itself",
+        "no such file: megatron-core shards by itself",
         "Use --zero-1-memory-optimization, --zero-2-…, --zero-3-… or --fsdp-memory-optimization.",
     ),
 }
