@@ -49,7 +49,7 @@ def _single(notes: list[str]) -> str:
         switches = of(word)
         megatron = word.megatron or "no" + _mark(refusal_of(switches, MEGATRON, "npu"), notes)
         places = [_cell(refusal_of(switches, OURS, device), notes) for device in DEVICES]
-        ours = word.ours or "no" + _mark(refusal_of(switches, OURS, "npu"), notes)
+        ours = word.ours or "no" + _mark(refusal_of(switches, OURS, "cuda"), notes)
         lines.append(f"| `{word.flag}` | {ours} | {megatron} | {' | '.join(places)} |")
     return "\n".join(lines) + "\n"
 

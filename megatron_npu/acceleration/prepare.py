@@ -235,7 +235,7 @@ def _distribute(
 ) -> tuple[nn.Module, nn.Module, str]:
     """Return the model to call and the user's own in it, on the device and shared out; and one line."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if switches.sharding in FULLY and (ranks > 1 or switches.cpu_offload):
+    if switches.sharding in FULLY and ranks > 1:
         line = shard_fully(model, switches, device)
         return model, model, line
     module = model.to(device)
@@ -249,9 +249,9 @@ def _main_weights(
     weights: dict[str, nn.Parameter], switches: Switches, device: torch.device
 ) -> tuple[MainWeights | None, str]:
     """Return what stands between the model and the optimizer, and one line about it; None: nothing does."""
-    if switches.sharding in FULLY:  # fully_shard has seen to it
-        return None, ""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if switches.sharding in FULLY and ranks > 1:  # fully_shard has seen to it
+        return None, ""
     shared = switches.sharding == "zero-1" and ranks > 1
     if not shared and not switches.cpu_offload:
         return None, ""
