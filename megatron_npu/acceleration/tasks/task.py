@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from megatron_npu.acceleration import datasets, pretrained
+from megatron_npu.acceleration import pretrained
+from megatron_npu.acceleration.datasets import load
 from megatron_npu.acceleration.templates import Finetuner
 from megatron_npu.errors import UsageError
 
@@ -37,6 +39,8 @@ class Task(Finetuner):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine=engine)
         self.args = engine.args
+        if self.args.rank:
+            _be_quiet()
 
     # -- what a task adds
 
@@ -61,7 +65,7 @@ class Task(Finetuner):
     @functools.cached_property
     def parts(self) -> dict[str, Any]:
         """The rows of each part."""
-        return dict(datasets.load(self.args))
+        return dict(load(self.args))
 
     @functools.cached_property
     def config(self) -> Any:
@@ -171,6 +175,15 @@ class Task(Finetuner):
         }
         _, first = np.unique(together[EXAMPLE], return_index=True)
         return {name: rows[first] for name, rows in together.items()}
+
+
+def _be_quiet() -> None:
+    """Leave the bars and remarks of the libraries to rank 0."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
 
 
 def inputs(batch: Batch) -> dict[str, Tensor]:
