@@ -112,8 +112,13 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def train(argv: list[str]) -> tuple[Any, Any]:
-    """Train a task in this process; return its template, and how it went."""
+def train(argv: list[str], *, stay: bool = False) -> tuple[Any, Any]:
+    """Train a task in this process; return its template, and how it went.
+
+    Args:
+        argv: the command line behind ``train``.
+        stay: in the group of ranks: one that is joined after it finds what it left in the store.
+    """
     from megatron_npu.acceleration import engine, state
     from megatron_npu.acceleration.tasks import template_for
 
@@ -123,5 +128,6 @@ def train(argv: list[str]) -> tuple[Any, Any]:
         template = template_for(args)(engine.RapidformerEngine(args))
         return template, template.train()
     finally:
-        engine.leave()
+        if not stay:
+            engine.leave()
         state.set_args(None)

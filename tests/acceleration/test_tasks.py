@@ -146,6 +146,20 @@ def test_an_evaluation_masks_an_example_in_the_same_places(trained: Any) -> None
     assert not torch.equal(template.collate(several)["labels"], template.collate(several)["labels"])
 
 
+def test_a_run_that_goes_on_masks_what_it_would_have_masked(trained: Any) -> None:
+    template, _, _ = trained("masked_lm")
+    size, place, device = 2, ONE_RANK, torch.device("cpu")
+    loader = loading.Loader(
+        template.examples["train"], template.collate, size=size, place=place, device=device, shuffle=True
+    )
+    whole, later, anew = (list(loader.batches(*key)) for key in ((0,), (0, 2), (1,)))
+    for one, other in zip(whole[2:], later, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        assert torch.equal(one["labels"], other["labels"])
+    places = [sorted(map(tuple, (batch["labels"] != -100).tolist())) for batch in (whole[0], anew[0])]
+    assert places[0] != places[1]
+
+
 def test_a_batch_to_train_on_always_asks_for_something(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     template, _, _ = trained("masked_lm")
     monkeypatch.setattr(template._masking, "mlm_probability", 0.01)  # 30 tokens: three times in four, nothing
