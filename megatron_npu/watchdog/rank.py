@@ -103,7 +103,7 @@ class Rank:
         self._deaths = Deaths([])
         self._stopping, self._failing = threading.Event(), threading.Event()
         self._looked, self._told = threading.Event(), threading.Event()
-        self._blamed = False
+        self._blamed = self._has_own_error = False
         self._former = sys.excepthook
         self._number = 0
         self._mark: tuple[object, ...] = ()
@@ -139,7 +139,10 @@ class Rank:
             self._failing.set()
             self._deaths.wake()
             self._looked.wait(_LOOK * _PERIOD + _PATIENCE)
+        if self._told.is_set() and self._rank == 0:
+            time.sleep(2 * _PERIOD)  # it may hold the store, in which the others read what has happened
         if not self._told.is_set():
+            self._has_own_error = True
             lines = str(error).strip().splitlines()
             with contextlib.suppress(Exception):
                 self._board.leave(self._rank, f"{type(error).__name__}: {lines[0] if lines else ''}"[:300])
@@ -171,6 +174,8 @@ class Rank:
         for process in self._deaths.wait(_PERIOD):
             self._ended(process)
         if self._stopping.is_set():
+            return
+        if self._has_own_error:  # which is told by the main thread: all ranks may have the same
             return
         if verdict := self._board.verdict():
             self._tell(verdict)
@@ -205,7 +210,7 @@ class Rank:
     def _ended(self, process: Process) -> None:
         """See why a process has ended."""
         error = self._board.left(process.rank)
-        if error == "":
+        if error == "" or self._has_own_error:
             return
         time.sleep(_TOGETHER)
         (beat,) = self._board.beats([process.rank])
