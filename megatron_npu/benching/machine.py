@@ -75,7 +75,8 @@ class Machine:
             if self.load > self.cores / 2:
                 notes.append(
                     f"Other programs ran beside it: the load was {self.load:.1f} on {self.cores} cores when "
-                    "it began. Throughput is lower for it, and ratios are noisy."
+                    "it began. Throughput is lower for it, and its ratios are noisy; those of processor time "
+                    "are less so."
                 )
             if self.lacks(dtype):
                 notes.append(

@@ -30,6 +30,9 @@ class Meter:
     process's resident set less what it was before the model was built: Python and its packages do not count.
     Building is left out of the peak: it counts from the end of the first step on, when all states are there.
 
+    Attributes:
+        seconds, processor: of each repeat: by the clock, and of processors for all threads of this rank.
+
     Args:
         job: the row.
         steps: a file that grows by a byte with each step, for the parent to follow; None: nobody does.
@@ -40,8 +43,10 @@ class Meter:
     steps: Path | None = None
     exceeded: Callable[[str], None] | None = None
     seconds: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
     _done: int = 0
     _mark: float = 0.0
+    _processor_mark: float = 0.0
     _before: int = 0
 
     def start(self) -> None:
@@ -82,10 +87,11 @@ class Meter:
 
     def _lap(self, first: bool) -> None:
         devices.current().synchronize()
-        now = time.perf_counter()
+        now, processor = time.perf_counter(), time.process_time()
         if not first:
             self.seconds.append(now - self._mark)
-        self._mark = now
+            self.processor.append(processor - self._processor_mark)
+        self._mark, self._processor_mark = now, processor
 
     def peak(self) -> int:
         """Return the most bytes that the rank had."""

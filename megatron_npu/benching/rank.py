@@ -79,6 +79,7 @@ def _measure(job: Job, steps: Path | None, exceeded: Callable[[str], None]) -> d
     parameters = workload(job, meter)
     return {
         "seconds": meter.seconds,
+        "processor": meter.processor,
         "peak": meter.peak(),
         "parameters": parameters,
         "device": _model(device),

@@ -37,6 +37,7 @@ class Outcome:
         kind: ``measured``, ``OOM``, ``NA`` or ``failed``.
         reason: of all but the first.
         throughputs: samples per second, of each repeat.
+        processor: seconds of processors for a sample, of each repeat, all ranks together.
         peaks: bytes, of each rank.
         parameters: of the whole model.
         device: the name of the hardware.
@@ -50,6 +51,7 @@ class Outcome:
     parameters: int = 0
     device: str = ""
     log: str = ""
+    processor: list[float] = field(default_factory=list)
 
 
 def run(job: Job, follow: Callable[[int], None]) -> Outcome:
@@ -158,6 +160,7 @@ def _outcome(job: Job, folder: Path, codes: list[int | None], guard: str | None)
             peaks=[result["peak"] for result in measured],
             parameters=measured[0]["parameters"],
             device=measured[0]["device"],
+            processor=[sum(used) / samples for used in zip(*(r["processor"] for r in measured), strict=True)],
         )
     return _failure(folder, results, codes)
 

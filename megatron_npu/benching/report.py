@@ -51,6 +51,12 @@ class Row:
         return self.deviation / math.sqrt(len(self.outcome.throughputs)) / self.throughput
 
     @property
+    def processor(self) -> float | None:
+        """Milliseconds of processors for a sample; None: unknown."""
+        assert self.outcome is not None
+        return statistics.fmean(self.outcome.processor) * 1e3 if self.outcome.processor else None
+
+    @property
     def peak(self) -> float:
         """MB of the largest rank."""
         assert self.outcome is not None
@@ -130,6 +136,7 @@ class Report:
                 "samples_per_second_of_repeats": [round(one, 4) for one in row.outcome.throughputs],
             }
         return values | {
+            "processor_ms_per_sample": row.processor and round(row.processor, 2),
             "peak_mb": round(row.peak, 1),
             "peak_bytes_of_ranks": row.outcome.peaks,
             "parameters": row.outcome.parameters,
@@ -156,6 +163,8 @@ class Report:
 
     def _table(self, footnotes: Footnotes) -> str:
         head = [*self.suite.columns, "throughput (samples/s)", "peak memory (MB)"]
+        if self.machine.is_host:
+            head.append("processor time (ms/sample)")
         return aligned([head, *(self._cells(row, footnotes) for row in self.rows)])
 
     def _cells(self, row: Row, footnotes: Footnotes) -> list[str]:
@@ -163,12 +172,17 @@ class Report:
         outcome = row.outcome
         mark = footnotes.mark(row.scheme.note)
         if outcome is None:
-            return [*others, last + mark, "not measured", "not measured"]
+            return self._cut([*others, last + mark, *["not measured"] * 3])
         if row.is_measured:
             told = LEFT_OUT if self.machine.simulated else f"{row.throughput:.2f} +/- {row.deviation:.2f}"
-            return [*others, last + mark, told, f"{row.peak:.0f}"]
+            used = LEFT_OUT if row.processor is None else f"{row.processor:.1f}"
+            return self._cut([*others, last + mark, told, f"{row.peak:.0f}", used])
         word = outcome.kind + footnotes.mark(outcome.reason)
-        return [*others, last + mark, word, word]
+        return self._cut([*others, last + mark, *[word] * 3])
+
+    def _cut(self, cells: list[str]) -> list[str]:
+        """Leave the time of processors out where they do not compute."""
+        return cells if self.machine.is_host else cells[:-1]
 
     def _comparison(self) -> str:
         """Return how each row stands to the first that the document has numbers of; here, and there."""

@@ -21,7 +21,9 @@ MB = 1 << 20
 
 
 def measured(*throughputs: float, peak: float = 100) -> Outcome:
-    return Outcome(MEASURED, "", list(throughputs), [int(peak * MB), 1], 5322240, "a processor")
+    return Outcome(
+        MEASURED, "", list(throughputs), [int(peak * MB), 1], 5322240, "a processor", "", [0.2, 0.3]
+    )
 
 
 def report(*outcomes: Outcome | None, machine: Machine = CPU, suite: str = "3d") -> Report:
@@ -49,11 +51,11 @@ def test_a_table_as_the_document_prints_it():
         measured(9, 11), measured(4, 6, peak=50), Outcome(OOM, "too much"), Outcome(NA, "no")
     ).markdown()
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    assert ["1", "1", "10.00 +/- 1.41", "100"] in lines
-    assert ["2", "1", "5.00 +/- 1.41", "50"] in lines
-    assert ["4", "1", "OOM [1]", "OOM [1]"] in lines
-    assert ["1", "2", "NA [2]", "NA [2]"] in lines
-    assert ["1", "4", "not measured", "not measured"] in lines
+    assert ["1", "1", "10.00 +/- 1.41", "100", "250.0"] in lines
+    assert ["2", "1", "5.00 +/- 1.41", "50", "250.0"] in lines
+    assert ["4", "1", "OOM [1]", "OOM [1]", "OOM [1]"] in lines
+    assert ["1", "2", "NA [2]", "NA [2]", "NA [2]"] in lines
+    assert ["1", "4", *["not measured"] * 3] in lines
     assert "[1] too much  \n[2] no  \n" in text
     assert "5322240 parameters" in text
 
