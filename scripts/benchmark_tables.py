@@ -135,6 +135,14 @@ def convert_memory(name: str, data: dict[str, Any]) -> Iterator[Goal]:
         yield Goal(what, row["process_over_file"], most=1.3)
 
 
+def train_hf(name: str, data: dict[str, Any]) -> Iterator[Goal]:
+    """Yield the ratios of benchmarks/train_hf.py to Transformers' Trainer."""
+    model = data["model"]
+    for ways, ratio in data["ratios"].items():
+        what = f"{model['model']}, {model['layers']} layers, {data['dtype']}: {ways}"
+        yield Goal(f"{what}, speed", ratio, least=1.2 if ways.endswith("compile") else 1.5)
+
+
 def two_authors(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
     """Yield the goal of an encoder's accuracy beside Transformers' Trainer, and the accuracies."""
     yield Goal(
@@ -171,6 +179,7 @@ def hccl(name: str, data: dict[str, Any]) -> Iterator[str]:
 # beginning of a file's name -> heading, and what makes its lines
 PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str]]], ...] = (
     ("train-", "Training step of the embedded driver", train),
+    ("hf-train-", "Training step of a Transformers model", train_hf),
     ("two-authors-", "An encoder fine-tuned on the verses of two authors", two_authors),
     ("steady-", "A run that saves, evaluates and resumes", steady),
     ("megatron-lm-", "Stock `pretrain_gpt.py` of Megatron-LM 285068c8", megatron_lm),

@@ -1,0 +1,185 @@
+"""Training steps of a Transformers model: its own Trainer, the same with torch.compile, and this project's.
+
+    python benchmarks/train_hf.py --model bert --precision bf16 --json FILE
+
+Random weights and tokens, dropout as in the model's config, one process with one thread; a step is forward,
+backward, clipping and AdamW. Each way runs in turn in a process of its own; what counts is the processor's
+time of the steps after the first ones, in which graphs are compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+WAYS = ("trainer", "trainer + compile", "ours", "ours + graph")
+WARM_UP = 2
+
+
+def main() -> None:
+    """Measure every way, print a table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=["bert", "gpt2"], default="bert")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--seq-length", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(args)))
+        return
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu"}
+    results = {}
+    for way in args.ways:
+        command = [sys.executable, __file__, *sys.argv[1:], "--one", way]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        results[way] = json.loads(done.stdout.splitlines()[-1])
+        print(f"{way:20} {statistics.median(results[way]['seconds']):6.2f} s a step", flush=True)
+    report(args, results)
+
+
+def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Print the ratios to the Trainer's ways; write everything."""
+    medians = {way: statistics.median(result["seconds"]) for way, result in results.items()}
+    ratios = {
+        f"{ours} / {theirs}": medians[theirs] / medians[ours]
+        for theirs in WAYS[:2]
+        for ours in WAYS[2:]
+        if theirs in medians and ours in medians
+    }
+    for name, ratio in ratios.items():
+        print(f"{name:32} {ratio:.2f} x")
+    if args.json:
+        import torch
+        import transformers
+        from report import write
+
+        torch.set_num_threads(1)  # as in each of the processes
+        sizes = {name: getattr(args, name) for name in ("model", "layers", "batch", "seq_length")}
+        measured = {"model": sizes, "dtype": args.precision, "ways": results, "ratios": ratios}
+        write(args.json, measured, transformers=transformers.__version__)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds of each step, and the losses, of one way."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    if args.model == "bert":
+        model = transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=args.layers))
+    else:
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=args.layers))
+    samples = _samples(args, model.config.vocab_size)
+    if args.one.startswith("trainer"):
+        seconds, losses = _by_trainer(args, model, samples)
+    else:
+        seconds, losses = _by_us(args, model, samples)
+    return {"seconds": seconds[WARM_UP:], "losses": losses}
+
+
+def _samples(args: argparse.Namespace, vocabulary: int) -> list[dict[str, Any]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for _ in range((WARM_UP + args.steps) * args.batch):
+        ids = torch.randint(5, vocabulary, (args.seq_length,), generator=generator)
+        asked = torch.rand(args.seq_length, generator=generator) < 0.15
+        labels = ids.masked_fill(~asked, -100) if args.model == "bert" else ids
+        samples.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return samples
+
+
+def _by_trainer(
+    args: argparse.Namespace, model: Any, samples: list[dict[str, Any]]
+) -> tuple[list[float], list[float]]:
+    import transformers
+
+    seconds: list[float] = []
+    losses: list[float] = []
+
+    class Clock(transformers.TrainerCallback):
+        """Takes the processor's time from the begin of a step to its end."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.begin = time.process_time()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seconds.append(time.process_time() - self.begin)
+
+        def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
+            losses.extend([logs["loss"]] if logs and "loss" in logs else [])
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = transformers.TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=args.batch,
+            max_steps=WARM_UP + args.steps,
+            learning_rate=1e-4,
+            bf16=args.precision == "bf16",
+            torch_compile=args.one == "trainer + compile",
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            train_sampling_strategy="sequential",
+        )
+        transformers.Trainer(model, options, train_dataset=samples, callbacks=[Clock()]).train()
+    return seconds, losses
+
+
+def _by_us(
+    args: argparse.Namespace, model: Any, samples: list[dict[str, Any]]
+) -> tuple[list[float], list[float]]:
+    import torch
+
+    from megatron_npu.acceleration.prepare import prepare
+    from megatron_npu.switches import Switches
+
+    switches = Switches(
+        mixed_precision="bf16" if args.precision == "bf16" else None,
+        fused_ops=True,
+        graph_optimization=args.one == "ours + graph",
+    )
+    prepared = prepare(
+        model.train(),
+        None,
+        None,
+        switches,
+        device=torch.device("cpu"),
+        lr=1e-4,
+        weight_decay=0.0,
+        clip_grad=1.0,
+    )
+    seconds, losses = [], []
+    for step in range(WARM_UP + args.steps):
+        rows = samples[step * args.batch : (step + 1) * args.batch]
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        begin = time.process_time()
+        with prepared.accumulating(last=True):
+            with prepared.forward_context():
+                loss = prepared.model(**batch).loss
+            prepared.backward(loss)
+        prepared.step()
+        seconds.append(time.process_time() - begin)
+        losses.append(loss.item())
+    return seconds, losses
+
+
+if __name__ == "__main__":
+    main()
