@@ -267,6 +267,20 @@ def test_a_users_own_model():
     assert ours == pytest.approx(right[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_loss_under_autocast_is_fp32_as_torchs(reduction):
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(6, VOCABULARY, generator=generator).to(DEVICE, torch.bfloat16)
+    target = torch.tensor([1, 2, -100, 3, 4, 299], device=DEVICE)
+    theirs, ours = (nn.CrossEntropyLoss(reduction=reduction) for _ in range(2))
+    ops.swap(ours)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        right, loss = theirs(logits, target), ours(logits, target)
+    assert loss.dtype is right.dtype is torch.float32
+    torch.testing.assert_close(loss, right, rtol=1e-5, atol=1e-5)
+    assert ours(logits, target).dtype is theirs(logits, target).dtype is torch.bfloat16
+
+
 def test_what_stays_is_named_with_the_reason():
     class LookAlikeNorm(nn.Module):
         def __init__(self) -> None:

@@ -114,7 +114,7 @@ def _torch_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``F.cross_entropy`` by the operation, in the dtype of ``input`` as torch's."""
+    """``F.cross_entropy`` by the operation, in the dtype of torch's own result."""
     plain = size_average is None and reduce is None and _beyond(weight, reduction, label_smoothing) is None
     tokens = input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     if not plain or not tokens or input.size(1) < _SMALLEST or input.device.type != devices.current().name:
@@ -124,7 +124,14 @@ def _torch_loss(
     losses = cross_entropy(input, target, ignore_index)
     if reduction == "mean":
         losses = losses.sum() / (target != ignore_index).sum()
-    return (losses.sum() if reduction == "sum" else losses).to(input.dtype)
+    return (losses.sum() if reduction == "sum" else losses).to(_dtype_of_torchs_loss(input))
+
+
+def _dtype_of_torchs_loss(input: Tensor) -> torch.dtype:
+    """Return the dtype of ``F.cross_entropy``'s result, which autocast computes in fp32."""
+    if torch.is_autocast_enabled(input.device.type):
+        return torch.promote_types(input.dtype, torch.float32)
+    return input.dtype
 
 
 def _beyond(weight: Tensor | None, reduction: str, label_smoothing: float) -> str | None:
