@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_npu import devices
-from megatron_npu.acceleration import arguments, launch, ranks, refusals
+from megatron_npu.acceleration import arguments, launch, layout, ranks, refusals
 from megatron_npu.errors import UsageError
 from megatron_npu.switches import Switches
 from megatron_npu.training import checkpoint_files, save_folder
@@ -85,15 +85,10 @@ def train(args: Namespace) -> None:
 
 def _refuse(args: Namespace) -> None:
     """Say in one line, before anything is loaded, which switches do not go together."""
-    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    if tensor * pipeline > 1:
-        raise UsageError(
-            f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline}",
-            "1 for both: here each rank has all layers, or its share of each weight (--zero-3-...)",
-            "Megatron's models are shared out by `megatron-npu pretrain`, which has the same switches.",
-        )
     family = "user" if args.user_script else "transformers"
-    if args.tensor_model_parallel_size * args.pipeline_model_parallel_size > 1:
+    if layout.is_cut(args):
+        if not args.user_script:
+            raise layout.cannot_be_cut(args, f"--task {args.task}")
         family = "megatron"  # no other model is cut so
     refusals.refuse(Switches.from_args(args), family=family, device=devices.current().name)
 

@@ -211,7 +211,11 @@ def made() -> int:
 
 
 def join(args: Namespace) -> None:
-    """Join the group of all processes; a process that is alone needs no address."""
+    """Join the group of all processes; a process that is alone needs no address.
+
+    Raises:
+        UsageError: the others are not there.
+    """
     if dist.is_initialized():
         return
     device = devices.current()
@@ -220,8 +224,15 @@ def join(args: Namespace) -> None:
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     if args.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
+        return
+    try:
         dist.init_process_group(backend, timeout=timeout)
+    except RuntimeError as error:  # another rank is gone already, and tells why
+        raise UsageError(
+            f"rank {args.rank} cannot join the others: {str(error).partition(chr(10))[0]}",
+            f"{args.world_size} ranks that reach each other",
+            "See what the other ranks say.",
+        ) from error
 
 
 def leave() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from megatron_npu.acceleration import loop, providers
+from megatron_npu.acceleration import layout, loop, providers
 from megatron_npu.errors import UsageError
 from megatron_npu.training import arguments, data, initialize, model, pretrain, validation
 from megatron_npu.training import log as training_log
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
 _MODEL = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings".split()
 _SCRIPTS = "megatron_npu.acceleration.megatron_scripts"
 _driver: list[Namespace] = []  # the flags of the embedded driver while a run of this process lasts
-
-
-def is_cut(args: Namespace) -> bool:
-    """Return whether the flags cut a model among ranks, which only megatron-core's can be."""
-    return args.tensor_model_parallel_size * args.pipeline_model_parallel_size > 1
 
 
 def is_megatron(module: nn.Module) -> bool:
@@ -68,7 +63,7 @@ def session(template: PreTrainer) -> Iterator[None]:
         UsageError: there is no megatron-core that can be used, or the flags do not fit each other.
     """
     args = template.engine.args
-    if not is_cut(args) and not _names_megatron(template):
+    if not layout.is_cut(args) and not _names_megatron(template):
         yield
         return
     missing = [name for name in _MODEL if getattr(args, name) is None]

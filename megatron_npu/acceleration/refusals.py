@@ -5,6 +5,7 @@ docs/train-switches.md is written from the tables here (scripts/switch_table.py)
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from collections.abc import Mapping
@@ -208,6 +209,12 @@ def refuse(switches: Switches, *, family: str, device: str) -> None:
             raise UsageError(given_of(refusal, switches, family, device), refusal.expected, refusal.remedy)
     if switches.graph_optimization:
         need_compiler(device)
+    if switches.lora_rank and importlib.util.find_spec("peft") is None:
+        raise UsageError(
+            f"--lora-rank {switches.lora_rank} without the package peft",
+            "what adds adapters to a model",
+            "Install it: pip install peft.",
+        )
 
 
 def given_of(refusal: Refusal, switches: Switches, family: str, device: str) -> str:

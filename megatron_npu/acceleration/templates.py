@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_npu.acceleration import loop, megatron_models, providers
+from megatron_npu.acceleration import layout, loop, megatron_models, providers
 from megatron_npu.acceleration.engine import RapidformerEngine
 from megatron_npu.acceleration.loading import Collate, Loader
 from megatron_npu.errors import UsageError
@@ -110,9 +110,11 @@ class Finetuner(Template):
         """Train as the flags say; return how it went.
 
         Raises:
-            UsageError: a method returns something else than it should; naming it.
+            UsageError: a method returns something else than it should; naming it. Or the flags cut the model.
         """
         engine = self.engine
+        if layout.is_cut(engine.args):
+            raise layout.cannot_be_cut(engine.args, f"{type(self).__name__}, a Finetuner")
         data = providers.datasets(self, collates=True)
         engine.args.train_samples = len(data.train)
         batches = self._training_loader(data, shuffle=True)
@@ -157,7 +159,7 @@ class PreTrainer(Template):
         """
         with megatron_models.session(self):
             data = providers.datasets(self, self._samples(), collates=False)
-            whole = not megatron_models.is_cut(self.engine.args)
+            whole = not layout.is_cut(self.engine.args)
             batches = self._batches(data) if whole else None
             model, optimizer, scheduler = providers.model(self)
             if batches is None or megatron_models.is_megatron(model):

@@ -9,11 +9,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_npu import cli
-from megatron_npu.acceleration import arguments, ranks
+from megatron_npu.acceleration import arguments, engine, ranks, templates
+from megatron_npu.errors import UsageError
 from megatron_npu.training.dashboard import snapshot
 from tests import warm
 from tests.acceleration import runs
@@ -101,8 +104,9 @@ def test_a_data_set_may_be_named_alone() -> None:
         (r"--task sequence_classification \  ", "a backslash with a blank or a comment behind it"),
         (f"--user-script {SLOW} --tensor-model-parallel-size 2 --nproc-per-node 1", "that 2 divides"),
         (
-            f"--user-script {SLOW} --tensor-model-parallel-size 2 --nproc-per-node 2",
-            "pretrain`, which has the",
+            "--task causal_lm --pretrained-model-name-or-path x --data-path x --epochs 1 "
+            "--tensor-model-parallel-size 2 --nproc-per-node 2",
+            "with --task causal_lm",
         ),
     ],
 )
@@ -222,6 +226,22 @@ def test_a_script_as_it_should_be(tmp_path: Path, capsys) -> None:
     assert shown["curves"]["validation"]["x"] == [1, 2]
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     assert list(board.glob("events.out.tfevents.*"))
+
+
+def test_a_finetuner_is_not_cut() -> None:
+    args = parsed(f"--user-script {SLOW} --epochs 1 --tensor-model-parallel-size 2")
+    with pytest.raises(UsageError, match="with Finetuner, a Finetuner"):
+        templates.Finetuner(SimpleNamespace(args=args)).train()
+
+
+def test_a_rank_whose_others_are_gone_says_so_in_a_line(monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer\nGLHF!")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+    place = SimpleNamespace(world_size=2, rank=1, distributed_timeout_minutes=1)
+    with pytest.raises(UsageError, match=r"rank 1 cannot join the others: Connection closed by peer; "):
+        engine.join(place)
 
 
 def test_a_mistake_on_several_ranks_is_told_once(tmp_path: Path) -> None:
