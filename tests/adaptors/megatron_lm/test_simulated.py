@@ -46,6 +46,8 @@ def test_trains_like_the_cpu(checkout, data, on_cpu, processes, window, layout, 
     assert result.returncode == 0, result.stdout[-5000:]
     assert "· simulated npu/hccl ·" in result.stdout
     iterations = [line for line in result.stdout.splitlines() if "elapsed time per iteration" in line]
-    assert all(line.endswith("| simulated npu |") for line in iterations)
+    assert iterations
+    # not at the end: what the other rank writes may come in between
+    assert all("| simulated npu |" in line for line in iterations)
     assert [path.name for path in tmp_path.iterdir()] == ["simulated-npu"]  # what TensorBoard calls the run
     assert deviation(runs.losses(result.stdout), on_cpu[window]) < limit
