@@ -139,7 +139,8 @@ def train_hf(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     """Yield the ratios of benchmarks/train_hf.py to Transformers' Trainer."""
     model = data["model"]
     for ways, ratio in data["ratios"].items():
-        what = f"{model['model']}, {model['layers']} layers, {data['dtype']}: {ways}"
+        size = f"{model['layers']} layers, {model['batch']} x {model['seq_length']} tokens"
+        what = f"{model['model']}, {size}, {data['dtype']}: {ways}"
         yield Goal(f"{what}, speed", ratio, least=1.2 if ways.endswith("compile") else 1.5)
 
 
