@@ -158,15 +158,18 @@ class RapidformerEngine:
             UsageError: the data set has no length.
         """
         collate_fn = collate_fn or self._default_collate(dataset)
-        if self.args.dynamic_shape:
-            collate_fn = self._bucketed(dataset, collate_fn)
         loader = self.loader(dataset, collate_fn, shuffle=shuffle, repeats=repeats)
         self._loaders.append(loader)
         return loader
 
     def loader(self, dataset: Any, collate_fn: Collate | None, **options: Any) -> Loader:
-        """Return a ``Loader`` for this rank; the options are described there."""
+        """Return a ``Loader`` for this rank, under ``--dynamic-shape`` of batches of few lengths.
+
+        The options are described there.
+        """
         args = self.args
+        if args.dynamic_shape:
+            collate_fn = self._bucketed(dataset, collate_fn)
         return Loader(
             dataset,
             collate_fn,

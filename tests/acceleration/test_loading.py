@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.utils.data import default_collate
 
-from megatron_npu.acceleration import gathering, schedule, state
+from megatron_npu.acceleration import gathering, providers, schedule, state, templates
+from megatron_npu.acceleration.engine import RapidformerEngine
 from megatron_npu.acceleration.loading import Loader
 from megatron_npu.acceleration.ranks import Ranks
 from megatron_npu.acceleration.timers import Timers
@@ -133,3 +135,20 @@ def test_a_logger_of_rank_0_says_more(capsys) -> None:
         state.set_args(None)
     with pytest.raises(UsageError, match=r"get_args\(\) outside a run"):
         state.get_args()
+
+
+def test_dynamic_shape_pads_the_batches_of_training_too() -> None:
+    """Of 3 to 17 tokens; the lengths that there are then are few."""
+    one = RapidformerEngine.__new__(RapidformerEngine)  # alone, without a group
+    one.args = Namespace(
+        **{"rank": 0, "local_rank": 0, "world_size": 1, "seed": 1, "num_workers": 0, "log_level": "warning"},
+        **{"micro_batch_size": 1, "global_batch_size": 1, "dynamic_shape": True, "seq_length": None},
+    )
+    one.device, one._told_lengths = CPU, False
+    samples = [{"input_ids": torch.ones(length, dtype=torch.long)} for length in range(3, 18)]
+    data = providers.Datasets(samples, None, None, default_collate)
+    batches = templates.Finetuner(one)._training_loader(data, shuffle=False)
+    assert {batch["input_ids"].shape[1] for batch in batches} == {16, 24}
+    one.args.dynamic_shape = False
+    batches = templates.Finetuner(one)._training_loader(data, shuffle=False)
+    assert len({batch["input_ids"].shape[1] for batch in batches}) == len(samples)
