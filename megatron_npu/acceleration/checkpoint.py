@@ -36,10 +36,6 @@ _SAME = {  # what decides which samples an iteration has
 }
 
 
-class UnsavedError(RuntimeError):
-    """A checkpoint could not be written: the disk is full, say. Those before it are as they were."""
-
-
 def save(args: Namespace, prepared: Prepared, iteration: int) -> Path:
     """Write the checkpoint of an iteration; return its folder. All ranks must call this.
 
@@ -58,11 +54,7 @@ def save(args: Namespace, prepared: Prepared, iteration: int) -> Path:
     except checkpoint_failures.FAILURES as error:
         if args.rank == 0:
             shutil.rmtree(part, ignore_errors=True)  # a full disk has room again
-        raise UnsavedError(
-            f"the checkpoint of iteration {iteration} could not be written into {root}: "
-            f"{checkpoint_failures.reason(error)}. {checkpoint_failures.advice(error)} Checkpoints before it "
-            "are complete."
-        ) from error
+        raise checkpoint_failures.unsaved(error, iteration, root) from error
     if args.rank == 0:
         shutil.rmtree(place, ignore_errors=True)  # left behind if a run was killed right here
         part.rename(place)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import time
 import traceback
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_npu import devices
 from megatron_npu.acceleration import arguments, launch, layout, ranks, refusals
 from megatron_npu.errors import UsageError
 from megatron_npu.switches import Switches
-from megatron_npu.training import checkpoint_files, save_folder
-
-_SECONDS = 10.0  # for rank 0 to tell what all ranks have found
+from megatron_npu.training import last_words, save_folder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,21 +32,18 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(args: Namespace) -> int:
     """Be one rank."""
-    from megatron_npu.acceleration import checkpoint, loop
-
     try:
         train(args)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_what_is_saved(args)) from None
+        raise KeyboardInterrupt(last_words.what_is_saved(args.save)) from None
     except UsageError as error:
         if args.log_level == "debug":
             traceback.print_exception(error.__cause__ or error)
         if args.rank:
-            _wait_for_rank_0_to_report()
+            last_words.wait_for_rank_0_to_report()
         raise
-    except (loop.DivergedError, checkpoint.UnsavedError) as error:
-        print(f"megatron-npu train: {error}", file=sys.stderr)
-        return 1
+    except last_words.FAILURES as failure:
+        return last_words.tell("train", failure)
     return 0
 
 
@@ -91,22 +81,3 @@ def _refuse(args: Namespace) -> None:
             raise layout.cannot_be_cut(args, f"--task {args.task}")
         family = "megatron"  # no other model is cut so
     refusals.refuse(Switches.from_args(args), family=family, device=devices.current().name)
-
-
-def _what_is_saved(args: Namespace) -> str:
-    """Return where a run that is interrupted can go on, as the end of a sentence."""
-    if not args.save:
-        return "; nothing was saved"
-    tracker = Path(args.save) / checkpoint_files.TRACKER
-    if not tracker.is_file():
-        return f"; nothing was saved in {args.save}"
-    return f"; the last checkpoint in {args.save} is of iteration {tracker.read_text().strip()}"
-
-
-def _wait_for_rank_0_to_report() -> None:
-    """Wait to be ended: the launcher stops all ranks when the first one fails, and that should be rank 0.
-
-    Where the mistake is this rank's alone, nobody ends it, and it goes on to tell.
-    """
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(2))
-    time.sleep(_SECONDS)

@@ -20,16 +20,13 @@ from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.acceleration.report import Report
 from megatron_npu.training import checkpoint_files
 from megatron_npu.training.clock import Clock
+from megatron_npu.training.divergence import DivergedError
 from megatron_npu.training.termination import Termination
 
 if TYPE_CHECKING:
     from megatron_npu.acceleration.templates import Template
 
 Forward = Callable[[Iterator[Any]], torch.Tensor]
-
-
-class DivergedError(RuntimeError):
-    """The loss or the gradient is not a number; going on would only spoil the weights."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,24 @@ from megatron_npu.training import checkpoint_files
 FAILURES = (OSError, CheckpointException)
 
 
+class UnsavedError(RuntimeError):
+    """A checkpoint could not be written: the disk is full, say. Those before it are as they were."""
+
+
+def unsaved(error: BaseException, iteration: int, folder: str | Path) -> UnsavedError:
+    """Return what to raise where the checkpoint of an iteration could not be written.
+
+    Args:
+        error: one of ``FAILURES``.
+        iteration: of the checkpoint.
+        folder: that of all checkpoints.
+    """
+    return UnsavedError(
+        f"the checkpoint of iteration {iteration} could not be written into {folder}: {reason(error)}. "
+        f"{_advice(error)} Checkpoints before it are complete."
+    )
+
+
 def reason(error: BaseException) -> str:
     """Return what went wrong in the first process that failed."""
     if isinstance(error, CheckpointException) and error.failures:
@@ -24,7 +42,7 @@ def reason(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def advice(error: BaseException) -> str:
+def _advice(error: BaseException) -> str:
     """Return what to look at where a checkpoint could not be written."""
     if "SIGKILL" in reason(error):
         return "Did the machine run out of memory?"

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 OnGradients = Callable[[int, list[torch.nn.Module]], None]
 
 
-class UnsavedError(RuntimeError):
-    """A checkpoint could not be written: the disk is full, say. Those before it are as they were."""
-
-
 @dataclass
 class Outcome:
     """How the loop ended.
@@ -304,11 +300,7 @@ class Trainer:
             with self.clock.paused(), _with_gathered_parameters(self.args, self.state.model):
                 self.outcome.checkpoint = checkpoint.save(self.args, self.state, self.position)
         except checkpoint_failures.FAILURES as error:
-            raise UnsavedError(
-                f"the checkpoint of iteration {self.position.iteration} could not be written into "
-                f"{self.args.save}: {checkpoint_failures.reason(error)}. "
-                f"{checkpoint_failures.advice(error)} Checkpoints before it are complete."
-            ) from error
+            raise checkpoint_failures.unsaved(error, self.position.iteration, self.args.save) from error
         self.log.say(f" saved {self.outcome.checkpoint}")
         self.log.write("checkpoint", self.position.iteration, {"path": str(self.outcome.checkpoint)})
 

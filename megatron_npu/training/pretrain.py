@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import json
 import os
-import signal
-import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,11 +17,11 @@ from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     arguments,
     checkpoint,
-    checkpoint_files,
     data,
     flops,
     history,
     initialize,
+    last_words,
     log,
     loop,
     model,
@@ -37,20 +33,6 @@ from megatron_npu.training.dashboard.process import shown
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-# What a file system says no with: a reason that a user can act on, whose place in the code tells nothing.
-_OUTSIDE = (
-    errno.EACCES,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.EISDIR,
-    errno.ENOENT,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-)
 
 
 @dataclass(frozen=True)
@@ -113,37 +95,15 @@ def main(argv: Sequence[str]) -> int:
         args = arguments.parse(argv)
         train(args)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_what_is_saved(args)) from None
+        raise KeyboardInterrupt(last_words.what_is_saved(args.save if args else None)) from None
     except UsageError:
         if int(os.environ.get("RANK", "0")) == 0:
             raise
-        _wait_for_rank_0_to_report()
+        last_words.wait_for_rank_0_to_report()
         return 2
-    except (loop.DivergedError, loop.UnsavedError) as error:
-        print(f"megatron-npu pretrain: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        if error.errno not in _OUTSIDE:
-            raise
-        print(f"megatron-npu pretrain: error: {error}", file=sys.stderr)
-        return 1
+    except last_words.FAILURES as failure:
+        return last_words.tell("pretrain", failure)
     return 0
-
-
-def _what_is_saved(args: Namespace | None) -> str:
-    """Return where a run that is interrupted can go on, as the end of a sentence."""
-    if args is None or not args.save:
-        return "; nothing was saved"
-    tracker = Path(args.save) / checkpoint_files.TRACKER
-    if not tracker.is_file():
-        return f"; nothing was saved in {args.save}"
-    return f"; the last checkpoint in {args.save} is of iteration {tracker.read_text().strip()}"
-
-
-def _wait_for_rank_0_to_report(seconds: float = 10.0) -> None:
-    """Wait to be ended: torchrun stops all ranks when the first one fails, and that must be rank 0."""
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(2))
-    time.sleep(seconds)
 
 
 def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summary:

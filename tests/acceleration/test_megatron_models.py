@@ -95,3 +95,12 @@ def test_what_does_not_fit_is_said_in_one_line(tmp_path, model, flags, said):
     assert done.returncode == 2, done.stdout + done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_gradient_that_is_no_number_ends_it_in_one_line(tmp_path):
+    flags = [*FLAGS, "--lr", "1e30", "--clip-grad", "0", "--log-interval", "100", "--save", str(tmp_path)]
+    done = tiny.run("train", "--user-script", str(HERE / "gpt_script.py"), *flags)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "megatron-npu train: the norm of the gradient is" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("iter_*"))

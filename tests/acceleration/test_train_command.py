@@ -228,6 +228,14 @@ def test_a_script_as_it_should_be(tmp_path: Path, capsys) -> None:
     assert list(board.glob("events.out.tfevents.*"))
 
 
+def test_what_the_file_system_refuses_is_said_in_one_line(tmp_path: Path, capsys) -> None:
+    script, log = tmp_path / "mine.py", tmp_path / "mine.py" / "below" / "a" / "file"
+    script.write_text(SCRIPT + END)
+    assert cli.main(["train", "--user-script", str(script), "--epochs", "1", "--json-log", str(log)]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("megatron-npu train: error: [Errno 20] Not a directory")
+
+
 def test_a_finetuner_is_not_cut() -> None:
     args = parsed(f"--user-script {SLOW} --epochs 1 --tensor-model-parallel-size 2")
     with pytest.raises(UsageError, match="with Finetuner, a Finetuner"):
