@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_npu.arg_parser import whole
 
 SHARDINGS = ("none", "zero-1", "zero-2", "zero-3", "fsdp")
+FULLY = ("zero-2", "zero-3", "fsdp")  # those that share out more than the optimizer's states
 
 
 @dataclass(frozen=True)

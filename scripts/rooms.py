@@ -63,6 +63,7 @@ ROOMS = (
     Room("watchdog/", "names the rank that a run waits for in vain", "errors settings", ("torch",)),
     Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
     Room("switches.py", "the words that switch accelerations on", "arg_parser"),
+    Room("switch_rules.py", "which of them go together, for which models, where", "errors switches"),
     Room("older_flags.py", "flags of older Megatrons: what they mean today", "arg_parser errors"),
     Room(
         "patching/", "records, import hook, pins, ledger; knows neither Megatron nor the rest of this project"
@@ -129,7 +130,7 @@ ROOMS = (
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
         "arg_parser attention_flags devices errors files generation older_flags plugin preprocessing "
-        "safe_load settings switches tokenization upstream watchdog web",
+        "safe_load settings switch_rules switches tokenization upstream watchdog web",
         ("torch", "megatron"),
     ),
     Room(
@@ -153,8 +154,8 @@ ROOMS = (
     Room(
         "acceleration/",
         "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
-        "arg_parser devices errors files ops preprocessing settings standins switches tokenization "
-        "torch_readers training visible_devices",
+        "arg_parser devices errors files ops preprocessing settings standins switch_rules switches "
+        "tokenization torch_readers training visible_devices",
         ("torch", "megatron"),
     ),
     Room(
@@ -173,7 +174,7 @@ ROOMS = (
     Room(
         "benching/",
         "`megatron-npu bench`: the four tables of a document about accelerated training, on this machine",
-        "acceleration arg_parser devices doctor errors files plugin switches training",
+        "acceleration arg_parser devices doctor errors files plugin switch_rules switches training",
         ("torch", "megatron"),
     ),
     Room(

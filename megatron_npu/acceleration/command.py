@@ -7,8 +7,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from megatron_npu import devices
-from megatron_npu.acceleration import arguments, launch, layout, ranks, refusals
+from megatron_npu.acceleration import arguments, launch, layout, ranks
 from megatron_npu.errors import UsageError
+from megatron_npu.switch_rules import Place, refuse
 from megatron_npu.switches import Switches
 from megatron_npu.training import last_words, save_folder
 
@@ -75,9 +76,11 @@ def train(args: Namespace) -> None:
 
 def _refuse(args: Namespace) -> None:
     """Say in one line, before anything is loaded, which switches do not go together."""
-    family = "user" if args.user_script else "transformers"
-    if layout.is_cut(args):
-        if not args.user_script:
+    device, alone, cut = devices.current().name, args.data_parallel_size == 1, layout.is_cut(args)
+    if not args.user_script:
+        if cut:
             raise layout.cannot_be_cut(args, f"--task {args.task}")
-        family = "megatron"  # no other model is cut so
-    refusals.refuse(Switches.from_args(args), family=family, device=devices.current().name)
+        place = Place("transformers", device, alone=alone)
+    else:  # no model but Megatron's is cut
+        place = Place("megatron" if cut else "user", device, cut, alone)
+    refuse(Switches.from_args(args), place)

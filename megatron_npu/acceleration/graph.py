@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from megatron_npu.acceleration.blocks import repeated_blocks
-from megatron_npu.acceleration.refusals import need_compiler
 from megatron_npu.errors import UsageError
+from megatron_npu.switch_rules import need_compiler
 
 # Lengths and modes (training, evaluation, with a mask and without) of one block's graphs; torch's own limit
 # is 8, behind which it runs uncompiled without a word that a user sees.

@@ -24,10 +24,10 @@ from megatron_npu.acceleration.lora import adapt
 from megatron_npu.acceleration.main_weights import MainWeights
 from megatron_npu.acceleration.optimizer_state import load_optimizer_state, optimizer_state, rebind
 from megatron_npu.acceleration.precision import LossScale, autocast
-from megatron_npu.acceleration.sharding import FULLY, accumulating, data_parallel, mesh_of, shard_fully
+from megatron_npu.acceleration.sharding import accumulating, data_parallel, mesh_of, shard_fully
 from megatron_npu.ops import swap
 from megatron_npu.ops.adam import FusedAdam
-from megatron_npu.switches import Switches
+from megatron_npu.switches import FULLY, Switches
 
 OptimizerFn = Callable[[Iterable[Any]], torch.optim.Optimizer]
 SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -176,7 +176,7 @@ def prepare(
             parameters. None: this project's AdamW, whose decay leaves out vectors (biases and norms).
         lr_scheduler_fn: called with the optimizer, or a schedule that was made for it; it steps once per
             ``Prepared.step``.
-        switches: a combination that ``refusals.refuse`` has let through.
+        switches: a combination that ``switch_rules.refuse`` has let through.
         device: of this rank. A process group exists where there are several ranks.
         lr, weight_decay, betas, eps: of the default optimizer.
         clip_grad: the largest norm of the gradients; 0 leaves them as they are.

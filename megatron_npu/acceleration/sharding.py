@@ -24,8 +24,6 @@ from megatron_npu.acceleration.blocks import own_blocks
 from megatron_npu.acceleration.precision import dtype_of
 from megatron_npu.switches import Switches
 
-FULLY = ("zero-2", "zero-3", "fsdp")  # what fully_shard does
-
 
 class DataParallel(nn.parallel.DistributedDataParallel):
     """torch's DDP with the attributes of the model in it, such as ``config`` and ``generate``."""

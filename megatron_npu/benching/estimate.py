@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megatron_npu.benching.job import Job
 from megatron_npu.benching.sizes import Family, layer_parameters, parameters
+from megatron_npu.switches import FULLY
 
 
 def bytes_of_a_rank(job: Job, family: Family, *, host_is_device: bool) -> int:
@@ -38,7 +39,7 @@ def states(job: Job, family: Family, host_is_device: bool) -> int:
     weights, gradients, moments = 4.0, 4.0, 8.0
     if scheme.sharding != "none":
         moments /= shared
-    if scheme.sharding in ("zero-2", "zero-3", "fsdp"):
+    if scheme.sharding in FULLY:
         weights, gradients = weights / shared, gradients / shared
     if scheme.sharding == "zero-2":
         weights += 2  # gathered in 16 bits from the forward to the backward pass

@@ -8,7 +8,6 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_npu.acceleration.refusals import refuse
 from megatron_npu.arg_parser import Unfit
 from megatron_npu.benching import estimate
 from megatron_npu.benching.job import Job
@@ -17,6 +16,7 @@ from megatron_npu.benching.ranks import NA, OOM, Outcome
 from megatron_npu.benching.schemes import SUITES, Scheme, Suite
 from megatron_npu.benching.sizes import Size
 from megatron_npu.errors import UsageError
+from megatron_npu.switch_rules import Place, refuse
 from megatron_npu.training import host_memory
 
 _DOCUMENTED_DEVICES = 4
@@ -109,7 +109,7 @@ def _refused(job: Job, device: str) -> str:
     if not job.workload.startswith("huggingface:"):
         return ""
     try:
-        refuse(job.switches, family="transformers", device=device)
+        refuse(job.switches, Place("transformers", device))
     except UsageError as error:
         return f"{error.given}; expected {error.expected}"
     return ""

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_npu.acceleration import graph, refusals
+from megatron_npu.acceleration import graph
 from megatron_npu.acceleration.padding import bucketed, buckets
 from megatron_npu.acceleration.prepare import prepare
 from megatron_npu.errors import UsageError
+from megatron_npu.switch_rules import Place, refuse
 from megatron_npu.switches import Switches
 
 VOCABULARY = 300
@@ -119,12 +120,12 @@ def test_no_compiler_is_one_line_before_anything_is_loaded(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(UsageError, match="without a C"):
-        refusals.refuse(Switches(graph_optimization=True), family="user", device="cpu")
+        refuse(Switches(graph_optimization=True), Place("user", "cpu"))
 
 
 def test_an_npu_has_no_inductor():
     with pytest.raises(UsageError, match="inductor"):
-        refusals.refuse(Switches(graph_optimization=True), family="transformers", device="npu")
+        refuse(Switches(graph_optimization=True), Place("transformers", "npu"))
 
 
 def test_a_cache_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch):

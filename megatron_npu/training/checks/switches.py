@@ -4,38 +4,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 
 from megatron_npu import devices
 from megatron_npu.errors import UsageError
+from megatron_npu.switch_rules import Place, refuse
 from megatron_npu.switches import Switches
 from megatron_npu.training import derive
 
 _FIRST_FSDP = (0, 16)  # before, Megatron's FSDP multiplies the wrong gradients on a device without NCCL
-
-# switch of the driver -> why it is refused, and what to do
-_REFUSED: dict[str, tuple[str, str, str]] = {
-    "graph_optimization": (
-        "--graph-optimization",
-        "layers of plain torch: Megatron's run this project's fused operations and its own collectives, "
-        "neither of which torch.compile looks into",
-        "Leave it out: the fused operations do here what graphs do elsewhere.",
-    ),
-    "dynamic_shape": (
-        "--dynamic-shape",
-        "batches of many lengths: every sequence of a .bin/.idx has --seq-length tokens",
-        "Leave it out.",
-    ),
-    "lora_rank": (
-        "--lora-rank",
-        "a Transformers model: Megatron's parallel layers have no adapters here",
-        "`megatron-npu convert --to hf`, then `megatron-npu train --lora-rank`.",
-    ),
-    "deepspeed_config": (
-        "--deepspeed-config",
-        "no such file: megatron-core shards by itself",
-        "Use --zero-1-memory-optimization, --zero-2-…, --zero-3-… or --fsdp-memory-optimization.",
-    ),
-}
 
 
 def check(args: Namespace) -> None:
@@ -47,13 +24,13 @@ def check(args: Namespace) -> None:
     Raises:
         UsageError: a switch that Megatron's models do not have, or that another flag contradicts.
     """
-    switches = Switches.from_args(args)
+    switches, place = Switches.from_args(args), _place(args)
     args.fully_sharded, args.fsdp_strategy = None, "no_shard"
-    for name, (flag, expected, remedy) in _REFUSED.items():
-        if getattr(switches, name):
-            raise UsageError(f"{flag} for a Megatron model", expected, remedy)
     _precision(args, switches)
-    _SHARDING[switches.sharding](args, f"--{switches.sharding}-memory-optimization")
+    precision = "fp16" if args.fp16 else "bf16" if args.bf16 else None
+    refuse(replace(switches, mixed_precision=precision), place)
+    if switches.sharding != "none":
+        _share_out(args, switches.sharding, place)
     _offload(args, switches)
     if switches.checkpoint_activations and args.recompute_granularity is None:  # not by older_flags
         args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
@@ -77,8 +54,26 @@ def _precision(args: Namespace, switches: Switches) -> None:
     _say(args, f"--mixed-precision is --{wanted} here: weights in {wanted}, the optimizer's in fp32")
 
 
-def _nothing(args: Namespace, flag: str) -> None:
-    """Share nothing out."""
+def _place(args: Namespace) -> Place:
+    cut = derive.model_parallel_size(args) > 1
+    return Place("megatron", devices.current().name, cut, alone=_ranks(args) == 1)
+
+
+def _share_out(args: Namespace, sharding: str, place: Place) -> None:
+    flag = f"--{sharding}-memory-optimization"
+    if sharding == "zero-1":
+        _optimizer_states(args, flag)
+    elif place.cut:
+        _optimizer_states(
+            args,
+            flag,
+            "; the gradients of a rank's part of the model stay whole, as a pipeline adds to them with every "
+            "micro batch, and only their sums at the end of a step go to the shards; weights are whole",
+        )
+    elif place.alone:  # where megatron-core 0.16's FSDP doubles its gradients
+        _say(args, f"{flag}: one data-parallel rank, so there is nothing to share out")
+    else:
+        _FULLY[sharding](args, flag)
 
 
 def _optimizer_states(args: Namespace, flag: str, note: str = "") -> None:
@@ -91,33 +86,16 @@ def _optimizer_states(args: Namespace, flag: str, note: str = "") -> None:
 
 
 def _gradients_too(args: Namespace, flag: str) -> None:
-    if _shares_model(args):
-        _optimizer_states(
-            args,
-            flag,
-            "; the gradients of a rank's part of the model stay whole, as a pipeline adds to them with every "
-            "micro batch, and only their sums at the end of a step go to the shards; weights are whole",
-        )
-    else:
-        _megatron_fsdp(args, flag, "optim_grads", "Adam's states, the fp32 main weights and the gradients")
+    _megatron_fsdp(args, flag, "optim_grads", "Adam's states, the fp32 main weights and the gradients")
 
 
 def _parameters_too(args: Namespace, flag: str) -> None:
-    _require_data_parallel_alone(args, flag)
     what = "Adam's states, gradients and weights; a layer's weights are gathered while it computes"
     _megatron_fsdp(args, flag, "optim_grads_params", what)
 
 
 def _megatron_fsdp(args: Namespace, flag: str, strategy: str, what: str) -> None:
     version = tuple(int(part) for part in args.megatron_version.split(".")[:2])
-    if _alone(args, flag):
-        return
-    if args.fp16:
-        raise UsageError(
-            f"{flag} with fp16",
-            "bf16 or fp32: unscaling, megatron-core 0.16 stumbles over weights of which a rank has no shard",
-            "Use bf16, or --zero-1-memory-optimization.",
-        )
     if version < _FIRST_FSDP:
         raise UsageError(
             f"{flag} with megatron-core {args.megatron_version}",
@@ -130,13 +108,6 @@ def _megatron_fsdp(args: Namespace, flag: str, strategy: str, what: str) -> None
 
 
 def _torch_fsdp(args: Namespace, flag: str) -> None:
-    _require_data_parallel_alone(args, flag)
-    if _alone(args, flag):
-        return
-    if args.fp16:
-        raise UsageError(
-            f"{flag} with fp16", "bf16 or fp32: megatron-core scales no loss under torch's FSDP", "Use bf16."
-        )
     if args.use_distributed_optimizer:
         raise UsageError(f"{flag} and --use-distributed-optimizer", "one of them", "Drop the second.")
     _begin_sharding(args, flag, "torch")
@@ -165,33 +136,11 @@ def _begin_sharding(args: Namespace, flag: str, kind: str) -> None:
     args.gradient_accumulation_fusion = False  # adds into a buffer that FSDP does not have
 
 
-def _alone(args: Namespace, flag: str) -> bool:
-    """Say so if there is one data-parallel rank: megatron-core 0.16's FSDP doubles its gradients then."""
-    if _ranks(args) == 1:
-        _say(args, f"{flag}: one data-parallel rank, so there is nothing to share out")
-    return _ranks(args) == 1
-
-
 def _ranks(args: Namespace) -> int:
     return max(args.world_size // derive.model_parallel_size(args), 1)
 
 
-def _shares_model(args: Namespace) -> bool:
-    return derive.model_parallel_size(args) > 1
-
-
-def _require_data_parallel_alone(args: Namespace, flag: str) -> None:
-    if _shares_model(args):
-        raise UsageError(
-            f"{flag} with tensor, pipeline or context parallelism",
-            "data parallelism alone, for weights that are gathered where they are used",
-            "Use --zero-1-memory-optimization or --zero-2-memory-optimization, or drop the other sizes.",
-        )
-
-
-_SHARDING: dict[str, Callable[[Namespace, str], None]] = {
-    "none": _nothing,
-    "zero-1": _optimizer_states,
+_FULLY: dict[str, Callable[[Namespace, str], None]] = {
     "zero-2": _gradients_too,
     "zero-3": _parameters_too,
     "fsdp": _torch_fsdp,
@@ -203,24 +152,6 @@ def _offload(args: Namespace, switches: Switches) -> None:
     args.use_precision_aware_optimizer = switches.cpu_offload  # which megatron-core asks for
     if not switches.cpu_offload:
         return
-    if devices.current().is_host:
-        raise UsageError(
-            "--cpu-offload on the cpu device",
-            "a device whose memory is not the host's",
-            "Leave it out: everything is in the host's memory already.",
-        )
-    if args.fully_sharded:
-        raise UsageError(
-            f"--cpu-offload with --{switches.sharding}-memory-optimization",
-            "the optimizer alone to be offloaded (megatron-core's FSDP has no place for it)",
-            "Use --zero-1-memory-optimization.",
-        )
-    if not (args.bf16 or args.fp16):
-        raise UsageError(
-            "--cpu-offload in fp32",
-            "16-bit weights, whose fp32 copies go to the host",
-            "Add --mixed-precision.",
-        )
     for flag, given, without in (
         ("--save", args.save, args.no_save_optim),
         ("--load", args.load, args.no_load_optim or args.finetune),

@@ -69,8 +69,8 @@ def test_one_rank_has_nothing_to_share_out(check, capsys):
         ("--zero-3-memory-optimization --tensor-model-parallel-size 2", "data parallelism alone"),
         ("--fsdp-memory-optimization --pipeline-model-parallel-size 2", "data parallelism alone"),
         ("--fsdp-memory-optimization --context-parallel-size 2", "data parallelism alone"),
-        ("--zero-3-memory-optimization --fp16", "with fp16"),
-        ("--fsdp-memory-optimization --mixed-precision fp16", "with fp16"),
+        ("--zero-3-memory-optimization --fp16", "in fp16 for a Megatron model"),
+        ("--fsdp-memory-optimization --mixed-precision fp16", "in fp16 for a Megatron model"),
         ("--fsdp-memory-optimization --use-distributed-optimizer", "and --use-distributed-optimizer"),
         ("--zero-2-memory-optimization --save X", "--save with --zero-2-memory-optimization"),
         ("--fsdp-memory-optimization --load X", "--load with --fsdp-memory-optimization"),
@@ -81,7 +81,7 @@ def test_one_rank_has_nothing_to_share_out(check, capsys):
         ("--onnx-runtime-training", "--graph-optimization for a Megatron model"),
         ("--dynamic-shape", "--dynamic-shape for a Megatron model"),
         ("--lora-rank 4", "--lora-rank for a Megatron model"),
-        ("--deepspeed-config ds.json", "--deepspeed-config for a Megatron model"),
+        ("--deepspeed-config ds.json", "--deepspeed-config; expected a sharding of this"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_built(check, given, said):

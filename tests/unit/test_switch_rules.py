@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu.acceleration import command, refusals
+from megatron_npu import switch_rules
+from megatron_npu.acceleration import command
 from megatron_npu.errors import UsageError
-from megatron_npu.switches import SHARDINGS, Switches
+from megatron_npu.switch_rules import Place
+from megatron_npu.switches import FULLY, SHARDINGS, Switches
 
 FILE = Path("deepspeed.json")
 
@@ -27,9 +29,11 @@ def every_combination():
         )
 
 
-@pytest.mark.parametrize("family", refusals.FAMILIES)
-@pytest.mark.parametrize("device", refusals.DEVICES)
-def test_refused_or_not(family, device):
+@pytest.mark.parametrize("family", switch_rules.FAMILIES)
+@pytest.mark.parametrize("device", switch_rules.DEVICES)
+@pytest.mark.parametrize(("cut", "alone"), [(False, False), (False, True), (True, False), (True, True)])
+def test_refused_or_not(family, device, cut, alone):
+    place = Place(family, device, cut, alone)
     for switches in every_combination():
         against = []
         if switches.cpu_offload and device == "cpu":
@@ -38,25 +42,27 @@ def test_refused_or_not(family, device):
             against.append("--deepspeed-config")
         if family == "megatron":
             against += ["--lora-rank for a Megatron model"] if switches.lora_rank else []
-            fully = switches.sharding in ("zero-2", "zero-3", "fsdp")
+            fully = switches.sharding in FULLY and not cut and not alone
+            gathers = switches.sharding in ("zero-3", "fsdp")
+            against += ["with tensor, pipeline or context parallelism"] if cut and gathers else []
             against += ["fp16"] if fully and switches.mixed_precision == "fp16" else []
             against += ["--cpu-offload"] if fully and switches.cpu_offload else []
             against += ["in fp32"] if switches.cpu_offload and not switches.mixed_precision else []
         if not against:
-            refusals.refuse(switches, family=family, device=device)
+            switch_rules.refuse(switches, place)
             continue
         with pytest.raises(UsageError) as error:
-            refusals.refuse(switches, family=family, device=device)
+            switch_rules.refuse(switches, place)
         assert "\n" not in str(error.value)
         assert any(part in error.value.given for part in against), error.value.given
 
 
 def test_every_switch_is_in_the_table():
-    assert {word.name for word in refusals.WORDS} == set(Switches.__dataclass_fields__)
-    for word in refusals.WORDS:
+    assert {word.name for word in switch_rules.WORDS} == set(Switches.__dataclass_fields__)
+    for word in switch_rules.WORDS:
         refused = any(
-            rule.refuses(Switches(**{word.name: word.value}), "megatron", "cuda")
-            for rule in refusals.REFUSALS
+            rule.refuses(Switches(**{word.name: word.value}), Place("megatron", "cuda"))
+            for rule in switch_rules.REFUSALS
             if "mixed_precision" not in rule.switches
         )
         assert refused is (word.megatron is None), word.flag

@@ -1,6 +1,7 @@
-"""Which switches go together, for which models, on which devices; the rest is refused before it loads.
+"""Which switches go together, for which models, where; the rest is refused before anything is loaded.
 
-docs/train-switches.md is written from the tables here (scripts/switch_table.py).
+Both ``train`` and ``pretrain`` ask here, and docs/train-switches.md is written from the tables
+(scripts/switch_table.py).
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_npu.errors import UsageError
-from megatron_npu.switches import Switches
+from megatron_npu.switches import FULLY, Switches
 
 FAMILIES = {
     "transformers": "a Transformers model",
@@ -22,7 +23,34 @@ FAMILIES = {
 }
 DEVICES = ("cpu", "cuda", "npu")
 
-_FULLY = ("zero-2", "zero-3", "fsdp")
+
+@dataclass(frozen=True)
+class Place:
+    """Where switches are to work.
+
+    Attributes:
+        family: one of ``FAMILIES``.
+        device: one of ``DEVICES``.
+        cut: whether tensor, pipeline or context parallelism cuts the model.
+        alone: whether there is one data-parallel rank.
+    """
+
+    family: str
+    device: str
+    cut: bool = False
+    alone: bool = False
+
+    def in_effect(self, switches: Switches) -> Switches:
+        """Return the switches with what their sharding comes to here.
+
+        Of a Megatron model that is cut, zero-2 is zero-1: a pipeline adds to whole gradients with every micro
+        batch. One rank has nobody to share with.
+        """
+        if self.family != "megatron" or switches.sharding not in FULLY:
+            return switches
+        if self.cut:
+            return replace(switches, sharding="zero-1") if switches.sharding == "zero-2" else switches
+        return replace(switches, sharding="none") if self.alone else switches
 
 
 @dataclass(frozen=True)
@@ -109,6 +137,7 @@ class Refusal:
         expected: what would have been accepted, and so the reason.
         remedy: what to do.
         families, devices: where.
+        cut: whether only of a model that is cut.
     """
 
     switches: Mapping[str, tuple[Any, ...]]
@@ -116,12 +145,15 @@ class Refusal:
     remedy: str
     families: tuple[str, ...] = tuple(FAMILIES)
     devices: tuple[str, ...] = DEVICES
+    cut: bool = False
 
-    def refuses(self, switches: Switches, family: str, device: str) -> bool:
+    def refuses(self, given: Switches, place: Place) -> bool:
         """Return whether it speaks against this combination."""
+        switches = place.in_effect(given)
         return (
-            family in self.families
-            and device in self.devices
+            place.family in self.families
+            and place.device in self.devices
+            and (place.cut or not self.cut)
             and all(
                 bool(getattr(switches, name)) if True in values else getattr(switches, name) in values
                 for name, values in self.switches.items()
@@ -163,7 +195,7 @@ REFUSALS = (
     Refusal(
         {"lora_rank": _ON},
         "a Transformers model: Megatron's parallel layers have no adapters here",
-        "`megatron-npu convert --to hf`, then train it with --lora-rank.",
+        "`megatron-npu convert --to hf`, then `megatron-npu train --lora-rank`.",
         families=_MEGATRON,
     ),
     Refusal(
@@ -173,13 +205,26 @@ REFUSALS = (
         "Use --zero-1-memory-optimization, --zero-2-… or --zero-3-…, which share out the same by torch.",
     ),
     Refusal(
-        {"mixed_precision": ("fp16",), "sharding": _FULLY},
-        "bf16 or fp32: with these, megatron-core unscales no gradients of fp16",
+        {"sharding": ("zero-3", "fsdp")},
+        "data parallelism alone, for weights that are gathered where they are used",
+        "Use --zero-1-memory-optimization or --zero-2-memory-optimization, or drop the other sizes.",
+        families=_MEGATRON,
+        cut=True,
+    ),
+    Refusal(
+        {"mixed_precision": ("fp16",), "sharding": ("zero-2", "zero-3")},
+        "bf16 or fp32: unscaling, megatron-core 0.16 stumbles over weights of which a rank has no shard",
         "Use bf16, or --zero-1-memory-optimization.",
         families=_MEGATRON,
     ),
     Refusal(
-        {"cpu_offload": _ON, "sharding": _FULLY},
+        {"mixed_precision": ("fp16",), "sharding": ("fsdp",)},
+        "bf16 or fp32: megatron-core scales no loss under torch's FSDP",
+        "Use bf16, or --zero-1-memory-optimization.",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"cpu_offload": _ON, "sharding": FULLY},
         "the optimizer alone to be offloaded (megatron-core's FSDP has no place for it)",
         "Use --zero-1-memory-optimization.",
         families=_MEGATRON,
@@ -193,22 +238,17 @@ REFUSALS = (
 )
 
 
-def refuse(switches: Switches, *, family: str, device: str) -> None:
+def refuse(switches: Switches, place: Place) -> None:
     """Say in one line why these switches do not go together.
 
-    Args:
-        switches: what is switched on.
-        family: one of ``FAMILIES``.
-        device: ``cpu``, ``cuda`` or ``npu``.
-
     Raises:
-        UsageError: they do not.
+        UsageError: they do not, or what they need is not installed.
     """
-    for refusal in REFUSALS:
-        if refusal.refuses(switches, family, device):
-            raise UsageError(given_of(refusal, switches, family, device), refusal.expected, refusal.remedy)
+    refusal = refusal_of(switches, place)
+    if refusal is not None:
+        raise UsageError(_given(refusal, switches, place), refusal.expected, refusal.remedy)
     if switches.graph_optimization:
-        need_compiler(device)
+        need_compiler(place.device)
     if switches.lora_rank and importlib.util.find_spec("peft") is None:
         raise UsageError(
             f"--lora-rank {switches.lora_rank} without the package peft",
@@ -217,16 +257,27 @@ def refuse(switches: Switches, *, family: str, device: str) -> None:
         )
 
 
-def given_of(refusal: Refusal, switches: Switches, family: str, device: str) -> str:
+def refusal_of(switches: Switches, place: Place) -> Refusal | None:
+    """Return the first rule against these switches; None where they go together."""
+    return next((rule for rule in REFUSALS if rule.refuses(switches, place)), None)
+
+
+def _given(refusal: Refusal, switches: Switches, place: Place) -> str:
     """Return what was given that the refusal speaks against, in words."""
-    flags = [word.flag for word in WORDS if word.name in refusal.switches and word.given(switches)]
+    flags = [
+        word.flag
+        for word in WORDS
+        if word.name in refusal.switches and word.given(switches) and word.name != "mixed_precision"
+    ]
     words = " with ".join(flags)
-    if None in refusal.switches.get("mixed_precision", ()):
-        words += " in fp32"
+    if "mixed_precision" in refusal.switches:  # --fp16 says it as well
+        words += f" in {switches.mixed_precision or 'fp32'}"
+    if refusal.cut:
+        words += " with tensor, pipeline or context parallelism"
     if refusal.devices != DEVICES:
-        words += f" on the {device} device"
+        words += f" on the {place.device} device"
     if refusal.families != tuple(FAMILIES):
-        words += f" for {FAMILIES[family]}"
+        words += f" for {FAMILIES[place.family]}"
     return words
 
 
