@@ -1,7 +1,8 @@
 """Files and folders that appear whole or not at all, and are private. Imports the standard library only.
 
 What is being written has a temporary name beside its final one, so that renaming it is one step for the file
-system: ``NAME.PID.partial`` for a file, ``.NAME.partial`` for a folder. Modes follow the user's umask.
+system: ``NAME.PID.partial`` for a file, ``.NAME.partial`` for a folder. A folder that another one replaces is
+``.NAME.replaced`` until that one is in its place. Modes follow the user's umask.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
+_REPLACED = ".replaced"
 PRIVATE = 0o027  # what is taken from the modes of new files and folders: the group's write, all of others'
 
 
@@ -106,7 +108,8 @@ def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
 
     Args:
         path: its final name.
-        replace: remove a folder of that name when the new one is complete.
+        replace: a folder of that name gives way when the new one is complete. Killed between the two steps
+            of that, it is back by its name when this, or ``restore_replaced``, is called again.
 
     Raises:
         OSError: ``path`` exists and is not an empty folder, and is not to be replaced.
@@ -115,15 +118,36 @@ def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_folder(path)
     shutil.rmtree(partial, ignore_errors=True)
+    restore_replaced(path.parent, glob.escape(path.name))
     partial.mkdir()
     try:
         yield partial
-        if replace:
-            shutil.rmtree(path, ignore_errors=True)
+        if replace and path.is_dir() and not path.is_symlink():
+            os.replace(path, _replaced_folder(path))
         os.replace(partial, path)
     finally:
+        restore_replaced(path.parent, glob.escape(path.name))
         shutil.rmtree(partial, ignore_errors=True)
     sync_directory(path.parent)
+
+
+def restore_replaced(parent: Path, names: str = "*") -> None:
+    """Give folders that were to be replaced their names back; remove those whose names are taken.
+
+    Args:
+        parent: where they are.
+        names: a pattern of those meant.
+    """
+    for replaced in parent.glob(_replaced_folder(Path(names)).name):
+        path = parent / replaced.name.removeprefix(".").removesuffix(_REPLACED)
+        if path.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.replace(replaced, path)
+
+
+def _replaced_folder(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_REPLACED}")
 
 
 def sync(stream: IO[bytes]) -> None:

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_npu import files
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files
 
@@ -51,7 +52,8 @@ def owned(args: Namespace) -> Iterator[None]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove checkpoints that were being written when their run was killed."""
+    """Remove checkpoints that a killed run was writing, and give back what it was about to replace."""
+    files.restore_replaced(folder)
     for unfinished in checkpoint_files.unfinished(folder):
         shutil.rmtree(unfinished, ignore_errors=True)
         print(f" removed {unfinished}, which a run that was killed left unfinished", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,72 @@ def test_a_folder_with_content_is_not_replaced(tmp_path: Path) -> None:
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     assert (tmp_path / "folder" / "old").exists()
+
+
+def _old_folder(path: Path) -> Path:
+    path.mkdir()
+    (path / "old").touch()
+    return path
+
+
+def _replace(path: Path) -> None:
+    with files.new_folder(path, replace=True) as partial:
+        (partial / "new").touch()
+
+
+def _content(path: Path) -> list[str]:
+    return [each.name for each in path.iterdir()]
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
+    path = _old_folder(tmp_path / "folder")
+    _replace(path)
+    assert _content(path) == ["new"]
+    assert _content(tmp_path) == ["folder"]
+
+
+def test_a_folder_that_cannot_come_into_its_place_leaves_the_old_one(tmp_path: Path, monkeypatch) -> None:
+    path = _old_folder(tmp_path / "folder")
+    replace = os.replace
+
+    def refusing(source: Path, destination: Path) -> None:
+        replace(source, destination) if source.name != ".folder.partial" else _fail()
+
+    monkeypatch.setattr(os, "replace", refusing)
+    with pytest.raises(OSError, match="full"):
+        _replace(path)
+    assert _content(path) == ["old"]
+    assert _content(tmp_path) == ["folder"]
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_a_process_that_is_killed_while_it_replaces_a_folder_loses_none(tmp_path: Path, steps: int) -> None:
+    path = _old_folder(tmp_path / "folder")
+    with pytest.MonkeyPatch.context() as patch:
+        _die_after(steps, patch)
+        with contextlib.suppress(KeyboardInterrupt):
+            _replace(path)
+    files.restore_replaced(tmp_path)
+    assert _content(path) in (["old"], ["new"])
+    _replace(path)
+    assert _content(path) == ["new"]
+    assert _content(tmp_path) == ["folder"]
+
+
+def _die_after(steps: int, patch: pytest.MonkeyPatch) -> None:
+    """Let so many more steps of the file system happen, and from then on none, as of a killed process."""
+    left = iter(range(steps))
+    for module, name in ((os, "replace"), (files.shutil, "rmtree"), (Path, "mkdir")):
+        patch.setattr(module, name, _while_alive(getattr(module, name), left))
+
+
+def _while_alive(function: Callable[..., object], left: Iterator[int]) -> Callable[..., object]:
+    def step(*args: object, **options: object) -> object:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return function(*args, **options)
+
+    return step
 
 
 def _fail(*_: object) -> None:
