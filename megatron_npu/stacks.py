@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import signal
 import sys
+from types import FrameType
 
 
 def print_on_signal() -> bool:
@@ -17,7 +19,19 @@ def print_on_signal() -> bool:
         Whether it does.
     """
     usr1 = getattr(signal, "SIGUSR1", None)  # Windows has none
-    if usr1 is None or sys.__stderr__ is None or signal.getsignal(usr1) is not signal.SIG_DFL:
+    if usr1 is None or sys.__stderr__ is None or signal.getsignal(usr1) not in (signal.SIG_DFL, _noted):
         return False
-    faulthandler.register(usr1, file=sys.__stderr__, all_threads=True)
+    with contextlib.suppress(ValueError):  # only the main thread may; elsewhere it prints all the same
+        signal.signal(usr1, _noted)
+    faulthandler.register(usr1, file=sys.__stderr__, all_threads=True, chain=True)
     return True
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """Do nothing: as Python handles the signal, a thread may be told of it (``signal.set_wakeup_fd``)."""
+
+
+def print_now() -> None:
+    """Print the stacks of all threads."""
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)

@@ -45,6 +45,7 @@ class Room:
 ROOMS = (
     Room("errors.py", "the one error for a user's mistakes"),
     Room("files.py", "atomic writes of files and folders, private ones"),
+    Room("folder_lock.py", "one run at a time in a folder", "errors"),
     Room("stacks.py", "where every thread of a process stands, on SIGUSR1"),
     Room("one_line_end.py", "a user's mistake ends a process in one line, whoever started it"),
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
@@ -60,7 +61,7 @@ ROOMS = (
         ("torch",),
     ),
     Room("web/", "where the servers of the project listen, and what their answers say", "arg_parser errors"),
-    Room("watchdog/", "names the rank that a run waits for in vain", "errors settings", ("torch",)),
+    Room("watchdog/", "names the rank that a run waits for in vain", "errors settings stacks", ("torch",)),
     Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
     Room("switches.py", "the words that switch accelerations on", "arg_parser"),
     Room("switch_rules.py", "which of them go together, for which models, where", "errors switches"),
@@ -96,7 +97,8 @@ ROOMS = (
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags devices errors files older_flags ops patching safe_load torch_readers watchdog",
+        "attention_flags devices errors files folder_lock older_flags ops patching safe_load torch_readers "
+        "watchdog",
         ("torch", "megatron"),
     ),
     Room(
@@ -129,8 +131,8 @@ ROOMS = (
     Room(
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
-        "arg_parser attention_flags devices errors files generation older_flags plugin preprocessing "
-        "safe_load settings switch_rules switches tokenization upstream watchdog web",
+        "arg_parser attention_flags devices errors files folder_lock generation older_flags plugin "
+        "preprocessing safe_load settings switch_rules switches tokenization upstream watchdog web",
         ("torch", "megatron"),
     ),
     Room(
@@ -155,7 +157,7 @@ ROOMS = (
         "acceleration/",
         "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
         "arg_parser devices errors files ops preprocessing settings standins switch_rules switches "
-        "tokenization torch_readers training visible_devices",
+        "tokenization torch_readers training visible_devices watchdog",
         ("torch", "megatron"),
     ),
     Room(

@@ -6,7 +6,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 
-from megatron_npu import devices
+from megatron_npu import devices, watchdog
 from megatron_npu.acceleration import arguments, launch, layout, ranks
 from megatron_npu.errors import UsageError
 from megatron_npu.switch_rules import Place, refuse
@@ -69,6 +69,11 @@ def train(args: Namespace) -> None:
                 from megatron_npu.acceleration.tasks import template_for
 
                 template_for(args)(engine.RapidformerEngine(args)).train()
+        watchdog.end()
+    except Exception as error:
+        if watchdog.failed(error.__cause__ if isinstance(error, UsageError) and error.__cause__ else error):
+            raise SystemExit(1) from None
+        raise
     finally:
         engine.leave()
         state.set_args(None)

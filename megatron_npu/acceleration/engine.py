@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_npu import devices
+from megatron_npu import devices, watchdog
 from megatron_npu.acceleration import gathering, providers, ranks, schedule, state
 from megatron_npu.acceleration.loading import Collate, Loader
 from megatron_npu.acceleration.padding import LONGEST, bucketed, buckets
@@ -214,13 +214,14 @@ def made() -> int:
 
 
 def join(args: Namespace) -> None:
-    """Join the group of all processes; a process that is alone needs no address.
+    """Join the group of all processes, which watch each other; one that is alone needs no address.
 
     Raises:
-        UsageError: the others are not there.
+        UsageError: the others are not there; torchrun has restarted the run in a way that they cannot meet.
     """
     if dist.is_initialized():
         return
+    watchdog.end_with_launcher()
     device = devices.current()
     # what lies in the host's memory (offloaded states, checkpoints) is exchanged there
     backend = device.backend if device.is_host else f"cpu:gloo,{device.name}:{device.backend}"
@@ -228,6 +229,7 @@ def join(args: Namespace) -> None:
     if args.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    watchdog.require_fresh_store()
     try:
         dist.init_process_group(backend, timeout=timeout)
     except RuntimeError as error:  # another rank is gone already, and tells why
@@ -236,6 +238,7 @@ def join(args: Namespace) -> None:
             f"{args.world_size} ranks that reach each other",
             "See what the other ranks say.",
         ) from error
+    watchdog.begin()
 
 
 def leave() -> None:

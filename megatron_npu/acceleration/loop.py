@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices
+from megatron_npu import devices, watchdog
 from megatron_npu.acceleration import checkpoint, export, providers
 from megatron_npu.acceleration.loading import Loader
 from megatron_npu.acceleration.prepare import Prepared
@@ -149,6 +149,7 @@ class Loop:
             yield batch
 
     def _step(self, batches: Iterator[Any]) -> None:
+        watchdog.step(self.iteration + 1)
         prepared, count = self.prepared, self.args.num_microbatches
         total = torch.zeros((), device=self.engine.device)
         for number in range(count):

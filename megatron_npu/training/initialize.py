@@ -38,6 +38,7 @@ def session(args: Namespace) -> Iterator[None]:
 
     # Megatron relies on the order in which kernels are queued; one hardware queue keeps it (cuda only)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    watchdog.end_with_launcher()
     devices.current().set_current(args.local_rank)
     joined = dist.is_initialized()  # a caller's own group is left as it is
     if not joined:

@@ -8,19 +8,15 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_npu import files
-from megatron_npu.errors import UsageError
+from megatron_npu import files, folder_lock
 from megatron_npu.training import checkpoint_files
-
-LOCK = ".lock"
 
 
 @contextlib.contextmanager
 def owned(args: Namespace) -> Iterator[None]:
     """Hold ``--save`` for this run in the block: rank 0 locks it, and removes what killed runs have left.
 
-    The lock is the kernel's: it ends with the process, however that ends. A file system without locks gives
-    none, and then nothing is refused and nothing removed.
+    A file system without locks gives none, and then nothing is refused and nothing removed.
 
     Raises:
         UsageError: another run holds it.
@@ -28,27 +24,16 @@ def owned(args: Namespace) -> Iterator[None]:
     if not args.save or args.rank != 0:
         yield
         return
-    from filelock import FileLock, Timeout  # torch requires it
-
     folder = Path(args.save)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK, mode=0o640)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UsageError(
-            f"--save {folder}: another run is writing there (it holds {folder / LOCK})",
-            "a folder of its own for each run",
-            "Wait for that run or end it, or name another folder.",
-        ) from None
-    except (NotImplementedError, OSError):
+    lock = folder_lock.hold(folder)
+    if lock is None:
         yield
         return
     try:
         remove_unfinished(folder)
         yield
     finally:
-        lock.release()
+        folder_lock.release(lock)
 
 
 def remove_unfinished(folder: Path) -> None:

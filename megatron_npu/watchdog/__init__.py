@@ -7,12 +7,15 @@ thread stands (``place``, ``board``); no port is opened, and no collective is ma
 - a rank of the same machine that ended: the kernel says so at once (``deaths``);
 - a rank elsewhere that ended: its peers fail, and look whose word has stopped;
 - a rank that is stopped, or whose machine is gone: its word stops for ``MEGATRON_NPU_WATCHDOG`` seconds;
-- ranks that wait for each other: none has moved for as long.
+- ranks that wait for each other: none has moved for as long;
+- the launcher that ended (``launcher``): its ranks do, too.
 
-The first rank that knows writes it into the store for all; they print it and end with exit code 1.
+The first rank that knows writes it into the store for all; they print it and end with exit code 1. SIGUSR1 to
+one rank lets each print where all its threads stand.
 """
 
-from megatron_npu.watchdog.rank import begin, step, watching
+from megatron_npu.watchdog.launcher import end_with_launcher
+from megatron_npu.watchdog.rank import begin, end, failed, step, watching
 from megatron_npu.watchdog.restarts import require_fresh_store
 
-__all__ = ["begin", "require_fresh_store", "step", "watching"]
+__all__ = ["begin", "end", "end_with_launcher", "failed", "require_fresh_store", "step", "watching"]

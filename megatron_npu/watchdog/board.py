@@ -108,11 +108,26 @@ class Board:
 
     def judge(self, verdict: str) -> str:
         """Write what has happened to the run; return what the first one has written."""
-        return str(self._store.compare_set("verdict", "", verdict).decode())
+        first = str(self._store.compare_set("verdict", "", verdict).decode())
+        self._store.add("news", 1)
+        return first
 
     def verdict(self) -> str | None:
         """Return what has happened to the run; None: nothing."""
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
+
+    def ask_for_stacks(self, rank: int) -> None:
+        """Have all ranks print where they stand, because a rank was asked to."""
+        self._store.set("asked", str(rank))
+        self._store.add("news", 1)
+
+    def asking(self) -> int:
+        """Return the rank that was asked last."""
+        return int(self._store.get("asked"))
+
+    def news(self) -> int:
+        """Return how many times anybody has judged or asked: one look at the store for both."""
+        return int(self._store.add("news", 0))
 
 
 def _listed(values: dict[str, Any]) -> dict[str, Any]:

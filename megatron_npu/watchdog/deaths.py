@@ -1,49 +1,71 @@
-"""Which processes of this machine have ended: the kernel tells at once."""
+"""Which processes of this machine have ended: the kernel tells at once. And which signals have come."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import selectors
+import signal
+import threading
 from collections.abc import Iterable
 
 from megatron_npu.watchdog.board import Process
 
+_WAKE = 0  # no signal has this number
+
 
 class Deaths:
-    """Waits for the end of processes, or until it is woken.
-
-    Args:
-        processes: those to wait for.
+    """Waits for the end of processes, for a signal, or until it is woken.
 
     Attributes:
-        gone: those that had ended before.
+        gone: watched processes that had ended before.
+        signals: the numbers of those that have come since somebody has emptied the set.
     """
 
-    def __init__(self, processes: Iterable[Process]) -> None:
+    def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._bell, self._button = os.pipe()
+        os.set_blocking(self._button, False)
         self._selector.register(self._bell, selectors.EVENT_READ)
+        self._former: int | None = None
         self.gone: list[Process] = []
+        self.signals: set[int] = set()
+
+    def watch(self, processes: Iterable[Process]) -> None:
+        """Wait for the end of these, too."""
         for process in processes:
             try:
                 descriptor = os.pidfd_open(process.pid)
             except ProcessLookupError:
                 self.gone.append(process)
-            except (
-                AttributeError,
-                OSError,
-            ):  # no Linux, or an old one: its word stops, later
+            except (AttributeError, OSError):  # no Linux, or an old one: its word stops, later
                 continue
             else:
                 self._selector.register(descriptor, selectors.EVENT_READ, process)
+
+    def listen(self) -> None:
+        """Let signals that Python handles wake a ``wait``; they are then in ``signals``.
+
+        Only where nobody else is told of them, such as a loop of asyncio.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._former = signal.set_wakeup_fd(self._button, warn_on_full_buffer=False)
+        if self._former != -1:
+            self.ignore()
+
+    def ignore(self) -> None:
+        """Undo ``listen``."""
+        if self._former is not None and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(self._former)
+            self._former = None
 
     def wait(self, seconds: float) -> list[Process]:
         """Return processes that have ended, as soon as there are any; when woken or after a time nothing."""
         found, self.gone = self.gone, []
         for key, _ in self._selector.select(0 if found else seconds):
             if key.data is None:
-                os.read(self._bell, 64)
+                self.signals.update({*os.read(self._bell, 64)} - {_WAKE})
             else:
                 self._selector.unregister(key.fd)
                 os.close(key.fd)
@@ -53,4 +75,4 @@ class Deaths:
     def wake(self) -> None:
         """Let a ``wait`` in another thread, or the next one, return at once."""
         with contextlib.suppress(OSError):
-            os.write(self._button, b".")
+            os.write(self._button, bytes([_WAKE]))

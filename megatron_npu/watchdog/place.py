@@ -10,12 +10,19 @@ from types import FrameType
 
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _SHOWN = 12  # innermost frames
-_PHASED = ("megatron.", "megatron_npu.training.loop", "megatron_npu.training.checkpoint")
-# What a function of Megatron or of the driver means for the run; the outermost that is on the stack counts.
+_PHASED = (
+    "megatron.",
+    "megatron_npu.training.loop",
+    "megatron_npu.training.checkpoint",
+    "megatron_npu.acceleration.loop",
+)
+# What a function of theirs means for the run; the outermost that is on the stack counts.
 _PHASES = {
     "save_checkpoint": "saving",
     "_save": "saving",
+    "_export": "saving",
     "evaluate": "evaluating",
+    "_evaluate": "evaluating",
     "_validate": "evaluating",
     "_sample": "evaluating",
     "_test": "evaluating",
@@ -35,7 +42,7 @@ class Place:
     Attributes:
         phase: of the run: training, evaluating, saving, loading, …
         collective: the function of torch.distributed that it is in; empty: none.
-        call: the innermost function of Megatron or of the driver, as ``module:line in function``.
+        call: the innermost function of Megatron, the driver or `train`, as ``module:line in function``.
         frames: the innermost frames, the last one first.
         mark: differs from an earlier one if the thread has moved meanwhile, or has computed for 0.1 s.
     """
@@ -78,7 +85,7 @@ def _phase(frames: list[FrameType]) -> str:
 
 def _is_of_the_run(frame: FrameType) -> bool:
     module = _module(frame)
-    return module.startswith(("megatron.", "megatron_npu.training."))
+    return module.startswith(("megatron.", "megatron_npu.training.", "megatron_npu.acceleration."))
 
 
 def _module(frame: FrameType) -> str:

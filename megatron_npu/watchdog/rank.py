@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,15 +14,17 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from megatron_npu import settings
+from megatron_npu import settings, stacks
 from megatron_npu.watchdog import place
 from megatron_npu.watchdog.board import Beat, Board, Process, connect
 from megatron_npu.watchdog.deaths import Deaths
+from megatron_npu.watchdog.elsewhere import Elsewhere
 
 _PERIOD = 1.0  # seconds between two words
 _TOGETHER = 0.02  # seconds in which a whole run that is being ended goes: then there is nothing to tell
 _LOOK = 2.5  # periods after which a rank that says nothing new is gone, where another has failed
 _PATIENCE = 5.0  # seconds for the main thread to end by itself after the verdict
+_TELLING = 10.0  # seconds from which on it is of interest for how long a rank has stood still
 _EXIT = 1
 
 _step = 0
@@ -66,18 +68,25 @@ def end() -> None:
         _current = None
 
 
+def failed(error: BaseException) -> bool:
+    """Find out whether another rank is the reason for an error; if none is, tell the others of it.
+
+    The others are watched on, as ending may hang, too.
+
+    Returns:
+        Whether another rank is, which has been printed then.
+    """
+    return _current is not None and _current.failed(error)
+
+
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-    """Watch in the block, which lies inside of a process group.
-
-    After an error the others are still watched, as ending may hang, too.
-    """
+    """Watch in the block, which lies inside of a process group."""
     begin()
     try:
         yield
     except Exception as error:
-        if _current is not None:
-            _current.failed(error)
+        failed(error)
         raise
     end()
 
@@ -100,12 +109,13 @@ class Rank:
         self._thread = threading.Thread(target=self._run, name="megatron_npu watchdog", daemon=True)
         self._owner = os.getpid()
         self._processes: list[Process] = []
-        self._deaths = Deaths([])
+        self._deaths = Deaths()
+        self._elsewhere = Elsewhere()
         self._stopping, self._failing = threading.Event(), threading.Event()
         self._looked, self._told = threading.Event(), threading.Event()
         self._blamed = self._has_own_error = False
         self._former = sys.excepthook
-        self._number = 0
+        self._number = self._news = 0
         self._mark: tuple[object, ...] = ()
         self._step = -1
         self._moved = time.monotonic()
@@ -115,6 +125,8 @@ class Rank:
         """Begin, in a thread."""
         sys.excepthook = self._hook
         atexit.register(self.stop)
+        if stacks.print_on_signal():
+            self._deaths.listen()
         self._thread.start()
 
     def stop(self) -> None:
@@ -124,16 +136,17 @@ class Rank:
         atexit.unregister(self.stop)
         if sys.excepthook == self._hook:
             sys.excepthook = self._former
+        self._deaths.ignore()
         self._stopping.set()
         self._deaths.wake()
         self._thread.join(_PATIENCE)
 
     # -- what the main thread does
 
-    def failed(self, error: BaseException) -> None:
-        """Find out whether another rank is the reason for an error; if none is, tell the others of it."""
+    def failed(self, error: BaseException) -> bool:
+        """See the function of this name."""
         if self._blamed:
-            return
+            return self._told.is_set()
         self._blamed = True
         if type(error) is RuntimeError or isinstance(error, dist.DistError):  # as collectives raise
             self._failing.set()
@@ -146,6 +159,7 @@ class Rank:
             lines = str(error).strip().splitlines()
             with contextlib.suppress(Exception):
                 self._board.leave(self._rank, f"{type(error).__name__}: {lines[0] if lines else ''}"[:300])
+        return self._told.is_set()
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """End with an error, but where another rank is the reason: that has been told."""
@@ -177,18 +191,37 @@ class Rank:
             return
         if self._has_own_error:  # which is told by the main thread: all ranks may have the same
             return
-        if verdict := self._board.verdict():
-            self._tell(verdict)
+        self._hear_signals()
+        if (news := self._board.news()) != self._news:
+            self._news = news
+            self._read_news()
         elif self._failing.is_set():
             self._find_silent()
         else:
             self._listen()
             self._see_whether_anybody_moves()
 
+    def _hear_signals(self) -> None:
+        """Let all ranks print their stacks where this one was asked to: it has done so, at once."""
+        if signal.SIGUSR1 in self._deaths.signals:
+            self._board.ask_for_stacks(self._rank)
+        self._deaths.signals.clear()
+
+    def _read_news(self) -> None:
+        if verdict := self._board.verdict():
+            return self._tell(verdict)
+        asked = self._board.asking()
+        if asked != self._rank:
+            print(f"megatron_npu: rank {self._rank}, as rank {asked} was asked:", file=sys.stderr, flush=True)
+            stacks.print_now()
+
     def _beat(self) -> None:
         now, stands, step = time.monotonic(), place.of_main_thread(), self._step_now()
         if (stands.mark, step) != (self._mark, self._step):
             self._mark, self._step, self._moved = stands.mark, step, now
+            self._elsewhere.forget()
+        elif now - self._moved > self._limit / 10 and self._elsewhere.computes():
+            self._moved = now
         still = now - self._moved
         beat = Beat(self._number, step, still, stands.phase, stands.collective, str(stands), stands.frames)
         self._board.beat(self._rank, beat)
@@ -202,7 +235,7 @@ class Rank:
         if not self._processes:
             return
         others = [each for each in self._processes if each.rank != self._rank]
-        self._deaths = Deaths(each for each in others if each.space and each.space == own.space)
+        self._deaths.watch(each for each in others if each.space and each.space == own.space)
         if self._stopping.is_set() or self._failing.is_set():
             self._deaths.wake()
         self._next_neighbour()
@@ -296,10 +329,8 @@ class Rank:
     def _tell(self, verdict: str) -> None:
         """Print what has happened, and end this process if its main thread does not."""
         print(f"megatron_npu: rank {self._rank} ends: {verdict}", file=sys.stderr, flush=True)
-        if (
-            "\n" in verdict and sys.__stderr__ is not None
-        ):  # a hang, and where each rank stands is of interest
-            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        if "\n" in verdict:  # a hang, and where each rank stands is of interest
+            stacks.print_now()
         self._told.set()
         self._looked.set()
         if not self._stopping.wait(_PATIENCE):
@@ -320,7 +351,8 @@ class Rank:
 
 
 def _words(beat: Beat) -> str:
-    return f"{beat.place} (step {beat.step})"
+    long = f", for {beat.still:.0f} s" if beat.still >= _TELLING else ""
+    return f"{beat.place} (step {beat.step}){long}"
 
 
 def _stack(beat: Beat) -> str:

@@ -23,10 +23,10 @@ RANK_1 = rf"rank 1 \({re.escape(socket.gethostname())}, process \d+\)"
 STEP = r"training, at megatron\.training\.training:\d+ in train_step \(step 20\)"
 
 
-def ranks(scenario: str) -> dict[int, tuple[int, str]]:
+def ranks(scenario: str, limit: int = LIMIT) -> dict[int, tuple[int, str]]:
     """Start the ranks one by one, without a launcher that would end them; return exit codes and errors."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
-    settings = {**tiny.environment(), **meeting, "MEGATRON_NPU_WATCHDOG": str(LIMIT)}
+    settings = {**tiny.environment(), **meeting, "MEGATRON_NPU_WATCHDOG": str(limit)}
     started = []
     for rank in range(RANKS):
         command = [sys.executable, str(HERE / "watched_worker.py"), scenario]
@@ -64,6 +64,9 @@ def test_the_rank_that_is_missed_is_named(scenario: str, told: str) -> None:
     if hangs:
         line = "wait_for_ever" if scenario == "deadlock" else "<lambda>"
         assert f":{line}" in ends[0][1] or f"in {line}" in ends[0][1]  # where that one stands
+    if scenario == "deadlock":
+        assert "rank 0, as rank 1 was asked:\n" in ends[0][1]
+        assert "in wait_for_ever" in ends[1][1].partition("rank 1 ends:")[0]  # its own, printed at once
     if scenario == "error":
         assert "ValueError: bad luck" in ends[1][1]
 
@@ -77,8 +80,9 @@ def test_the_rank_that_held_the_store_is_named_too() -> None:
         assert re.search(rf"^megatron_npu: rank {rank} ends: .*{first}", err, re.MULTILINE), err
 
 
-def test_a_slow_save_is_no_hang() -> None:
-    for code, err in ranks("slow_save").values():
+@pytest.mark.parametrize("scenario", ["slow_save", "compile"])
+def test_a_long_save_and_a_child_at_work_are_no_hang(scenario: str) -> None:
+    for code, err in ranks(scenario, LIMIT + 1).values():
         assert (code, err) == (0, "")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -32,12 +33,21 @@ def fail() -> None:
 
 
 def wait_for_ever() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)  # as a user who wants to know where it stands
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
 
 
 VICTIM = {"kill_first": 0}  # which holds the store
+
+
+def compile_long() -> None:
+    busy = "import time\nfor _ in range(70):\n sum(range(10**6)); time.sleep(0.08)"
+    subprocess.run([sys.executable, "-S", "-c", busy], check=True)
+    all_reduce()
+
+
 HARM = {
     "kill_first": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -56,8 +66,11 @@ def main(scenario: str) -> None:
             watchdog.step(step)
             megatron["train_step"](all_reduce)
             if step == AT and scenario == "slow_save":  # longer than is allowed, but it is a save
-                rest = all_reduce if rank else lambda: (time.sleep(7), all_reduce())
+                rest = all_reduce if rank else lambda: (time.sleep(6.5), all_reduce())
                 megatron["save_checkpoint"](rest)
+                break
+            if step == AT and scenario == "compile":  # a rank waits for a child at work, the others for it
+                megatron["train_step"](compile_long if rank == 1 else all_reduce)
                 break
             if (step, rank) == (AT, VICTIM.get(scenario, 1)):
                 # a while in the step, so that the last word of this rank is of it

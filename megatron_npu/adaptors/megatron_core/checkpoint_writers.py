@@ -153,6 +153,7 @@ def _start(number: int, bucket: Any, transforms: Any, keywords: dict[str, Any]) 
 def _write(number: int, bucket: Any, transforms: Any, keywords: dict[str, Any], sender: Connection) -> None:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
+    _end_with_parent()  # else it fills the disk for a training that is no more
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the training decides
     FileSystemWriterAsync.write_preloaded_data(
         transforms, number, bucket, _Sender(sender), _Counter(), True, **keywords
@@ -203,6 +204,10 @@ class _Counter:
 )
 def end_with_training(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Have the kernel end this process when the one that started it ends."""
+    _end_with_parent()
+    return original(*args, **kwargs)
+
+
+def _end_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    return original(*args, **kwargs)

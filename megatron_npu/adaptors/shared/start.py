@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from megatron_npu import watchdog
+from megatron_npu import folder_lock, watchdog
 from megatron_npu.patching import banner
+
+_holding = False  # --save, by this process
 
 WHY_WATCHED = "a rank that dies or hangs is 'Connection reset by peer' in the others, or nothing for long"
 
@@ -22,16 +26,29 @@ def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``initialize_megatron``, and let the watchdog watch the ranks that have met there.
 
+    Rank 0 holds ``--save`` from then on, until the process ends.
+
     Args:
         get_args: upstream's.
 
     Raises:
-        UsageError: torchrun has restarted the run in a way that they cannot meet.
+        UsageError: torchrun has restarted the run in a way that they cannot meet; another run writes into
+            ``--save``.
     """
+    watchdog.end_with_launcher()
     watchdog.require_fresh_store()
     result = original(*args, **kwargs)
     watchdog.begin(lambda: getattr(get_args(), "curr_iteration", -1) + 1)  # upstream's counts from 0
+    _hold_save_folder(get_args())
     return result
+
+
+def _hold_save_folder(args: Any) -> None:
+    global _holding
+    if args.save and args.rank == 0 and not _holding:
+        _holding = True
+        with contextlib.suppress(OSError):  # upstream says at its first save that there can be no such folder
+            folder_lock.hold(Path(args.save))
 
 
 def announce_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,56 @@
+"""The end of the launcher: left to torch, the ranks of a torchrun that is killed train on without it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import threading
+
+import psutil
+
+_RUN = "TORCHELASTIC_RUN_ID"  # what the agent (torchrun, `train`, accelerate) tells its ranks
+_EXIT = 1
+
+_watched_in = 0  # the process in which the thread runs; a forked child has none
+
+
+def end_with_launcher() -> None:
+    """End this process, which an elastic agent has started, as soon as that agent ends. Linux only.
+
+    A process that nobody or another launcher has started is left alone: what ``nohup`` or a batch system
+    starts outlives its parent on purpose. A second call does nothing.
+    """
+    global _watched_in
+    launcher = _launcher() if _watched_in != os.getpid() else None
+    if launcher is None:
+        return
+    try:
+        descriptor = os.pidfd_open(launcher.pid)
+    except (AttributeError, OSError):  # no Linux, an old one, or it has just ended: torchrun's own way then
+        return
+    _watched_in = os.getpid()
+    threading.Thread(
+        target=_wait, args=(descriptor, launcher.pid), name="megatron_npu launcher", daemon=True
+    ).start()
+
+
+def _launcher() -> psutil.Process | None:
+    """Return the nearest ancestor that is no part of the run: shells may stand between it and the rank."""
+    run = os.environ.get(_RUN)
+    if run is None or not sys.platform.startswith("linux"):
+        return None
+    try:
+        return next((each for each in psutil.Process().parents() if each.environ().get(_RUN) != run), None)
+    except (psutil.Error, OSError):
+        return None
+
+
+def _wait(descriptor: int, launcher: int) -> None:
+    select.select([descriptor], [], [])
+    rank = os.environ.get("RANK", "0")
+    told = f"megatron_npu: rank {rank} ends: its launcher (process {launcher}) has ended before it (killed?)"
+    with contextlib.suppress(OSError):  # nobody may read any more
+        print(told, file=sys.stderr, flush=True)
+    os._exit(_EXIT)
