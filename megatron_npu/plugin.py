@@ -135,8 +135,9 @@ def _activate() -> Context:
     """Find the upstream, select the device, redirect torch, and let upstream's adaptors record patches."""
     from megatron_npu import adaptors, standins, upstream
     from megatron_npu.ops import dispatch
+    from megatron_npu.replicas import ReplicasDifferError
 
-    one_line_end.arm(UsageError, DriftError, PinError)
+    one_line_end.arm(UsageError, DriftError, PinError, ReplicasDifferError)
     settings.check()
     stacks.print_on_signal()
     found = upstream.find()

@@ -60,6 +60,7 @@ ROOMS = (
         "errors safe_load",
         ("torch",),
     ),
+    Room("replicas.py", "whether data-parallel ranks hold the same bits", heavy=("torch", "megatron")),
     Room("web/", "where the servers of the project listen, and what their answers say", "arg_parser errors"),
     Room("watchdog/", "names the rank that a run waits for in vain", "errors settings stacks", ("torch",)),
     Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
@@ -97,14 +98,15 @@ ROOMS = (
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags devices errors files folder_lock older_flags ops patching safe_load torch_readers "
-        "watchdog",
+        "attention_flags devices errors files folder_lock older_flags ops patching replicas safe_load "
+        "torch_readers watchdog",
         ("torch", "megatron"),
     ),
     Room(
         "plugin.py",
         "the wiring: arms the hook; at the first import of Megatron puts the rooms above to work",
-        "adaptors devices errors one_line_end ops patching settings spawned_processes stacks standins "
+        "adaptors devices errors one_line_end ops patching replicas settings spawned_processes stacks "
+        "standins "
         "stock_tools torch_readers upstream",
     ),
     Room(
@@ -132,7 +134,7 @@ ROOMS = (
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
         "arg_parser attention_flags devices errors files folder_lock generation older_flags plugin "
-        "preprocessing safe_load settings switch_rules switches tokenization upstream watchdog web",
+        "preprocessing replicas safe_load settings switch_rules switches tokenization upstream watchdog web",
         ("torch", "megatron"),
     ),
     Room(
@@ -156,7 +158,7 @@ ROOMS = (
     Room(
         "acceleration/",
         "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
-        "arg_parser devices errors files ops preprocessing settings standins switch_rules switches "
+        "arg_parser devices errors files ops preprocessing replicas settings standins switch_rules switches "
         "tokenization torch_readers training visible_devices watchdog",
         ("torch", "megatron"),
     ),

@@ -199,6 +199,12 @@ def _training(add: Add) -> None:
         help="save and end at the iterations that N divides (default: never)",
     )
     add("--exit-signal-handler", action="store_true", help="save and end after SIGTERM or Ctrl-C")
+    add(
+        "--check-weight-hash-across-dp-replicas-interval",
+        type=positive,
+        metavar="N",
+        help="compare the bits of weights and gradients on all data-parallel ranks at each Nth iteration",
+    )
 
 
 def _optimizer(add: Add) -> None:

@@ -10,7 +10,7 @@ from megatron_npu import devices, watchdog
 from megatron_npu.acceleration import arguments, launch, layout, ranks
 from megatron_npu.errors import UsageError
 from megatron_npu.switch_rules import Place, refuse
-from megatron_npu.switches import Switches
+from megatron_npu.switches import FULLY, Switches
 from megatron_npu.training import last_words, save_folder
 
 
@@ -88,4 +88,11 @@ def _refuse(args: Namespace) -> None:
         place = Place("transformers", device, alone=alone)
     else:  # no model but Megatron's is cut
         place = Place("megatron" if cut else "user", device, cut, alone)
-    refuse(Switches.from_args(args), place)
+    switches = Switches.from_args(args)
+    refuse(switches, place)
+    if args.check_weight_hash_across_dp_replicas_interval and switches.sharding in FULLY:
+        raise UsageError(
+            f"--check-weight-hash-across-dp-replicas-interval with {switches.sharding}",
+            "replicas to compare: each rank has its own part of every weight there",
+            "Leave it out, or use --zero-1-memory-optimization.",
+        )

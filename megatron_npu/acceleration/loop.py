@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices, watchdog
+from megatron_npu import devices, replicas, watchdog
 from megatron_npu.acceleration import checkpoint, export, providers
 from megatron_npu.acceleration.loading import Loader
 from megatron_npu.acceleration.prepare import Prepared
@@ -158,8 +158,14 @@ class Loop:
                     loss = providers.loss(self.template, self.forward(batches))
                 prepared.backward(loss / count)
             total += loss.detach().float() / count
+        compares = self._compares_replicas()
+        if compares:
+            replicas.require_equal("gradient of", self._gradients())
         norm = prepared.step()
         self.iteration += 1
+        if compares:
+            replicas.require_equal("weight", prepared.module.named_parameters())
+            self.report.say(f" the replicas are the same after iteration {self.iteration}")
         if norm is None:
             self.report.say(f" iteration {self.iteration}: the gradient overflowed, update left out")
         elif not math.isfinite(norm):
@@ -169,6 +175,14 @@ class Loop:
             )
         self._losses.append(total)
         self._norms.append(norm)
+
+    def _compares_replicas(self) -> bool:
+        interval = self.args.check_weight_hash_across_dp_replicas_interval
+        return bool(interval) and (self.iteration + 1) % interval == 0 and self.args.world_size > 1
+
+    def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        named = self.prepared.module.named_parameters()
+        return ((name, p.grad) for name, p in named if p.grad is not None)
 
     def _report(self) -> None:
         """Log what was gathered since the last time."""

@@ -254,6 +254,12 @@ def _training(add: Add) -> None:
         dest="check_for_nan_in_loss_and_grad",
         help="go on with a loss or gradient that is not a number",
     )
+    add(
+        "--check-weight-hash-across-dp-replicas-interval",
+        type=positive,
+        metavar="N",
+        help="compare the bits of weights and gradients on all data-parallel ranks at each Nth iteration",
+    )
     for dest, what in (
         ("masked_softmax_fusion", "scale, mask and softmax of the unfused attention"),
         ("bias_gelu_fusion", "bias and GELU"),

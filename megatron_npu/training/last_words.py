@@ -9,11 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_npu.replicas import ReplicasDifferError
 from megatron_npu.training import checkpoint_files
 from megatron_npu.training.checkpoint_failures import UnsavedError
 from megatron_npu.training.divergence import DivergedError
 
-FAILURES = (DivergedError, UnsavedError, OSError)  # what ``tell`` is for
+FAILURES = (DivergedError, ReplicasDifferError, UnsavedError, OSError)  # what ``tell`` is for
 
 # What a file system says no with: a reason that a user can act on, whose place in the code tells nothing.
 _OUTSIDE = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Dataset
 
-from megatron_npu import devices, watchdog
+from megatron_npu import devices, replicas, watchdog
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint, checkpoint_failures, data, expert_losses, loss
 from megatron_npu.training.checkpoint import Position, State
@@ -156,6 +156,9 @@ class Trainer:
         losses = self._forward(batches, forward_only=False)
         if self.on_gradients is not None:
             self.on_gradients(self.position.iteration + 1, model)
+        compares = self._compares_replicas()
+        if compares:
+            replicas.check_megatron_gradients(model)
         updated, norm, _ = optimizer.step()
         self._check_gradient(norm)
         if updated:
@@ -166,6 +169,17 @@ class Trainer:
         self.interval.norms.append(None if norm is None else float(norm))
         self.interval.skipped += not updated
         self.position = checkpoint.advance(self.position, train=self.args.global_batch_size, iterations=1)
+        if compares:
+            self._compare_weights()
+
+    def _compares_replicas(self) -> bool:
+        interval = self.args.check_weight_hash_across_dp_replicas_interval
+        return bool(interval) and (self.position.iteration + 1) % interval == 0
+
+    def _compare_weights(self) -> None:
+        with _with_gathered_parameters(self.args, self.state.model):
+            replicas.check_megatron(self.state.model)
+        self.log.say(f" the replicas are the same after iteration {self.position.iteration}")
 
     def _forward(self, batches: list[Iterator[data.Batch]] | None, *, forward_only: bool) -> torch.Tensor:
         """Run one global batch; return this process's sum of losses and tokens, [2]."""

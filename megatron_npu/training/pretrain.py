@@ -117,6 +117,7 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     Raises:
         UsageError: bad input; nothing has been written.
         DivergedError: the gradient is not a number any more.
+        ReplicasDifferError: data-parallel ranks hold different weights or gradients.
     """
     plugin.install()
     args = validation.check(args)
@@ -149,6 +150,7 @@ def train_chunks(
     Raises:
         UsageError: the checkpoint that the run is to go on from does not fit.
         DivergedError: the gradient is not a number any more.
+        ReplicasDifferError: data-parallel ranks hold different weights or gradients.
     """
     optimizer = model.optimizer(args, chunks)
     state = checkpoint.State(chunks, optimizer, model.schedule(args, optimizer))

@@ -30,6 +30,12 @@ def check(args: Namespace) -> None:
     divides(pipeline, "--pipeline-model-parallel-size", args.num_layers, "--num-layers")
     _sequence(args)
     _interleaving(args)
+    if args.check_weight_hash_across_dp_replicas_interval and args.fully_sharded:
+        raise UsageError(
+            f"--check-weight-hash-across-dp-replicas-interval with FSDP ({args.fully_sharded}'s)",
+            "replicas to compare: each rank has its own part of every weight there",
+            "Leave it out, or use the distributed optimizer.",
+        )
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise UsageError(
             "--overlap-param-gather",

@@ -72,6 +72,11 @@ def test_given_flags_are_left_as_they_are(flags, monkeypatch):
         ),
         ("--num-virtual-stages-per-pipeline-rank 2", 1, "--pipeline-model-parallel-size of at least 2"),
         ("--overlap-param-gather", 1, "--use-distributed-optimizer"),
+        (
+            "--fsdp-memory-optimization --check-weight-hash-across-dp-replicas-interval 1",
+            2,
+            "with FSDP .torch's.; expected replicas to compare",
+        ),
         ("--min-lr 1", 1, "--min-lr 1"),
         ("--lr-warmup-iters 6", 1, "--lr-warmup-iters 6"),
         ("--lr-warmup-iters 1 --lr-warmup-fraction 0.1", 1, "--lr-warmup-fraction"),

@@ -1,0 +1,165 @@
+"""Whether replicas hold the same: weights and gradients that data-parallel ranks must have bit for bit.
+
+A bit that flips in one rank's memory, a core that multiplies wrongly, a program that changes weights on one
+rank alone: nothing raises, and the replicas go apart from there on. Each rank sends a digest of 16 bytes;
+where they differ, those of all tensors follow, to name the first one and the ranks that have another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_T = TypeVar("_T")
+Named: TypeAlias = "Iterable[tuple[str, Tensor]]"
+
+
+class ReplicasDifferError(RuntimeError):
+    """Ranks that are to be copies of each other are none any more; going on would only train several models.
+
+    Args:
+        what: ``weight`` or ``gradient of``.
+        name: of the first tensor that differs.
+        ranks: of the whole job, grouped by what they hold; the largest group first.
+        others: how many further tensors differ.
+    """
+
+    def __init__(self, what: str, name: str, ranks: Sequence[Sequence[int]], others: int) -> None:
+        self.what, self.name, self.ranks, self.others = what, name, ranks, others
+        super().__init__(
+            f"the {what} {name} is not the same on all data-parallel ranks: {_sides(ranks)}"
+            f"{f'; so with {others} more' if others else ''}. A device or memory that computes wrongly, or a "
+            "program that changes one rank alone: test that machine, and go on from a checkpoint "
+            "of when they were the same."
+        )
+
+    def __reduce__(self) -> tuple[type[ReplicasDifferError], tuple[str, str, Sequence[Sequence[int]], int]]:
+        """Let ranks send it to each other."""
+        return type(self), (self.what, self.name, self.ranks, self.others)
+
+
+def _sides(ranks: Sequence[Sequence[int]]) -> str:
+    usual, *rest = ranks
+    if len(usual) == len(rest[0]):  # nobody knows which of them is right
+        return " and ".join(_few(side) for side in ranks) + " differ"
+    return f"{', '.join(map(_few, rest))} differ{'s' * (len(rest) == len(rest[0]) == 1)} from {_few(usual)}"
+
+
+def _few(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
+
+
+def require_equal(what: str, named: Named, group: dist.ProcessGroup | None = None) -> None:
+    """Check that all ranks of a group hold the same bits. All of them must call this.
+
+    Every tensor is brought to the host, one after the other, and hashed there (XXH3): exact, and the same on
+    every device.
+
+    Args:
+        what: ``weight`` or ``gradient of``.
+        named: of each tensor its name and it, in the same order on all ranks.
+        group: of the ranks; None: all.
+
+    Raises:
+        ReplicasDifferError: they do not, on every rank of the group.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    digests = {name: digest(tensor) for name, tensor in named}
+    if len(set(_gathered(_together(digests), group))) > 1:
+        _tell(what, _gathered(digests, group), _members(group))
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Return 16 bytes that depend on every bit of a tensor, of any shape and dtype, on any device."""
+    import xxhash
+
+    host: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_128_digest(host)
+
+
+def _together(digests: dict[str, bytes]) -> bytes:
+    import xxhash
+
+    return xxhash.xxh3_128_digest(b"".join(digests.values()))
+
+
+def _gathered(value: _T, group: dist.ProcessGroup | None) -> list[_T]:
+    result = [value] * dist.get_world_size(group)
+    dist.all_gather_object(result, value, group=group)
+    return result
+
+
+def _members(group: dist.ProcessGroup | None) -> list[int]:
+    return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+
+
+def _tell(what: str, digests: list[dict[str, bytes]], ranks: list[int]) -> None:
+    """Raise the error, from the digests of all tensors of each of ``ranks``."""
+    names = dict.fromkeys(name for each in digests for name in each)
+    differing = [name for name in names if len({each.get(name) for each in digests}) > 1]
+    first = [each.get(differing[0]) for each in digests]
+    sides = [
+        [rank for rank, held in zip(ranks, first, strict=True) if held == side]
+        for side, _ in Counter(first).most_common()
+    ]
+    raise ReplicasDifferError(what, differing[0], sides, len(differing) - 1)
+
+
+def check_megatron(chunks: Sequence[nn.Module]) -> None:
+    """Check the weights of a Megatron model. All ranks must call this, with parameters gathered.
+
+    Dense weights are the same on all ranks of data and context parallelism; an expert's on those of its own
+    data parallelism.
+
+    Args:
+        chunks: of this rank, wrapped in ``DistributedDataParallel`` or not.
+
+    Raises:
+        ReplicasDifferError: some differ.
+    """
+    _check_both("weight", [(name, p.data, p) for name, p in _parameters(chunks)])
+
+
+def check_megatron_gradients(chunks: Sequence[Any]) -> None:
+    """Check the reduced gradients of a Megatron model, before the optimizer's step.
+
+    With the distributed optimizer there is nothing to compare: each rank has the sum of its own part alone.
+
+    Args:
+        chunks: of this rank, each with ``ddp_config``.
+
+    Raises:
+        ReplicasDifferError: some differ.
+    """
+    if not any(chunk.ddp_config.use_distributed_optimizer for chunk in chunks):
+        found = [(name, _gradient(p), p) for name, p in _parameters(chunks)]
+        _check_both("gradient of", [(name, tensor, p) for name, tensor, p in found if tensor is not None])
+
+
+def _gradient(parameter: Any) -> Tensor | None:
+    return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+
+
+def _parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for number, chunk in enumerate(chunks):
+        place = f"chunk {number}: " if len(chunks) > 1 else ""
+        for name, parameter in chunk.named_parameters():
+            yield place + name.removeprefix("module.").removeprefix("module."), parameter
+
+
+def _check_both(what: str, found: Sequence[tuple[str, Tensor, nn.Parameter]]) -> None:
+    """Compare dense parameters and those of experts, each on the ranks that have them alike."""
+    from megatron.core import parallel_state
+
+    dense = [(name, tensor) for name, tensor, p in found if getattr(p, "allreduce", True)]
+    experts = [(name, tensor) for name, tensor, p in found if not getattr(p, "allreduce", True)]
+    require_equal(what, dense, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if experts:
+        require_equal(what, experts, parallel_state.get_expert_data_parallel_group())
