@@ -16,6 +16,7 @@ from megatron_npu.arg_parser import Number, Parser, integer, number, positive, w
 from megatron_npu.errors import UsageError
 from megatron_npu.switches import add_switches
 from megatron_npu.tokenization import flags
+from megatron_npu.training.checks import output
 
 Add = Callable[..., Any]
 
@@ -68,6 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser().parse_args(list(argv))
     _derive(args)
     _check(args)
+    output.sinks(args)
     return args
 
 
@@ -279,7 +281,8 @@ def _logging(add: Add) -> None:
     add(
         "--plot",
         action=argparse.BooleanOptionalAction,
-        help="a PNG of loss and learning rate (default: with --save, if matplotlib is installed)",
+        help="a PNG of loss and learning rate (default: with --save or --tensorboard-dir, if matplotlib is "
+        "installed)",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run says: lines, JSON lines for the dashboard, TensorBoard, a progress bar, a picture; from rank 0.
+"""What a training says: lines like Megatron's, and the same as JSON lines and TensorBoard's curves.
 
 The JSON lines are those of ``megatron-npu pretrain`` (``training.history`` reads both), with samples per
 second beside tokens, and metrics beside the loss of an evaluation.
@@ -7,22 +7,18 @@ second beside tokens, and metrics beside the loss of an evaluation.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
-import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from megatron_npu import devices
-from megatron_npu.training import history
-from megatron_npu.training.json_lines import JsonLines
+from megatron_npu.training.sinks import Sinks
 
 
-class Report:
-    """The sinks of a run, a context manager. On ranks other than 0 every method is silent.
+class Report(Sinks):
+    """What is reported of a run, on rank 0; a context manager.
 
     Args:
         args: the flags.
@@ -31,33 +27,9 @@ class Report:
     """
 
     def __init__(self, args: Namespace, iteration: int, ledger: Sequence[str]) -> None:
-        self.args = args
-        self.on_rank_0 = args.rank == 0
-        self.path = metrics_path(args) if self.on_rank_0 else None
-        self._lines = JsonLines(self.path)
-        self._iteration = iteration
-        self._board, self._bar = self._open_board(), self._open_bar(iteration)
-        self._begin(iteration, ledger)
-
-    def _open_board(self) -> Any:
-        if not self.on_rank_0 or not self.args.tensorboard_dir:
-            return None
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(devices.board_folder(self.args.tensorboard_dir))
-
-    def _open_bar(self, iteration: int) -> Any:
-        if not self.on_rank_0 or not (sys.stdout.isatty() and sys.stderr.isatty()):
-            return None
-        from tqdm import tqdm
-
-        return tqdm(total=self.args.train_iters, initial=iteration, unit="it", dynamic_ncols=True)
-
-    def _begin(self, iteration: int, ledger: Sequence[str]) -> None:
-        args = self.args
         names = ("world_size", "train_iters", "global_batch_size", "seq_length", "task")
         facts = {name: getattr(args, name) for name in names}
-        self.write("start", iteration, {"device": devices.current().title, **facts, "switches": [*ledger]})
+        super().__init__(args, iteration, {**facts, "switches": [*ledger]})
         for line in ledger:
             self.say(f" {line}")
         self.say(
@@ -74,36 +46,7 @@ class Report:
         if kind is not None:
             with contextlib.suppress(OSError):  # the disk may be full: that is what has to be told then
                 self.end(kind.__name__)
-        for sink in (self._board, self._bar):
-            if sink is not None:
-                sink.close()
-
-    def say(self, text: str) -> None:
-        """Print a line."""
-        if not self.on_rank_0:
-            return
-        if self._bar is not None:
-            self._bar.write(text)
-        else:
-            print(text, flush=True)
-
-    def tick(self) -> None:
-        """Move the bar by one iteration."""
-        if self._bar is not None:
-            self._bar.update()
-
-    def write(self, event: str, iteration: int, values: dict[str, Any]) -> None:
-        """Append one JSON object."""
-        self._iteration = iteration
-        if self.on_rank_0:
-            self._lines.write(event, iteration, values)
-
-    def scalars(self, iteration: int, values: Iterable[tuple[str, float | None]]) -> None:
-        """Give numbers to TensorBoard."""
-        if self._board is not None:
-            for name, value in values:
-                if value is not None:
-                    self._board.add_scalar(name, value, iteration)
+        self.close()
 
     def training(
         self,
@@ -181,42 +124,6 @@ class Report:
         self.say(f" test at iteration {iteration} | loss: {loss:.6E} |")
         self.write("test", iteration, {"loss": loss})
         self.scalars(iteration, [("loss test", loss)])
-
-    def draw(self) -> Path | None:
-        """Write the picture of the run up to here, if there is to be one; return its path.
-
-        A picture that cannot be written is no reason to end a run: that is said, and the run goes on.
-        """
-        if self.path is None or not self._draws():
-            return None
-        past = history.read(self.path)
-        path = Path(self.args.save or self.args.tensorboard_dir or self.path.parent) / "training.png"
-        if not past.losses:
-            return None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            history.draw(past, path)
-        except OSError as error:
-            self.say(f" {path} could not be written: {error.strerror}")
-            return None
-        return path
-
-    def _draws(self) -> bool:
-        if self.args.plot is None:
-            return bool(self.args.save) and importlib.util.find_spec("matplotlib") is not None
-        return self.args.plot
-
-    def end(self, reason: str) -> None:
-        """Note that the run has ended: why, or the kind of the error that ended it."""
-        self.write("end", self._iteration, {"ended_by": reason})
-
-
-def metrics_path(args: Namespace) -> Path | None:
-    """Return where the JSON lines go, None without a place for them."""
-    if args.json_log:
-        return Path(args.json_log)
-    directory = args.save or args.tensorboard_dir
-    return Path(directory) / "metrics.jsonl" if directory else None
 
 
 def _line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:

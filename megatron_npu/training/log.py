@@ -1,4 +1,4 @@
-"""What a run says: lines like Megatron's, JSON lines, TensorBoard, a progress bar; all from rank 0.
+"""What a pre-training says: lines like Megatron's, and the same as JSON lines and TensorBoard's curves.
 
 Between two log events a step costs two Python appends: losses stay on the device, and one reduction for the
 whole interval (``loss.means``) brings them together.
@@ -9,19 +9,18 @@ from __future__ import annotations
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_npu import devices
-from megatron_npu.training import flops, history
+from megatron_npu.training import flops
 from megatron_npu.training.expert_losses import LOSSES
-from megatron_npu.training.json_lines import JsonLines
 from megatron_npu.training.samples import Text
+from megatron_npu.training.sinks import Sinks
 
 
 @dataclass
@@ -39,8 +38,8 @@ class Interval:
     skipped: int = 0
 
 
-class Log:
-    """The sinks of a run. On ranks other than 0 every method is silent.
+class Log(Sinks):
+    """What is reported of a run, on rank 0.
 
     Args:
         args: what ``validation.check`` returned.
@@ -48,47 +47,8 @@ class Log:
     """
 
     def __init__(self, args: Namespace, iteration: int) -> None:
-        self.args = args
-        self.on_rank_0 = args.rank == 0
-        self.path = metrics_path(args) if self.on_rank_0 else None
-        self._reader = None if self.path is None else history.Reader(self.path)
-        self._board = self._bar = None
-        self._lines = JsonLines(self.path)
-        if self.on_rank_0 and args.tensorboard_dir:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(devices.board_folder(args.tensorboard_dir))
-        if self.on_rank_0 and sys.stdout.isatty() and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=args.train_iters, initial=iteration, unit="it", dynamic_ncols=True)
-        self._iteration = iteration
-        self.write("start", iteration, _of_the_run(args))
-
-    def say(self, text: str) -> None:
-        """Print a line."""
-        if not self.on_rank_0:
-            return
-        if self._bar is not None:
-            self._bar.write(text)
-        else:
-            print(text, flush=True)
-
-    def tick(self) -> None:
-        """Move the bar by one iteration."""
-        if self._bar is not None:
-            self._bar.update()
-
-    def write(self, event: str, iteration: int, values: dict[str, Any]) -> None:
-        """Append one JSON object: the event, its iteration and values; numbers that are not are null."""
-        self._iteration = iteration
-        self._lines.write(event, iteration, values)
-
-    def scalars(self, iteration: int, values: Iterable[tuple[str, float]]) -> None:
-        """Give numbers to TensorBoard."""
-        if self._board is not None:
-            for name, value in values:
-                self._board.add_scalar(name, value, iteration)
+        names = ("world_size", "train_iters", "global_batch_size", "seq_length")
+        super().__init__(args, iteration, {name: getattr(args, name) for name in names})
 
     def training(
         self,
@@ -143,7 +103,7 @@ class Log:
             *(of_experts or {}),
         )
         named = ((name.replace("_", "-"), row[name]) for name in names)
-        self.scalars(iteration, [(name, value) for name, value in named if value is not None])
+        self.scalars(iteration, named)
 
     def validation(self, iteration: int, loss: float, trained: float | None = None) -> None:
         """Report an evaluation.
@@ -184,52 +144,6 @@ class Log:
         )
         self.write("test", iteration, {"loss": loss, "perplexity": perplexity})
         self.scalars(iteration, [("lm loss test", loss), ("lm loss test perplexity", perplexity)])
-
-    def past(self) -> history.History:
-        """Return what has been logged of the run and of those that it went on from; empty without a file."""
-        if self._reader is None:
-            return history.History()
-        self._reader.update()
-        return self._reader.history
-
-    def draw(self) -> Path | None:
-        """Write the picture of the run up to here, if there is to be one; return its path.
-
-        A picture that cannot be written is no reason to end a run: that is said, and the run goes on.
-        """
-        if not self.args.plot or not (past := self.past()).losses:
-            return None
-        path = Path(self.args.save or self.args.tensorboard_dir) / "training.png"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            history.draw(past, path)
-        except OSError as error:
-            self.say(f" {path} could not be written: {error.strerror}")
-            return None
-        return path
-
-    def end(self, reason: str) -> None:
-        """Note that the run has ended: why, or the kind of the error that ended it."""
-        self.write("end", self._iteration, {"ended_by": reason})
-
-    def close(self) -> None:
-        """Close the sinks."""
-        for sink in (self._board, self._bar):
-            if sink is not None:
-                sink.close()
-
-
-def metrics_path(args: Namespace) -> Path | None:
-    """Return where the JSON lines go, None without a place for them."""
-    if args.json_log:
-        return Path(args.json_log)
-    directory = args.save or args.tensorboard_dir
-    return Path(directory) / "metrics.jsonl" if directory else None
-
-
-def _of_the_run(args: Namespace) -> dict[str, Any]:
-    names = ("world_size", "train_iters", "global_batch_size", "seq_length")
-    return {"device": devices.current().title, **{name: getattr(args, name) for name in names}}
 
 
 def _printable(text: str) -> str:

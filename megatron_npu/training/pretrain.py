@@ -26,6 +26,7 @@ from megatron_npu.training import (
     loop,
     model,
     save_folder,
+    sinks,
     validation,
 )
 from megatron_npu.training.dashboard.process import shown
@@ -175,7 +176,7 @@ def train_chunks(
 @contextlib.contextmanager
 def _dashboard(args: Namespace) -> Iterator[None]:
     """Have the page of the run served inside the block, if the flags ask for it."""
-    metrics = log.metrics_path(args)
+    metrics = sinks.metrics_path(args)
     if args.dashboard is None or args.rank or metrics is None:
         yield
         return

@@ -15,7 +15,22 @@ from megatron_npu.web.address import require_packages
 
 
 def logging(args: Namespace) -> None:
-    """Check that what writes TensorBoard's files and the plot is installed.
+    """Check that what a run writes its numbers with is installed, and that they have a place.
+
+    Raises:
+        UsageError: they have none.
+    """
+    sinks(args)
+    if args.dashboard is not None:
+        if not (args.json_log or args.save or args.tensorboard_dir):
+            raise UsageError(
+                "--dashboard", "--save, --tensorboard-dir or --json-log, whose numbers it shows", "Add one."
+            )
+        require_packages("--dashboard")
+
+
+def sinks(args: Namespace) -> None:
+    """Check that what writes TensorBoard's files and the plot is installed; fill in whether there is one.
 
     Raises:
         UsageError: it is not, or the plot has no place.
@@ -29,12 +44,6 @@ def logging(args: Namespace) -> None:
     if args.plot and not (args.save or args.tensorboard_dir):
         raise UsageError("--plot", "--save or --tensorboard-dir, into which it goes", "Add one.")
     derive.plot(args)
-    if args.dashboard is not None:
-        if not (args.json_log or args.save or args.tensorboard_dir):
-            raise UsageError(
-                "--dashboard", "--save, --tensorboard-dir or --json-log, whose numbers it shows", "Add one."
-            )
-        require_packages("--dashboard")
 
 
 def checkpoints(args: Namespace) -> None:
