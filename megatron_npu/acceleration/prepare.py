@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -182,16 +183,7 @@ def prepare(
         clip_grad: the largest norm of the gradients; 0 leaves them as they are.
     """
     before = dict(model.named_parameters())
-    ledger: list[str] = []
-    if switches.lora_rank:
-        model, line = adapt(model, switches.lora_rank)
-        ledger.append(line)
-    if switches.fused_ops:
-        ledger.extend(f"fused ops: {line}" for line in swap(model).lines())
-    if switches.checkpoint_activations:
-        ledger.append(checkpoint_activations(model))
-    if switches.graph_optimization:
-        ledger.append(compile_blocks(model, dynamic=switches.dynamic_shape))
+    model, ledger = _changed_within(model, switches)
     wrapped, module, line = _distribute(model, switches, device)
     ledger.append(line)
     if switches.mixed_precision:
@@ -201,14 +193,9 @@ def prepare(
     if main_weights is not None:
         ledger.append(line)
         weights = main_weights.named
-    if isinstance(optimizer_fn, torch.optim.Optimizer):
-        optimizer = optimizer_fn
-        rebind(optimizer, before, weights)
-    elif optimizer_fn is None:
-        groups = decayed_and_not(list(weights.values()), weight_decay)
-        optimizer = FusedAdam(groups, lr=lr, betas=betas, eps=eps)
-    else:
-        optimizer = optimizer_fn(list(weights.values()))
+    if optimizer_fn is None:
+        optimizer_fn = functools.partial(_adam, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+    optimizer = _optimizer(optimizer_fn, before, weights)
     if main_weights is not None:
         main_weights.follow(optimizer)
     if isinstance(lr_scheduler_fn, LRScheduler) or lr_scheduler_fn is None:
@@ -228,6 +215,45 @@ def prepare(
         loss_scale=LossScale() if switches.mixed_precision == "fp16" else None,
         ledger=ledger,
     )
+
+
+def _changed_within(model: nn.Module, switches: Switches) -> tuple[nn.Module, list[str]]:
+    """Return the model with what changes its layers, before it is shared out; and a line for each."""
+    ledger: list[str] = []
+    if switches.lora_rank:
+        model, line = adapt(model, switches.lora_rank)
+        ledger.append(line)
+    if switches.fused_ops:
+        ledger.extend(f"fused ops: {line}" for line in swap(model).lines())
+    if switches.checkpoint_activations:
+        ledger.append(checkpoint_activations(model))
+    if switches.graph_optimization:
+        ledger.append(compile_blocks(model, dynamic=switches.dynamic_shape))
+    return model, ledger
+
+
+def _optimizer(
+    given: OptimizerFn | torch.optim.Optimizer,
+    before: dict[str, nn.Parameter],
+    weights: dict[str, nn.Parameter],
+) -> torch.optim.Optimizer:
+    """Return the optimizer of the weights that are trained; one that has been made already is bound to them.
+
+    Args:
+        given: the optimizer, or what makes it.
+        before: the parameters by their names, as they were when it was made.
+        weights: those that it is to step.
+    """
+    if isinstance(given, torch.optim.Optimizer):
+        rebind(given, before, weights)
+        return given
+    return given(list(weights.values()))
+
+
+def _adam(
+    parameters: Iterable[nn.Parameter], *, weight_decay: float, **options: Any
+) -> torch.optim.Optimizer:
+    return FusedAdam(decayed_and_not(list(parameters), weight_decay), **options)
 
 
 def _distribute(

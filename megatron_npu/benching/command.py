@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     prepared = plan(args, Machine.here())
     for line in prepared.said:
         print(line, flush=True)
-    report = _report(prepared)
+    report = Report(prepared, dict(_versions()), [Row(scheme) for scheme in prepared.suite.schemes])
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
         for row in report.rows:
@@ -47,22 +47,6 @@ def main(argv: Sequence[str]) -> int:
         raise KeyboardInterrupt(f"; {done} of {len(report.rows)} rows are measured") from None
     print(f"\n{report.markdown()}", end="", flush=True)
     return int(any(row.outcome is not None and row.outcome.kind == ranks.FAILED for row in report.rows))
-
-
-def _report(of: Plan) -> Report:
-    return Report(
-        of.suite,
-        of.size,
-        of.machine,
-        of.ranks,
-        of.micro_batch_size,
-        of.global_batch_size,
-        of.steps,
-        of.repeat,
-        of.mixed_precision,
-        dict(_versions()),
-        [Row(scheme) for scheme in of.suite.schemes],
-    )
 
 
 def _versions() -> list[tuple[str, str]]:

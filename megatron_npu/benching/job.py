@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from megatron_npu.benching.schemes import Printed, Scheme
 from megatron_npu.benching.sizes import Size
@@ -12,23 +13,20 @@ from megatron_npu.switches import Switches
 WARM_UP = 3  # steps before the first that counts: optimizer states, graphs, allocators
 
 
-@dataclass(frozen=True)
-class Job:
-    """One row of a table, on this machine.
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all rows of a table have in common.
 
     Attributes:
-        workload: as in ``Suite``.
-        scheme, size: of the row.
+        size: of the model.
         ranks: processes, one for each device.
         micro_batch_size, global_batch_size: samples of one forward pass on one rank; of one step on all.
         steps, repeat: so many steps are timed together, so many times.
         mixed_precision: what "mixed" means, ``bf16`` or ``fp16``.
-        memory_limit: bytes that a rank may have; None: what the device has.
         seed: of weights, tokens and dropout.
+        memory_limit: bytes that a rank may have; None: what the device has.
     """
 
-    workload: str
-    scheme: Scheme
     size: Size
     ranks: int
     micro_batch_size: int
@@ -36,8 +34,25 @@ class Job:
     steps: int
     repeat: int
     mixed_precision: str = "bf16"
-    memory_limit: int | None = None
     seed: int = 1234
+    memory_limit: int | None = None
+
+    def setting(self) -> dict[str, Any]:
+        """Return these values by their names."""
+        return {field.name: getattr(self, field.name) for field in fields(Setting)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Setting):
+    """One row of a table, on this machine.
+
+    Attributes:
+        workload: as in ``Suite``.
+        scheme: of the row.
+    """
+
+    workload: str
+    scheme: Scheme
 
     @property
     def steps_in_all(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_npu.arg_parser import Unfit
 from megatron_npu.benching import estimate
-from megatron_npu.benching.job import Job
+from megatron_npu.benching.job import Job, Setting
 from megatron_npu.benching.machine import Machine
 from megatron_npu.benching.ranks import NA, OOM, Outcome
 from megatron_npu.benching.schemes import SUITES, Scheme, Suite
@@ -23,45 +23,24 @@ _DOCUMENTED_DEVICES = 4
 _SHARE = 0.8  # of the available memory of the host
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is to be measured.
+@dataclass(frozen=True, kw_only=True)
+class Plan(Setting):
+    """What is to be measured; ``memory_limit`` as it was given.
 
     Attributes:
-        suite, size, machine: as in ``Report``.
-        ranks, micro_batch_size, global_batch_size, steps, repeat, mixed_precision, seed: as in ``Job``.
-        memory_limit: as it was given.
+        suite: whose rows.
+        machine: where.
         said: lines about what was chosen by itself.
     """
 
     suite: Suite
-    size: Size
     machine: Machine
-    ranks: int
-    micro_batch_size: int
-    global_batch_size: int
-    steps: int
-    repeat: int
-    mixed_precision: str
-    seed: int
-    memory_limit: int | None
-    said: tuple[str, ...]
+    said: tuple[str, ...] = ()
 
     def job(self, scheme: Scheme) -> Job:
         """Return what the ranks of a row are to train, with the memory that each may have now."""
-        return Job(
-            self.suite.workload,
-            scheme,
-            self.size,
-            self.ranks,
-            self.micro_batch_size,
-            self.global_batch_size,
-            self.steps,
-            self.repeat,
-            self.mixed_precision,
-            self._limit(),
-            self.seed,
-        )
+        setting = self.setting() | {"memory_limit": self._limit()}
+        return Job(workload=self.suite.workload, scheme=scheme, **setting)
 
     def _limit(self) -> int | None:
         """Return the bytes of a rank; None: the device sees to it."""
@@ -142,18 +121,18 @@ def plan(args: Namespace, machine: Machine) -> Plan:
             "Change one of the three.",
         )
     return Plan(
-        suite,
-        _size(args, suite),
-        machine,
-        ranks,
-        micro,
-        whole,
-        args.steps,
-        args.repeat,
-        args.mixed_precision,
-        args.seed,
-        args.memory_limit,
-        tuple(said),
+        suite=suite,
+        machine=machine,
+        said=tuple(said),
+        size=_size(args, suite),
+        ranks=ranks,
+        micro_batch_size=micro,
+        global_batch_size=whole,
+        steps=args.steps,
+        repeat=args.repeat,
+        mixed_precision=args.mixed_precision,
+        seed=args.seed,
+        memory_limit=args.memory_limit,
     )
 
 

@@ -19,12 +19,12 @@ def draw(report: Report, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = report.rows
+    rows, plan = report.rows, report.plan
     figure = Figure(figsize=(10, 1.2 + 0.45 * len(rows)), layout="constrained")
     throughput, memory = figure.subplots(1, 2, sharey=True)
     for place, row in enumerate(rows):
         if row.is_measured:
-            if not report.machine.simulated:
+            if not plan.machine.simulated:
                 throughput.barh(place, row.throughput, xerr=row.deviation, color="tab:blue", capsize=3)
             memory.barh(place, row.peak, color="tab:orange")
             continue
@@ -33,9 +33,9 @@ def draw(report: Report, path: Path) -> None:
             axes.text(0.01, place, word, transform=axes.get_yaxis_transform(), va="center")
     throughput.set_yticks(range(len(rows)), [row.scheme.name for row in rows])
     throughput.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
-    throughput.set_xlabel("samples per second" + " (simulated: left out)" * report.machine.simulated)
+    throughput.set_xlabel("samples per second" + " (simulated: left out)" * plan.machine.simulated)
     memory.set_xlabel("peak memory of the largest rank (MB)")
-    figure.suptitle(f"{report.suite.name}: {report.size.name} on {report.ranks} x {report.machine.device}")
+    figure.suptitle(f"{plan.suite.name}: {plan.size.name} on {plan.ranks} x {plan.machine.device}")
     for axes in (throughput, memory):
         axes.grid(axis="x", alpha=0.3)
     with files.writing(path) as stream:

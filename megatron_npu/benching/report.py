@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from megatron_npu.benching.job import WARM_UP
-from megatron_npu.benching.machine import Machine
+from megatron_npu.benching.plan import Plan
 from megatron_npu.benching.ranks import MEASURED, Outcome
-from megatron_npu.benching.schemes import Scheme, Suite
-from megatron_npu.benching.sizes import Size
+from megatron_npu.benching.schemes import Scheme
 
 MB = 1 << 20
 LEFT_OUT = "-"
@@ -68,23 +67,14 @@ class Report:
     """A table in the making.
 
     Attributes:
-        suite, size, machine: what is measured, and where.
-        ranks, micro_batch_size, global_batch_size, steps, repeat, mixed_precision: as in ``Job``.
+        plan: what is measured, and where.
         versions: of the packages that train.
         rows: in the document's order.
     """
 
-    suite: Suite
-    size: Size
-    machine: Machine
-    ranks: int
-    micro_batch_size: int
-    global_batch_size: int
-    steps: int
-    repeat: int
-    mixed_precision: str
+    plan: Plan
     versions: dict[str, str]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Row]
 
     @property
     def parameters(self) -> int | None:
@@ -95,41 +85,42 @@ class Report:
         """Return head, table, comparison with the document, and footnotes."""
         footnotes = Footnotes()
         tables = [self._table(footnotes), self._comparison()]
-        notes = [f"- {note}" for note in self.machine.notes(self.ranks, self.mixed_precision)]
-        head = [f"## {self.suite.name}", "\n".join(self._head())]
+        notes = [f"- {note}" for note in self.plan.machine.notes(self.plan.ranks, self.plan.mixed_precision)]
+        head = [f"## {self.plan.suite.name}", "\n".join(self._head())]
         return "\n\n".join(filter(None, [*head, *tables, footnotes.text(), "\n".join(notes)])) + "\n"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything, as JSON knows it."""
+        plan = self.plan
         return {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "suite": self.suite.name,
-            "model": asdict(self.size),
+            "suite": plan.suite.name,
+            "model": asdict(plan.size),
             "parameters": self.parameters,
-            "devices": self.ranks,
-            "device": self.machine.device,
+            "devices": plan.ranks,
+            "device": plan.machine.device,
             "hardware": self._hardware(),
-            "cores": self.machine.cores,
-            "load": round(self.machine.load, 2),
-            "micro_batch_size": self.micro_batch_size,
-            "global_batch_size": self.global_batch_size,
-            "steps": self.steps,
-            "repeat": self.repeat,
+            "cores": plan.machine.cores,
+            "load": round(plan.machine.load, 2),
+            "micro_batch_size": plan.micro_batch_size,
+            "global_batch_size": plan.global_batch_size,
+            "steps": plan.steps,
+            "repeat": plan.repeat,
             "warm_up_steps": WARM_UP,
-            "mixed_precision": self.mixed_precision,
+            "mixed_precision": plan.mixed_precision,
             "versions": self.versions,
-            "notes": self.machine.notes(self.ranks, self.mixed_precision),
+            "notes": plan.machine.notes(plan.ranks, plan.mixed_precision),
             "rows": [self._row(row) for row in self.rows],
         }
 
     def _row(self, row: Row) -> dict[str, Any]:
-        named = dict(zip(self.suite.columns, row.scheme.cells, strict=True))
+        named = dict(zip(self.plan.suite.columns, row.scheme.cells, strict=True))
         if row.outcome is None:
             return {**named, "outcome": "not measured"}
         values: dict[str, Any] = {**named, "outcome": row.outcome.kind}
         if not row.is_measured:
             return values | {"reason": row.outcome.reason}
-        if not self.machine.simulated:
+        if not self.plan.machine.simulated:
             values |= {
                 "samples_per_second": round(row.throughput, 4),
                 "standard_deviation": round(row.deviation, 4),
@@ -146,24 +137,24 @@ class Report:
         return next((row.outcome.device for row in self.rows if row.outcome and row.is_measured), "")
 
     def _head(self) -> Iterator[str]:
-        size, hardware = self.size, self._hardware()
+        plan, size, hardware = self.plan, self.plan.size, self._hardware()
         counted = "" if self.parameters is None else f": {self.parameters} parameters"
         software = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        yield f"{self.suite.title[0].upper()}{self.suite.title[1:]}.\n"
+        yield f"{plan.suite.title[0].upper()}{plan.suite.title[1:]}.\n"
         yield (
             f"- {size.name}: {size.layers} layers x {size.hidden} channels x {size.heads} heads, "
             f"{size.seq_length} tokens, vocabulary {size.vocabulary}{counted}"
         )
-        yield f"- {self.ranks} x {self.machine.device}{f' ({hardware})' if hardware else ''}; {software}"
+        yield f"- {plan.ranks} x {plan.machine.device}{f' ({hardware})' if hardware else ''}; {software}"
         yield (
-            f"- micro batch {self.micro_batch_size}, global batch {self.global_batch_size}; "
-            f"{self.repeat} x {self.steps} steps after {WARM_UP} that do not count; mixed is "
-            f"{self.mixed_precision}"
+            f"- micro batch {plan.micro_batch_size}, global batch {plan.global_batch_size}; "
+            f"{plan.repeat} x {plan.steps} steps after {WARM_UP} that do not count; mixed is "
+            f"{plan.mixed_precision}"
         )
 
     def _table(self, footnotes: Footnotes) -> str:
-        head = [*self.suite.columns, "throughput (samples/s)", "peak memory (MB)"]
-        if self.machine.is_host:
+        head = [*self.plan.suite.columns, "throughput (samples/s)", "peak memory (MB)"]
+        if self.plan.machine.is_host:
             head.append("processor time (ms/sample)")
         return aligned([head, *(self._cells(row, footnotes) for row in self.rows)])
 
@@ -174,7 +165,9 @@ class Report:
         if outcome is None:
             return self._cut([*others, last + mark, *["not measured"] * 3])
         if row.is_measured:
-            told = LEFT_OUT if self.machine.simulated else f"{row.throughput:.2f} +/- {row.deviation:.2f}"
+            told = (
+                LEFT_OUT if self.plan.machine.simulated else f"{row.throughput:.2f} +/- {row.deviation:.2f}"
+            )
             used = LEFT_OUT if row.processor is None else f"{row.processor:.1f}"
             return self._cut([*others, last + mark, told, f"{row.peak:.0f}", used])
         word = outcome.kind + footnotes.mark(outcome.reason)
@@ -182,7 +175,7 @@ class Report:
 
     def _cut(self, cells: list[str]) -> list[str]:
         """Leave the time of processors out where they do not compute."""
-        return cells if self.machine.is_host else cells[:-1]
+        return cells if self.plan.machine.is_host else cells[:-1]
 
     def _comparison(self) -> str:
         """Return how each row stands to the first that the document has numbers of; here, and there."""
@@ -191,7 +184,7 @@ class Report:
             return ""
         of = f"times {base.scheme.name}"
         head = [
-            *self.suite.columns,
+            *self.plan.suite.columns,
             f"throughput, {of}: document",
             "here",
             f"peak, {of}: document",
@@ -207,7 +200,7 @@ class Report:
 
     def _ratios(self, row: Row, base: Row) -> list[str]:
         printed, first = row.scheme.printed, base.scheme.printed
-        faster = LEFT_OUT if self.machine.simulated else f"{row.throughput / base.throughput:.2f}"
+        faster = LEFT_OUT if self.plan.machine.simulated else f"{row.throughput / base.throughput:.2f}"
         return [
             _over(printed.throughput, first.throughput) or printed.word or LEFT_OUT,
             faster,
@@ -225,7 +218,7 @@ class Report:
             )
             return f"{there}; peak {_side(lower)} here"
         said = {"peak": _same(printed.peak / first.peak, lower, SLIGHT)}
-        if not self.machine.simulated and printed.throughput and first.throughput:
+        if not self.plan.machine.simulated and printed.throughput and first.throughput:
             noise = 2 * math.hypot(row.uncertainty, base.uncertainty)
             faster = row.throughput / base.throughput
             said["throughput"] = _same(printed.throughput / first.throughput, faster, noise)

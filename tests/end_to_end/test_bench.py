@@ -33,7 +33,8 @@ def _on_the_cpu(monkeypatch):
 def job(vocabulary: int = 256, **values) -> Job:
     size = GPT.size("2x32x4", seq_length=16, vocabulary=vocabulary)
     suite = SUITES["3d"]
-    return Job(suite.workload, suite.schemes[0], size, 1, 1, 1, 1, 2, **values)
+    alone = {"ranks": 1, "micro_batch_size": 1, "global_batch_size": 1, "steps": 1, "repeat": 2}
+    return Job(workload=suite.workload, scheme=suite.schemes[0], size=size, **(alone | values))
 
 
 def rows_alone(monkeypatch, suite: str, rows: slice) -> None:

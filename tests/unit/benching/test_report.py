@@ -10,6 +10,7 @@ import pytest
 
 from megatron_npu.benching import plot
 from megatron_npu.benching.machine import Machine
+from megatron_npu.benching.plan import Plan
 from megatron_npu.benching.ranks import FAILED, MEASURED, NA, OOM, Outcome
 from megatron_npu.benching.report import Report, Row, aligned
 from megatron_npu.benching.schemes import SUITES, Scheme
@@ -30,8 +31,17 @@ def report(*outcomes: Outcome | None, machine: Machine = CPU, suite: str = "3d")
     rows = [Row(scheme) for scheme in SUITES[suite].schemes]
     for row, outcome in zip(rows, outcomes, strict=False):
         row.outcome = outcome
-    size = GPT.size("gpt-tiny")
-    return Report(SUITES[suite], size, machine, 2, 1, 2, 20, 5, "bf16", {"torch": "2"}, rows)
+    plan = Plan(
+        suite=SUITES[suite],
+        machine=machine,
+        size=GPT.size("gpt-tiny"),
+        ranks=2,
+        micro_batch_size=1,
+        global_batch_size=2,
+        steps=20,
+        repeat=5,
+    )
+    return Report(plan, {"torch": "2"}, rows)
 
 
 def test_mean_and_deviation_of_the_repeats():

@@ -20,7 +20,14 @@ def job(suite: str, row: int, size: str, ranks: int = 4, **values) -> Job:
     found = SUITES[suite]
     micro = found.micro_batch_size
     whole = Job(
-        found.workload, found.schemes[row], found.family.size(size), ranks, micro, micro * ranks, 20, 5
+        workload=found.workload,
+        scheme=found.schemes[row],
+        size=found.family.size(size),
+        ranks=ranks,
+        micro_batch_size=micro,
+        global_batch_size=micro * ranks,
+        steps=20,
+        repeat=5,
     )
     return replace(whole, **values)
 
