@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.acceleration import data_flags, ranks
+from megatron_npu.acceleration import data_flags, ranks, tasks
 from megatron_npu.arg_parser import Number, Parser, integer, number, positive, whole
 from megatron_npu.errors import UsageError
 from megatron_npu.switches import add_switches
@@ -20,15 +20,6 @@ from megatron_npu.training.checks import output
 
 Add = Callable[..., Any]
 
-TASKS = (
-    "sequence_classification",
-    "token_classification",
-    "question_answering",
-    "causal_lm",
-    "masked_lm",
-    "seq2seq",
-    "pretraining",
-)
 _TOKENIZERS = (
     "HuggingFaceTokenizer",
     "BertWordPieceLowerCase",
@@ -120,7 +111,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.task is None and args.user_script is None:
         raise UsageError(
             "neither --task nor --user-script",
-            f"a task ({', '.join(TASKS)}), or a script with a template",
+            f"a task ({', '.join(tasks.NAMES)}), or a script with a template",
             "See `megatron-npu train --help`.",
         )
     if args.user_script is None:
@@ -153,7 +144,7 @@ def _refuse_blanks(argv: Sequence[str]) -> None:
 
 
 def _task(add: Add) -> None:
-    add("--task", choices=TASKS, help="what the model is to learn")
+    add("--task", choices=tasks.NAMES, help="what the model is to learn")
     add(
         "--user-script",
         metavar="FILE",

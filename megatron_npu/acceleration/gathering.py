@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-IGNORED = -100  # the index that losses and metrics leave out
+from megatron_npu.acceleration.labels import IGNORED
 
 
 def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:

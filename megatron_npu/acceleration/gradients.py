@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_npu.ops.multi_tensor import group_by_dtypes, multi_tensor_l2norm
+from megatron_npu.ops.multi_tensor import group_by_dtypes, local_parts, multi_tensor_l2norm
 
 
 def norm_of(gradients: list[Tensor], device: torch.device) -> float:
@@ -18,15 +19,15 @@ def norm_of(gradients: list[Tensor], device: torch.device) -> float:
     inf or nan if a gradient has one. ``device`` is where ranks can exchange a number.
     """
     whole = _squares([gradient for gradient in gradients if not isinstance(gradient, DTensor)], device)
-    shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
-    if dist.is_initialized() and any(isinstance(gradient, DTensor) for gradient in gradients):
-        parts = _squares(shards, device)
+    shards = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    if dist.is_initialized() and shards:
+        parts = _squares(local_parts(shards), device)
         dist.all_reduce(parts)
         whole += parts
     return math.sqrt(whole.item())
 
 
-def _squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all values, fp32 ``[]`` on ``device``."""
     total = torch.zeros((), device=device)
     for (bunch,) in group_by_dtypes((tensor,) for tensor in tensors if tensor.numel()):
@@ -42,7 +43,6 @@ def clip(norm: float, largest: float) -> float:
 
 def scale(gradients: list[Tensor], factor: float) -> None:
     """Multiply the gradients in place."""
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     if factor != 1.0:
-        for (bunch,) in group_by_dtypes((tensor,) for tensor in local if tensor.numel()):
+        for (bunch,) in group_by_dtypes((tensor,) for tensor in local_parts(gradients) if tensor.numel()):
             torch._foreach_mul_(bunch, factor)

@@ -11,6 +11,7 @@ from megatron_npu.errors import UsageError
 if TYPE_CHECKING:
     from datasets import Dataset
 
+IGNORED = -100  # of a position that has none, as torch's and Transformers' losses have it
 HIDDEN = -1  # what the hub's data sets have for labels that are not given away
 
 

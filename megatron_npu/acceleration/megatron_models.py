@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from megatron_npu.acceleration.templates import PreTrainer
 
 _MODEL = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings".split()
+_OF_FLAGS = (  # what of a template's configuration the flags decide
+    "bf16 fp16 params_dtype pipeline_dtype deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm "
+    "gradient_accumulation_fusion recompute_granularity recompute_method recompute_num_layers"
+).split()
 _SCRIPTS = "megatron_npu.acceleration.megatron_scripts"
 _driver: list[Namespace] = []  # the flags of the embedded driver while a run of this process lasts
 
@@ -151,9 +155,7 @@ def train(
 def _complete(args: Namespace, config: TransformerConfig) -> None:
     """Give a template's configuration what the flags say of precision, recomputation and stages."""
     ours = model.transformer_config(args)
-    for name in (
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"),
-    ):
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"):
         own, asked = getattr(config, name), getattr(ours, name)
         if own != asked:
             raise UsageError(
@@ -161,11 +163,7 @@ def _complete(args: Namespace, config: TransformerConfig) -> None:
                 "the same in both",
                 "Make it by megatron_config(), or change the flag.",
             )
-    for name in (
-        *("bf16", "fp16", "params_dtype", "pipeline_dtype", "deallocate_pipeline_outputs"),
-        *("overlap_p2p_comm", "batch_p2p_comm", "gradient_accumulation_fusion"),
-        *("recompute_granularity", "recompute_method", "recompute_num_layers"),
-    ):
+    for name in _OF_FLAGS:
         setattr(config, name, getattr(ours, name))
 
 

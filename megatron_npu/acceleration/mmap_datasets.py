@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_npu.acceleration import state
+from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import indexed_dataset
 from megatron_npu.tokenization import bert_wordpiece
@@ -25,10 +26,10 @@ from megatron_npu.training import data, tokenizers
 from megatron_npu.training.checks import machine
 from megatron_npu.training.sources import PARTS, blend, sizes_of_parts, split_shares
 
-IGNORED = -100  # the label of a position that has none, as Transformers' losses have it
 _MAX_NGRAM = 3  # words that are masked together at most, as Megatron's pretrain_bert.py has it
 
 Prefix = str | Sequence[str]
+Found = list[tuple[str, indexed_dataset.DatasetSummary]]  # prefixes, and what is there
 Parts = tuple[Dataset | None, Dataset | None, Dataset | None]
 
 
@@ -147,21 +148,15 @@ def build_train_valid_test_datasets_for_huggingface(
         BERTMaskedWordPieceDatasetConfig,
     )
 
-    args = state.get_args()
-    pieces = word_pieces(args)
-    weights, prefixes = _prefixes(data_prefix, data_impl, pieces.vocab_size)
-    for prefix in prefixes:
-        found = indexed_dataset.validate(prefix)
+    pieces = word_pieces(state.get_args())
+    weights, found = _validated(data_prefix, data_impl, pieces.vocab_size)
+    for prefix, summary in found:
         if binary_head:
-            _require_sentences(prefix, found)
-        _require_parts(prefix, found.documents, splits_string, train_valid_test_num_samples)
+            _require_sentences(prefix, summary)
+        _require_parts(prefix, summary.documents, splits_string, train_valid_test_num_samples)
     _require_probability("--mask-prob", masked_lm_prob)
     config = BERTMaskedWordPieceDatasetConfig(
-        random_seed=seed,
-        sequence_length=max_seq_length,
-        blend=(prefixes, weights),
-        split=splits_string,
-        path_to_cache=getattr(args, "data_cache_path", None),
+        **_common(seed, max_seq_length, found, weights, splits_string),
         tokenizer=pieces,
         masking_probability=masked_lm_prob,
         short_sequence_probability=short_seq_prob,
@@ -306,22 +301,17 @@ def _windows(
 
     args = state.get_args()
     tokenizer = tokenizers.DatasetTokenizer(tokenizers.build(args))
-    weights, prefixes = _prefixes(data_prefix, data_impl, tokenizer.vocab_size)
-    for prefix in prefixes:
-        found = indexed_dataset.validate(prefix)
-        _require_parts(prefix, found.sequences, split, sizes)
-        if found.sequences > found.documents and args.rank == 0:
+    weights, found = _validated(data_prefix, data_impl, tokenizer.vocab_size)
+    for prefix, summary in found:
+        _require_parts(prefix, summary.sequences, split, sizes)
+        if summary.sequences > summary.documents and args.rank == 0:
             print(
                 f"megatron_npu: {prefix} is split into sentences, which megatron-core's windows take in any "
                 "order; data without --split-sentences keep documents whole",
                 flush=True,
             )
     config = GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=length,
-        blend=(prefixes, weights),
-        split=split,
-        path_to_cache=getattr(args, "data_cache_path", None),
+        **_common(seed, length, found, weights, split),
         tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -331,16 +321,25 @@ def _windows(
     return data.build(GPTDataset, sizes, config)
 
 
-def _prefixes(given: Prefix, data_impl: str, vocab_size: int) -> tuple[list[float] | None, list[str]]:
-    """Return weights, or None, and prefixes, whose files are sound and of this vocabulary."""
+def _common(seed: int, length: int, found: Found, weights: list[float] | None, split: str) -> dict[str, Any]:
+    """Return what the configurations of megatron-core's datasets have in common."""
+    return {
+        "random_seed": seed,
+        "sequence_length": length,
+        "blend": ([prefix for prefix, _ in found], weights),
+        "split": split,
+        "path_to_cache": getattr(state.get_args(), "data_cache_path", None),
+    }
+
+
+def _validated(given: Prefix, data_impl: str, vocab_size: int) -> tuple[list[float] | None, Found]:
+    """Return weights, or None, and the prefixes, whose files are sound and of this vocabulary."""
     if data_impl not in ("mmap", "infer"):
         raise UsageError(f"--data-impl {data_impl}", "mmap or infer", "Make the data with preprocess.")
     if not given:
         raise UsageError("no --data-path", "the prefix of a .bin and .idx", "Give one.")
     weights, prefixes = blend([given] if isinstance(given, str) else list(given))
-    for prefix in prefixes:
-        indexed_dataset.validate(prefix, vocab_size)
-    return weights, prefixes
+    return weights, [(prefix, indexed_dataset.validate(prefix, vocab_size)) for prefix in prefixes]
 
 
 def _require_sentences(prefix: str, found: indexed_dataset.DatasetSummary) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.acceleration import columns, metrics
+from megatron_npu.acceleration import metrics
 from megatron_npu.acceleration.tasks.task import Batch, Task, mean_loss
 from megatron_npu.errors import UsageError
 
@@ -19,17 +19,8 @@ _TEXTS = 10_000  # that are put together at a time; what is left at the end of t
 class BlocksOfText(Task):
     """What both language models share."""
 
+    roles = ("text",)
     marked = False  # whether special tokens are put around each text, and a mask says where they are
-
-    @functools.cached_property
-    def _column(self) -> str:
-        there = {part: rows.column_names for part, rows in self.parts.items()}
-        return columns.find(there, ("text",), self.args.columns)["text"]
-
-    def config_changes(self) -> dict[str, Any]:
-        """Return nothing; a missing column is told before the model is looked for."""
-        self._column  # noqa: B018
-        return {}
 
     def encoded(self, rows: Any, part: str) -> Any:
         """Return the blocks of a part.
@@ -40,7 +31,7 @@ class BlocksOfText(Task):
         encode = functools.partial(
             _encode,
             tokenizer=self.tokenizer,
-            column=self._column,
+            column=self.columns["text"],
             marked=self.marked,
             end=self.args.append_eod,
         )

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorForLanguageModeling
 
+from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.acceleration.tasks.blocks_of_text import BlocksOfText, stacked
-from megatron_npu.acceleration.tasks.task import EXAMPLE, IGNORED, Batch, label_losses
+from megatron_npu.acceleration.tasks.task import EXAMPLE, Batch, label_losses
 from megatron_npu.errors import UsageError
 
 _DRAWS = 1000  # until a batch asks for a token; none is there to ask for with --mask-prob 0

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_npu.acceleration import columns, metrics
+from megatron_npu.acceleration import metrics
 from megatron_npu.acceleration.tasks.task import EXAMPLE, Batch, Task
 from megatron_npu.errors import UsageError
 
@@ -28,16 +28,7 @@ class QuestionAnswering(Task):
     """
 
     name = "question_answering"
-
-    @functools.cached_property
-    def _columns(self) -> dict[str, str]:
-        there = {part: rows.column_names for part, rows in self.parts.items()}
-        return columns.find(there, ("question", "context", "answers"), self.args.columns)
-
-    def config_changes(self) -> dict[str, Any]:
-        """Return nothing; a missing column is told before the model is looked for."""
-        self._columns  # noqa: B018
-        return {}
+    roles = ("question", "context", "answers")
 
     def tokenizer_options(self) -> dict[str, Any]:
         """Return that windows are padded behind, so that a token's place in them stays."""
@@ -55,7 +46,7 @@ class QuestionAnswering(Task):
         encode = functools.partial(
             _encode,
             tokenizer=self.tokenizer,
-            columns=self._columns,
+            columns=self.columns,
             longest=self.longest,
             stride=self._stride(rows, part),
         )
@@ -69,7 +60,7 @@ class QuestionAnswering(Task):
 
     def _stride(self, rows: Any, part: str) -> int:
         """Return how many tokens windows share: as asked for, or half of what a question leaves."""
-        questions = self.tokenizer([text or "" for text in rows[self._columns["question"]]])["input_ids"]
+        questions = self.tokenizer([text or "" for text in rows[self.columns["question"]]])["input_ids"]
         own = max(map(len, questions)) - self.tokenizer.num_special_tokens_to_add(pair=False)
         free = self.longest - own - self.tokenizer.num_special_tokens_to_add(pair=True)
         if free < 2:
@@ -98,18 +89,18 @@ class QuestionAnswering(Task):
             nothing[row] = min(nothing.get(row, np.inf), float(found["nothing"][index]))
             if row not in given or score > given[row][0]:
                 begin, end = (window["offsets"][found[name][index]] for name in ("first", "last"))
-                given[row] = score, rows[row][self._columns["context"]][begin[0] : end[1]]
+                given[row] = score, rows[row][self.columns["context"]][begin[0] : end[1]]
         texts = [
             "" if self._may_have_none and nothing[row] > score else text
             for row, (score, text) in given.items()
         ]
-        true = [_answers(rows[row], self._columns)[0] for row in given]
+        true = [_answers(rows[row], self.columns)[0] for row in given]
         return {"loss": float(found["loss"].mean(dtype="float64")), **metrics.answers(texts, true)}
 
     @functools.cached_property
     def _may_have_none(self) -> bool:
         """Whether the data have questions without an answer, as SQuAD 2.0 has."""
-        return any(not _answers(row, self._columns)[0] for rows in self.parts.values() for row in rows)
+        return any(not _answers(row, self.columns)[0] for rows in self.parts.values() for row in rows)
 
     def _part(self, number: int) -> str:
         """Return the part that an example is of."""

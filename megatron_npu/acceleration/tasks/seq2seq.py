@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorForSeq2Seq
 
-from megatron_npu.acceleration import columns, metrics
+from megatron_npu.acceleration import metrics
+from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.acceleration.tasks.task import (
     EXAMPLE,
-    IGNORED,
     Batch,
     Task,
     inputs,
@@ -30,6 +30,7 @@ class Seq2Seq(Task):
     """
 
     name = "seq2seq"
+    roles = ("source", "target")
 
     @functools.cached_property
     def parts(self) -> dict[str, Any]:
@@ -39,22 +40,12 @@ class Seq2Seq(Task):
             return {part: rows.flatten() for part, rows in parts.items()}
         return parts
 
-    @functools.cached_property
-    def _columns(self) -> dict[str, str]:
-        there = {part: rows.column_names for part, rows in self.parts.items()}
-        return columns.find(there, ("source", "target"), self.args.columns)
-
-    def config_changes(self) -> dict[str, Any]:
-        """Return nothing; a missing column is told before the model is looked for."""
-        self._columns  # noqa: B018
-        return {}
-
     def encoded(self, rows: Any, part: str) -> Any:
         """Return the tokens of each source, and those of its target as labels."""
         encode = functools.partial(
             _encode,
             tokenizer=self.tokenizer,
-            columns=self._columns,
+            columns=self.columns,
             prefix=self.args.source_prefix,
             longest=self.longest,
             longest_target=self.args.max_target_length,

@@ -46,8 +46,7 @@ class SequenceClassification(Task):
 
     @functools.cached_property
     def _texts(self) -> tuple[str, str | None]:
-        there = {part: rows.column_names for part, rows in self.parts.items()}
-        return columns.find_texts(there, self._column, self.args.columns)
+        return columns.find_texts(self.column_names, self._column, self.args.columns)
 
     def config_changes(self) -> dict[str, Any]:
         """Return the labels."""

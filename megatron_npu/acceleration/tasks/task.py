@@ -13,12 +13,12 @@ import transformers
 from torch import Tensor
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from megatron_npu.acceleration import pretrained
+from megatron_npu.acceleration import columns, pretrained
 from megatron_npu.acceleration.datasets import load
+from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.acceleration.templates import Finetuner
 from megatron_npu.errors import UsageError
 
-IGNORED = -100  # the label of a position that has none, as torch's and Transformers' losses have it
 EXAMPLE = "example"  # the column that numbers the examples of an evaluation, through all parts
 
 Batch = MutableMapping[str, Tensor]
@@ -32,9 +32,11 @@ class Task(Finetuner):
 
     Attributes:
         name: as ``--task`` has it.
+        roles: of the columns that it needs.
     """
 
     name: str
+    roles: tuple[str, ...] = ()
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine=engine)
@@ -53,7 +55,11 @@ class Task(Finetuner):
         raise NotImplementedError
 
     def config_changes(self) -> dict[str, Any]:
-        """Return what the data change in the model's configuration."""
+        """Return what the data change in the model's configuration.
+
+        A missing column is told here, before the model is looked for.
+        """
+        self.columns  # noqa: B018
         return {}
 
     def tokenizer_options(self) -> dict[str, Any]:
@@ -66,6 +72,16 @@ class Task(Finetuner):
     def parts(self) -> dict[str, Any]:
         """The rows of each part."""
         return dict(load(self.args))
+
+    @property
+    def column_names(self) -> dict[str, list[str]]:
+        """The columns of each part."""
+        return {part: rows.column_names for part, rows in self.parts.items()}
+
+    @functools.cached_property
+    def columns(self) -> dict[str, str]:
+        """The column of each role."""
+        return columns.find(self.column_names, self.roles, self.args.columns)
 
     @functools.cached_property
     def config(self) -> Any:
@@ -91,13 +107,11 @@ class Task(Finetuner):
         found, number = {}, 0
         for part, rows in self.parts.items():
             examples = self.encoded(rows, part)
-            if part != "train" or self.numbers_training:
+            if part != "train":
                 examples = examples.add_column(EXAMPLE, list(range(number, number + len(examples))))
             number += len(examples)
             found[part] = examples
         return found
-
-    numbers_training = False  # whether the examples to train on have numbers, too
 
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Callable[..., Batch]]:
         """Return the examples of each part (None: it is not there), and what makes batches of them."""

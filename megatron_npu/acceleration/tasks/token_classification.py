@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megatron_npu.acceleration import columns, labels, metrics
+from megatron_npu.acceleration import labels, metrics
+from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.acceleration.tasks.task import (
-    IGNORED,
     Batch,
     Task,
     label_losses,
@@ -29,16 +29,12 @@ class TokenClassification(Task):
     """
 
     name = "token_classification"
+    roles = ("tokens", "tags")
 
     @functools.cached_property
     def labels(self) -> labels.Labels:
         """The tags of the data."""
-        return labels.of_tokens(self.parts, self._columns["tags"])
-
-    @functools.cached_property
-    def _columns(self) -> dict[str, str]:
-        there = {part: rows.column_names for part, rows in self.parts.items()}
-        return columns.find(there, ("tokens", "tags"), self.args.columns)
+        return labels.of_tokens(self.parts, self.columns["tags"])
 
     def config_changes(self) -> dict[str, Any]:
         """Return the tags."""
@@ -52,7 +48,7 @@ class TokenClassification(Task):
         """Return the tokens of each row, with the tag of a word at its first token."""
         self.require_places()
         encode = functools.partial(
-            _encode, tokenizer=self.tokenizer, columns=self._columns, labels=self.labels, longest=self.longest
+            _encode, tokenizer=self.tokenizer, columns=self.columns, labels=self.labels, longest=self.longest
         )
         return rows.map(encode, batched=True, remove_columns=rows.column_names, desc=f"tokenize {part}")
 

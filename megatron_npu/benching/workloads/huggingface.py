@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from megatron_npu import devices
 from megatron_npu.acceleration import engine
+from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.acceleration.prepare import Prepared, prepare
 from megatron_npu.benching.job import Job
 from megatron_npu.benching.meter import Meter
 
 MASKED = 0.15  # part of the words that BERT's pre-training hides
-IGNORED = -100  # as a label: not among those of the loss
 CLASSES = 2
 _BATCHES = 4  # made beforehand, and used in turn
 
