@@ -202,12 +202,14 @@ def prepare_megatron_lm(layers: int, sequence: int) -> Training:
     )
 
 
-def prepare_megatron_core(style: str, layers: int, sequence: int) -> Training:
-    """Return the parts of a training step of megatron-core."""
+def prepare_megatron_core(
+    style: str, layers: int, sequence: int, vocabulary: int = VOCABULARY, **options: Any
+) -> Training:
+    """Return the parts of a training step of megatron-core; ``options`` are of its configuration."""
     import torch
 
-    model, optimizer = build(style, layers, sequence)
-    tokens = torch.randint(0, VOCABULARY, (1, sequence + 1), device="cuda")
+    model, optimizer = build(style, layers, sequence, vocabulary, **options)
+    tokens = torch.randint(0, vocabulary, (1, sequence + 1), device="cuda")
     positions = torch.arange(sequence, device="cuda")[None]
 
     def loss() -> torch.Tensor:
@@ -217,7 +219,7 @@ def prepare_megatron_core(style: str, layers: int, sequence: int) -> Training:
     return Training(forget, loss, model.finish_grad_sync, optimizer.step)
 
 
-def build(style: str, layers: int, sequence: int) -> tuple:
+def build(style: str, layers: int, sequence: int, vocabulary: int, **options: Any) -> tuple:
     """Return a model in bf16 under Megatron's DDP, and Megatron's optimizer."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
@@ -251,11 +253,12 @@ def build(style: str, layers: int, sequence: int) -> tuple:
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
+        **options,
     )
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(normalization=config.normalization),
-        VOCABULARY,
+        vocabulary,
         sequence,
         share_embeddings_and_output_weights=True,
         position_embedding_type="rope" if llama else "learned_absolute",

@@ -137,7 +137,7 @@ def _is_split(group: dist.ProcessGroup | None) -> bool:
     return group is not None and group.size() > 1
 
 
-def _reference(
+def reference(
     logits: Tensor,
     target: Tensor,
     vocab_start: int,
@@ -145,6 +145,7 @@ def _reference(
     group: dist.ProcessGroup | None,
     label_smoothing: float,
 ) -> Tensor:
+    """``vocab_parallel_cross_entropy`` in plain torch; differentiates by itself."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     local, elsewhere = _local_ids(target, vocab_start, z.size(-1))
     largest = z.detach().amax(-1)
@@ -173,7 +174,7 @@ class _SumOverRanks(torch.autograd.Function):
         return grad, None
 
 
-_cross_entropy = Operation("vocab_parallel_cross_entropy", _reference, group="cross_entropy")
+_cross_entropy = Operation("vocab_parallel_cross_entropy", reference, group="cross_entropy")
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
@@ -200,15 +201,15 @@ class CrossEntropy(torch.autograd.Function):
         flat = logits.reshape(-1, logits.size(-1))
         local, elsewhere = _local_ids(target.reshape(-1), vocab_start, flat.size(-1))
         predicted = flat.gather(1, local[:, None]).squeeze(1).float().masked_fill_(elsewhere, 0.0)
-        total = flat.sum(-1, dtype=torch.float32) if label_smoothing else predicted.new_zeros(())
-        normalizer, predicted, total = _reduce(_log_sum_exp(flat), predicted, total, group)
+        totals = [flat.sum(-1, dtype=torch.float32)] if label_smoothing else []
+        normalizer, predicted, *totals = reduce_over_ranks(_log_sum_exp(flat), predicted, group, *totals)
 
         # The loss must not be a view: schedules divide it in place, which autograd forbids then.
         shaped = normalizer.view(target.shape)
         loss = shaped - predicted.view(target.shape)
         smoothing = label_smoothing * vocab_size / (vocab_size - 1)
         if label_smoothing:
-            loss = (1 - smoothing) * loss + smoothing * (shaped - total.view(target.shape) / vocab_size)
+            loss = (1 - smoothing) * loss + smoothing * (shaped - totals[0].view(target.shape) / vocab_size)
         ctx.save_for_backward(logits, normalizer, local, elsewhere)
         ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
         return loss
@@ -232,17 +233,27 @@ class CrossEntropy(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
-def _reduce(
-    normalizer: Tensor, predicted: Tensor, total: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine what each rank knows of its part: two collectives over ``[tokens]``-sized tensors."""
+def reduce_over_ranks(
+    normalizer: Tensor, predicted: Tensor, group: dist.ProcessGroup | None, *others: Tensor
+) -> tuple[Tensor, ...]:
+    """Combine what each rank knows of its part of the vocabulary: two collectives over ``[tokens]``.
+
+    Args:
+        normalizer: the logarithm of the sum of its exponentials.
+        predicted: the logit of the target, 0 where another rank has it.
+        group: None or a group of one: nothing is combined.
+        others: what else is to be summed.
+
+    Returns:
+        The same of the whole vocabulary.
+    """
     if not _is_split(group):
-        return normalizer, predicted, total
+        return normalizer, predicted, *others
     largest = normalizer.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    sums = torch.stack([(normalizer - largest).exp_(), predicted, total.expand_as(predicted)])
+    sums = torch.stack([(normalizer - largest).exp_(), predicted, *others])
     dist.all_reduce(sums, group=group)
-    return largest + sums[0].log(), sums[1], sums[2]
+    return largest + sums[0].log(), *sums[1:]
 
 
 _cross_entropy.on("cpu", "cuda", "npu", note="tiles of rows, gradient in place of the logits")(

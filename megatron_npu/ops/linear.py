@@ -74,8 +74,8 @@ def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
     return _reference(input, weight, bias, transposed)
 
 
-def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``left · rightᵀ + bias`` of matrices."""
+def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``left · rightᵀ + bias`` of matrices, by the faster library."""
     if not faster_than_torch(left.dtype):
         return F.linear(left, right, bias)
     if torch.compiler.is_compiling():
@@ -105,7 +105,7 @@ class _CpuLinear(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.transposed = transposed
         rows = input.reshape(-1, input.size(-1))
-        output = _product(rows, weight.t() if transposed else weight, bias)
+        output = product(rows, weight.t() if transposed else weight, bias)
         shape = (*input.shape[:-1], output.size(-1))
         # not a view, which must not be changed in place; a graph has no such rule, and no resize_
         return output.view(shape) if torch.compiler.is_compiling() else output.resize_(shape)
@@ -119,12 +119,12 @@ class _CpuLinear(torch.autograd.Function):
         g, x = (g, x) if alive is None else (g.index_select(0, alive), x.index_select(0, alive))
         d_input = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
-            d_rows = _product(g, weight if ctx.transposed else weight.t())
+            d_rows = product(g, weight if ctx.transposed else weight.t())
             if alive is not None:
                 d_rows = d_rows.new_zeros(input.numel() // x.size(1), x.size(1)).index_copy_(0, alive, d_rows)
             d_input = d_rows.view(input.shape)
         if ctx.needs_input_grad[1]:
-            d_weight = _product(x.t(), g.t()) if ctx.transposed else _product(g.t(), x.t())
+            d_weight = product(x.t(), g.t()) if ctx.transposed else product(g.t(), x.t())
         if ctx.needs_input_grad[2]:
             precise = torch.promote_types(g.dtype, torch.float32)
             d_bias = g.sum(0, dtype=precise).to(g.dtype)

@@ -270,6 +270,13 @@ def _training(add: Add) -> None:
         flag = f"--no-{dest.replace('_', '-')}"
         add(flag, action="store_false", dest=dest, help=f"leave {what} to separate operations")
     add("--cross-entropy-loss-fusion", action="store_true", help="the loss by one operation")
+    add(
+        "--cross-entropy-fusion-impl",
+        choices=["native", "linear"],
+        default="native",
+        help="of --cross-entropy-loss-fusion; linear: together with the output layer, in blocks of the "
+        "vocabulary, so that logits are never whole in memory",
+    )
 
 
 def _optimizer(add: Add) -> None:

@@ -19,7 +19,8 @@ MODEL = (
 )
 TWO = {
     "tp2": "--tensor-model-parallel-size 2",
-    "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "tp2-sp-linear-loss": "--tensor-model-parallel-size 2 --sequence-parallel "
+    "--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
     "pp2": "--pipeline-model-parallel-size 2",
     "pp2-interleaved": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     "dp2": "",

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_npu.ops import dispatch, tiling
 from megatron_npu.ops.cross_entropy import cross_entropy, vocab_parallel_cross_entropy
+from tests.ops.test_linear_cross_entropy import check_split_vocabulary
 from tests.ops.tolerances import assert_near
 
 
@@ -135,6 +136,8 @@ def _rank(rank: int, world_size: int, store: str, dtype: torch.dtype) -> None:
         assert_near(reference, expected, torch.float32)
         reference.sum().backward()
         assert_near(copy.grad, whole[..., rank * part : (rank + 1) * part], dtype, "gradient")
+    if world_size == 2 and dtype is torch.float32:
+        check_split_vocabulary(rank, dist.group.WORLD)  # here, where two processes are at hand
     dist.destroy_process_group()
 
 

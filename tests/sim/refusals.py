@@ -214,6 +214,55 @@ case("npu_cross_entropy_loss_backward", grad_loss=zeros(1), log_prob=zeros(2, 5)
     "label_smoothing", label_smoothing=0.1
 ).but("weight", weight=torch.ones(5)).but("ignore_index", ignore_index=3)
 
+_x, _w, _ids = zeros(3, 8, dtype=BF16), zeros(128, 8, dtype=BF16), ints(0, 5, 127)
+case(
+    "npu_fused_linear_online_max_sum",
+    input=_x,
+    weight=_w,
+    target=_ids,
+    vocab_start_index=0,
+    vocab_end_index=127,
+).but("input", input=zeros(3, 8)).but("input", input=_x[None]).but("weight", weight=zeros(128, 8)).but(
+    "weight", weight=_w[None]
+).but("weight", weight=_w[:, :4]).but(
+    "input", input=zeros(3, 1, dtype=BF16).expand(3, 65535), weight=zeros(1, 1, dtype=BF16).expand(128, 65535)
+).but("weight", weight=_w[:0]).but("target", target=_ids.short()).but("target", target=_ids[None]).but(
+    "target", target=_ids[:2]
+).but("vocab_start_index", vocab_start_index=-1).but("vocab_end_index", vocab_start_index=128).but(
+    "target", target=_ids + 1, vocab_end_index=128
+)
+_rows = zeros(3)
+case(
+    "npu_fused_cross_entropy_loss_with_max_sum",
+    logits_max=_rows,
+    sum_exp_logits=_rows,
+    predicted_logits=_rows,
+).but("logits_max", logits_max=_rows.half()).but("sum_exp_logits", sum_exp_logits=_rows.half()).but(
+    "predicted_logits", predicted_logits=_rows.half()
+).but("logits_max", logits_max=_rows[None]).but("sum_exp_logits", sum_exp_logits=_rows[:2]).but(
+    "predicted_logits", predicted_logits=_rows[:2]
+).but("label_smoothing", label_smoothing=0.1).but("input", input=_x).but("weight", weight=_w)
+case(
+    "npu_fused_linear_cross_entropy_loss_with_max_sum_backward",
+    grad=_rows,
+    input=_x,
+    weight=_w,
+    target_mask=zeros(1, dtype=torch.uint8),
+    masked_target=_ids,
+    logits_max=_rows,
+    sum_exp_logits=_rows,
+).but("input", input=zeros(3, 8)).but("input", input=_x[None]).but("weight", weight=zeros(128, 8)).but(
+    "weight", weight=_w[None]
+).but("weight", weight=_w[:, :4]).but("weight", weight=_w[:127]).but("grad", grad=_rows.half()).but(
+    "grad", grad=_rows[None]
+).but("grad", grad=_rows[:2]).but("target_mask", target_mask=zeros(1)).but(
+    "target_mask", target_mask=zeros(2, dtype=torch.uint8)
+).but("masked_target", masked_target=_ids.short()).but("masked_target", masked_target=_ids[:2]).but(
+    "label_smoothing", label_smoothing=0.1
+).but("softmax", logits_max=None).but("logits_max", logits_max=_rows.half()).but(
+    "sum_exp_logits", sum_exp_logits=_rows.half()
+).but("softmax", softmax=zeros(3, 128, dtype=BF16))
+
 # --- mixture of experts ---
 
 _tokens, _indices = zeros(3, 8), ints(0, 1, 2, 0, 1, 2).view(3, 2)

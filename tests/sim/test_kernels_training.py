@@ -130,3 +130,34 @@ def test_cross_entropy_also_returns_log_probabilities():
     assert_near(outputs[1].cpu(), x.double().log_softmax(-1), torch.float32)
     assert outputs[0].shape == (1,)
     assert outputs[2].numel() == outputs[3].numel() == 0
+
+
+@pytest.mark.parametrize("rows", [5, 16])
+def test_output_layer_and_loss_over_a_part_of_the_vocabulary(rows):
+    """The three kernels in their two branches; some targets are of another rank."""
+    import torch_npu
+
+    weight, x = torch.randn(130, 24).bfloat16(), torch.randn(rows, 24).bfloat16()
+    target, grad = torch.randint(100, 270, (rows,)), torch.rand(rows)
+    inside = (target >= 100) & (target < 230)
+    doubles = [each.double().requires_grad_() for each in (x, weight)]
+    logits = doubles[0] @ doubles[1].t()
+    largest = logits.detach().amax(1)
+    there = logits.gather(1, (target - 100).masked_fill(~inside, 0)[:, None]).squeeze(1)
+    losses = logits.logsumexp(1) - torch.where(inside, there, largest)
+    expected = torch.autograd.grad(losses @ grad.double(), doubles)
+    statistics = torch_npu.npu_fused_linear_online_max_sum(
+        x.npu(), weight.npu(), target.npu(), 100, 229, True
+    )
+    largest, sums, predicted, mask, index, whole = statistics
+    assert mask.shape == ((rows + 7) // 8,)
+    loss, softmax = torch_npu.npu_fused_cross_entropy_loss_with_max_sum(
+        largest, sums, predicted, vocab_parallel_logits=whole
+    )
+    assert_near(loss, losses, torch.float32)
+    for statistics in ({"logits_max": largest, "sum_exp_logits": sums}, {"softmax": softmax}):
+        ours = torch_npu.npu_fused_linear_cross_entropy_loss_with_max_sum_backward(
+            grad.npu(), x.npu(), weight.npu(), mask, index, **statistics
+        )
+        for got, wanted in zip(ours, expected, strict=True):
+            assert_near(got, wanted, torch.bfloat16)

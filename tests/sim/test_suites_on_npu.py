@@ -20,6 +20,7 @@ SUITES = {
             f"{CORE}/{name}.py"
             for name in (
                 "test_adaptors",
+                "test_output_layer",
                 "test_arguments",
                 "test_attention_adaptor",
                 "test_attention_flags",

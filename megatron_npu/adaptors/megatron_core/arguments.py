@@ -96,6 +96,16 @@ def do_without_cuda(args: argparse.Namespace) -> None:
     unsupported_options.do_without_cuda_graphs(args)
 
 
+def refuse_linear_loss_alone(args: argparse.Namespace) -> None:
+    """Say that upstream's loss heeds the flag together with another one only."""
+    if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
+        raise UsageError(
+            "--cross-entropy-fusion-impl linear alone",
+            "--cross-entropy-loss-fusion together with it",
+            "Add it: without, Megatron's loss heeds neither.",
+        )
+
+
 def set_variables_of_cuda(args: argparse.Namespace) -> None:
     """Set the variables where they are asked for and not set; launch scripts often set the first to 1."""
     if any(getattr(args, option, False) for option in _SHARDED):
@@ -125,6 +135,10 @@ CHECKS = (  # they run in this order
         "built: the offloading one is handed views of them, which are not leaves (0.12 to 0.16, every "
         "device)",
         until=NOT_FIXED,
+    ),
+    Check(
+        refuse_linear_loss_alone,
+        why="--cross-entropy-fusion-impl alone is silently left out",
     ),
     Check(
         refuse_tools_of_cuda,
@@ -182,6 +196,19 @@ def add_older_flags(original: Callable[..., Any], parser: argparse.ArgumentParse
     """Declare them after upstream's own flags."""
     parser = original(parser)
     older_flags.add(parser)
+    return parser
+
+
+@around(
+    "megatron.training.arguments:add_megatron_arguments",
+    why="--cross-entropy-fusion-impl linear, which no release has",
+)
+def add_linear_loss(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
+    """Add the value to those of upstream's own flag."""
+    parser = original(parser)
+    for action in parser._actions:
+        if action.dest == "cross_entropy_fusion_impl":
+            action.choices = [*(action.choices or ()), "linear"]
     return parser
 
 

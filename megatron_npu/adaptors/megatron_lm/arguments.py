@@ -18,6 +18,25 @@ around(
 
 
 @around(
+    "megatron.arguments:_add_training_args",
+    why="--cross-entropy-fusion-impl, which is younger: linear keeps the logits out of memory",
+)
+def add_linear_loss(
+    original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
+    """Declare the flag of later Megatrons."""
+    parser = original(parser)
+    parser.add_argument(
+        "--cross-entropy-fusion-impl",
+        choices=["native", "linear"],
+        default="native",
+        help="linear: the loss together with the output layer, in blocks of the vocabulary, so that logits "
+        "are never whole in memory",
+    )
+    return parser
+
+
+@around(
     "megatron.arguments:_add_distributed_args",
     why="torch.distributed.launch passes --local-rank since torch 2.0; upstream knows --local_rank",
 )

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_npu import devices
 from megatron_npu.adaptors.megatron_lm.decorators import replace
+from megatron_npu.adaptors.shared.output_layer import loss_of_factors
 from megatron_npu.ops.cross_entropy import CrossEntropy
 from megatron_npu.ops.embedding import vocab_parallel_embedding
 
@@ -55,7 +57,8 @@ def cross_entropy_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None,
 
 @replace(
     "megatron.model.gpt_model:post_language_model_processing",
-    why="upstream copies 16-bit logits to fp32, and their gradient back; our cross-entropy needs neither",
+    why="upstream copies 16-bit logits to fp32, and their gradient back; our cross-entropy needs neither, "
+    "and no logits on a cpu or with --cross-entropy-fusion-impl linear",
 )
 def post_language_model_processing(
     lm_output: Tensor,
@@ -71,7 +74,39 @@ def post_language_model_processing(
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.model.gpt_model import parallel_lm_logits
 
+    if labels is not None and parallel_output and _without_logits():
+        return _loss_of_factors(lm_output, labels, logit_weights)
     logits = parallel_lm_logits(lm_output, logit_weights, parallel_output)
     if labels is None:
         return logits.transpose(0, 1).contiguous()
     return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t().contiguous()
+
+
+def _without_logits() -> bool:
+    """Return whether output layer and loss are one: on a cpu always, where that is faster."""
+    return _asks_for_linear() or devices.current().name == "cpu"
+
+
+def _asks_for_linear() -> bool:
+    from megatron import get_args
+
+    return get_args().cross_entropy_fusion_impl == "linear"
+
+
+def _loss_of_factors(lm_output: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    from megatron import get_args
+    from megatron.core import parallel_state, tensor_parallel
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    if get_args().sequence_parallel:
+        lm_output = tensor_parallel.gather_from_sequence_parallel_region(lm_output)
+    elif group.size() > 1:
+        lm_output = tensor_parallel.copy_to_tensor_model_parallel_region(lm_output)
+    return loss_of_factors(
+        lm_output,
+        weight,
+        labels,
+        group=group,
+        into_main_grad=get_args().gradient_accumulation_fusion,
+        recompute=_asks_for_linear(),
+    )

@@ -1,4 +1,4 @@
-"""Cross entropy from logits: log-softmax and negative log likelihood in one operation."""
+"""Cross entropy: from logits in one operation, and from the output layer's factors without whole logits."""
 
 from __future__ import annotations
 
@@ -63,3 +63,80 @@ def npu_cross_entropy_loss_backward(
 def _counted(target: Tensor, ignore_index: int) -> Tensor:
     """Return 1 where a target counts and 0 where it is ignored."""
     return (target != ignore_index).float() if ignore_index >= 0 else torch.ones(target.shape)
+
+
+@kernel("npu_fused_linear_online_max_sum")
+def npu_fused_linear_online_max_sum(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    return_logits: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return each row's largest logit; relative to it, its sum of exponentials and the logit of its target.
+
+    Then a bit for each target that is not in the part (the first in the lowest bit; ones fill the last byte),
+    its index in there or 0, and the logits ``[n, v]`` if asked for.
+    """
+    logits = input.float() @ weight.float().t()
+    largest = logits.amax(1)
+    relative = logits - largest[:, None]
+    elsewhere = (target < vocab_start_index) | (target > vocab_end_index)
+    index = (target - vocab_start_index).masked_fill(elsewhere, 0)
+    predicted = relative.gather(1, index[:, None].long()).squeeze(1).masked_fill(elsewhere, 0.0)
+    kept = logits.to(input.dtype) if return_logits else input.new_empty(0)
+    return largest, relative.exp().sum(1), predicted, _packed(elsewhere), index, kept
+
+
+@kernel("npu_fused_cross_entropy_loss_with_max_sum")
+def npu_fused_cross_entropy_loss_with_max_sum(
+    logits_max: Tensor,
+    sum_exp_logits: Tensor,
+    predicted_logits: Tensor,
+    *,
+    label_smoothing: float | None = 0.0,
+    input: Tensor | None = None,
+    weight: Tensor | None = None,
+    vocab_parallel_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss ``[n]`` and, of logits, their probabilities ``[n, v]``."""
+    loss = sum_exp_logits.log() - predicted_logits
+    if vocab_parallel_logits is None:
+        return loss, loss.new_empty(0)
+    exponentials = (vocab_parallel_logits.float() - logits_max[:, None]).exp()
+    return loss, exponentials / sum_exp_logits[:, None]
+
+
+@kernel("npu_fused_linear_cross_entropy_loss_with_max_sum_backward")
+def npu_fused_linear_cross_entropy_loss_with_max_sum_backward(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    target_mask: Tensor,
+    masked_target: Tensor,
+    label_smoothing: float = 0.0,
+    logits_max: Tensor | None = None,
+    sum_exp_logits: Tensor | None = None,
+    softmax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of ``input`` and ``weight``; that of the logits is rounded as they are."""
+    if softmax is None:
+        logits = input.float() @ weight.float().t()
+        softmax = (logits - logits_max[:, None]).exp() / sum_exp_logits[:, None]  # type: ignore[index]
+    here = (~_unpacked(target_mask, len(masked_target))).to(softmax.dtype)
+    of_logits = softmax.scatter_add(1, masked_target[:, None].long(), -here[:, None]) * grad[:, None]
+    rounded = of_logits.to(input.dtype).float()
+    return (rounded @ weight.float()).to(input.dtype), (rounded.t() @ input.float()).to(weight.dtype)
+
+
+_BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+
+
+def _packed(mask: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(mask, (0, -len(mask) % 8), value=True)
+    return (padded.view(-1, 8) * _BITS).sum(1, dtype=torch.uint8)
+
+
+def _unpacked(mask: Tensor, count: int) -> Tensor:
+    return (mask[:, None] & _BITS).bool().view(-1)[:count]

@@ -30,6 +30,12 @@ def check(args: Namespace) -> None:
         raise UsageError("--bf16 and --fp16", "one of them or none", "Drop one.")
     if args.position_embedding_type == "rope":
         _rotary(args)
+    if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
+        raise UsageError(
+            "--cross-entropy-fusion-impl linear alone",
+            "--cross-entropy-loss-fusion together with it",
+            "Add it: without, Megatron's loss heeds neither.",
+        )
 
 
 def _rotary(args: Namespace) -> None:

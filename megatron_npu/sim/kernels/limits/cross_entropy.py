@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from megatron_npu.sim.kernels.checker import Limit, Limits, dimensions, dtype, one_of
-from megatron_npu.sim.kernels.limits.common import FLOATS
+from megatron_npu.sim.kernels.checker import Limit, Limits, dimensions, dtype, dtype_of, one_of, shape_of
+from megatron_npu.sim.kernels.limits.common import FLOATS, HALVES
 
 CROSS_ENTROPY_ROWS = 200000
+_STATISTICS = ("logits_max", "sum_exp_logits", "predicted_logits")
 
 CROSS_ENTROPY_ARGUMENTS = (
     dtype("target", torch.int64),
@@ -63,7 +64,89 @@ CROSS_ENTROPY_LOSS_BACKWARD = Limits(
     ),
 )
 
+_FACTORS = (
+    dtype("input", *HALVES),
+    dimensions("input", 2),
+    dtype_of("weight", "input"),
+    dimensions("weight", 2),
+    Limit("weight", "[v, h] for input [n, h]", lambda a: a.weight.size(1) == a.input.size(1)),
+)
+
+FUSED_LINEAR_ONLINE_MAX_SUM = Limits(
+    "wheel, npu_fused_linear_online_max_sum; aclnnFusedLinearOnlineMaxSum",
+    (
+        *_FACTORS,
+        Limit("input", "h up to 65534 for input [n, h]", lambda a: a.input.size(1) <= 65534),
+        Limit("weight", "v above 0 for weight [v, h]", lambda a: a.weight.size(0) > 0),
+        dtype("target", torch.int32, torch.int64),
+        dimensions("target", 1),
+        Limit("target", "[n] for input [n, h]", lambda a: a.target.size(0) == a.input.size(0)),
+        Limit("vocab_start_index", "0 and more", lambda a: a.vocab_start_index >= 0),
+        Limit(
+            "vocab_end_index",
+            "vocab_start_index and more",
+            lambda a: a.vocab_end_index >= a.vocab_start_index,
+        ),
+        Limit(
+            "target",
+            "below v, counted from vocab_start_index, or not between the indices",
+            lambda a: bool(
+                (
+                    (a.target < a.vocab_start_index)
+                    | (a.target > a.vocab_end_index)
+                    | (a.target - a.vocab_start_index < a.weight.size(0))
+                ).all()
+            ),
+        ),
+    ),
+    "aclnn also wants both indices below the largest target, which its own examples do not keep. It counts "
+    "vocab_end_index as a word of the part; public tests of the kernel do not. Here it is counted.",
+)
+
+FUSED_CROSS_ENTROPY_LOSS_WITH_MAX_SUM = Limits(
+    "wheel, npu_fused_cross_entropy_loss_with_max_sum",
+    (
+        *(dtype(each, torch.float32) for each in _STATISTICS),
+        dimensions("logits_max", 1),
+        *(shape_of(each, "logits_max") for each in _STATISTICS[1:]),
+        one_of("label_smoothing", 0.0, None),
+        one_of("input", None),
+        one_of("weight", None),
+    ),
+)
+
+FUSED_LINEAR_CROSS_ENTROPY_BACKWARD = Limits(
+    "wheel, npu_fused_linear_cross_entropy_loss_with_max_sum_backward",
+    (
+        *_FACTORS,
+        Limit("weight", "128 and more for v in [v, h]", lambda a: a.weight.size(0) >= 128),
+        dtype("grad", torch.float32),
+        dimensions("grad", 1),
+        Limit("grad", "[n] for input [n, h]", lambda a: a.grad.size(0) == a.input.size(0)),
+        dtype("target_mask", torch.uint8),
+        Limit(
+            "target_mask",
+            "[(n + 7) // 8], a bit for each row",
+            lambda a: a.target_mask.shape == ((a.input.size(0) + 7) // 8,),
+        ),
+        dtype("masked_target", torch.int32, torch.int64),
+        shape_of("masked_target", "grad"),
+        one_of("label_smoothing", 0.0),
+        Limit(
+            "softmax",
+            "a value, or both logits_max and sum_exp_logits",
+            lambda a: a.softmax is not None or None not in (a.logits_max, a.sum_exp_logits),
+            even_none=True,
+        ),
+        *(dtype(each, torch.float32) for each in ("logits_max", "sum_exp_logits", "softmax")),
+    ),
+    "The kernel's own memory for sums in fp32, among them [v, h], is not counted by the simulator.",
+)
+
 LIMITS = {
     "npu_cross_entropy_loss": CROSS_ENTROPY_LOSS,
     "npu_cross_entropy_loss_backward": CROSS_ENTROPY_LOSS_BACKWARD,
+    "npu_fused_linear_online_max_sum": FUSED_LINEAR_ONLINE_MAX_SUM,
+    "npu_fused_cross_entropy_loss_with_max_sum": FUSED_CROSS_ENTROPY_LOSS_WITH_MAX_SUM,
+    "npu_fused_linear_cross_entropy_loss_with_max_sum_backward": FUSED_LINEAR_CROSS_ENTROPY_BACKWARD,
 }

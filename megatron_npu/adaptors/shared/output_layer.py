@@ -1,0 +1,70 @@
+"""The loss of either Megatron from the two factors of its logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megatron_npu.ops.linear_cross_entropy import linear_cross_entropy
+
+
+def loss_of_factors(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    group: ProcessGroup,
+    into_main_grad: bool,
+    recompute: bool,
+) -> Tensor:
+    """Return the ``[b, s]`` loss, fp32.
+
+    Args:
+        hidden: ``[s, b, h]``, of all ranks.
+        weight: ``[v / tp, h]``.
+        labels: ``[b, s]``.
+        group: the tensor-parallel ranks.
+        into_main_grad: ``--gradient-accumulation-fusion`` is on.
+        recompute: as the operation's.
+    """
+    main_grad = None
+    if into_main_grad and weight.requires_grad and hasattr(weight, "main_grad"):
+        main_grad, weight = weight.main_grad, _GradientElsewhere.apply(weight)
+    loss = linear_cross_entropy(
+        hidden,
+        weight,
+        labels.t().contiguous(),
+        vocab_start=group.rank() * weight.size(0),
+        group=group,
+        main_grad=main_grad,
+        recompute=recompute,
+    )
+    return loss.t().contiguous()
+
+
+class _GradientElsewhere(torch.autograd.Function):
+    """The weight, whose gradient an operation has added to ``main_grad``, as upstream's linear layers do.
+
+    megatron-core's data-parallel wrapper waits for a gradient of every parameter all the same, and leaves it
+    alone if ``grad_added_to_main_grad`` says so; ``zero_out_wgrad``: others add to it before, so it must be
+    zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: None) -> Tensor | None:
+        if not hasattr(ctx.weight, "grad_added_to_main_grad"):
+            return None
+        ctx.weight.grad_added_to_main_grad = True
+        filled = torch.zeros_like if getattr(ctx.weight, "zero_out_wgrad", False) else torch.empty_like
+        return filled(ctx.weight)

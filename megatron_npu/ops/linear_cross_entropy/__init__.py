@@ -1,0 +1,108 @@
+"""Output layer and cross-entropy in one: the logits over a vocabulary are never whole in memory."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_npu.ops.dispatch import Make, Operation
+from megatron_npu.ops.linear_cross_entropy import blocks, kept, npu
+from megatron_npu.ops.linear_cross_entropy.reference import reference
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    main_grad: Tensor | None = None,
+    recompute: bool = True,
+) -> Tensor:
+    """Return ``logsumexp(z) - z[target]`` of each token, where ``z = hidden · weightᵀ``.
+
+    Args:
+        hidden: ``[..., h]``, fp32, bf16 or fp16.
+        weight: ``[v, h]``, this rank's part of the vocabulary, of the dtype of ``hidden``.
+        target: ``[...]``, token ids of the whole vocabulary. An id that no rank has counts as a logit of 0.
+        vocab_start: id of the first token of this rank's part.
+        group: the tensor-parallel group; None or a group of one means that ``weight`` is all of it.
+        main_grad: ``[v, h]``, to which the weight's gradient is added block by block; then the weight itself
+            gets none. None: it gets one of its own dtype.
+        recompute: backward multiplies ``hidden`` with ``weight`` again, and nothing of the size of the logits
+            is kept: a third more products. False: on a cpu the exponentials are kept, in the dtype and with
+            the bytes of the logits, which is faster; other devices compute again.
+
+    Returns:
+        ``[...]``, fp32. Sums over the vocabulary and gradients over blocks are in fp32. The gradient of
+        ``hidden`` is this rank's share: the sum over ``group`` is left to the caller, as Megatron's mappings
+        do it.
+
+    Sources: blocks of the vocabulary with one running normalizer as in Wijmans et al., Cut Your Losses in
+    Large-Vocabulary Language Models (2024); the collectives as in Megatron-LM's vocabulary-parallel loss.
+    """
+    return _linear_cross_entropy(hidden, weight, target, vocab_start, group, main_grad, recompute)
+
+
+_linear_cross_entropy = Operation("linear_cross_entropy", reference, group="cross_entropy")
+
+
+@_linear_cross_entropy.on("cpu", note="blocks of the vocabulary; unless asked not to, keeps the exponentials")
+def _cpu(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    group: dist.ProcessGroup | None,
+    main_grad: Tensor | None,
+    recompute: bool,
+) -> Tensor:
+    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    # fp16 has no room for exponentials that are not normalized yet
+    way = blocks if recompute or not learns or hidden.dtype is torch.float16 else kept
+    return way.LinearCrossEntropy.apply(hidden, weight, target, vocab_start, group, main_grad)
+
+
+@_linear_cross_entropy.on("cuda", note="blocks of the vocabulary, multiplied again in backward")
+def _in_blocks(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    group: dist.ProcessGroup | None,
+    main_grad: Tensor | None,
+    recompute: bool,
+) -> Tensor:
+    return blocks.LinearCrossEntropy.apply(hidden, weight, target, vocab_start, group, main_grad)
+
+
+@_linear_cross_entropy.on("npu", note="`npu_fused_linear_online_max_sum` and its kin; fp32 in blocks as cuda")
+def _npu(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    group: dist.ProcessGroup | None,
+    main_grad: Tensor | None,
+    recompute: bool,
+) -> Tensor:
+    way = blocks if npu.beyond_kernels(hidden, weight) else npu
+    return way.LinearCrossEntropy.apply(hidden, weight, target, vocab_start, group, main_grad)
+
+
+@_linear_cross_entropy.example()
+def _example(make: Make) -> Tensor:
+    hidden, weight = make(32, 2, 64), make(500, 64)
+    return linear_cross_entropy(hidden, weight, _targets(hidden))
+
+
+@_linear_cross_entropy.example("keeping the exponentials")
+def _kept_example(make: Make) -> Tensor:
+    hidden, weight = make(32, 2, 64), make(500, 64)
+    return linear_cross_entropy(hidden, weight, _targets(hidden), recompute=False)
+
+
+def _targets(hidden: Tensor) -> Tensor:
+    return torch.arange(64, device=hidden.device).view(32, 2) * 7

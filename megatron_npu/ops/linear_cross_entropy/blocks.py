@@ -1,0 +1,113 @@
+"""Blocks of the vocabulary, multiplied again in backward: nothing of the size of the logits is ever kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_npu.ops.cross_entropy import reduce_over_ranks
+from megatron_npu.ops.linear import product
+from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
+
+# Logits of a block: on a cpu as many as stay in its caches, elsewhere enough to fill the device.
+_LOGITS, _LOGITS_ON_CPU = 1 << 24, 1 << 21
+_NARROWEST = 512  # words of a block, however many tokens there are: products of less waste the device
+
+
+def precise(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of sums: fp32, or fp64 for fp64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def vocabulary_blocks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
+    """Yield slices that cover the rows of ``weight``; ``hidden`` is ``[t, h]``."""
+    logits = _LOGITS_ON_CPU if hidden.device.type == "cpu" else _LOGITS
+    width = max(_NARROWEST, logits // max(1, hidden.size(0)))
+    for start in range(0, weight.size(0), width):
+        yield slice(start, min(start + width, weight.size(0)))
+
+
+def columns(local: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """Return the column of each target in a block, ``[t, 1]``, and where it is in there (elsewhere 0)."""
+    inside = (local >= block.start) & (local < block.stop)
+    return (local - block.start).masked_fill(~inside, 0)[:, None], inside[:, None]
+
+
+def predicted_logits(logits: Tensor, local: Tensor, block: slice) -> Tensor:
+    """Return the logits ``[t]`` of the targets that are in the block, 0 for others."""
+    column, inside = columns(local, block)
+    return logits.gather(1, column).to(precise(logits)).mul_(inside).squeeze(1)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The normalizer of all blocks going forward; their probabilities going backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        vocab_start: int,
+        group: dist.ProcessGroup | None,
+        main_grad: Tensor | None,
+    ) -> Tensor:
+        rows, local = hidden.reshape(-1, hidden.size(-1)), target.reshape(-1) - vocab_start
+        normalizer = torch.full(local.shape, -torch.inf, dtype=precise(rows), device=rows.device)
+        predicted = torch.zeros_like(normalizer)
+        for block in vocabulary_blocks(rows, weight):
+            logits = product(rows, weight[block])
+            normalizer = torch.logaddexp(normalizer, logits.to(normalizer.dtype).logsumexp(1))
+            predicted += predicted_logits(logits, local, block)
+        normalizer, predicted = reduce_over_ranks(normalizer, predicted, group)
+        ctx.save_for_backward(hidden, weight, local, normalizer)
+        ctx.main_grad = main_grad
+        return (normalizer - predicted).resize_(target.shape)  # not a view, which nobody may divide in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, local, normalizer = ctx.saved_tensors
+        rows, factor = hidden.reshape(-1, hidden.size(-1)), grad.reshape(-1, 1).to(normalizer.dtype)
+        gradients = Gradients(ctx, rows, weight)
+        for block in vocabulary_blocks(rows, weight):
+            part = product(rows, weight[block]).to(normalizer.dtype).sub_(normalizer[:, None]).exp_()
+            column, inside = columns(local, block)
+            part.scatter_add_(1, column, -inside.to(part.dtype)).mul_(factor)
+            gradients.add(block, part.to(rows.dtype))
+        return *gradients.results(hidden), None, None, None, None
+
+
+class Gradients:
+    """The gradients of ``rows`` ``[t, h]`` and ``weight`` ``[v, h]``, from those of the logits by blocks.
+
+    Args:
+        ctx: of an autograd function with hidden states and weight as its first arguments, and ``main_grad``.
+    """
+
+    def __init__(self, ctx: Any, rows: Tensor, weight: Tensor) -> None:
+        self.rows, self.weight, self.main_grad = rows, weight, ctx.main_grad
+        of_hidden, self.of_weight = ctx.needs_input_grad[:2]
+        self.d_rows = torch.zeros_like(rows, dtype=precise(rows)) if of_hidden else None
+        own = self.of_weight and self.main_grad is None
+        self.d_weight = torch.empty_like(weight) if own else None
+
+    def add(self, block: slice, grad: Tensor) -> None:
+        """Take the gradient ``[t, words of the block]`` of its logits, in the dtype of the rows."""
+        if self.d_rows is not None:
+            self.d_rows += product(grad, self.weight[block].t())
+        if self.d_weight is not None:
+            self.d_weight[block] = product(grad.t(), self.rows.t())
+        elif self.of_weight:
+            accumulate_weight_gradient(self.rows, grad, self.main_grad[block])
+
+    def results(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return both, in the dtypes of ``hidden`` and weight."""
+        if self.d_rows is None:
+            return None, self.d_weight
+        return self.d_rows.to(hidden.dtype).view(hidden.shape), self.d_weight

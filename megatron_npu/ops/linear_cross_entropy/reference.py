@@ -1,0 +1,45 @@
+"""The formula in plain torch: all logits at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_npu.ops import cross_entropy
+
+
+def reference(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    group: dist.ProcessGroup | None,
+    main_grad: Tensor | None,
+    recompute: bool,
+) -> Tensor:
+    """Return the loss ``[...]``; differentiates by itself."""
+    if main_grad is not None:
+        weight = _AddTo.apply(weight, main_grad)
+    logits = F.linear(hidden, weight)
+    size = weight.size(0) * (group.size() if group is not None else 1)
+    return cross_entropy.reference(logits, target, vocab_start, size, group, 0.0)
+
+
+class _AddTo(torch.autograd.Function):
+    """The weight itself; its gradient goes to ``main_grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.main_grad = main_grad
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.main_grad.add_(grad)
+        return None, None

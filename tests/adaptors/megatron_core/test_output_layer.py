@@ -1,0 +1,111 @@
+"""The output layer and the loss in one: the same numbers as through the logits, and who still gets those."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_npu import devices, settings
+from megatron_npu.adaptors.megatron_core import output_layer
+from megatron_npu.adaptors.shared import output_layer as shared
+from megatron_npu.errors import UsageError
+from megatron_npu.ops import dispatch
+from tests.adaptors.comparison import here
+from tests.adaptors.megatron_core.conftest import make_config
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
+WORDS = 200
+
+
+@pytest.fixture
+def in_one(monkeypatch):
+    """The calls of the operation, each by whether it was to compute again."""
+    calls, operation = [], shared.linear_cross_entropy
+
+    def spied(*args, **kwargs):
+        calls.append(kwargs["recompute"])
+        return operation(*args, **kwargs)
+
+    monkeypatch.setattr(shared, "linear_cross_entropy", spied)
+    return calls
+
+
+def gpt(tied=True, parallel_output=True, **changes):
+    """A GPT under Megatron's data-parallel wrapper, always the same."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    torch.manual_seed(1)
+    config = make_config(num_layers=1, **changes)
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        WORDS,
+        8,
+        share_embeddings_and_output_weights=tied,
+        parallel_output=parallel_output,
+    ).to(here())
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    wrapped.zero_grad_buffer()
+    return wrapped
+
+
+def forward(model, **arguments):
+    tokens = (torch.arange(16).view(2, 8) * 13 % WORDS).to(here())
+    positions = torch.arange(8, device=here()).expand(2, 8)
+    return model(tokens, positions, None, **arguments)
+
+
+def loss_of(model):
+    return forward(model, labels=(torch.arange(16).view(2, 8) * 7 % WORDS).to(here()))
+
+
+def trained(model, steps=2):
+    """The loss, and all gradients of several micro-batches, as the wrapper adds them up."""
+    for _ in range(steps):
+        loss = loss_of(model)
+        loss.mean().backward()
+    model.finish_grad_sync()
+    return loss, {name: parameter.main_grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("fused_sum", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("flags", [{}, LINEAR], ids=["default", "linear"])
+def test_loss_and_gradients_are_those_through_the_logits(in_one, monkeypatch, flags, tied, fused_sum):
+    loss, gradients = trained(gpt(tied, gradient_accumulation_fusion=fused_sum, **flags))
+    taken = bool(flags) or devices.current().name == "cpu"
+    assert in_one == [bool(flags)] * 2 * taken
+    monkeypatch.setattr(output_layer, "_is_wanted", lambda *_: False)
+    expected, right = trained(gpt(tied, gradient_accumulation_fusion=fused_sum))
+    assert len(in_one) == 2 * taken
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, right)
+
+
+def test_who_gives_no_labels_gets_the_logits(in_one):
+    assert forward(gpt(**LINEAR)).shape == (2, 8, WORDS)
+    assert not in_one
+
+
+def test_who_gathers_the_logits_gets_them_and_is_told(in_one, monkeypatch):
+    """And the loss is upstream's native one, which knows no linear."""
+    loss = loss_of(gpt(parallel_output=False, **LINEAR))
+    assert not in_one
+    assert ("cross-entropy-fusion-impl linear", "the logits are gathered") in dispatch.fallbacks
+    torch.testing.assert_close(loss, loss_of(gpt()))
+    monkeypatch.setenv(settings.STRICT.name, "1")
+    with pytest.raises(UsageError, match="the logits are gathered"):
+        loss_of(gpt(parallel_output=False, **LINEAR))
+
+
+def test_hooks_on_the_output_layer_run_and_its_forward_is_put_back():
+    model = gpt(**LINEAR)
+    layer, inputs = model.module.output_layer, []
+    layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0].shape))
+    loss_of(model)
+    assert inputs == [(8, 2, 32)]
+    assert "forward" not in vars(layer)
