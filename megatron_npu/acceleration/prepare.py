@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import LRScheduler
 
 from megatron_npu.acceleration.activations import checkpoint_activations
+from megatron_npu.acceleration.caches import leave_caches_to_generation
 from megatron_npu.acceleration.gradients import clip, norm_of, scale
 from megatron_npu.acceleration.graph import compile_blocks
 from megatron_npu.acceleration.lora import adapt
@@ -223,6 +224,7 @@ def _changed_within(model: nn.Module, switches: Switches) -> tuple[nn.Module, li
     if switches.lora_rank:
         model, line = adapt(model, switches.lora_rank)
         ledger.append(line)
+    leave_caches_to_generation(model)
     if switches.fused_ops:
         ledger.extend(f"fused ops: {line}" for line in swap(model).lines())
     if switches.checkpoint_activations:

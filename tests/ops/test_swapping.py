@@ -12,12 +12,15 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from megatron_npu import devices, ops
 from megatron_npu.ops import dispatch, norm
-from megatron_npu.ops.swapping import linears
+from megatron_npu.ops.cross_entropy import cross_entropy as ours
+from megatron_npu.ops.swapping import linears, losses
 
 DEVICE = devices.current().name
+torchs = cross_entropy
 VOCABULARY = 300  # more than the fewest classes of the loss
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -279,6 +282,29 @@ def test_the_loss_under_autocast_is_fp32_as_torchs(reduction):
     assert loss.dtype is right.dtype is torch.float32
     torch.testing.assert_close(loss, right, rtol=1e-5, atol=1e-5)
     assert ours(logits, target).dtype is theirs(logits, target).dtype is torch.bfloat16
+
+
+class Outer(nn.Module):
+    """A loss by its bare name, around a module with one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss()
+
+    def forward(self, logits, target):
+        return cross_entropy(logits, target), self.inner(logits, target), F.cross_entropy(logits, target)
+
+
+def test_functions_are_torchs_again_behind_a_forward(monkeypatch):
+    model, given = Outer(), (torch.randn(4, VOCABULARY).to(DEVICE), torch.tensor([1, 2, 3, 4], device=DEVICE))
+    right, calls = model(*given), []
+    monkeypatch.setattr(losses, "cross_entropy", lambda *args: calls.append(1) or ours(*args))
+    ops.swap(model)
+    torch.testing.assert_close(model(*given), right)
+    assert len(calls) >= 3
+    with pytest.raises(AttributeError):
+        model(None, None)
+    assert cross_entropy is F.cross_entropy is torchs
 
 
 def test_what_stays_is_named_with_the_reason():

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from megatron_npu import devices
 from megatron_npu.ops.attention import attention
@@ -26,6 +25,7 @@ from megatron_npu.ops.swapping.found import (
     Left,
     Replacement,
     bound_elsewhere,
+    called_as,
     has_forward_of,
     names_in_forward,
     own_forward,
@@ -367,19 +367,12 @@ def _from_scores(mask: Tensor) -> Tensor | str:
 def _with_our_sdpa(module: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return own_forward(module, *args, **kwargs)
-    with _OurSdpa():
+    with called_as("scaled_dot_product_attention", sdpa, module):
         return own_forward(module, *args, **kwargs)
 
 
-class _OurSdpa(TorchFunctionMode):
-    """Inside, ``F.scaled_dot_product_attention`` is ours."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return sdpa(*args, **kwargs) if func is F.scaled_dot_product_attention else func(*args, **kwargs)
-
-
 def sdpa(
+    theirs: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -390,7 +383,7 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` by the operation, where it takes the call."""
+    """``F.scaled_dot_product_attention``, ``theirs``, by the operation, where it takes the call."""
     forbidden = (
         None if attn_mask is None else _forbidden(~attn_mask if attn_mask.dtype is torch.bool else attn_mask)
     )
@@ -401,9 +394,7 @@ def sdpa(
             "its mask adds to the scores" if isinstance(forbidden, str) else "not [b, n, s, d] throughout"
         )
         report_fallback("scaled_dot_product_attention", reason, "stays torch's own")
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     output = attention(
         *(t.transpose(1, 2) for t in (query, key, value)),
         layout="BSND",

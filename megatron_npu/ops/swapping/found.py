@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_npu import devices
@@ -62,6 +65,41 @@ def names_in_forward(module: nn.Module) -> frozenset[str]:
     """Return the globals and attributes that the forward of the module's class names."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return frozenset(code.co_names) if code is not None else frozenset()
+
+
+@contextlib.contextmanager
+def called_as(name: str, ours: Callable[..., Any], module: nn.Module) -> Iterator[None]:
+    """Let a function of ``torch.nn.functional`` be ours in the forward of a module.
+
+    It is no ``TorchFunctionMode``: every call of torch would go through one, those in the guards of compiled
+    blocks, too, and for each number that these compare dynamo (torch 2.13) would compile a graph.
+
+    Args:
+        name: of the function.
+        ours: is given the function, then what that is given.
+        module: whose forward calls it, as ``F.name`` or by its bare name.
+    """
+    theirs = getattr(F, name)
+    own_file = inspect.unwrap(type(module).forward).__globals__
+    places = [vars(F), *([own_file] if own_file.get(name) is theirs else [])]
+
+    def put(function: Callable[..., Any]) -> None:
+        for place in places:
+            place[name] = function
+
+    @functools.wraps(theirs)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        put(theirs)  # for the operation, which may call it
+        try:
+            return ours(theirs, *args, **kwargs)
+        finally:
+            put(replacement)
+
+    put(replacement)
+    try:
+        yield
+    finally:
+        put(theirs)
 
 
 def is_leaf(module: nn.Module) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from megatron_npu import devices
 from megatron_npu.ops.cross_entropy import cross_entropy
@@ -16,6 +15,7 @@ from megatron_npu.ops.swapping.found import (
     Found,
     Left,
     Replacement,
+    called_as,
     has_forward_of,
     names_in_forward,
     own_forward,
@@ -92,19 +92,12 @@ def _losses(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 def _with_our_loss(module: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return own_forward(module, *args, **kwargs)
-    with _OurLoss():
+    with called_as("cross_entropy", _torch_loss, module):
         return own_forward(module, *args, **kwargs)
 
 
-class _OurLoss(TorchFunctionMode):
-    """Inside, ``F.cross_entropy`` is ours where it is over a vocabulary and plain."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return _torch_loss(*args, **kwargs) if func is F.cross_entropy else func(*args, **kwargs)
-
-
 def _torch_loss(
+    theirs: Callable[..., Tensor],
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -114,13 +107,11 @@ def _torch_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``F.cross_entropy`` by the operation, in the dtype of torch's own result."""
+    """``F.cross_entropy``, which is ``theirs``, by the operation; in the dtype of torch's own result."""
     plain = size_average is None and reduce is None and _beyond(weight, reduction, label_smoothing) is None
     tokens = input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     if not plain or not tokens or input.size(1) < _SMALLEST or input.device.type != devices.current().name:
-        return F.cross_entropy(
-            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-        )
+        return theirs(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     losses = cross_entropy(input, target, ignore_index)
     if reduction == "mean":
         losses = losses.sum() / (target != ignore_index).sum()

@@ -1,0 +1,38 @@
+"""Caches of keys and values, which generation needs and training does not."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import nn
+
+
+def leave_caches_to_generation(model: nn.Module) -> None:
+    """Let a model of Transformers keep keys and values of earlier tokens only where a call asks for them.
+
+    By its configuration (``use_cache``, true for decoders) each forward pass copies all keys and values into
+    a cache that nobody reads; and each layer of a compiled model, whose place in the cache differs, would
+    take a graph of its own. The configuration stays: ``generate`` asks by itself.
+
+    Args:
+        model: of Transformers, in peft's wrapper or not; any other stays as it is.
+    """
+    inner: Any = model
+    if hasattr(inner, "get_base_model"):  # peft's wrapper
+        inner = inner.get_base_model()
+    names = list(inspect.signature(type(inner).forward).parameters)
+    if "use_cache" not in names or not hasattr(getattr(inner, "config", None), "use_cache"):
+        return
+    place = names.index("use_cache") - 1  # behind self
+    inner.register_forward_pre_hook(functools.partial(_without_cache, place), with_kwargs=True)
+
+
+def _without_cache(
+    place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Say ``use_cache=False`` where the call says nothing, nor brings a cache."""
+    if len(args) <= place and kwargs.get("past_key_values") is None:
+        kwargs.setdefault("use_cache", False)
+    return args, kwargs

@@ -1,0 +1,164 @@
+"""Every stack of switches that is allowed, 20 steps each, against plain torch; its table is in the docs.
+
+``every_stack.py --device cpu --ranks 2 --json FILE``; on simulated NPUs behind ``megatron-npu sim --devices
+2 --``. It takes long: the suite runs a sample (``stacks.py``). The file is written anew after every stack, in
+an order that is drawn: one that is ended early has seen some of everything, and ``--go-on`` does the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+KIND = "user"
+
+
+def allowed(device: str, ranks: int) -> list[dict[str, Any]]:
+    """Return the stacks for a user's model that nothing refuses on this device.
+
+    One rank has nothing to share out: of the sharding words it takes two.
+    """
+    from megatron_npu.errors import UsageError
+    from megatron_npu.switch_rules import Place, refuse
+    from megatron_npu.switches import SHARDINGS, Switches
+
+    words = {
+        "sharding": SHARDINGS if ranks > 1 else ("none", "zero-3"),
+        "mixed_precision": (None, "bf16", "fp16"),
+        "cpu_offload": (False, True),
+        "checkpoint_activations": (False, True),
+        "graph_optimization": (False, True),
+        "fused_ops": (False, True),
+        "lora_rank": (0, 4),
+    }
+    found = []
+    for row in itertools.product(*words.values()):
+        given = {name: value for name, value in zip(words, row, strict=True) if value}
+        try:
+            refuse(Switches(**given), Place("user", device))
+        except UsageError:
+            continue
+        found.append(given)
+    random.Random(0).shuffle(found)
+    return found
+
+
+def main() -> int:
+    """Fork the ranks; return the worst of their results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "npu", "cuda"], default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--go-on", action="store_true", help="leave out what the file has already")
+    args = parser.parse_args()
+    import peft  # noqa: F401
+
+    import megatron_npu.acceleration.prepare  # noqa: F401
+
+    processes = []
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(args.ranks):
+            process = os.fork()
+            if process == 0:
+                end = 1
+                try:
+                    be_a_rank(args, rank, Path(folder))
+                    end = 0
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(end)
+            processes.append(process)
+        return max(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes)
+
+
+def be_a_rank(args: argparse.Namespace, rank: int, folder: Path) -> None:
+    """Try every stack; rank 0 writes what comes of it."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.acceleration import stacks
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks)}
+    here = torch.device(args.device)
+    if args.device != "cpu":
+        getattr(torch, args.device).set_device(rank)
+        here = torch.device(args.device, rank)
+    backend = {"cpu": "gloo", "npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl"}[args.device]
+    store = dist.FileStore(str(folder / "store"), args.ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=args.ranks)
+    every = allowed(args.device, args.ranks)
+    known = json.loads(args.json.read_text())["stacks"] if args.go_on and args.json.is_file() else {}
+    dist.barrier()
+    for words in every:
+        title = stacks.title("", words).strip() or "none"
+        if title in known:
+            continue
+        known[title] = attempt(words, here)
+        if rank == 0:
+            print(f"{len(known)}/{len(every)} {title}: {known[title]}", flush=True)
+            write(args, known, len(every))
+    dist.destroy_process_group()
+
+
+def attempt(words: dict[str, Any], here: Any) -> float | str:
+    """Return the largest relative difference from the losses of plain torch, or what went wrong."""
+    import torch
+
+    from megatron_npu.switches import Switches
+    from tests.acceleration import stacks, training
+
+    torch.compiler.reset()
+    expected = plain(words.get("lora_rank", 0))
+    try:
+        losses = training.run(KIND, Switches(**words), stacks.STEPS, here)
+    except Exception:
+        return traceback.format_exc(limit=-4)
+    return max(abs(loss - right) / abs(right) for loss, right in zip(losses, expected, strict=True))
+
+
+_expected: dict[int, list[float]] = {}
+
+
+def plain(lora_rank: int) -> list[float]:
+    """Return the losses of plain torch in this process, made once."""
+    from tests.acceleration import stacks, training
+
+    if lora_rank not in _expected:
+        _expected[lora_rank] = training.plain(KIND, stacks.STEPS, lora_rank)
+    return _expected[lora_rank]
+
+
+def write(args: argparse.Namespace, known: dict[str, Any], every: int) -> None:
+    """Write what is known so far."""
+    import torch
+
+    from megatron_npu import files
+    from tests.acceleration import stacks
+
+    found = {
+        "device": args.device,
+        "simulated": args.device == "npu",
+        "ranks": args.ranks,
+        "steps": stacks.STEPS,
+        "torch": torch.__version__,
+        "every": every,
+        "stacks": known,
+    }
+    files.write(args.json, json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
