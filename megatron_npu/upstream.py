@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import logging
 import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -13,9 +14,11 @@ from typing import Any
 from megatron_npu import settings
 from megatron_npu.errors import UsageError
 
+_logger = logging.getLogger(__name__)
+
 NAMES = ("megatron_core", "megatron_lm")
 # Tested versions of megatron-core: first that works, first that is not yet supported.
-OLDEST_CORE, FIRST_TOO_NEW_CORE = (0, 12), (0, 17)
+OLDEST_CORE, FIRST_TOO_NEW_CORE = (0, 12), (0, 20)
 LEGACY_VERSION = "285068c8"
 # That tree states no version: it is recognised by the SHA-256 of these files, concatenated.
 _LEGACY_FILES = ("model/transformer.py", "schedules.py", "optimizer/optimizer.py", "arguments.py")
@@ -43,7 +46,8 @@ class Upstream:
         """Check the version and that no second Megatron mixes in.
 
         Raises:
-            UsageError: too old, too new, Megatron-DeepSpeed, or two different versions on the path.
+            UsageError: too old, too new (unless ``MEGATRON_NPU_DRIFT=warn``, which says so and goes on),
+                Megatron-DeepSpeed, or two different versions on the path.
         """
         if self.name == "megatron_core":
             self._require_supported_version()
@@ -58,12 +62,20 @@ class Upstream:
 
     def _require_supported_version(self) -> None:
         release = tuple(int(part) for part in self.version.split(".")[:2])
-        if not OLDEST_CORE <= release < FIRST_TOO_NEW_CORE:
-            age = "old" if release < OLDEST_CORE else "new"
-            raise UsageError(
-                f"megatron-core {self.version} in {self.root} is too {age}",
-                f"a version from {_dotted(OLDEST_CORE)} to before {_dotted(FIRST_TOO_NEW_CORE)}",
-                "Install one, for example: pip install megatron-core==0.16.1",
+        supported = f"a version from {_dotted(OLDEST_CORE)} to before {_dotted(FIRST_TOO_NEW_CORE)}"
+        remedy = "Install one, for example: pip install megatron-core==0.16.1"
+        given = f"megatron-core {self.version} in {self.root}"
+        if release < OLDEST_CORE:
+            raise UsageError(f"{given} is too old", supported, remedy)
+        if release >= FIRST_TOO_NEW_CORE:
+            if settings.DRIFT.get() != "warn":
+                also = f"or set {settings.DRIFT.name}=warn to try this one with the patches that still fit."
+                raise UsageError(f"{given} is too new", supported, f"{remedy}; {also}")
+            _logger.warning(
+                "%s is newer than what was tested, %s: patches that fit are applied, the line before the "
+                "first step names those that do not",
+                given,
+                supported,
             )
 
     def _require_alone(self) -> None:

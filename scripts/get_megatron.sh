@@ -2,8 +2,8 @@
 # Get the Megatrons that the tests run: Megatron-LM trees, each at its commit, and the older wheels of
 # megatron-core, unpacked side by side. What is already there is left alone.
 #   get_megatron.sh [FOLDER [NAME...]]   into checkouts/, or FOLDER; all of them, or those named (285068c8, ...)
-# Three trees come only when they are named, as one slow test alone runs them:
-#   get_megatron.sh checkouts core_v0.13.1 core_v0.14.0 core_v0.15.3
+# Some trees come only when they are named, as one slow test alone runs them:
+#   get_megatron.sh checkouts core_v0.13.1 core_v0.14.0 core_v0.15.3 core_v0.17.1 core_v0.18.2 core_v0.19.0
 # MEGATRON_LM_URL: where the trees are cloned from.
 set -euo pipefail
 
@@ -16,9 +16,9 @@ trees=(
     "core_v0.12.1 core_v0.12.1"
     "core_v0.16.1 core_v0.16.1"
 )
-on_request=(core_v0.13.1 core_v0.14.0 core_v0.15.3)
+on_request=(core_v0.13.1 core_v0.14.0 core_v0.15.3 core_v0.17.1 core_v0.18.2 core_v0.19.0)
 
-wheels=(0.12.1 0.13.1 0.14.0 0.15.3)
+wheels=(0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2)
 python=${PYTHON:-python3}
 
 # wanted NAME: whether it is asked for and not there yet
@@ -36,7 +36,10 @@ for version in "${wheels[@]}"; do
     name=megatron_core-$version
     wanted "$name" || continue
     rm -rf "$folder/$name.part"
-    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+    # From 0.17 on there are wheels for Python 3.12 alone, whose one compiled module has a stand-in here.
+    newer=()
+    case $version in 0.17.* | 0.18.* | 0.19.*) newer=(--python-version 3.12 --ignore-requires-python) ;; esac
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: "${newer[@]}" \
         --target "$folder/$name.part" "megatron-core==$version"
     mv "$folder/$name.part" "$folder/$name"
     echo "$folder/$name"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_npu import devices
+from megatron_npu.generation.sequence_parts import part_of_this_rank
 
 
 def forward_of(chunks: Sequence[Any], batch: int, longest: int, recompute: bool) -> Forward:
@@ -92,7 +93,6 @@ class _Whole(Forward):
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         from megatron.core import parallel_state
-        from megatron.core.utils import get_batch_on_this_cp_rank
 
         config = self.chunks[0].config
         cut = config.context_parallel_size
@@ -100,7 +100,7 @@ class _Whole(Forward):
         length = -(-tokens.size(1) // multiple) * multiple
         padded = torch.nn.functional.pad(tokens, (0, length - tokens.size(1))).to(self.device)
         positions = torch.arange(length, device=self.device).expand_as(padded)
-        part = get_batch_on_this_cp_rank({"tokens": padded, "position_ids": positions})
+        part = part_of_this_rank({"tokens": padded, "position_ids": positions})
         per_rank = length // cut
         if config.sequence_parallel:
             per_rank //= config.tensor_model_parallel_size

@@ -93,6 +93,13 @@ STAND_INS = (
         "mamba_builders, and it imports triton",
     ),
     StandIn(
+        "megatron.core.transformer.moe.paged_stash",
+        "megatron_npu.standins.paged_stash",
+        "triton",
+        ("megatron_core",),
+        "megatron.core itself imports it always since 0.18, by way of the schedules, and it imports triton",
+    ),
+    StandIn(
         "megatron.core.extensions.transformer_engine",
         "megatron_npu.standins.transformer_engine_layers",
         "transformer_engine",

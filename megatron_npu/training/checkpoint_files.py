@@ -20,7 +20,9 @@ from megatron_npu.errors import UsageError
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name, in tracker and directory, for weights that no run has trained here
 DESCRIPTION = "arguments.json"
-FILES = ("common.pt", "metadata.json", ".metadata")  # of megatron-core, beside those with the weights
+COMMON = "common.pt"  # megatron-core's name for what is not sharded; since 0.19 an object beside the weights:
+COMMON_OBJECT = "common_state/shard_0_1"
+FILES = (COMMON, "metadata.json", ".metadata")  # of megatron-core, beside those with the weights
 HF_FOLDER = "hf"  # in a converted checkpoint: the files of Hugging Face that came with the weights
 # What decides the shapes of the weights and what is computed with them: (attribute, its flag).
 _SAME_MODEL = (
@@ -100,7 +102,19 @@ def unfinished(root: str | Path) -> list[Path]:
 
 def missing(path: Path) -> list[str]:
     """Return which of megatron-core's files a checkpoint's own directory lacks."""
-    return [name for name in FILES if not (path / name).is_file()]
+    absent = [name for name in FILES if not (path / name).is_file()]
+    if COMMON in absent and common_lies_among_shards(path):
+        absent.remove(COMMON)
+    return absent
+
+
+def common_lies_among_shards(path: Path) -> bool:
+    """Return whether what is not sharded is an object beside the weights, as 0.19 and newer write it.
+
+    The index of a checkpoint's parts is a pickle: the name is looked for in its bytes, nothing is loaded.
+    """
+    index = path / ".metadata"
+    return index.is_file() and COMMON_OBJECT.encode() in index.read_bytes()
 
 
 def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:

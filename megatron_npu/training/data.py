@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_npu import devices
 from megatron_npu.errors import UsageError
+from megatron_npu.generation.sequence_parts import part_of_this_rank
 from megatron_npu.training import tokenizers
 from megatron_npu.training.epochs import Passes, RoundAndRound
 from megatron_npu.training.sources import PARTS, blend
@@ -188,7 +189,6 @@ def micro_batches(
         collate_fn: makes a batch of a list of samples; None: torch's own.
     """
     from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     rank = parallel_state.get_data_parallel_rank()
     sampler = ResumableBatchSampler(
@@ -206,4 +206,4 @@ def micro_batches(
     )
     for batch in loader:
         moved = {name: value.to(device.torch_device(), non_blocking=True) for name, value in batch.items()}
-        yield get_batch_on_this_cp_rank(moved)
+        yield part_of_this_rank(moved)

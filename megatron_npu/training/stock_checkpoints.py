@@ -17,8 +17,6 @@ from megatron_npu import safe_load
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files, stock_arguments, torch_format
 
-COMMON = "common.pt"  # megatron-core's name for what is not sharded
-
 
 def find(root: str | Path, step: int | None = None) -> checkpoint_files.CheckpointInfo | None:
     """Return the newest checkpoint under ``root``, the driver's or a stock script's; None if there is none.
@@ -34,7 +32,7 @@ def find(root: str | Path, step: int | None = None) -> checkpoint_files.Checkpoi
         return checkpoint_files.find(root, step)
     if torch_format.holds_ranks(path):
         return _of_ranks(path)
-    if (path / COMMON).is_file():
+    if (path / checkpoint_files.COMMON).is_file():
         return _sharded(path)
     return checkpoint_files.find(root, step)
 
@@ -65,10 +63,10 @@ def _of_ranks(path: Path) -> checkpoint_files.CheckpointInfo:
 
 
 def _sharded(path: Path) -> checkpoint_files.CheckpointInfo:
-    values = read_common(path / COMMON)
+    values = read_common(path / checkpoint_files.COMMON)
     if not isinstance(values.get("args"), Namespace):
         raise UsageError(
-            f"{path / COMMON} holds no arguments",
+            f"{path / checkpoint_files.COMMON} holds no arguments",
             "a checkpoint of pretrain_gpt.py or of `megatron-npu pretrain`",
             "Load another one.",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -15,7 +16,11 @@ def load_stock(name: str) -> ModuleType:
     parent, _, last = name.rpartition(".")
     copy = importlib.util.spec_from_file_location(f"{parent}._stock_{last}", spec.origin)
     module = importlib.util.module_from_spec(copy)
-    copy.loader.exec_module(module)
+    sys.modules[copy.name] = module  # decorators of 0.19 ask there for the module of a function
+    try:
+        copy.loader.exec_module(module)
+    finally:
+        del sys.modules[copy.name]
     return module
 
 

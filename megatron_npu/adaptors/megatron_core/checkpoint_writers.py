@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from typing import IO, Any
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, replace
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 class ResultsFile:
@@ -85,13 +87,16 @@ class ResultsFile:
 _results: list[ResultsFile] = []
 
 
-@replace(
-    "megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
+_queue = functools.partial(
+    replace,
     upstream_bug=True,
     until=NOT_FIXED,
     why="its queue lives in a spawned process (270 MB), which outlives a training that is killed and holds "
     "its output open; interrupted while it starts, the training hangs at its end",
 )
+
+
+@_queue(f"{_WRITER}:_get_write_results_queue", versions="<0.17")
 def results_queue() -> ResultsFile:
     """Return the queue of this process, which needs no process of its own."""
     if not _results:
@@ -99,9 +104,15 @@ def results_queue() -> ResultsFile:
     return _results[0]
 
 
+@_queue(f"{_WRITER}:get_write_results_queue", versions=">=0.17")
+def results_queue_of_no_process(mp_mode: str = "spawn") -> ResultsFile:
+    """As ``results_queue``; how the process would be started is of no account."""
+    return results_queue()
+
+
 @replace(
-    "megatron.core.dist_checkpointing.strategies.filesystem_async:"
-    "FileSystemWriterAsync.write_preloaded_data_multiproc",
+    f"{_WRITER}:FileSystemWriterAsync.write_preloaded_data_multiproc",
+    versions="<0.17",  # which writes in threads
     upstream_bug=True,
     until=NOT_FIXED,
     why="it waits for ever for a writer that was killed, as the out-of-memory killer does",

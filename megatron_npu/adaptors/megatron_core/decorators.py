@@ -7,7 +7,7 @@ from functools import partial
 from megatron_npu.adaptors.shared import decorators
 
 WITHOUT_CUDA, installed = decorators.WITHOUT_CUDA, decorators.installed
-NOT_FIXED = "no version up to 0.16.1 has the fix, and no issue has been filed upstream"  # ``until`` of a bug
+NOT_FIXED = "no version up to 0.19.2 has the fix, and no issue has been filed upstream"  # ``until`` of a bug
 
 _recorder = decorators.recorder("megatron_core")
 replace, around, wrap = _recorder.replace, _recorder.around, _recorder.wrap

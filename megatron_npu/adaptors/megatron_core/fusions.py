@@ -6,6 +6,7 @@ And ``megatron.core.jit``, whose ``jit_fuser`` compiles them upstream.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -61,17 +62,31 @@ def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
     return activation.swiglu_backward(g, y)
 
 
-@replace(
+_bias_dropout_add = partial(
+    replace,
     "megatron.core.fusions.fused_bias_dropout:_bias_dropout_add_func",
     devices=WITHOUT_CUDA,
     why="three passes and one draw per value; on cuda upstream compiles it",
 )
+
+
+@_bias_dropout_add(versions="<0.17")
 def bias_dropout_add(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, training: bool
 ) -> Tensor:
     """``[s, b, h]`` and the ``[h]`` bias, added to the ``[s, b, h]`` residual after dropout."""
     x, bias = x_with_bias
     return dropout.bias_dropout_add(x, bias, residual, prob, training)
+
+
+@_bias_dropout_add(versions=">=0.17")
+def bias_dropout_add_in_residual_dtype(
+    x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, training: bool
+) -> Tensor:
+    """As ``bias_dropout_add``, in the residual's dtype: since 0.17 --fp32-residual-connection keeps it."""
+    x, bias = x_with_bias
+    bias = None if bias is None else bias.to(residual.dtype)
+    return dropout.bias_dropout_add(x.to(residual.dtype), bias, residual, prob, training)
 
 
 @replace(

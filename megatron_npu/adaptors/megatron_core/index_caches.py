@@ -28,6 +28,13 @@ for _module in ("gpt_dataset", "blended_dataset", "masked_dataset"):
         upstream_bug=True,
         until=NOT_FIXED,
     )
+    constant(
+        f"megatron.core.datasets.{_module}:safe_numpy_load",
+        safe_numpy.load,
+        versions=">=0.19",
+        why="it reads index files in numpy's place, lets tensors be unpickled from them, and a file that is "
+        "truncated ends the training",
+    )
 _PART = 1 << 20  # entries that are looked at together
 
 

@@ -32,7 +32,7 @@ def without_gradients(
     **kwargs: Any,
 ) -> Tensor:
     """``[s, b, i]`` and a weight ``[o, i]`` to ``[s, b, o]``: upstream's own two operations, directly."""
-    if torch.is_grad_enabled() or sequence_parallel:
+    if torch.is_grad_enabled() or sequence_parallel or kwargs.get("gtp_remat_size", 1) > 1:  # 0.19
         return original(
             input,
             weight,

@@ -6,6 +6,7 @@ Connects ``tensor_parallel.cross_entropy``, ``fusions.fused_cross_entropy`` and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,14 +20,30 @@ from megatron_npu.ops.embedding import vocab_parallel_embedding
 _WHY = "upstream holds an fp32 softmax of the whole logits from forward to backward; ours O(tokens)"
 
 
-@replace("megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy", why=_WHY)
+_cross_entropy = partial(
+    replace, "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy", why=_WHY
+)
+
+
+@_cross_entropy(versions="<0.19")
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
 ) -> Tensor:
     """``[s, b, v/p]`` logits and ``[s, b]`` targets to the ``[s, b]`` loss, fp32."""
+    return vocab_parallel_cross_entropy_of_group(vocab_parallel_logits, target, label_smoothing)
+
+
+@_cross_entropy(versions=">=0.19")
+def vocab_parallel_cross_entropy_of_group(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: ProcessGroup | None = None,
+) -> Tensor:
+    """As ``vocab_parallel_cross_entropy``, in the group that is given, if one is."""
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
-    group = get_tensor_model_parallel_group()
+    group = get_tensor_model_parallel_group() if tp_group is None else tp_group
     return _loss(vocab_parallel_logits, target, group, label_smoothing)
 
 
@@ -73,7 +90,7 @@ def embed_without_waiting(original: Callable[..., Tensor], self: Any, input_: Te
 
     The ranks' parts are combined as upstream does it, whose deterministic mode keeps its own lookup.
     """
-    if self.deterministic_mode:
+    if self.deterministic_mode or _reads_otherwise(self):
         return original(self, input_)
     part = vocab_parallel_embedding(
         input_,
@@ -83,6 +100,12 @@ def embed_without_waiting(original: Callable[..., Tensor], self: Any, input_: Te
         split=self.weight.size(0) != self.num_embeddings,
     )
     return _combined(self, part)
+
+
+def _reads_otherwise(embedding: Any) -> bool:
+    """Return whether more ranks share the weight (0.19), or inference reduces by itself (0.18)."""
+    spread = getattr(embedding, "gtp_remat_size", 1) > 1
+    return spread or getattr(embedding, "use_inference_optimized_reduce_scatter", False)
 
 
 def _combined(embedding: Any, part: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import (
-    NOT_FIXED,
     constant,
     installed,
     replace,
@@ -37,6 +36,7 @@ def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_
 
 _grouped_gemm = partial(
     constant,
+    versions="<0.17",
     condition=partial(installed, "grouped_gemm"),
     why="the experts of --moe-grouped-gemm need TransformerEngine or the package grouped_gemm, which is CUDA",
 )
@@ -48,13 +48,13 @@ _router = partial(
     f"{_MOE}.moe_utils:router_gating_linear",
     condition=transformer_engine_present,
     upstream_bug=True,
-    until=NOT_FIXED,
+    until="0.17, which gives the name to None",
     why="upstream asks whether a name is None that exists only where TransformerEngine is installed: "
     "NameError",
 )
 
 
-@_router(versions=">=0.15")
+@_router(versions=">=0.15,<0.17")
 def router_gating_linear(
     inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype
 ) -> Tensor:

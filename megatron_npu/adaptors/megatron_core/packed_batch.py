@@ -15,7 +15,7 @@ _WHOLE = {"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}  # 
 
 @around(
     "megatron.core.utils:get_thd_batch_on_this_cp_rank",
-    versions=">=0.16",
+    versions=">=0.16,<0.18",
     condition=transformer_engine_present,
     why="it asks TransformerEngine which tokens of packed sequences a context-parallel rank has",
 )

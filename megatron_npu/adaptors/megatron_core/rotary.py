@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,29 @@ from megatron_npu.ops.rotary import rotary
 _MODULE = "megatron.core.models.common.embeddings.rope_utils"
 
 
-@replace(
+_unfused = partial(
+    replace,
     f"{_MODULE}:_apply_rotary_pos_emb_bshd",
     devices=WITHOUT_CUDA,
     why="computes sine and cosine again in every layer, and five passes over the tensor",
 )
+
+
+@_unfused(versions=">=0.19")
+def apply_rotary_with_either_name(
+    t: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    mla_rotary_interleaved: bool = False,
+    mscale: float = 1.0,
+    multi_latent_attention: bool | None = None,
+) -> Tensor:
+    """As ``_apply_rotary_pos_emb_bshd``; 0.19 has renamed its argument, and takes both names."""
+    latent = mla_rotary_interleaved if multi_latent_attention is None else multi_latent_attention
+    return _apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved, latent, mscale)
+
+
+@_unfused(versions="<0.19")
 def _apply_rotary_pos_emb_bshd(
     t: Tensor,
     freqs: Tensor,
@@ -43,14 +63,23 @@ def fused_apply_rotary_pos_emb(
 
 
 def fused_apply_rotary_pos_emb_thd(
-    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    interleaved: bool = False,
 ) -> Tensor:
-    """As TransformerEngine's: ``[t, n, d]`` of packed sequences with their ``[b + 1]`` boundaries."""
+    """As TransformerEngine's: ``[t, n, d]`` of packed sequences with their ``[b + 1]`` boundaries.
+
+    Args:
+        interleaved: ``--rotary-interleaved``, which 0.17 and newer hand on.
+    """
     from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
     lengths = ((cu_seqlens[1:] - cu_seqlens[:-1]) // cp_size).tolist()
     angles = [_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs) for x in t.split(lengths)]
-    return rotary(t.unsqueeze(1), torch.cat(angles)).squeeze(1)
+    return rotary(t.unsqueeze(1), torch.cat(angles), interleaved).squeeze(1)
 
 
 for _function in (fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd):

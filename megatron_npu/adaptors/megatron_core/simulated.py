@@ -8,12 +8,14 @@ from __future__ import annotations
 from megatron_npu.adaptors.megatron_core.decorators import around
 from megatron_npu.adaptors.shared import simulated
 
-around(
-    "megatron.training.utils:print_rank_last",
-    devices=("npu",),
-    condition=simulated.on_hardware,
-    why=simulated.WHY_LINE,
-)(simulated.mark_line)
+for _module, _versions in (("utils", "<0.18"), ("utils.common_utils", ">=0.18")):
+    around(
+        f"megatron.training.{_module}:print_rank_last",
+        versions=_versions,
+        devices=("npu",),
+        condition=simulated.on_hardware,
+        why=simulated.WHY_LINE,
+    )(simulated.mark_line)
 
 around(
     "megatron.training.global_vars:_set_tensorboard_writer",

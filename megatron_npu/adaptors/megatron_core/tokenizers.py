@@ -28,7 +28,7 @@ _NO_METHOD = (
 )
 @replace(
     f"{_TOKENIZER}:MegatronLegacyTokenizer.offsets",
-    versions=">=0.15",
+    versions=">=0.15,<0.17",
     upstream_bug=True,
     until=NOT_FIXED,
     why=_NO_METHOD,
@@ -58,7 +58,7 @@ def _common_length(start: str, text: str, known: int) -> int:
 
 @replace(
     f"{_TOKENIZER}:MegatronLegacyTokenizer.bos",
-    versions=">=0.15",
+    versions=">=0.15,<0.17",
     upstream_bug=True,
     until=NOT_FIXED,
     why="GPT-2's tokenizer has none, and the inference engines compare it with each prompt's first token: "

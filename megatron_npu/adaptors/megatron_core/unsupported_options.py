@@ -4,8 +4,8 @@ They are fields of ``TransformerConfig`` and, mostly under the same names, of th
 would change the numbers, or is asked for to hide communication, is refused in one line. What changes the
 speed of launches alone is switched off, and that is reported.
 
-Connects ``transformer.transformer_config`` and ``models.mamba.mamba_model`` of ``megatron.core``;
-``arguments`` does the same for the scripts' arguments.
+Connects ``transformer.transformer_config``, ``models.mamba.mamba_model`` and ``ssm.mamba_mixer`` of
+``megatron.core``; ``arguments`` does the same for the scripts' arguments.
 """
 
 from __future__ import annotations
@@ -58,6 +58,23 @@ NEED_TRANSFORMER_ENGINE = (
         ("hybrid_context_parallel",),
         remedy="Leave it out: only its attention heeds groups of batches; --context-parallel-size works.",
     ),
+    Option(  # since 0.18
+        "--moe-paged-stash",
+        ("moe_paged_stash",),
+        remedy="Leave it out: it moves the memory of TransformerEngine's experts with kernels in Triton.",
+    ),
+    Option(  # since 0.18
+        "--moe-expert-rank-capacity-factor",
+        ("moe_expert_rank_capacity_factor",),
+        asks=lambda value: value is not None,
+        remedy="Leave it out: it is for experts whose memory is stashed in pages, by kernels in Triton.",
+    ),
+    Option(  # since 0.19
+        "--tensor-parallel-num-weight-shards",
+        ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+        asks=lambda value: value not in (None, 1),
+        remedy="Leave it out: its weights are gathered by TransformerEngine's layers.",
+    ),
     Option(
         "--cross-entropy-fusion-impl",
         ("cross_entropy_fusion_impl",),
@@ -70,6 +87,7 @@ DO_WITHOUT_TRANSFORMER_ENGINE = (
     Option("--use-te-activation-func", ("use_te_activation_func",)),
     Option("--moe-permute-fusion", ("moe_permute_fusion",)),
     Option("--moe-router-fusion", ("moe_router_fusion",)),  # since 0.14
+    Option("--fused-residual-rmsnorm", ("fused_residual_rmsnorm",)),  # since 0.17
 )
 NEED_CUDA = (
     Option("--use-nccl-ub", ("nccl_ub",), remedy="Leave it out: it registers buffers with NCCL."),
@@ -176,14 +194,18 @@ def configure_without_cuda_graphs(original: Callable[[Any], None], self: Any) ->
     original(self)
 
 
-@around(
-    "megatron.core.models.mamba.mamba_model:MambaModel.__init__",
+_without_mamba_ssm = partial(
+    around,
     condition=partial(installed, "mamba_ssm"),
     why="its layers are mamba_ssm's kernels, which are CUDA's: without the package an AttributeError of None "
     "or an ImportError in the middle of the model, by version",
 )
+
+
+@_without_mamba_ssm("megatron.core.models.mamba.mamba_model:MambaModel.__init__", versions="<0.18")
+@_without_mamba_ssm("megatron.core.ssm.mamba_mixer:MambaMixer.__init__", versions=">=0.18")  # of hybrids
 def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse before anything is built."""
+    """Refuse before anything is built; a hybrid since 0.18, when the first of its Mamba layers is."""
     raise UsageError(
         "a Mamba model without the packages mamba-ssm and causal-conv1d, which are for CUDA",
         "a model whose layers have kernels here",

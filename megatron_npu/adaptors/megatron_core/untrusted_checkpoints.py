@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from megatron_npu import safe_load, torch_readers
@@ -36,8 +37,23 @@ def _data_only(what: str) -> Iterator[None]:
         raise torch_readers.last_refusal() or error from error
 
 
+_common_data = partial(
+    around,
+    why="a value that torch's reader has refused ends in pages of its advice to load it all the same",
+)
+
+
+@_common_data("megatron.core.dist_checkpointing.serialization:load_common_state_dict", versions=">=0.19")
+@_common_data("megatron.core.dist_checkpointing.strategies.common:load_common", versions=">=0.17")
+def load_common_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Read ``common.pt``, or since 0.19 what lies among the sharded objects in its place, as data."""
+    with _data_only("the checkpoint's common values"):
+        return original(*args, **kwargs)
+
+
 @around(
     f"{_COMMON}.load_common",
+    versions="<0.17",
     why="0.12 and 0.13 load common.pt with weights_only=False, which runs what it holds; later ones end in "
     "pages of torch's advice to do so",
     upstream_bug=True,
@@ -51,6 +67,7 @@ def load_common_data(original: Callable[..., Any], self: Any, *args: Any, **kwar
 
 @around(
     f"{_COMMON}.load_sharded_objects",
+    versions="<0.17",  # which has no such files
     why="as load_common: files of objects in old checkpoints",
     upstream_bug=True,
     until=NOT_FIXED,

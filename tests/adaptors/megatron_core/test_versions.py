@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 from tests.end_to_end import tiny
 
 VERSIONS = ["0.12.1", "0.13.1", "0.14.0", "0.15.3"]
+NEWER = ["0.17.1", "0.18.2", "0.19.2"]  # than the installed one
 EXACT = ["--attention-dropout", "0", "--hidden-dropout", "0", "--no-plot"]
 
 
@@ -48,8 +49,12 @@ def installed(numbers, tmp_path_factory) -> dict[int, float]:
 
 @pytest.fixture(params=VERSIONS)
 def root(request) -> Path:
-    """The folder that scripts/get_megatron.sh has put this version's wheel into."""
-    path = ROOT / "checkouts" / f"megatron_core-{request.param}"
+    return wheel(request.param)
+
+
+def wheel(version: str) -> Path:
+    """Return the folder that scripts/get_megatron.sh has put a version's wheel into."""
+    path = ROOT / "checkouts" / f"megatron_core-{version}"
     if not path.is_dir():
         pytest.skip(f"no {path.relative_to(ROOT)}: run scripts/get_megatron.sh")
     return path
@@ -61,6 +66,14 @@ def test_one_process_and_its_resumption(numbers, tmp_path, root, installed) -> N
     rest = curve(numbers, tmp_path, root, *save)
     assert first | rest == pytest.approx(installed, rel=1e-5)
     assert min(rest) == 4
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_a_newer_one_saves_and_resumes(version, numbers, tmp_path, installed) -> None:
+    save = ["--save", str(tmp_path / "checkpoint"), "--load", str(tmp_path / "checkpoint")]
+    first = curve(numbers, tmp_path, wheel(version), *save, "--exit-interval", "2")
+    rest = curve(numbers, tmp_path, wheel(version), *save, "--exit-interval", "4")
+    assert first | rest == {step: installed[step] for step in range(1, 5)}
 
 
 def test_tensor_parallel_in_bf16_with_distributed_optimizer(numbers, tmp_path, root, installed) -> None:

@@ -54,9 +54,9 @@ def write(root: Path, args: object) -> Path:
     """Write a checkpoint with nothing but its arguments."""
     place = root / "iter_0000003"
     place.mkdir(parents=True)
-    torch.save({"args": args, "iteration": 3}, place / stock_checkpoints.COMMON)
+    torch.save({"args": args, "iteration": 3}, place / checkpoint_files.COMMON)
     checkpoint_files.set_latest(root, 3)
-    return place / stock_checkpoints.COMMON
+    return place / checkpoint_files.COMMON
 
 
 def test_what_would_run_is_refused(tmp_path):

@@ -12,7 +12,6 @@ from typing import Any
 from packaging.version import Version
 
 from megatron_npu.adaptors.megatron_core.decorators import (
-    NOT_FIXED,
     around,
     constant,
     replace,
@@ -30,9 +29,12 @@ from megatron_npu.adaptors.megatron_core.te_fallback import redirect
     why="without TransformerEngine it is an ImportError, or a mock: models for images name it as it is",
 )
 class TENorm:
-    """Makes the norm of the local layers, and says so; like upstream's, it makes no instance of its own."""
+    """Makes the norm of the local layers, and says so; like upstream's, it makes no instance of its own.
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
+    Whether a residual follows (since 0.17) is of no account: the local norm does not add it.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> Any:
         redirect.report("TENorm()")
         return Norm(config, hidden_size, eps)
 
@@ -54,7 +56,7 @@ def provide_local_layers(original: type) -> type:
         def linear(self) -> Any:
             return self.column_parallel_linear()
 
-        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> Any:
+        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
             # Asked for RMSNorm, it gives the norm that goes by the config; see ``gpt``.
             return super().layer_norm(rms_norm=True, for_qk=for_qk)
 
@@ -64,10 +66,10 @@ def provide_local_layers(original: type) -> type:
 constant(
     "megatron.core.transformer.multi_latent_attention:HAVE_TE",
     False,
-    versions=">=0.14",
+    versions=">=0.14,<0.17",
     condition=transformer_engine_present,
     upstream_bug=True,
-    until=NOT_FIXED,
+    until="0.17, which asks the wrapper",
     why="upstream takes it for present because its own wrapper can be imported without it, and asks then "
     "whether a layer is an instance of None: TypeError",
 )
@@ -75,9 +77,10 @@ constant(
 
 @replace(
     "megatron.core.utils:get_te_version",
+    versions="<0.17",
     condition=transformer_engine_present,
     upstream_bug=True,
-    until=NOT_FIXED,
+    until="0.17, which says 0.0.0",
     why="0.12 imports TransformerEngine for the answer, 0.13 to 0.16 give None, which cannot be compared: "
     "loading a checkpoint asks, and the check of --rotary-interleaved",
 )

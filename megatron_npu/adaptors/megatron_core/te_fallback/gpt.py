@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, transformer_engine_present
@@ -21,18 +22,34 @@ _NAME_ERROR = "without TransformerEngine it ends in a NameError"
 # Not asked, it takes apex's where that is installed, which knows layer norm alone.
 _local_layer = redirect_to_local("get_gpt_layer_local_spec", normalization="RMSNorm")
 
+_local_submodules = redirect_to_local("get_gpt_layer_local_submodules", normalization="RMSNorm")
+
 around(
     f"{_SPECS}:get_gpt_layer_with_transformer_engine_spec",
+    versions="<0.17",
     condition=transformer_engine_present,
     why=_NAME_ERROR,
 )(_local_layer)
+around(
+    f"{_SPECS}:get_gpt_layer_with_transformer_engine_submodules",
+    versions=">=0.17",  # the spec calls it
+    condition=transformer_engine_present,
+    why="without TransformerEngine its layers are made of a mock",
+)(_local_submodules)
 
+_WHY_INFERENCE = "its layers are TransformerEngine's, and it asserts that"
 around(
     f"{_SPECS}:get_gpt_layer_with_inference_spec",
-    versions=">=0.16",
+    versions=">=0.16,<0.17",
     condition=transformer_engine_present,
-    why="its layers are TransformerEngine's, and it asserts that",
+    why=_WHY_INFERENCE,
 )(_local_layer)
+around(
+    f"{_SPECS}:get_gpt_layer_with_inference_submodules",
+    versions=">=0.17",
+    condition=transformer_engine_present,
+    why=_WHY_INFERENCE,
+)(_local_submodules)
 
 around(f"{_SPECS}:get_mlp_module_spec", condition=transformer_engine_present, why=_NAME_ERROR)(
     force_flag_off("use_te")
@@ -69,13 +86,16 @@ around(
 )(force_flag_off("use_transformer_engine"))
 
 
-@around(
-    f"{_SPECS}:get_gpt_layer_local_spec",
-    versions=">=0.13",
+_with_qk_l2_norm = partial(
+    around,
     upstream_bug=True,
     until=NOT_FIXED,
     why="stock pretrain_gpt.py does not hand --qk-l2-norm to the local spec: it is ignored without a word",
 )
+
+
+@_with_qk_l2_norm(f"{_SPECS}:get_gpt_layer_local_spec", versions=">=0.13,<0.17")
+@_with_qk_l2_norm(f"{_SPECS}:get_gpt_layer_local_submodules", versions=">=0.17")
 def with_qk_l2_norm(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Take the flag from the script's arguments where the caller is silent."""
     given = inspect.signature(original).bind(*args, **kwargs)

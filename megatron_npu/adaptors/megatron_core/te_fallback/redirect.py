@@ -11,7 +11,13 @@ from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 
 # Arguments that choose kernels of TransformerEngine for what the local layers compute as well.
-_KERNELS = ("use_te_op_fuser", "use_te_activation_func")
+_KERNELS = (
+    "use_te_op_fuser",
+    "use_te_activation_func",
+    "mla_down_proj_fusion",  # since 0.17
+    "use_grouped_gemm_for_dense_mlp",  # since 0.18
+)
+_LEGACY = "moe_use_legacy_grouped_gemm"  # 0.17 has no such experts, and its layers for inference the argument
 
 
 def report(asked: str) -> None:
@@ -73,8 +79,10 @@ def redirect_to_local(local: str | Callable[..., Any], **always: Any) -> Callabl
         report(f"{original.__name__}()")
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         refuse_fp8(given.pop("fp8", None))
-        kept = {name: value for name, value in given.items() if name not in _KERNELS}
         function = sibling(original, local) if isinstance(local, str) else local
+        if _LEGACY not in inspect.signature(function).parameters:
+            given.pop(_LEGACY, None)
+        kept = {name: value for name, value in given.items() if name not in _KERNELS}
         return function(**kept, **always)
 
     return specify

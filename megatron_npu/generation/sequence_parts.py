@@ -1,0 +1,23 @@
+"""The part of a batch that a context-parallel rank has, as each version of megatron-core is asked for it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+
+def part_of_this_rank(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Cut tensors ``[b, s]`` to this rank's parts of the sequence, the whole batch where it is not cut.
+
+    Returns:
+        The same names, ``[b, s / cp]``: of 2 cp equal parts, those that upstream deals this rank.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    options: dict[str, Any] = {}
+    if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:  # since 0.18, no default
+        options = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
+    return get_batch_on_this_cp_rank(batch, **options)

@@ -1,0 +1,23 @@
+"""Stand-in for megatron-core's ``moe.paged_stash`` where triton is absent: nothing is ever stashed.
+
+``--moe-paged-stash`` and ``--moe-expert-rank-capacity-factor``, with which alone upstream calls these, are
+refused when a model is configured (``adaptors.megatron_core.unsupported_options``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    """Refuse.
+
+    Raises:
+        RuntimeError: always: the kernels are written in triton.
+    """
+    raise RuntimeError("--moe-paged-stash needs the package triton, which is not installed")
+
+
+get_paged_stash_context = paged_stash_group_start = paged_stash_group_commit = _refuse
+paged_stash_init_chunk_handler = paged_stash_reset = _refuse
+check_paged_stash_overflow = check_paged_stash_host_spill = PagedStashRunner = _refuse
