@@ -48,7 +48,10 @@ class Factors(NamedTuple):
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a loss from the factors of the logits, if nothing else wants these."""
     labels = args[4] if len(args) > 4 else kwargs.get("labels")
-    if labels is None or not self.post_process or not _is_wanted(self, kwargs.get("runtime_gather_output")):
+    others = kwargs.get("output_processor")  # since 0.18 the caller's own, in place of logits and loss
+    if labels is None or others is not None or not self.post_process:
+        return original(self, *args, **kwargs)
+    if not _is_wanted(self, kwargs.get("runtime_gather_output")):
         return original(self, *args, **kwargs)
     with _product_put_off(self.output_layer):
         return original(self, *args, **kwargs)
@@ -89,6 +92,12 @@ def _beyond(model: Any, runtime_gather_output: bool | None) -> str | None:
         return "the output layer leaves its gradients to others"
     if model.config.defer_embedding_wgrad_compute:
         return "--defer-embedding-wgrad-compute keeps the gradients of the logits"
+    if getattr(model.config, "use_mup", False):  # since 0.17
+        return "--use-mup scales the logits"
+    if getattr(model.config, "mtp_detach_heads", False):  # since 0.19
+        return "--mtp-detach-heads keeps gradients of some logits from the output layer"
+    if getattr(layer, "gtp_remat_size", 1) > 1:  # since 0.19
+        return "more ranks share the output layer's weight"
     if getattr(model.config, "config_logger_dir", ""):
         return "--config-logger-dir records the logits"
     if torch.is_autocast_enabled(devices.current().torch_device().type):
