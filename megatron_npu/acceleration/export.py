@@ -16,7 +16,7 @@ from megatron_npu.acceleration import model_card
 from megatron_npu.acceleration.prepare import Prepared
 
 if TYPE_CHECKING:
-    from megatron_npu.acceleration.loop import Outcome
+    from megatron_npu.acceleration.outcome import Outcome
 
 FOLDER = "model"  # in --save
 

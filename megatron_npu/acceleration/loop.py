@@ -6,7 +6,6 @@ import contextlib
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from megatron_npu import devices, replicas, watchdog
 from megatron_npu.acceleration import checkpoint, export, providers
 from megatron_npu.acceleration.loading import Loader
+from megatron_npu.acceleration.outcome import Evaluation, Outcome
 from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.acceleration.report import Report
 from megatron_npu.training import checkpoint_files
@@ -27,44 +27,7 @@ if TYPE_CHECKING:
     from megatron_npu.acceleration.templates import Template
 
 Forward = Callable[[Iterator[Any]], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What an evaluation found: the mean loss, and metrics by their names."""
-
-    loss: float
-    metrics: dict[str, float]
-
-
 Evaluate = Callable[[], Evaluation]
-
-
-@dataclass
-class Outcome:
-    """How a training went.
-
-    Attributes:
-        iteration: the last one.
-        losses: training loss of each iteration of this process's run, the mean over all ranks and samples.
-        grad_norms: the norm of each iteration's gradient; None where the update was left out.
-        evaluations: what was found, by iteration.
-        test: what was found on the test data of a pre-training; None without.
-        checkpoint: the last one written; None without.
-        exported: the folder for ``from_pretrained``; None without.
-        plot: the picture of the run; None without.
-        ended_by: ``iterations``, ``exit-interval`` or ``signal``.
-    """
-
-    iteration: int = 0
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float | None] = field(default_factory=list)
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    test: Evaluation | None = None
-    checkpoint: Path | None = None
-    exported: Path | None = None
-    plot: Path | None = None
-    ended_by: str = "iterations"
 
 
 class Loop:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from megatron_npu.acceleration import layout, loop, providers
+from megatron_npu.acceleration import layout, providers
+from megatron_npu.acceleration.outcome import Outcome
 from megatron_npu.errors import UsageError
 from megatron_npu.training import arguments, data, initialize, model, pretrain, validation
 from megatron_npu.training import log as training_log
@@ -106,7 +107,7 @@ def _check_tokenizer(args: Namespace) -> None:
 
 def train(
     template: PreTrainer, datasets: providers.Datasets, module: nn.Module, optimizer: Any, scheduler: Any
-) -> loop.Outcome:
+) -> Outcome:
     """Train a template's model inside ``session``; return how it went.
 
     Args:
@@ -143,7 +144,7 @@ def train(
     trainer = _trainer(template, datasets)
     outcome, _ = pretrain.train_chunks(args, config, [chunk], parts, trainer, journal)
     kept = journals[0]
-    return loop.Outcome(
+    return Outcome(
         iteration=outcome.position.iteration,
         losses=kept.losses,
         grad_norms=kept.norms,
@@ -189,6 +190,8 @@ def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[trainin
 
     class TemplateTrainer(training_loop.Trainer):
         """Trains what a template has filled in."""
+
+        goes_on = ""  # ``train`` has no flag for it
 
         def training_batches(self) -> data.Batches:
             """Return micro batches of the template's training data."""

@@ -11,7 +11,7 @@ from megatron_npu import files
 from megatron_npu.acceleration.prepare import Prepared
 
 if TYPE_CHECKING:
-    from megatron_npu.acceleration.loop import Outcome
+    from megatron_npu.acceleration.outcome import Outcome
 
 NAME = "README.md"
 _PIPELINES = {

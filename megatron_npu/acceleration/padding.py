@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.errors import UsageError
 
 Collate = Callable[[list[Any]], Any]
 # What is put behind (or in front of) each row, by the names that Transformers' models know; others get 0.
-FILLERS = {"labels": -100, "special_tokens_mask": 1}
+FILLERS = {"labels": IGNORED, "special_tokens_mask": 1}
 LONGEST = 512  # tokens of the last bucket, where --seq-length says nothing; longer batches stay as they are
 _GROWTH = 1.25  # from bucket to bucket: a ninth of padding on average, and 20 buckets up to 4,096 tokens
 

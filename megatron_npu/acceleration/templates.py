@@ -11,6 +11,7 @@ from torch import nn
 from megatron_npu.acceleration import layout, loop, megatron_models, providers
 from megatron_npu.acceleration.engine import RapidformerEngine
 from megatron_npu.acceleration.loading import Collate, Loader
+from megatron_npu.acceleration.outcome import Evaluation, Outcome
 from megatron_npu.errors import UsageError
 
 
@@ -106,7 +107,7 @@ class Finetuner(Template):
         """
         return None
 
-    def train(self) -> loop.Outcome:
+    def train(self) -> Outcome:
         """Train as the flags say; return how it went.
 
         Raises:
@@ -128,17 +129,17 @@ class Finetuner(Template):
         def forward(iterator: Iterator[Any]) -> torch.Tensor:
             return self.run_forward_step(next(iterator), prepared.model)
 
-        def evaluate() -> loop.Evaluation:
+        def evaluate() -> Evaluation:
             assert valid is not None
             found = providers.metrics(self, self.run_compute_metrics([prepared.model], valid))
             value = found.pop("loss", None)
             if value is None:
                 value = loop.mean_loss(self, forward, iter(valid), len(valid))
-            return loop.Evaluation(value, found)
+            return Evaluation(value, found)
 
         return loop.Loop(self, prepared, batches, forward, None if valid is None else evaluate).run()
 
-    def finetune(self) -> loop.Outcome:
+    def finetune(self) -> Outcome:
         """Do what ``train`` does, under the name that the document's text has."""
         return self.train()
 
@@ -151,7 +152,7 @@ class PreTrainer(Template):
     and ``run_forward_step(data_iterator, model)``, which takes a batch with ``next(data_iterator)``.
     """
 
-    def train(self) -> loop.Outcome:
+    def train(self) -> Outcome:
         """Train as the flags say; return how it went.
 
         Raises:
@@ -174,7 +175,7 @@ class PreTrainer(Template):
 
     def _train(
         self, data: providers.Datasets, batches: Loader, model: nn.Module, optimizer: Any, scheduler: Any
-    ) -> loop.Outcome:
+    ) -> Outcome:
         """Train a model that every process holds."""
         engine, args = self.engine, self.engine.args
         prepared = engine.prepare(model, optimizer, scheduler)
@@ -187,13 +188,13 @@ class PreTrainer(Template):
                 return None
             loader = engine.loader(dataset, data.collate_fn)
             micro_batches = args.eval_iters * args.num_microbatches
-            return lambda: loop.Evaluation(loop.mean_loss(self, forward, loader.forever(), micro_batches), {})
+            return lambda: Evaluation(loop.mean_loss(self, forward, loader.forever(), micro_batches), {})
 
         return loop.Loop(
             self, prepared, batches, forward, evaluation_on(data.valid), evaluation_on(data.test)
         ).run()
 
-    def pretrain(self) -> loop.Outcome:
+    def pretrain(self) -> Outcome:
         """Do what ``train`` does, under the name that the document's text has."""
         return self.train()
 

@@ -101,16 +101,9 @@ def plan(args: Namespace, machine: Machine) -> Plan:
         UsageError: a size or batch that no row could have, devices that are not there, files that cannot be
             written.
     """
-    suite, said = SUITES[args.suite], []
+    suite, small = SUITES[args.suite], machine.host_memory
     _check_surroundings(args)
-    small = machine.host_memory
-    if args.model is None:
-        args.model = suite.family.sizes[0].name if small else suite.family.documented
-        said.append(
-            f"--model {args.model}: what fits here in short time; the document's is {suite.family.documented}"
-            if small
-            else f"--model {args.model}: the document's"
-        )
+    model, said = _model(args.model, suite, small)
     ranks = _ranks(args.devices, machine)
     micro = args.micro_batch_size or (suite.small_micro_batch_size if small else suite.micro_batch_size)
     whole = args.global_batch_size or micro * ranks
@@ -123,8 +116,8 @@ def plan(args: Namespace, machine: Machine) -> Plan:
     return Plan(
         suite=suite,
         machine=machine,
-        said=tuple(said),
-        size=_size(args, suite),
+        said=said,
+        size=_size(args, suite, model),
         ranks=ranks,
         micro_batch_size=micro,
         global_batch_size=whole,
@@ -136,9 +129,20 @@ def plan(args: Namespace, machine: Machine) -> Plan:
     )
 
 
-def _size(args: Namespace, suite: Suite) -> Size:
+def _model(asked: str | None, suite: Suite, small: bool) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the model, and a line about it where it was not asked for."""
+    documented = suite.family.documented
+    if asked is not None:
+        return asked, ()
+    if not small:
+        return documented, (f"--model {documented}: the document's",)
+    name = suite.family.sizes[0].name
+    return name, (f"--model {name}: what fits here in short time; the document's is {documented}",)
+
+
+def _size(args: Namespace, suite: Suite, model: str) -> Size:
     try:
-        return suite.family.size(args.model, args.seq_length, args.vocab_size)
+        return suite.family.size(model, args.seq_length, args.vocab_size)
     except Unfit as unfit:
         raise UsageError(
             f"--model {unfit.given} with --suite {suite.name}", unfit.expected, "Give one of these."

@@ -22,6 +22,8 @@ from megatron_npu.training.expert_losses import LOSSES
 from megatron_npu.training.samples import Text
 from megatron_npu.training.sinks import Sinks
 
+_CURVES = "learning_rate grad_norm loss_scale tokens_per_second tflops_per_device utilization".split()
+
 
 @dataclass
 class Interval:
@@ -77,33 +79,30 @@ class Log(Sinks):
         """
         if not self.on_rank_0:
             return
+        of_experts = of_experts or {}
         row = _row(self.args, samples, interval, losses, seconds, learning_rate, scale)
-        row |= {name: sum(layers) / len(layers) for name, layers in (of_experts or {}).items()}
+        row |= {name: sum(layers) / len(layers) for name, layers in of_experts.items()}
         if self.args.moe_per_layer_logging:
-            row |= {f"{name}_of_layers": layers for name, layers in (of_experts or {}).items()}
+            row |= {f"{name}_of_layers": layers for name, layers in of_experts.items()}
         self.say(line(self.args, iteration, row))
-        for rank, loss in (of_ranks or {}).items():
+        if of_ranks is not None:
+            self._of_ranks(iteration, of_ranks)
+            row["losses_of_ranks"] = {str(rank): loss for rank, loss in of_ranks.items()}
+        self.write("train", iteration, row)
+        self._curves(iteration, losses, row, [*_CURVES, *of_experts])
+
+    def _of_ranks(self, iteration: int, losses: Mapping[int, float]) -> None:
+        for rank, loss in losses.items():
             self.say(
                 f" [rank {rank}] iteration {iteration:8d}/{self.args.train_iters:8d} | lm loss: {loss:.6E} |"
             )
             self.scalars(iteration, [(f"lm loss of rank {rank}", loss)])
-        if of_ranks is not None:
-            row["losses_of_ranks"] = {str(rank): loss for rank, loss in of_ranks.items()}
-        self.write("train", iteration, row)
+
+    def _curves(self, iteration: int, losses: list[float], row: dict[str, Any], names: list[str]) -> None:
         first = iteration - len(losses) + 1
         for number, loss in enumerate(losses):
             self.scalars(first + number, [("lm loss", loss)])
-        names = (
-            "learning_rate",
-            "grad_norm",
-            "loss_scale",
-            "tokens_per_second",
-            "tflops_per_device",
-            "utilization",
-            *(of_experts or {}),
-        )
-        named = ((name.replace("_", "-"), row[name]) for name in names)
-        self.scalars(iteration, named)
+        self.scalars(iteration, [(name.replace("_", "-"), row[name]) for name in names])
 
     def validation(self, iteration: int, loss: float, trained: float | None = None) -> None:
         """Report an evaluation.

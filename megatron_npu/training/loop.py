@@ -78,6 +78,8 @@ class Trainer:
             ``main_grad`` is complete and before the optimizer's step.
     """
 
+    goes_on = "; --no-check-for-nan-in-loss-and-grad goes on"  # what a user can do about a loss that is none
+
     def __init__(
         self,
         args: Namespace,
@@ -215,7 +217,7 @@ class Trainer:
         if self.args.check_for_nan_in_loss_and_grad and not self.args.fp16:
             raise DivergedError(
                 f"{what}; nothing was saved after it. {self.nonfinite.words()} Lower --lr or look at the "
-                "data; --no-check-for-nan-in-loss-and-grad goes on."
+                f"data{self.goes_on}."
             )
 
     def _report_skipped_update(self) -> None:

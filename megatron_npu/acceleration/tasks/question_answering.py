@@ -173,14 +173,7 @@ def _encode(
         return_offsets_mapping=True,
     )
     of_rows = tokens.pop("overflow_to_sample_mapping")
-    every = tokens.pop("offset_mapping")
-    offsets = [
-        [
-            place if kind == 1 else _NOWHERE
-            for place, kind in zip(own, tokens.sequence_ids(window), strict=True)
-        ]
-        for window, own in enumerate(every)
-    ]
+    offsets = [_of_context(tokens, window, own) for window, own in enumerate(tokens.pop("offset_mapping"))]
     answers = [
         _answers({name: column[row] for name, column in rows.items()}, columns) for row in range(len(indices))
     ]
@@ -193,6 +186,12 @@ def _encode(
         "row": [indices[row] for row in of_rows],
         "offsets": [[list(place) for place in own] for own in offsets],
     }
+
+
+def _of_context(tokens: Any, window: int, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return where in the context each token of a window is; ``_NOWHERE`` for one of the question."""
+    kinds = tokens.sequence_ids(window)
+    return [place if kind == 1 else _NOWHERE for place, kind in zip(offsets, kinds, strict=True)]
 
 
 def _nowhere_in(windows: list[list[int]], tokenizer: Any) -> list[int]:

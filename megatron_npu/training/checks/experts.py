@@ -166,22 +166,7 @@ def layout(args: Namespace) -> None:
     if args.num_experts is None:
         return
     tensor, expert = args.expert_tensor_parallel_size, args.expert_model_parallel_size
-    divides(expert, "--expert-model-parallel-size", args.num_experts, "--num-experts")
-    divides(tensor, "--expert-tensor-parallel-size", args.moe_ffn_hidden_size, "--moe-ffn-hidden-size")
-    divides(
-        tensor * expert * args.pipeline_model_parallel_size,
-        "expert-tensor x expert x pipeline parallel sizes",
-        args.world_size,
-        "the number of processes",
-    )
-    shared = args.moe_shared_expert_intermediate_size
-    if shared is not None:
-        divides(
-            args.tensor_model_parallel_size,
-            "--tensor-model-parallel-size",
-            shared,
-            "--moe-shared-expert-intermediate-size",
-        )
+    _divided(args, tensor, expert)
     if args.add_bias_linear and tensor > 1:
         raise UsageError(
             f"biases of experts with --expert-tensor-parallel-size {tensor}",
@@ -206,6 +191,26 @@ def layout(args: Namespace) -> None:
             "--use-cpu-initialization with --expert-model-parallel-size",
             "weights drawn on the device: on the host each rank would draw the same for other experts",
             "Leave it out.",
+        )
+
+
+def _divided(args: Namespace, tensor: int, expert: int) -> None:
+    """Check that ranks divide what they share of the experts."""
+    divides(expert, "--expert-model-parallel-size", args.num_experts, "--num-experts")
+    divides(tensor, "--expert-tensor-parallel-size", args.moe_ffn_hidden_size, "--moe-ffn-hidden-size")
+    divides(
+        tensor * expert * args.pipeline_model_parallel_size,
+        "expert-tensor x expert x pipeline parallel sizes",
+        args.world_size,
+        "the number of processes",
+    )
+    shared = args.moe_shared_expert_intermediate_size
+    if shared is not None:
+        divides(
+            args.tensor_model_parallel_size,
+            "--tensor-model-parallel-size",
+            shared,
+            "--moe-shared-expert-intermediate-size",
         )
 
 
