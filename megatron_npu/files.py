@@ -122,12 +122,32 @@ def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        if replace and path.is_dir() and not path.is_symlink():
+        if replace:
+            replace_folder(path, partial)
+        else:
+            os.replace(partial, path)
+            sync_directory(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def replace_folder(path: Path, new: Path) -> None:
+    """Put a folder in the place of another, or where none is.
+
+    Args:
+        path: the place. Killed between two steps, it is there again after ``restore_replaced``.
+        new: the folder, on the same file system.
+
+    Raises:
+        OSError: it cannot be put there; the old one stays.
+    """
+    restore_replaced(path.parent, glob.escape(path.name))
+    try:
+        if path.is_dir() and not path.is_symlink():
             os.replace(path, _replaced_folder(path))
-        os.replace(partial, path)
+        os.replace(new, path)
     finally:
         restore_replaced(path.parent, glob.escape(path.name))
-        shutil.rmtree(partial, ignore_errors=True)
     sync_directory(path.parent)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from megatron_npu import devices, files, settings, torch_readers
 from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_failures, checkpoint_files, checksums
+from megatron_npu.training import checkpoint_failures, checkpoint_files, checkpoint_folder, checksums
 
 DESCRIPTION = "run.json"  # the run's flags and position
 _SAME = {  # what decides which samples an iteration has
@@ -42,26 +41,12 @@ def save(args: Namespace, prepared: Prepared, iteration: int) -> Path:
     Raises:
         UnsavedError: it could not be written.
     """
-    root = Path(args.save)
-    place = checkpoint_files.directory(root, iteration)
-    part = files.partial_folder(place)
-    if args.rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    dist.barrier()
     try:
-        _write(args, prepared, iteration, part)
+        with checkpoint_folder.writing(args.save, iteration) as part:
+            _write(args, prepared, iteration, part)
     except checkpoint_failures.FAILURES as error:
-        if args.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)  # a full disk has room again
-        raise checkpoint_failures.unsaved(error, iteration, root) from error
-    if args.rank == 0:
-        shutil.rmtree(place, ignore_errors=True)  # left behind if a run was killed right here
-        part.rename(place)
-        files.sync_directory(root)
-        checkpoint_files.set_latest(root, iteration)
-    dist.barrier()
-    return place
+        raise checkpoint_failures.unsaved(error, iteration, args.save) from error
+    return checkpoint_files.directory(args.save, iteration)
 
 
 def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> None:

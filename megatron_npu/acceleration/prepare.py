@@ -184,7 +184,7 @@ def prepare(
         clip_grad: the largest norm of the gradients; 0 leaves them as they are.
     """
     before = dict(model.named_parameters())
-    model, ledger = _changed_within(model, switches)
+    model, ledger = accelerated(model, switches)
     wrapped, module, line = _distribute(model, switches, device)
     ledger.append(line)
     if switches.mixed_precision:
@@ -218,8 +218,8 @@ def prepare(
     )
 
 
-def _changed_within(model: nn.Module, switches: Switches) -> tuple[nn.Module, list[str]]:
-    """Return the model with what changes its layers, before it is shared out; and a line for each."""
+def accelerated(model: nn.Module, switches: Switches) -> tuple[nn.Module, list[str]]:
+    """Return the model with what the switches change in it itself, in place; and a line for each."""
     ledger: list[str] = []
     if switches.lora_rank:
         model, line = adapt(model, switches.lora_rank)

@@ -7,7 +7,6 @@ tracker follows. The keys are those of Megatron-LM's own checkpoints.
 from __future__ import annotations
 
 import random
-import shutil
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices, files
+from megatron_npu import devices
 from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     checkpoint_failures,
     checkpoint_files,
+    checkpoint_folder,
     checksums,
     dist_ckpt_versions,
     sharded_weights,
@@ -65,26 +65,9 @@ def save(args: Namespace, state: State, position: Position, common: Mapping[str,
     Args:
         common: plain values to be kept beside the state, the same on all ranks.
     """
-    root = Path(args.save)
-    place = checkpoint_files.directory(root, position.iteration)
-    part = files.partial_folder(place)
-    if dist.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    dist.barrier()
-    try:
+    with checkpoint_folder.writing(args.save, position.iteration) as part:
         _write(args, state, position, part, common or {})
-    except BaseException:
-        if dist.get_rank() == 0:
-            shutil.rmtree(part, ignore_errors=True)  # a full disk has room again
-        raise
-    if dist.get_rank() == 0:
-        shutil.rmtree(place, ignore_errors=True)  # left behind if a run was killed right here
-        part.rename(place)
-        files.sync_directory(root)
-        checkpoint_files.set_latest(root, position.iteration)
-    dist.barrier()
-    return place
+    return checkpoint_files.directory(args.save, position.iteration)
 
 
 def _write(args: Namespace, state: State, position: Position, part: Path, common: Mapping[str, Any]) -> None:
