@@ -14,6 +14,7 @@ from tests.end_to_end import tiny
 
 DOCUMENTED = Path(__file__).parent / "documented"
 MODULES = (  # not datasets: pyarrow starts a thread, which a fork would not have
+    "torch._dynamo",  # torch's first optimizer imports it
     "megatron_npu.acceleration.command",
     "megatron_npu.acceleration.templates",
     "transformers.models.bert.modeling_bert",

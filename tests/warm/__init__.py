@@ -27,15 +27,17 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TORCH = ("numpy", "torch", "torch.distributed.launcher.api", "torch.distributed.checkpoint")
+_OPTIMIZERS = "torch._dynamo"  # most of a second, imported by torch's first optimizer
 DRIVER = (
+    _OPTIMIZERS,
     "megatron_npu.training.pretrain",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.models.gpt.gpt_layer_specs",
 )
-STOCK = ("megatron.training",)
+STOCK = (_OPTIMIZERS, "megatron.training")
 MOST = 6  # parents alive in this process; each holds up to 400 MB
 # What the imports of Megatron read and a parent may therefore be kept for.
-_READ = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_DEVICE")
+_READ = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_DEVICE", "LD_PRELOAD")
 
 _parents: dict[tuple[object, ...], _Parent] = {}
 
@@ -93,6 +95,11 @@ def simulated(command: Sequence[str], env: Mapping[str, str]) -> tuple[list[str]
     return [program, *command[1:]], {**env, "PYTHON_EXEC": program}
 
 
+def numbers() -> list[int]:
+    """Return the process numbers of the parents that are alive: the parents of all forks."""
+    return [parent.number for parent in _parents.values()]
+
+
 def _must_be_cold(env: Mapping[str, str]) -> bool:
     return "TEST_COLD" in os.environ or sys.platform != "linux" or env.get("MEGATRON_NPU_AUTOLOAD") == "0"
 
@@ -142,6 +149,7 @@ class _Parent:
         program.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
         program.chmod(0o700)
         self.program = str(program)
+        self.number = self._process.pid
 
     def end(self) -> None:
         """Kill the parent; what it has forked for clients that are alive goes on."""

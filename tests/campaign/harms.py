@@ -1,0 +1,236 @@
+"""What is done to a run. Each harm returns when the run has gone on, unharmed, to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+
+from megatron_npu.training import checkpoint_files, checksums
+from tests.campaign.trial import FaultError, Trial
+from tests.campaign.ways import EVALUATION, INTERVAL, ITERATIONS
+
+PHASES = ("starting", "training", "saving", "evaluating", "going on")
+_DEAD = r"rank {0} \([^)]*\) ended without a word|\({0}, -9\)"  # said by the others, or by the agent
+
+
+def until(trial: Trial, phase: str) -> bool:
+    """Wait for a phase, and for a random moment in it; return whether the run is still there."""
+    rng = trial.rng
+    if phase == "going on":  # a second run, which loads what the first has saved
+        trial.until(lambda: trial.way.newest(trial.folder) >= INTERVAL)
+        trial.kill_all()
+        trial.end()
+        trial.start()
+    if trial.way.progress is None or phase in ("starting", "going on"):
+        time.sleep(rng.random() ** 2 * 2.5)
+    elif phase == "saving":
+        after = max(rng.choice((0, INTERVAL, 2 * INTERVAL)), trial.way.newest(trial.folder))
+        trial.until(lambda: trial.way.newest(trial.folder) >= after and trial.is_saving(), 0.001)
+        time.sleep(rng.random() * 0.05)
+    elif phase == "evaluating":
+        trial.until(trial.iterations(EVALUATION), 0.001)
+        time.sleep(rng.random() * 0.05)
+    else:
+        trial.until(trial.iterations(rng.randrange(1, ITERATIONS - 4)))
+        time.sleep(rng.random() * 0.1)
+    assert trial.process is not None
+    return trial.process.poll() is None
+
+
+def kill(trial: Trial, phase: str) -> None:
+    """SIGKILL of a rank; the others must name it, and end."""
+    for _ in range(_times(trial, phase)):
+        trial.start()
+        rank = trial.rng.randrange(trial.way.ranks)
+        harmed = until(trial, phase) and _kill_rank(trial, rank)
+        trial.end()
+        if harmed and trial.way.ranks > 1:
+            _require_named(trial, rank)
+        trial.check()
+    trial.untraced()
+    trial.finish()
+
+
+def _times(trial: Trial, phase: str) -> int:
+    """Draw how often it happens: again where the run has gone on and comes to that phase again."""
+    return trial.rng.randint(1, 4) if phase in ("starting", "training", "saving", "anywhere") else 1
+
+
+def _kill_rank(trial: Trial, rank: int) -> bool:
+    found = trial.ranks()
+    if rank >= len(found):
+        return False
+    return trial.send(signal.SIGKILL, found[rank])
+
+
+def _require_named(trial: Trial, rank: int) -> None:
+    if not re.search(_DEAD.format(rank), trial.told()) and trial.process and trial.process.returncode:
+        raise FaultError("unnamed", f"rank {rank}: {trial.told()[-1000:]}")
+
+
+def kill_launcher(trial: Trial, phase: str) -> None:
+    """SIGKILL of the agent that has started the ranks, which must end with it."""
+    for _ in range(_times(trial, phase)):
+        trial.start()
+        if until(trial, phase) and (launcher := trial.launcher()):
+            trial.send(signal.SIGKILL, launcher)
+        trial.end()
+        trial.check()
+    trial.untraced()
+    trial.finish()
+
+
+def kill_writer(trial: Trial, phase: str) -> None:
+    """SIGKILL of a process that writes a checkpoint, as for want of memory: the run must say so and end."""
+    trial.start()
+    killed = []
+
+    def writes() -> bool:
+        with contextlib.suppress(psutil.Error):
+            for rank in trial.ranks():
+                killed.extend(child for child in rank.children() if trial.send(signal.SIGKILL, child))
+        return bool(killed)
+
+    trial.until(lambda: trial.way.newest(trial.folder) >= trial.rng.choice((0, INTERVAL)))
+    trial.until(writes, 0.0005)
+    code = trial.end()
+    if killed and not code and trial.way.newest(trial.folder) < ITERATIONS:
+        raise FaultError("unnamed", "a killed writer")
+    if trial.way.own:
+        trial.untraced()
+    trial.finish()
+
+
+def restart(trial: Trial, phase: str) -> None:
+    """SIGKILL of a rank under --max-restarts: the agent starts all again, and the run ends as it should."""
+    trial.start(restarts=3)
+    for _ in range(trial.rng.randint(1, 2)):
+        if until(trial, phase):
+            _kill_rank(trial, trial.rng.randrange(trial.way.ranks))
+            time.sleep(0.5)
+    if code := trial.end():
+        raise FaultError("lost", f"not restarted: exit code {code}: {trial.told()[-2000:]}")
+    trial.judge()
+
+
+def signals(trial: Trial, phase: str) -> None:
+    """SIGINT, SIGTERM or SIGHUP, to everything, as a terminal sends it, or to the first process alone."""
+    number = trial.rng.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    saves = trial.way.progress is not None and trial.way.own and trial.rng.random() < 0.4
+    trial.start(*(["--exit-signal-handler"] if saves else []))
+    if until(trial, phase):
+        first = trial.launcher()
+        for each in trial.processes() if trial.rng.random() < 0.5 else [first] if first else []:
+            trial.send(number, each)
+    trial.end()
+    trial.untraced()
+    trial.finish()
+
+
+def freeze(trial: Trial, phase: str) -> None:
+    """SIGSTOP of everything for seconds, as a machine that is put to sleep; then it goes on."""
+    trial.start()
+    if until(trial, phase):
+        stopped = trial.processes()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for each in stopped:
+                trial.send(number, each)
+            time.sleep(trial.rng.uniform(0.5, 3))
+    _require_unharmed(trial)
+
+
+def full_disk(trial: Trial, phase: str) -> None:
+    """From a write on, any of them, every write fails: no space left on device."""
+    trial.start(FAULT_FULL_AT=str(round(trial.rng.uniform(1, 18) ** 2)))
+    code = trial.end()
+    if code == 0 and trial.way.progress and trial.way.newest(trial.folder) < ITERATIONS:
+        raise FaultError("unnamed", "a disk that is full")
+    if trial.way.own:
+        trial.untraced()
+    trial.finish()
+
+
+def slow_disk(trial: Trial, phase: str) -> None:
+    """Each write takes up to 30 ms longer."""
+    trial.start(FAULT_SLOW_US=str(trial.rng.randint(1_000, 30_000)))
+    _require_unharmed(trial)
+
+
+def clock(trial: Trial, phase: str) -> None:
+    """The wall clock jumps by minutes to years, forwards or back."""
+    seconds = trial.rng.choice((60, 3600, 86_400, 400 * 86_400)) * trial.rng.choice((-1, 1))
+    trial.start(FAULT_CLOCK_S=str(seconds), FAULT_AFTER_MS=str(trial.rng.randint(1, 3000)))
+    _require_unharmed(trial)
+
+
+def _require_unharmed(trial: Trial) -> None:
+    if code := trial.end():
+        raise FaultError("lost", f"exit code {code}: {trial.told()[-2000:]}")
+    trial.untraced()
+    trial.judge()
+
+
+def starve(trial: Trial, phase: str) -> None:
+    """Few open files: what cannot be opened ends the run, in whatever place."""
+    trial.start()
+    trial.until(lambda: trial.launcher() is not None, 0.0005)
+    limit = trial.rng.randint(12, 60)
+    for each in trial.processes():
+        with contextlib.suppress(psutil.Error):
+            each.rlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    trial.end()
+    trial.finish()
+
+
+def corrupt(trial: Trial, phase: str) -> None:
+    """A bit flipped, or a file cut or gone, in the newest checkpoint: refused, then passed over on demand."""
+    trial.start("--exit-interval", str(2 * INTERVAL + 1))
+    trial.end()
+    save, rng = trial.folder / "save", trial.rng
+    newest = checkpoint_files.directory(save, checkpoint_files.iterations(save)[-1])
+    files = sorted(path for path in newest.iterdir() if path.is_file() and path.name != checksums.NAME)
+    path = rng.choice(files)
+    content = bytearray(path.read_bytes())
+    how = rng.choice(("flip", "cut", "remove"))
+    if how == "flip":
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content if how == "flip" else content[: rng.randrange(len(content))])
+    if how == "remove":
+        path.unlink()
+    trial.start()
+    if trial.end() == 0:
+        raise FaultError("lost", f"{path.name} was loaded after {how}")
+    trial.untraced()
+    trial.start("--load-last-good")
+    if code := trial.end():
+        raise FaultError("lost", f"--load-last-good: exit code {code}: {trial.told()[-2000:]}")
+    if newest.exists() and checksums.damaged(newest):
+        shutil.rmtree(newest)  # not saved anew
+    trial.judge()
+
+
+def second(trial: Trial, phase: str) -> None:
+    """A second run into the same folder: refused in one line; the first does not notice."""
+    trial.start()
+    trial.until(trial.iterations(1))
+    other = trial.start(aside="second-")
+    code = other.wait(120)
+    told = (trial.folder / "second-errors.txt").read_text() + (trial.folder / "second-log.txt").read_text()
+    unharmed = trial.process is not None and trial.process.poll() is None
+    if "another run is writing there" not in told and unharmed:
+        raise FaultError("unnamed", f"a second run: exit code {code}: {told[-1500:]}")
+    _require_unharmed(trial)
+
+
+Harm = Callable[[Trial, str], None]
+KILLS: tuple[Harm, ...] = (kill, kill_launcher, kill_writer, restart)
+BY_SIGNAL: tuple[Harm, ...] = (signals, freeze)
+EVERYWHERE: tuple[Harm, ...] = (kill, signals, full_disk, freeze)
+OTHERS: tuple[Harm, ...] = (signals, freeze, full_disk, slow_disk, clock, starve, corrupt, second)

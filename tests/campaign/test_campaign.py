@@ -1,0 +1,37 @@
+"""The short form of the campaign: one trial of each way to die, at a moment that is another each time."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+
+from tests.campaign import harms
+from tests.campaign.run import Campaign
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the case: it looks for processes in /proc")
+TRIALS = [
+    ("pretrain", harms.kill_writer, "saving"),
+    ("pretrain, 2 ranks", harms.kill_launcher, "saving"),
+    ("pretrain, 2 ranks", harms.restart, "training"),
+    ("train, 2 ranks", harms.kill, "training"),
+    ("preprocess", harms.kill, "anywhere"),
+]
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+    folder = tmp_path_factory.mktemp("campaign")
+    return Campaign(folder, folder / "faults")
+
+
+@pytest.mark.parametrize(("label", "harm", "phase"), TRIALS, ids=[harm.__name__ for _, harm, _ in TRIALS])
+def test_what_dies_leaves_nothing_and_goes_on_to_the_bit(
+    campaign: Campaign, label: str, harm: harms.Harm, phase: str
+) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    [way] = [way for way in campaign.ways if way.label == label]
+    fault = campaign.make(seed, random.Random(seed), way, harm, phase)
+    assert fault is None, f"seed {seed}: {fault}"

@@ -1,0 +1,51 @@
+"""One run at a time in a folder, and what is left of a run does not keep it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron_npu import folder_lock
+from megatron_npu.adaptors.shared import start
+from megatron_npu.errors import UsageError
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
+    lock = folder_lock.hold(tmp_path / "new")
+    assert lock is not None
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    try:
+        with pytest.raises(UsageError, match="another run is writing there"):
+            folder_lock.hold(tmp_path / "new")
+        folder_lock.release(lock)  # as the end of the parent
+        again = folder_lock.hold(tmp_path / "new")
+        assert again is not None
+        folder_lock.release(again)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_rank_0_of_a_stock_script_holds_what_it_saves_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def initialize(rank: int) -> None:
+        monkeypatch.setattr(start, "_holding", False)
+        start.watch(lambda: Namespace(save=str(tmp_path), rank=rank), lambda: None)
+
+    held = set(folder_lock._held)
+    initialize(0)
+    try:
+        initialize(1)
+        with pytest.raises(UsageError, match="another run is writing there"):
+            initialize(0)
+    finally:
+        for lock in folder_lock._held - held:
+            folder_lock.release(lock)
