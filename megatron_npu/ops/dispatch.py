@@ -74,6 +74,8 @@ class Operation:
         reference: the same operation in plain torch; takes any float dtype, computes in fp32 or better.
         group: the name under which ``MEGATRON_NPU_VERIFY`` finds it, if not its own.
         draws: whether a call with these arguments draws random numbers, so that no reference can repeat it.
+        rounds_within: intermediate results have the dtype of its inputs, so that an output of a wider one is
+            no more precise than they are.
     """
 
     def __init__(
@@ -83,10 +85,12 @@ class Operation:
         *,
         group: str | None = None,
         draws: Callable[..., bool] | None = None,
+        rounds_within: bool = False,
     ) -> None:
         self.name = name
         self.group = group or name
         self.draws = draws
+        self.rounds_within = rounds_within
         self.reference = reference
         self.implementations: dict[str, Registered] = {}
         self.examples: dict[str, Example] = {}
@@ -176,7 +180,9 @@ class Operation:
         return function(*args, **kwargs, plan=planned)
 
     def _verified(self, function: Implementation) -> Implementation:
-        return verify.with_reference(self.name, function, self.reference, self.draws)
+        return verify.with_reference(
+            self.name, function, self.reference, self.draws, rounds_within=self.rounds_within
+        )
 
     def _bind_and_call(self, *args: Any, **kwargs: Any) -> Any:
         self.bind(devices.current().name)

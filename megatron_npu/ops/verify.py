@@ -59,11 +59,13 @@ def with_reference(
     function: Implementation,
     reference: Implementation,
     draws: Callable[..., bool] | None = None,
+    rounds_within: bool = False,
 ) -> Implementation:
     """Return ``function`` with ``reference`` run after it at each call: the same results, and a comparison.
 
     A function that returns None works in place: then the tensors that it was given are compared. Calls of
-    which ``draws`` says that they draw random numbers are counted only.
+    which ``draws`` says that they draw random numbers are counted only. ``rounds_within``: outputs are no
+    more precise than the least precise tensor that it was given.
     """
     if function is reference:
         return function
@@ -76,7 +78,7 @@ def with_reference(
             return function(*args, **kwargs)
         call = _Call(name, reference, args, kwargs)
         result = function(*call.args, **call.kwargs)
-        call.compare(result)
+        call.compare(result, rounds_within)
         return result
 
     return verified
@@ -121,17 +123,18 @@ class _Call:
         self.copies.append(copy)
         return value
 
-    def compare(self, result: Any) -> None:
+    def compare(self, result: Any, rounds_within: bool) -> None:
         expected = self.reference(*self.reference_args, **self.reference_kwargs)
         if result is None:
-            # as precise as the least precise tensor that it was given: 16 bits added to an fp32 buffer
-            dtype = max(self.dtypes, key=lambda dtype: LIMITS.get(dtype, 0.0))
+            # 16 bits added to an fp32 buffer, for example
+            dtype = _least_precise(self.dtypes)
             for label, ours, right in zip(self.labels, self.inputs, self.copies, strict=True):
                 self._record(label, ours, right, dtype)
             return
         outputs, references = ([r] if torch.is_tensor(r) else list(r) for r in (result, expected))
         for i, (a, b) in enumerate(zip(outputs, references, strict=True)):
-            self._record("output" if len(outputs) == 1 else f"output {i}", a, b, a.dtype)
+            dtype = _least_precise([a.dtype, *self.dtypes]) if rounds_within else a.dtype
+            self._record("output" if len(outputs) == 1 else f"output {i}", a, b, dtype)
             if a.requires_grad and b.requires_grad:
                 self.expected.append(b)
                 a.register_hook(functools.partial(self._output_grad, len(self.expected) - 1))
@@ -173,6 +176,10 @@ class _Call:
                 limit,
                 dtype,
             )
+
+
+def _least_precise(dtypes: list[torch.dtype]) -> torch.dtype:
+    return max(dtypes, key=lambda dtype: LIMITS.get(dtype, 0.0))
 
 
 def _is_float(value: Any) -> bool:

@@ -46,7 +46,9 @@ def linear_cross_entropy(
     return _linear_cross_entropy(hidden, weight, target, vocab_start, group, main_grad, recompute)
 
 
-_linear_cross_entropy = Operation("linear_cross_entropy", reference, group="cross_entropy")
+_linear_cross_entropy = Operation(
+    "linear_cross_entropy", reference, group="cross_entropy", rounds_within=True
+)
 
 
 @_linear_cross_entropy.on("cpu", note="blocks of the vocabulary; unless asked not to, keeps the exponentials")
