@@ -85,6 +85,20 @@ def launches(name: str, data: dict[str, Any]) -> Iterator[Goal]:
             yield Goal(what, ratios["activation_bytes"], most=0.5)
 
 
+def loss(name: str, data: dict[str, Any]) -> Iterator[Goal]:
+    """Yield the goals of output layer and loss in one: a step's peak on a simulated NPU, time on a cpu."""
+    for words, step in data.get("steps", {}).items():
+        kinds = f"(launches {step['linear']['launches']} of {step['logits']['launches']})"
+        what = f"peak of a step, loss over {words} words {kinds}, of that with logits"
+        yield Goal(what, step["peak_of_logits"], most=0.5)
+    for row in data.get("rows", []):
+        for way, least in (("kept", 1.0), ("computed again", 0.75)):
+            dtype = row["dtype"].removeprefix("torch.")
+            of = f"{row['model']}, {dtype}, {way}"
+            what = f"output layer and loss on a cpu, {of}, times as fast as with logits"
+            yield Goal(what, row["times_as_fast"][way], least=least)
+
+
 def attention(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     """Yield the goals of attention: beside stock, and its growth with the length."""
     for row in data["rows"]:
@@ -185,6 +199,7 @@ PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str
     ("steady-", "A run that saves, evaluates and resumes", steady),
     ("megatron-lm-", "Stock `pretrain_gpt.py` of Megatron-LM 285068c8", megatron_lm),
     ("launches", "Launches on the simulated NPU", launches),
+    ("loss-", "Output layer and loss in one", loss),
     ("memory-", "Memory of training on the simulated NPU", memory_of_training),
     ("attention", "Attention", attention),
     ("ops", "Single operations", ops),
