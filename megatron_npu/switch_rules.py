@@ -124,7 +124,7 @@ WORDS = (
     Word("--dynamic-shape", "dynamic_shape", True, "padding to few lengths; `compile(dynamic=True)`", None),
     Word("--fused-ops", "fused_ops", True, "`megatron_npu.ops.swap`", "on as it is, by the plug-in"),
     Word("--lora-rank", "lora_rank", 8, "peft", None),
-    Word("--deepspeed-config", "deepspeed_config", "FILE", None, None),
+    Word("--deepspeed-config", "deepspeed_config", "FILE", "DeepSpeed's engine", None),
 )
 
 
@@ -200,9 +200,27 @@ REFUSALS = (
     ),
     Refusal(
         {"deepspeed_config": _ON},
-        "a sharding of this project's: DeepSpeed's engine steps, clips and saves by itself, and is not tied "
-        "to these loops and checkpoints, whether it is installed or not",
-        "Use --zero-1-memory-optimization, --zero-2-… or --zero-3-…, which share out the same by torch.",
+        "a model of Transformers or of a user: Megatron's is shared out by its own optimizer",
+        "Use --zero-1-memory-optimization, --zero-2-… or --zero-3-….",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"deepspeed_config": _ON, "sharding": ("zero-1", *FULLY)},
+        "one of the two, and the file says what is shared out: zero_optimization.stage",
+        "Leave the other switch out.",
+        families=_OURS,
+    ),
+    Refusal(
+        {"deepspeed_config": _ON, "graph_optimization": _ON},
+        "one of the two: DeepSpeed's hooks and torch.compile's graphs of the same blocks fail together",
+        "Leave --graph-optimization out.",
+        families=_OURS,
+    ),
+    Refusal(
+        {"deepspeed_config": _ON, "cpu_offload": _ON},
+        "the file to say what is offloaded: zero_optimization.offload_optimizer",
+        "Leave --cpu-offload out.",
+        families=_OURS,
     ),
     Refusal(
         {"sharding": ("zero-3", "fsdp")},
@@ -249,6 +267,12 @@ def refuse(switches: Switches, place: Place) -> None:
         raise UsageError(_given(refusal, switches, place), refusal.expected, refusal.remedy)
     if switches.graph_optimization:
         need_compiler(place.device)
+    if switches.deepspeed_config and importlib.util.find_spec("deepspeed") is None:
+        raise UsageError(
+            "--deepspeed-config without the package deepspeed",
+            "what trains by such a file",
+            "Install it: pip install 'megatron_npu[deepspeed]'.",
+        )
     if switches.lora_rank and importlib.util.find_spec("peft") is None:
         raise UsageError(
             f"--lora-rank {switches.lora_rank} without the package peft",

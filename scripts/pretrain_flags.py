@@ -56,7 +56,7 @@ OWN = tuple(
     --sample-prompt --sample-tokens --sample-temperature --dashboard --load-last-good --no-verify-checkpoint
     --mixed-precision --zero-1-memory-optimization --zero-2-memory-optimization --zero-3-memory-optimization
     --fsdp-memory-optimization --cpu-offload --graph-optimization --onnx-runtime-training --dynamic-shape
-    --fused-ops --lora-rank --deepspeed-config
+    --fused-ops --lora-rank --deepspeed-config --deepspeed_config --deepspeed
     """.split()
 )
 

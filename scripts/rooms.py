@@ -46,6 +46,7 @@ ROOMS = (
     Room("errors.py", "the one error for a user's mistakes"),
     Room("files.py", "atomic writes of files and folders, private ones"),
     Room("folder_lock.py", "one run at a time in a folder", "errors"),
+    Room("extension_locks.py", "locks that interrupted compilations have left in torch's cache"),
     Room("stacks.py", "where every thread of a process stands, on SIGUSR1"),
     Room("one_line_end.py", "a user's mistake ends a process in one line, whoever started it"),
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
@@ -158,8 +159,8 @@ ROOMS = (
     Room(
         "acceleration/",
         "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
-        "arg_parser devices errors files ops preprocessing replicas settings standins switch_rules switches "
-        "tokenization torch_readers training visible_devices watchdog",
+        "arg_parser devices errors extension_locks files ops preprocessing replicas safe_load settings "
+        "standins switch_rules switches tokenization torch_readers training visible_devices watchdog",
         ("torch", "megatron"),
     ),
     Room(
@@ -172,7 +173,7 @@ ROOMS = (
     Room(
         "doctor/",
         "`megatron-npu doctor`: what is installed, what works, what to do",
-        "arg_parser devices errors ops patch_commands settings upstream",
+        "arg_parser devices errors extension_locks ops patch_commands settings upstream",
         ("torch",),
     ),
     Room(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 
-from megatron_npu import devices, watchdog
-from megatron_npu.acceleration import arguments, launch, layout, ranks
+from megatron_npu import devices, extension_locks, watchdog
+from megatron_npu.acceleration import arguments, deepspeed_config, launch, layout, ranks
 from megatron_npu.errors import UsageError
 from megatron_npu.switch_rules import Place, refuse
 from megatron_npu.switches import FULLY, Switches
@@ -90,9 +91,21 @@ def _refuse(args: Namespace) -> None:
         place = Place("megatron" if cut else "user", device, cut, alone)
     switches = Switches.from_args(args)
     refuse(switches, place)
-    if args.check_weight_hash_across_dp_replicas_interval and switches.sharding in FULLY:
+    shared = switches.sharding
+    if switches.deepspeed_config is not None:
+        deepspeed_config.read(switches.deepspeed_config)
+        shared = "--deepspeed-config"
+        if args.rank == 0:
+            _remove_stale_locks()
+    if args.check_weight_hash_across_dp_replicas_interval and shared in (*FULLY, "--deepspeed-config"):
         raise UsageError(
-            f"--check-weight-hash-across-dp-replicas-interval with {switches.sharding}",
+            f"--check-weight-hash-across-dp-replicas-interval with {shared}",
             "replicas to compare: each rank has its own part of every weight there",
             "Leave it out, or use --zero-1-memory-optimization.",
         )
+
+
+def _remove_stale_locks() -> None:
+    """Remove what an interrupted compilation has left, and DeepSpeed would wait for ever for."""
+    for lock in extension_locks.remove_stale():
+        print(f"megatron-npu train: removed the stale lock {lock}", file=sys.stderr)

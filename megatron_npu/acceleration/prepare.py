@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -148,6 +149,16 @@ class Prepared:
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
+    def description(self) -> dict[str, Any]:
+        """Return what a run that goes on must have in common with this one: nothing."""
+        return {}
+
+    def save_beside(self, place: Path) -> None:
+        """Write what ``state_dict`` leaves out into the checkpoint's folder: nothing."""
+
+    def load_beside(self, place: Path) -> None:
+        """Read it."""
+
     def full_weights(self) -> dict[str, Tensor]:
         """Return all weights and buffers, whole and on the host: rank 0 does; all ranks must call it."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -196,7 +207,7 @@ def prepare(
         weights = main_weights.named
     if optimizer_fn is None:
         optimizer_fn = functools.partial(_adam, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
-    optimizer = _optimizer(optimizer_fn, before, weights)
+    optimizer = optimizer_of(optimizer_fn, before, weights)
     if main_weights is not None:
         main_weights.follow(optimizer)
     if isinstance(lr_scheduler_fn, LRScheduler) or lr_scheduler_fn is None:
@@ -234,7 +245,7 @@ def accelerated(model: nn.Module, switches: Switches) -> tuple[nn.Module, list[s
     return model, ledger
 
 
-def _optimizer(
+def optimizer_of(
     given: OptimizerFn | torch.optim.Optimizer,
     before: dict[str, nn.Parameter],
     weights: dict[str, nn.Parameter],

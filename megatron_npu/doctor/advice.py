@@ -20,6 +20,7 @@ def advice(report: Report) -> list[str]:
         *_of_package(report.get("package", {})),
         *_of_megatron(report.get("megatron", {})),
         *_of_versions(versions, devices),
+        *_of_extensions(report.get("extensions", {})),
         *_of_devices(versions, devices),
         *_of_ledger(report.get("ledger", {})),
         *_of_operations(report.get("operations", {})),
@@ -79,6 +80,14 @@ def _of_versions(versions: dict[str, str | None], devices: dict[str, Any]) -> li
             "imports it where it is there. pip uninstall transformer-engine, or use another environment."
         )
     return found
+
+
+def _of_extensions(extensions: dict[str, list[str]]) -> list[str]:
+    return [
+        f"A compilation was interrupted and has left {lock}: the next one (DeepSpeed's at its start, say) "
+        "waits for ever. Remove this file."
+        for lock in extensions.get("stale_locks", [])
+    ]
 
 
 def _release(version: str | None) -> tuple[int, ...]:

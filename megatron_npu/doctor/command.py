@@ -58,6 +58,7 @@ def inspect(megatron: str | None = None, *, quick: bool) -> Report:
         "package": package,
         "megatron": {**environment.megatron(pins=torch_error is None), "patched_by": software.patched_by()},
         "environment": environment.environment(),
+        "extensions": software.extensions(),
     }
     if torch_error is not None:
         return report | {"torch": {"error": torch_error}}

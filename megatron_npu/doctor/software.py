@@ -13,10 +13,13 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 import megatron_npu
-from megatron_npu import settings
+from megatron_npu import extension_locks, settings
 
 # As pip calls them. PyPI's "apex" is not NVIDIA's; see ``advice``.
-PACKAGES = ("torch-npu", "megatron-core", "apex", "transformer-engine", "flash-attn", "triton", "numpy")
+PACKAGES = (
+    *("torch-npu", "megatron-core", "apex", "transformer-engine", "flash-attn", "triton", "deepspeed"),
+    "numpy",
+)
 AUTOLOAD_OF_TORCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _ASCEND_DRIVER = Path("/usr/local/Ascend/driver/version.info")
@@ -75,6 +78,15 @@ def _package(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def extensions() -> dict[str, list[str]]:
+    """Return what torch has compiled for this user, and locks that interrupted compilations have left."""
+    place = extension_locks.folder()
+    return {
+        "compiled": sorted(path.stem for path in place.glob("*/*/*.so")),
+        "stale_locks": [str(lock) for lock in extension_locks.stale()],
+    }
 
 
 def _of_torch() -> dict[str, str | None]:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+Runs = Callable[[str], Iterator[tuple[str, Callable[[], list[float]]]]]
 STEPS, FEW = 20, 2  # of a run; of each stack of all that go together
 SHARDINGS = ("none", "zero-1", "zero-2", "zero-3", "fsdp")
 READY = ("none", "zero-1", "fsdp")
@@ -99,7 +100,7 @@ def runs(device: str) -> Iterator[tuple[str, Callable[[], list[float]]]]:
         )
 
 
-def rank_of_two(rank: int, folder: Path, device: str) -> None:
+def be_rank(rank: int, ranks: int, folder: Path, device: str, runs: Runs) -> None:
     """Be one rank: try everything, note what comes of it."""
     import torch
     import torch.distributed as dist
@@ -107,12 +108,13 @@ def rank_of_two(rank: int, folder: Path, device: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     tempfile.tempdir = str(folder)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    backend = "gloo"
     if device != "cpu":
         torch.npu.set_device(rank)
-        device = f"{device}:{rank}"
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo" if device == "cpu" else "hccl", store=store, rank=rank, world_size=2)
+        device, backend = f"{device}:{rank}", "cpu:gloo,npu:hccl"
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     found: dict[str, object] = {}
     for name, attempt in runs(device):
         try:
@@ -123,22 +125,15 @@ def rank_of_two(rank: int, folder: Path, device: str) -> None:
     dist.destroy_process_group()
 
 
-def main() -> int:
-    """Fork the ranks; return the worst of their results."""
-    import peft  # noqa: F401
-
-    import megatron_npu.acceleration.prepare  # noqa: F401
-    from tests.acceleration.models import KINDS
-
-    for kind in KINDS.values():
-        kind.model()
+def fork(ranks: int, folder: Path, device: str, runs: Runs) -> int:
+    """Fork the ranks, let each try the runs; return the worst of their results."""
     processes = []
-    for rank in range(2):
+    for rank in range(ranks):
         process = os.fork()
         if process == 0:
             end = 1
             try:
-                rank_of_two(rank, Path(sys.argv[1]), sys.argv[2])
+                be_rank(rank, ranks, folder, device, runs)
                 end = 0
             except Exception:
                 traceback.print_exc()
@@ -146,6 +141,18 @@ def main() -> int:
             os._exit(end)
         processes.append(process)
     return max(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes)
+
+
+def main() -> int:
+    """Import what is needed; return the worst of the ranks' results."""
+    import peft  # noqa: F401
+
+    import megatron_npu.acceleration.prepare  # noqa: F401
+    from tests.acceleration.models import KINDS
+
+    for kind in KINDS.values():
+        kind.model()
+    return fork(2, Path(sys.argv[1]), sys.argv[2], runs)
 
 
 if __name__ == "__main__":

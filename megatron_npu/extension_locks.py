@@ -1,0 +1,65 @@
+"""Locks that an interrupted compilation has left in torch's cache of C++ extensions.
+
+``torch.utils.cpp_extension.load`` compiles under a lock, the file ``lock`` in the extension's folder, which
+it keeps open meanwhile. A process that is killed leaves the file, and each one after it waits for ever,
+without a word (``torch.utils.file_baton``). DeepSpeed compiles so when it starts.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_LOCK = "lock"
+_PROCESSES = Path("/proc")
+
+
+def folder() -> Path:
+    """Return where torch compiles this user's extensions (``cpp_extension._get_build_directory``)."""
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(chosen) if chosen else Path(cache) / "torch_extensions"
+
+
+def stale(place: Path | None = None) -> list[Path]:
+    """Return the locks that no process of this machine holds; none where that cannot be seen.
+
+    Args:
+        place: the cache; None: this user's.
+    """
+    root = folder() if place is None else place
+    locks = sorted({*root.glob(f"*/{_LOCK}"), *root.glob(f"*/*/{_LOCK}")})
+    if not locks or not (_PROCESSES / "self" / "fd").is_dir():
+        return []
+    held = _open_files()
+    return [lock for lock in locks if _identity(lock) not in held]
+
+
+def remove_stale() -> list[Path]:
+    """Remove the stale locks of this user's cache; return them.
+
+    A cache that several machines share is not one to compile in: what DeepSpeed compiles is for the
+    processor that it is compiled on. Name one for each machine with TORCH_EXTENSIONS_DIR.
+    """
+    found = stale()
+    for lock in found:
+        lock.unlink(missing_ok=True)
+    return found
+
+
+def _open_files() -> set[tuple[int, int]]:
+    """Return device and inode of what processes have open, as far as this user may see."""
+    found = set()
+    for link in _PROCESSES.glob("[0-9]*/fd/*"):
+        identity = _identity(link)
+        if identity is not None:
+            found.add(identity)
+    return found
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:  # it has ended, or belongs to another user
+        return None
+    return status.st_dev, status.st_ino
