@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 from megatron_npu import files
 from megatron_npu.training import checkpoint_files
+
+_TRIES, _PAUSE = 20, 0.1  # and seconds between them
 
 
 @contextlib.contextmanager
@@ -35,9 +38,21 @@ def writing(root: str | Path, iteration: int) -> Iterator[Path]:
         yield part
     except BaseException:
         if first:
-            shutil.rmtree(part, ignore_errors=True)
+            _remove(part)
         raise
     if first:
         files.replace_folder(place, part)  # there is one if a run went back to an earlier iteration
         checkpoint_files.set_latest(root, iteration)
     dist.barrier()
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that others may still write into.
+
+    megatron-core (0.12 to 0.16) forks its writers, and a Ctrl-C that ends a rank does not end them at once.
+    """
+    for _ in range(_TRIES):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(_PAUSE)

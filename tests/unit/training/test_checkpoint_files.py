@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files
+from megatron_npu.training import checkpoint_files, checkpoint_folder
 from megatron_npu.training.checkpoint_files import CheckpointInfo
 
 
@@ -83,3 +84,20 @@ def test_a_description_that_is_none_is_refused(tmp_path, found, text):
     (tmp_path / checkpoint_files.TRACKER).write_bytes(text)
     with pytest.raises(UsageError, match=checkpoint_files.TRACKER):
         checkpoint_files.find(tmp_path)
+
+
+def test_what_a_writer_adds_while_its_checkpoint_is_removed_goes_too(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoint_folder.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoint_folder.dist, "barrier", lambda: None)
+    remove, late = shutil.rmtree, iter(["__0_1.distcp"])
+
+    def removing(folder: Path, ignore_errors: bool) -> None:
+        remove(folder, ignore_errors)
+        for name in late:
+            folder.mkdir()
+            (folder / name).touch()
+
+    with pytest.raises(KeyboardInterrupt), checkpoint_folder.writing(tmp_path, 3):  # noqa: PT012
+        monkeypatch.setattr(shutil, "rmtree", removing)
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
