@@ -23,6 +23,11 @@ LONGEST = 540  # seconds for whatever a test starts; the watchdog in pyproject.t
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# torch.compile, here and in what tests start: plain C++ rather than vector instructions, each kind of which
+# inductor first tries out in a process of its own, and no pool of processes that compile.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # Timing is no matter of tests: a busy machine may take seconds for an example. And what fixtures hold here
 # serves all examples of a test. Where a commit is judged (.ci/run sets CI), examples are the same each time.
 hypothesis.settings.register_profile(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from tests.distributed.test_parity import deviation
+from tests.distributed import curves
+from tests.distributed.curves import deviation
 from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")
@@ -17,63 +16,65 @@ MODEL = (
     "--disable-bias-linear --swiglu --normalization RMSNorm --attention-dropout 0 --hidden-dropout 0 "
     "--train-iters 6 --eval-iters 1 --no-plot"
 )
-LAYOUTS = {
-    "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "pp2": (2, "--pipeline-model-parallel-size 2"),
-    "ep2-dp2": (4, "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+TWO = {
+    "tp2": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pp2": "--pipeline-model-parallel-size 2",
 }
-
-
-def train(flags: list[str], log, processes: int = 1) -> tuple[list[dict], str]:
-    """Return the log's rows and what was printed."""
-    done = tiny.run("pretrain", *flags, "--json-log", str(log), processes=processes)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    return [*tiny.rows(log), *tiny.rows(log, "validation")], done.stdout
+FOUR = {"ep2-dp2": "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"}
+APART = "--hidden-dropout 0.1 --expert-model-parallel-size 2"  # each rank draws for its experts alone
 
 
 @pytest.fixture(scope="module")
-def single(dataset, tmp_path_factory):
-    """Return the flags, which load the shared initial checkpoint, and the curve of one process."""
-    folder = tmp_path_factory.mktemp("experts")
-    flags = [*tiny.flags_for(dataset), *MODEL.split()]
-    train([*flags, "--train-iters", "0", "--save", str(folder / "start")], folder / "none")
-    flags += ["--load", str(folder / "start"), "--finetune"]
-    return flags, *train(flags, folder / "one")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("experts")
 
 
-@pytest.mark.parametrize(("processes", "layout"), LAYOUTS.values(), ids=LAYOUTS)
-def test_every_layout_trains_like_one_process(single, tmp_path, processes, layout):
-    flags, expected, told = single
-    found, said = train([*flags, *layout.split()], tmp_path / "log", processes)
-    assert expected[5]["loss"] < expected[0]["loss"] - 0.1, "the run must learn, or curves say nothing"
+@pytest.fixture(scope="module")
+def flags(dataset):
+    return [*tiny.flags_for(dataset), *MODEL.split()]
+
+
+@pytest.fixture(scope="module")
+def one(flags, folder):
+    """Return the curve of one process, from the checkpoint that all begin with."""
+    return curves.train(folder / "one", flags, curves.from_one_start(folder / "start", {"one": ""}))["one"]
+
+
+@pytest.fixture(scope="module")
+def spread(flags, folder, one):
+    """Return the curve of every layout; two processes also train with dropout, and save half-way."""
+    load = " ".join(curves.begin_with(folder / "start"))
+    two = {name: f"{words} {load}" for name, words in TWO.items()}
+    two["whole"] = f"{APART} --save {folder / 'saved'} --save-interval 3"
+    four = {name: f"{words} {load}" for name, words in FOUR.items()}
+    return curves.train(folder / "two", flags, two, 2) | curves.train(folder / "four", flags, four, 4)
+
+
+@pytest.mark.parametrize("layout", [*TWO, *FOUR])
+def test_every_layout_trains_like_one_process(one, spread, layout):
+    found = spread[layout]
+    losses = one.of("loss")
+    assert losses[5] < losses[0] - 0.1, "the run must learn, or curves say nothing"
     for name, limit in (
         ("loss", 1e-5),
         ("load_balancing_loss", 1e-5),
         ("z_loss", 1e-5),
         ("grad_norm", 1e-4),
     ):
-        ours, theirs = ([row[name] for row in rows if name in row] for rows in (found, expected))
-        assert deviation(ours, theirs) < limit, name
-    counted = r"(\d+) parameters, (\d+) without embeddings, (\d+) of them active \(2 of 4 experts\)"
-    assert re.findall(counted, said) == re.findall(counted, told)
-    total, _, active = map(int, re.findall(counted, told)[0])
-    assert total - active == 2 * 2 * 3 * 32 * 24  # of each layer, two experts of three matrices are idle
+        assert deviation(found.of(name), one.of(name)) < limit, name
+    assert found.sizes == one.sizes
+    # of each layer, two experts of three matrices are idle
+    assert one.sizes["parameters"] - one.sizes["active_parameters"] == 2 * 2 * 3 * 32 * 24
 
 
-def test_expert_parallelism_goes_on_bit_for_bit_and_in_another_layout(single, tmp_path):
+def test_expert_parallelism_goes_on_bit_for_bit_and_in_another_layout(flags, folder, spread):
     """With dropout, whose generators each expert-parallel rank has for itself."""
-    flags = [flag for flag in single[0] if flag != "--finetune"]
-    load = flags.index("--load")
-    del flags[load : load + 2]
-    flags += ["--hidden-dropout", "0.1", "--expert-model-parallel-size", "2"]
-    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "3"]
-    whole, _ = train([*flags, *saved], tmp_path / "whole", 2)
-    again = [*flags, "--load", str(tmp_path / "saved"), "--ckpt-step", "3"]
-    rest, _ = train(again, tmp_path / "rest", 2)
-    assert [row["loss"] for row in rest] == [row["loss"] for row in whole[3:]]
-    layout = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
-    other, _ = train([*again, *layout.split()], tmp_path / "other", 2)
-    assert deviation([row["loss"] for row in other], [row["loss"] for row in rest]) < 0.05
-    refused = tiny.run("pretrain", *again, "--expert-model-parallel-size", "1")
+    whole = spread["whole"].of("loss")
+    load = f"{APART} --load {folder / 'saved'} --ckpt-step 3"
+    tensor = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+    found = curves.train(folder / "again", flags, {"rest": load, "other": f"{load} {tensor}"}, 2)
+    assert found["rest"].of("loss") == whole[3:]
+    assert deviation(found["other"].of("loss"), found["rest"].of("loss")) < 0.05
+    refused = tiny.run("pretrain", *flags, *load.split(), "--expert-model-parallel-size", "1")
     assert refused.returncode == 2
     assert "the optimizer keeps experts apart" in refused.stderr

@@ -3,80 +3,81 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.distributed import curves
 from tests.end_to_end import tiny
 from tests.end_to_end.conftest import dataset
 
 __all__ = ["dataset"]
 
-WORKER = Path(__file__).resolve().parents[1] / "distributed" / "worker.py"
 STEPS = 10
 MODEL = (
     "--num-layers 4 --hidden-size 64 --attention-dropout 0 --hidden-dropout 0 "
     f"--train-iters {STEPS} --eval-iters 0 --lr 1e-3 --no-plot"
 ).split()
 LIMIT = 1e-4  # relative, fp32
-
-# layout: number of NPUs, flags, and what must have gone over HCCL
-LAYOUTS = {
-    "one": (1, "", ()),
-    "tp2-sp": (
-        2,
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        ("AllReduce", "AllGather", "ReduceScatter"),
-    ),
-    "pp2": (2, "--pipeline-model-parallel-size 2", ("BatchSendRecv",)),
+ALONE = {"one": ""}
+TWO = {
+    "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pp2": "--pipeline-model-parallel-size 2",
 }
 
 
 @pytest.fixture(scope="module")
-def on_cpu(dataset, tmp_path_factory) -> tuple[list[str], list[float]]:
-    """Return the flags, with a common start, and the losses of one CPU process."""
-    folder = tmp_path_factory.mktemp("cpu")
-    flags = [*tiny.flags_for(dataset), *MODEL]
-    saved = tiny.run("pretrain", *flags, "--train-iters", "0", "--save", str(folder / "start"))
-    assert saved.returncode == 0, saved.stderr
-    flags += ["--load", str(folder / "start"), "--finetune"]
-    done = tiny.run_python(
-        [sys.executable, str(WORKER), str(folder / "norms"), *flags, "--json-log", str(folder / "log")]
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return flags, [row["loss"] for row in tiny.rows(folder / "log")]
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("npus")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_curve_equals_the_cpu(simulated, on_cpu, tmp_path, layout):
-    npus, extra, collectives = LAYOUTS[layout]
-    flags, expected = on_cpu
-    launcher = tiny.torchrun(npus)
-    worker = [
-        str(WORKER),
-        str(tmp_path / "norms"),
-        *flags,
-        *extra.split(),
-        "--json-log",
-        str(tmp_path / "log"),
-    ]
-    report = {
-        "MEGATRON_NPU_SIM_REPORT": str(tmp_path / "report.json"),
-        "MEGATRON_NPU_SIM_HCCL_TIMEOUT": "120",
-    }
-    done = simulated("python", *launcher, *worker, **report)
-    assert done.returncode == 0, done.stdout[-6000:]
-    losses = [row["loss"] for row in tiny.rows(tmp_path / "log")]
+@pytest.fixture(scope="module")
+def flags(dataset):
+    return [*tiny.flags_for(dataset), *MODEL]
+
+
+@pytest.fixture(scope="module")
+def expected(flags, folder) -> list[float]:
+    """Return the losses of one CPU process, from the checkpoint that all begin with."""
+    cases = curves.from_one_start(folder / "start", ALONE)
+    return curves.train(folder / "cpu", flags, cases)["one"].of("loss")
+
+
+@pytest.fixture(scope="module")
+def on_npus(simulated, flags, folder, expected):
+    """Return a function: cases, number of NPUs -> the losses of each, and what each NPU has counted."""
+
+    def train(cases: dict[str, str], npus: int) -> tuple[dict[str, list[float]], list[dict]]:
+        place = folder / str(npus)
+        place.mkdir()
+        report = {"MEGATRON_NPU_SIM_REPORT": str(place / "report.json")}
+        line = curves.command(place, [*flags, *curves.begin_with(folder / "start")], cases, npus)
+        done = simulated("python", *line, MEGATRON_NPU_SIM_HCCL_TIMEOUT="120", **report)
+        assert done.returncode == 0, done.stdout[-6000:]
+        counted = [json.loads(file.read_text()) for file in sorted(place.glob("report*.json"))]
+        assert len(counted) == npus
+        assert all("npu::npu_fusion_attention" in counts["launches"] for counts in counted)
+        return {name: curves.read(place, name).of("loss") for name in cases}, counted
+
+    return train
+
+
+def check(losses: list[float], expected: list[float]) -> None:
     assert len(losses) == len(expected) == STEPS
     assert expected[-1] < expected[0] - 0.05, "the run must learn, or curves say nothing"
-    deviation = max(
-        abs(loss - reference) / reference for loss, reference in zip(losses, expected, strict=True)
-    )
-    print(layout, "deviates by", deviation)
+    deviation = curves.deviation(losses, expected)
+    print("deviates by", deviation)
     assert deviation < LIMIT
-    for rank in range(npus):
-        counts = json.loads((tmp_path / f"report.rank{rank}.json").read_text())
-        assert "npu::npu_fusion_attention" in counts["launches"]
-        for name in collectives:
+
+
+def test_one_npu(on_npus, expected):
+    losses, _ = on_npus(ALONE, 1)
+    check(losses["one"], expected)
+
+
+def test_two_npus(on_npus, expected):
+    losses, counted = on_npus(TWO, 2)
+    for name in TWO:
+        check(losses[name], expected)
+    for counts in counted:
+        for name in ("AllReduce", "AllGather", "ReduceScatter", "BatchSendRecv"):
             assert counts["communication"][name]["calls"] >= STEPS, (name, counts["communication"])
