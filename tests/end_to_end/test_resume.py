@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.distributed import curves
 from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")
@@ -26,7 +29,7 @@ LAST = "--dist-ckpt-optim-fully-reshardable"
 )
 def test_one_process(train, tmp_path, kind):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    common = ("--eval-interval", 2, *kind)
+    common = ("--eval-interval", 2, "--no-plot", *kind)
     train("--save", whole, *common, LAST)
     first = train("--save", halves, "--load", halves, "--exit-interval", 3, *common)
     assert (first.iterations, first.ended_by) == (3, "exit-interval")
@@ -35,18 +38,30 @@ def test_one_process(train, tmp_path, kind):
     _same(whole, halves)
 
 
-@pytest.mark.parametrize("kind", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"])
-def test_two_data_parallel_processes(flags, tmp_path, kind):
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    runs = (
-        ("--save", whole, LAST),
-        ("--save", halves, "--load", halves, "--exit-interval", 3),
-        ("--save", halves, "--load", halves, LAST),
-    )
-    for run in runs:
-        done = tiny.run("pretrain", *flags(*run, *kind), processes=2)
-        assert done.returncode == 0, done.stdout + done.stderr
-    _same(whole, halves)
+KINDS = {"plain": "", "distributed": "--use-distributed-optimizer"}
+
+
+def saving(folder: Path, *words: str) -> str:
+    """Return the flags of a run that saves into a folder and goes on with what is there."""
+    return " ".join([f"--save {folder} --load {folder} --json-log {folder / 'metrics.jsonl'}", *words])
+
+
+@pytest.fixture(scope="module")
+def of_two(dataset, tmp_path_factory) -> Path:
+    """A folder with the runs of two processes: KIND-whole, and KIND-halves of two starts."""
+    folder, first, rest = tmp_path_factory.mktemp("two"), {}, {}
+    for kind, words in KINDS.items():
+        first[f"{kind}-whole"] = saving(folder / f"{kind}-whole", LAST, words)
+        first[f"{kind}-half"] = saving(folder / f"{kind}-halves", "--exit-interval 3", words)
+        rest[f"{kind}-rest"] = saving(folder / f"{kind}-halves", LAST, words)
+    for cases in (first, rest):
+        curves.run(folder / "log", [*tiny.flags_for(dataset), "--no-plot"], cases, 2)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_data_parallel_processes(of_two, kind):
+    _same(of_two / f"{kind}-whole", of_two / f"{kind}-halves")
 
 
 def _same(whole, halves):
@@ -83,16 +98,16 @@ def test_finetune_takes_the_weights_alone(train, tmp_path):
 
 def test_layout_may_change_on_the_way(flags, train, tmp_path):
     """A checkpoint of one process goes on with two, and theirs with one, optimizer included."""
-    quiet = ("--attention-dropout", 0, "--hidden-dropout", 0, "--eval-iters", 0)
+    quiet = ("--attention-dropout", 0, "--hidden-dropout", 0, "--eval-iters", 0, "--no-plot")
     quiet += ("--make-vocab-size-divisible-by", 64)
     train("--json-log", tmp_path / "whole", *quiet)
-    layouts = ("--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "")
-    for layout in layouts:
-        save = tmp_path / f"run-{layout.replace(' ', '')}"
+    layouts = {"tp": "--tensor-model-parallel-size 2", "pp": "--pipeline-model-parallel-size 2", "dp": ""}
+    saves = {name: tmp_path / name for name in layouts}
+    for save in saves.values():
         train("--save", save, "--exit-interval", 2, *quiet)
-        with_two = flags("--save", save, "--load", save, "--exit-interval", 4, *quiet, *layout.split())
-        done = tiny.run("pretrain", *with_two, processes=2)
-        assert done.returncode == 0, done.stdout + done.stderr
+    with_two = {name: saving(saves[name], "--exit-interval 4", words) for name, words in layouts.items()}
+    curves.run(tmp_path / "log", flags(*quiet), with_two, 2)
+    expected = tiny.losses(tmp_path / "whole")
+    for name, save in saves.items():
         train("--save", save, "--load", save, *quiet)
-        expected = tiny.losses(tmp_path / "whole")
-        assert tiny.losses(save / "metrics.jsonl") == pytest.approx(expected, rel=1e-5), layout
+        assert tiny.losses(save / "metrics.jsonl") == pytest.approx(expected, rel=1e-5), name
