@@ -66,12 +66,17 @@ def begin_with(start: Path) -> list[str]:
     return ["--load", str(start), "--finetune"]
 
 
-def from_one_start(start: Path, cases: Mapping[str, str]) -> dict[str, str]:
-    """Return a case that saves the initial weights, and the cases that begin with them."""
+def from_one_start(start: Path, cases: Mapping[str, str], common: str = "") -> dict[str, str]:
+    """Return a case that saves the initial weights, and the cases that begin with them.
+
+    Args:
+        start: where they are saved; its name is that of the first case.
+        cases: words by name.
+        common: words of all of them.
+    """
     load = " ".join(begin_with(start))
-    return {"start": f"--train-iters 0 --save {start}"} | {
-        name: f"{words} {load}" for name, words in cases.items()
-    }
+    saving = {start.name: f"{common} --train-iters 0 --save {start}"}
+    return saving | {name: f"{common} {words} {load}" for name, words in cases.items()}
 
 
 def deviation(values: list[float], expected: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""A GPT trained on simulated NPUs, alone and in parallel over HCCL, has the loss curve of one CPU process."""
+"""A GPT, dense or of experts, on simulated NPUs, alone and over HCCL, has the curve of one CPU process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.distributed import curves
+from tests.distributed.curves import Curve
 from tests.end_to_end import tiny
 from tests.end_to_end.conftest import dataset
 
@@ -18,10 +19,16 @@ MODEL = (
     f"--train-iters {STEPS} --eval-iters 0 --lr 1e-3 --no-plot"
 ).split()
 LIMIT = 1e-4  # relative, fp32
-ALONE = {"one": ""}
+OF_EXPERTS = ("loss", "grad_norm", "load_balancing_loss")
+EXPERTS = (
+    "--num-layers 2 --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --init-method-std 0.1 "
+    "--disable-bias-linear --swiglu --normalization RMSNorm --train-iters 3"
+)
+ALONE = {"one": "", "experts": EXPERTS}
 TWO = {
     "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2",
+    "ep2": f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
 }
 
 
@@ -36,48 +43,56 @@ def flags(dataset):
 
 
 @pytest.fixture(scope="module")
-def expected(flags, folder) -> list[float]:
-    """Return the losses of one CPU process, from the checkpoint that all begin with."""
-    cases = curves.from_one_start(folder / "start", ALONE)
-    return curves.train(folder / "cpu", flags, cases)["one"].of("loss")
+def expected(flags, folder) -> dict[str, Curve]:
+    """Return the curve of one CPU process of each model, from the checkpoint that all begin with."""
+    cases = curves.from_one_start(folder / "dense", {"one": ""})
+    cases |= curves.from_one_start(folder / "moe", {"experts": ""}, EXPERTS)
+    return curves.train(folder / "cpu", flags, cases)
 
 
 @pytest.fixture(scope="module")
 def on_npus(simulated, flags, folder, expected):
-    """Return a function: cases, number of NPUs -> the losses of each, and what each NPU has counted."""
+    """Return a function: cases, number of NPUs -> the curve of each, and what each NPU has counted."""
 
-    def train(cases: dict[str, str], npus: int) -> tuple[dict[str, list[float]], list[dict]]:
+    def train(cases: dict[str, str], npus: int) -> tuple[dict[str, Curve], list[dict]]:
         place = folder / str(npus)
         place.mkdir()
         report = {"MEGATRON_NPU_SIM_REPORT": str(place / "report.json")}
-        line = curves.command(place, [*flags, *curves.begin_with(folder / "start")], cases, npus)
+        starts = {name: folder / ("moe" if EXPERTS in words else "dense") for name, words in cases.items()}
+        begun = {name: f"{words} --load {starts[name]} --finetune" for name, words in cases.items()}
+        line = curves.command(place, flags, begun, npus)
         done = simulated("python", *line, MEGATRON_NPU_SIM_HCCL_TIMEOUT="120", **report)
         assert done.returncode == 0, done.stdout[-6000:]
         counted = [json.loads(file.read_text()) for file in sorted(place.glob("report*.json"))]
         assert len(counted) == npus
         assert all("npu::npu_fusion_attention" in counts["launches"] for counts in counted)
-        return {name: curves.read(place, name).of("loss") for name in cases}, counted
+        return {name: curves.read(place, name) for name in cases}, counted
 
     return train
 
 
-def check(losses: list[float], expected: list[float]) -> None:
-    assert len(losses) == len(expected) == STEPS
-    assert expected[-1] < expected[0] - 0.05, "the run must learn, or curves say nothing"
-    deviation = curves.deviation(losses, expected)
-    print("deviates by", deviation)
-    assert deviation < LIMIT
+def check(found: Curve, expected: Curve, columns: tuple[str, ...] = ("loss", "grad_norm")) -> None:
+    losses = expected.of("loss")
+    assert len(losses) >= 3
+    assert losses[-1] < losses[0] - 0.05, "the run must learn, or curves say nothing"
+    for name in columns:
+        deviation = curves.deviation(found.of(name), expected.of(name))
+        print(name, "deviates by", deviation)
+        assert deviation < LIMIT, name
 
 
 def test_one_npu(on_npus, expected):
-    losses, _ = on_npus(ALONE, 1)
-    check(losses["one"], expected)
+    found, _ = on_npus(ALONE, 1)
+    check(found["one"], expected["one"])
+    check(found["experts"], expected["experts"], OF_EXPERTS)
 
 
 def test_two_npus(on_npus, expected):
-    losses, counted = on_npus(TWO, 2)
-    for name in TWO:
-        check(losses[name], expected)
+    found, counted = on_npus(TWO, 2)
+    check(found["tp2-sp"], expected["one"])
+    check(found["pp2"], expected["one"])
+    check(found["ep2"], expected["experts"], OF_EXPERTS)
     for counts in counted:
         for name in ("AllReduce", "AllGather", "ReduceScatter", "BatchSendRecv"):
             assert counts["communication"][name]["calls"] >= STEPS, (name, counts["communication"])
+        assert counts["communication"]["AlltoAllV"]["calls"] >= 3, counts["communication"]
