@@ -11,7 +11,8 @@ from tests.adaptors.megatron_lm import guide, runs
 from tests.conftest import LONGEST
 
 # longer than the window of 2,048 tokens, which else is no window
-LONG = {"SEQ_LENGTH": "2304", "TRAIN_ITERS": "24"}
+ITERATIONS = 14
+LONG = {"SEQ_LENGTH": "2112", "TRAIN_ITERS": str(ITERATIONS)}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def walking(checkout, tmp_path_factory) -> walk.Walk:
 
 @pytest.mark.parametrize("number", range(len(guide.COMMANDS)), ids=map(walk.bare, guide.COMMANDS))
 def test_command(walking, number):
-    guide.check(walking, number, "cpu", iterations=24)
+    guide.check(walking, number, "cpu", iterations=ITERATIONS)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

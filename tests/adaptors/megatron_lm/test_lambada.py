@@ -25,7 +25,7 @@ from tests.conftest import LONGEST
 from tests.end_to_end import tiny
 from tests.sim.conftest import ROOT, run_simulated, unavailable
 
-LEARNED, EXAMPLES = 12, 60  # passages
+LEARNED, EXAMPLES = 12, 28  # passages
 ENDING, LENGTH = 12, 128  # tokens: of the ending that is learned, of the longest passage
 MODEL = (
     f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 4 --global-batch-size 4 "

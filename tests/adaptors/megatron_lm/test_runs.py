@@ -14,6 +14,8 @@ import torch
 from megatron_npu import safe_load
 from tests.adaptors.megatron_lm import runs
 
+ITERATIONS = 10
+LENGTH = f"--train-iters {ITERATIONS} --lr-decay-iters {ITERATIONS} --lr 3e-3 --lr-warmup-iters 1"
 TWO_HEADS_OF_VOCABULARY = "--make-vocab-size-divisible-by 32"  # as many words at TP 2 as 64 at TP 1
 TP2 = f"--tensor-model-parallel-size 2 {TWO_HEADS_OF_VOCABULARY}"
 LAYOUTS = {
@@ -26,7 +28,7 @@ LAYOUTS = {
 
 def train(checkout: Path, data: Path, *changes: str, processes: int = 1, **kwargs) -> dict[int, float]:
     """Return the losses of a run of the stock script."""
-    flags = [*runs.flags(data), *" ".join(changes).split()]
+    flags = [*runs.flags(data), *" ".join([LENGTH, *changes]).split()]
     result = runs.run(checkout / "pretrain_gpt.py", flags, processes=processes, **kwargs)
     return runs.losses(runs.succeeded(result))
 
@@ -41,8 +43,8 @@ def deviation(found: dict[int, float], expected: dict[int, float]) -> float:
 def stock(checkout, data) -> dict[int, float]:
     """The curve of one process in fp32 with upstream's own operations."""
     curve = train(checkout, data, with_operations=False)
-    assert sorted(curve) == list(range(1, 26))
-    assert curve[25] < curve[1] - 0.5, "the run must learn, or curves say nothing"
+    assert sorted(curve) == list(range(1, ITERATIONS + 1))
+    assert curve[ITERATIONS] < curve[1] - 0.5, "the run must learn, or curves say nothing"
     return curve
 
 
@@ -179,7 +181,7 @@ def tensors(content, prefix=""):
 
 def test_bf16_finetune_keeps_the_loaded_weights(checkout, data, tmp_path):
     """Upstream forgets them after one step: its fp32 copies are still the initial weights."""
-    trained = train(checkout, data, f"--bf16 --save {tmp_path} --save-interval 25")
+    trained = train(checkout, data, f"--bf16 --save {tmp_path} --save-interval {ITERATIONS}")
     again = "--train-iters 3 --lr 1e-6 --min-lr 1e-7 --lr-decay-iters 3"
     found = train(checkout, data, f"--bf16 --load {tmp_path} --finetune {again}")
-    assert max(found.values()) < trained[20]
+    assert max(found.values()) < trained[ITERATIONS - 2]
