@@ -32,6 +32,10 @@ class Curve:
         """Return a column of the log."""
         return [row[name] for row in self.rows if name in row]
 
+    def losses(self) -> list[float]:
+        """Return the loss of each iteration."""
+        return [row["loss"] for row in self.rows if row["event"] == "train"]
+
 
 def command(folder: Path, flags: list[str], cases: Mapping[str, str], processes: int) -> list[str]:
     """Return the command line that runs all cases one after another, behind ``python``."""
@@ -48,11 +52,21 @@ def read(folder: Path, name: str) -> Curve:
     return Curve([*tiny.rows(log), *tiny.rows(log, "validation")], noted["sizes"], noted["first_layer"])
 
 
-def run(folder: Path, flags: list[str], cases: Mapping[str, str], processes: int = 1) -> None:
-    """Train every case, ``flags`` changed by its words, which may name another log."""
+def run(
+    folder: Path,
+    flags: list[str],
+    cases: Mapping[str, str],
+    processes: int = 1,
+    env: dict[str, str] | None = None,
+) -> str:
+    """Train every case, ``flags`` changed by its words; return what was printed.
+
+    The words may name another log than the one in ``folder``.
+    """
     folder.mkdir(exist_ok=True)
-    done = tiny.run_python([sys.executable, *command(folder, flags, cases, processes)])
+    done = tiny.run_python([sys.executable, *command(folder, flags, cases, processes)], env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 def train(folder: Path, flags: list[str], cases: Mapping[str, str], processes: int = 1) -> dict[str, Curve]:

@@ -10,44 +10,52 @@ import pytest
 
 from tests import warm
 from tests.conftest import ROOT
+from tests.distributed import curves
+from tests.distributed.curves import Curve
 from tests.end_to_end import tiny
 
 VERSIONS = ["0.12.1", "0.13.1", "0.14.0", "0.15.3"]
 NEWER = ["0.17.1", "0.18.2", "0.19.2"]  # than the installed one
 EXACT = ["--attention-dropout", "0", "--hidden-dropout", "0", "--no-plot"]
+FOUR_LAYERS = "--num-layers 4"
+PP2 = "--pipeline-model-parallel-size 2"
+# 0.12's destroy_model_parallel() leaves the ranks of position embeddings: stages must come first
+TWO = {
+    "interleaved": f"{FOUR_LAYERS} {PP2} --num-layers-per-virtual-pipeline-stage 1",
+    "tensor": "--tensor-model-parallel-size 2 --sequence-parallel --bf16 --use-distributed-optimizer",
+}
 
 
 @pytest.fixture(scope="session")
-def numbers(tmp_path_factory) -> Path:
-    return tiny.write_dataset(tmp_path_factory.mktemp("numbers") / "text")
+def flags(tmp_path_factory) -> list[str]:
+    dataset = tiny.write_dataset(tmp_path_factory.mktemp("numbers") / "text")
+    return [*tiny.flags_for(dataset), *EXACT]
 
 
-def curve(
-    numbers: Path, folder: Path, root: Path | None, *flags: str, processes: int = 1
-) -> dict[int, float]:
-    """Train with the megatron-core in ``root`` (None: the installed one); return loss by iteration."""
-    log = folder / "log.jsonl"
-    log.unlink(missing_ok=True)
-    environment = tiny.environment()
-    if root is not None:
-        environment["MEGATRON_LM_PATH"] = str(root)
-        environment["PYTHONPATH"] = os.pathsep.join([str(root), environment["PYTHONPATH"]])
-    argv = [*tiny.flags_for(numbers), *EXACT, "--json-log", str(log), *flags]
-    done = tiny.run_python(tiny.command("pretrain", *argv, processes=processes), environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    if root is not None:
-        assert f"megatron_core {root.name.partition('-')[2]} " in done.stdout
-        assert "0 drifted" in done.stdout
-    return tiny.losses(log)
+def environment_of(root: Path) -> dict[str, str]:
+    """Return an environment in which Megatron is the one in ``root``."""
+    path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
+    return tiny.environment() | {"MEGATRON_LM_PATH": str(root), "PYTHONPATH": path}
+
+
+def train(
+    flags: list[str], folder: Path, root: Path, cases: dict[str, str], processes: int
+) -> dict[str, Curve]:
+    """Train every case with the megatron-core in ``root``; return the curves by name."""
+    printed = curves.run(folder, flags, cases, processes, environment_of(root))
+    assert f"megatron_core {root.name.partition('-')[2]} " in printed
+    assert "0 drifted" in printed
+    return {name: curves.read(folder, name) for name in cases}
 
 
 @pytest.fixture(scope="session")
-def installed(numbers, tmp_path_factory) -> dict[int, float]:
+def installed(flags, tmp_path_factory) -> list[float]:
+    """Return the losses of the installed megatron-core."""
     pytest.importorskip("megatron.core")
-    return curve(numbers, tmp_path_factory.mktemp("installed"), None)
+    return curves.train(tmp_path_factory.mktemp("installed"), flags, {"one": ""})["one"].losses()
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(scope="module", params=VERSIONS)
 def root(request) -> Path:
     return wheel(request.param)
 
@@ -60,26 +68,44 @@ def wheel(version: str) -> Path:
     return path
 
 
-def test_one_process_and_its_resumption(numbers, tmp_path, root, installed) -> None:
-    save = ["--save", str(tmp_path / "checkpoint"), "--load", str(tmp_path / "checkpoint")]
-    first = curve(numbers, tmp_path, root, *save, "--exit-interval", "3")
-    rest = curve(numbers, tmp_path, root, *save)
-    assert first | rest == pytest.approx(installed, rel=1e-5)
-    assert min(rest) == 4
+@pytest.fixture(scope="module")
+def one(flags, root, tmp_path_factory) -> dict[str, Curve]:
+    """Return the curves of one process: of a run and its resumption, and of four layers."""
+    folder = tmp_path_factory.mktemp("one")
+    save = f"--save {folder / 'saved'} --load {folder / 'saved'}"
+    cases = {"first": f"{save} --exit-interval 3", "rest": save, "four layers": FOUR_LAYERS}
+    return train(flags, folder, root, cases, 1)
+
+
+@pytest.fixture(scope="module")
+def two(flags, root, tmp_path_factory) -> dict[str, Curve]:
+    return train(flags, tmp_path_factory.mktemp("two"), root, TWO, 2)
+
+
+def test_one_process_and_its_resumption(one, installed) -> None:
+    first, rest = one["first"].losses(), one["rest"].losses()
+    assert first + rest == pytest.approx(installed, rel=1e-5)
+    assert len(rest) == 3
 
 
 @pytest.mark.parametrize("version", NEWER)
-def test_a_newer_one_saves_and_resumes(version, numbers, tmp_path, installed) -> None:
-    save = ["--save", str(tmp_path / "checkpoint"), "--load", str(tmp_path / "checkpoint")]
-    first = curve(numbers, tmp_path, wheel(version), *save, "--exit-interval", "2")
-    rest = curve(numbers, tmp_path, wheel(version), *save, "--exit-interval", "4")
-    assert first | rest == {step: installed[step] for step in range(1, 5)}
+def test_a_newer_one_saves_and_resumes(version, flags, tmp_path, installed) -> None:
+    save = f"--save {tmp_path / 'checkpoint'} --load {tmp_path / 'checkpoint'}"
+    found: list[float] = []
+    for name, end in (("first", 2), ("rest", 4)):
+        case = {name: f"{save} --exit-interval {end}"}
+        found += train(flags, tmp_path, wheel(version), case, 1)[name].losses()
+    assert found == installed[:4]
 
 
-def test_tensor_parallel_in_bf16_with_distributed_optimizer(numbers, tmp_path, root, installed) -> None:
-    flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--bf16"]
-    tensor = curve(numbers, tmp_path, root, *flags, "--use-distributed-optimizer", processes=2)
-    assert tensor == pytest.approx(installed, rel=1e-2)
+def test_tensor_parallel_in_bf16_with_distributed_optimizer(two, installed) -> None:
+    assert two["tensor"].losses() == pytest.approx(installed, rel=1e-2)
+
+
+def test_interleaved_pipeline(one, two) -> None:
+    plain, pipeline = one["four layers"].losses(), two["interleaved"].losses()
+    assert pipeline[0] == pytest.approx(plain[0], rel=0.05)  # stages are initialised from other seeds
+    assert pipeline[5] < pipeline[0]
 
 
 WINDOW = """
@@ -111,16 +137,6 @@ assert config.window_size == (3, 0)
 
 def test_windows_where_upstream_refuses_them(tmp_path, root) -> None:
     """The local attention has had windows since 0.15 only."""
-    path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
-    environment = tiny.environment() | {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)}
+    environment = environment_of(root)
     command = [sys.executable, "-c", WINDOW, str(tmp_path / "store")]
     warm.run(command, env=environment, modules=warm.DRIVER, check=True, timeout=120)
-
-
-def test_interleaved_pipeline(numbers, tmp_path, root, installed) -> None:
-    flags = ["--pipeline-model-parallel-size", "2", "--num-layers", "4"]
-    plain = curve(numbers, tmp_path, root, "--num-layers", "4")
-    interleaved = [*flags, "--num-layers-per-virtual-pipeline-stage", "1"]
-    pipeline = curve(numbers, tmp_path, root, *interleaved, processes=2)
-    assert pipeline[1] == pytest.approx(plain[1], rel=0.05)  # stages are initialised from other seeds
-    assert pipeline[6] < pipeline[1]
