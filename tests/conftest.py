@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hypothesis
+import psutil
 import pytest
 
 from megatron_npu import upstream
@@ -27,6 +31,39 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # inductor first tries out in a process of its own, and no pool of processes that compile.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# What a test starts and waits for ends, whether the test says when or not.
+_run = subprocess.run
+
+
+def _run_to_an_end(*command: Any, timeout: float | None = LONGEST, **options: Any) -> Any:
+    return _run(*command, timeout=timeout, **options)
+
+
+subprocess.run = _run_to_an_end
+
+
+@contextlib.contextmanager
+def on_a_leash(process: subprocess.Popen[Any], seconds: float = LONGEST) -> Iterator[None]:
+    """Kill a process, and what it has started, at the end of the block, or after so many seconds."""
+
+    def kill() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(process.pid)
+            for each in [parent, *parent.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+
+    timer = threading.Timer(seconds, kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if process.poll() is None:
+            kill()
+        process.wait(60)
+
 
 # Timing is no matter of tests: a busy machine may take seconds for an example. And what fixtures hold here
 # serves all examples of a test. Where a commit is judged (.ci/run sets CI), examples are the same each time.

@@ -79,8 +79,11 @@ def started(folder: str, *flags: str) -> Server:
         tiny.command("serve", "--load", folder, "--port", "0", *flags), tiny.environment(), warm.DRIVER
     )
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
     for line in process.stdout:
         if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+            watchdog.cancel()
             return Server(process, int(found[1]))
     pytest.fail(process.stderr.read())
 

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_npu.adaptors.shared import rendezvous
 from tests.adaptors.megatron_core.upstream_tests import ports
+from tests.conftest import on_a_leash
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,8 @@ def test_processes_that_are_alone_do_not_meet() -> None:
         input()"""
     command = [sys.executable, "-c", code]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as first, subprocess.Popen(command, **pipes) as second:
+    first, second = subprocess.Popen(command, **pipes), subprocess.Popen(command, **pipes)
+    with on_a_leash(first), on_a_leash(second):
         for process in (first, second):
             assert process.stdout.readline() == "met\n"
         for process in (first, second):

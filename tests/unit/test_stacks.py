@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.conftest import on_a_leash
+
 WAITS = """
 import signal, sys, threading
 from megatron_npu import stacks
@@ -28,9 +30,10 @@ print("went on")
 @pytest.mark.parametrize("which", ["free", "handled"])
 def test_stacks_on_demand(which: str) -> None:
     command = [sys.executable, "-c", WAITS, which]
-    with subprocess.Popen(
+    process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    )
+    with on_a_leash(process):
         assert process.stdout is not None
         registered = process.stdout.readline().strip()
         process.send_signal(signal.SIGUSR1)

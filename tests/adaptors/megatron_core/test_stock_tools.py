@@ -18,9 +18,10 @@ import pytest
 from megatron_npu.evaluation import generate, lambada
 from megatron_npu.preprocessing import command as preprocess
 from megatron_npu.preprocessing import indexed_dataset
+from tests import warm
 from tests.adaptors.megatron_core.stock import losses, pretrain, run_script
 from tests.adaptors.megatron_core.upstream_tests.ports import free_port
-from tests.conftest import checkout
+from tests.conftest import checkout, on_a_leash
 from tests.end_to_end import tiny
 from tests.sim.conftest import unavailable
 
@@ -97,18 +98,15 @@ def _ask_server(trained: Trained, folder: Path, prompt: str) -> dict:
         method="PUT",
         headers={"Content-Type": "application/json"},
     )
-    with (
-        (folder / "log").open("w") as log,
-        subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log) as server,
-    ):
-        try:
-            while not _listens(port):
-                assert server.poll() is None, (folder / "log").read_text()[-4000:]
-                time.sleep(0.1)
-            with urllib.request.urlopen(request, timeout=300) as answer:
-                return json.load(answer)
-        finally:
-            server.kill()
+    command, environment = warm.ready(command, environment, warm.STOCK, trained.tree)
+    with (folder / "log").open("w") as log:
+        server = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log)
+    with on_a_leash(server):
+        while not _listens(port):
+            assert server.poll() is None, (folder / "log").read_text()[-4000:]
+            time.sleep(0.1)
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return json.load(answer)
 
 
 def _listens(port: str) -> bool:

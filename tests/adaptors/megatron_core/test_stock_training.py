@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.adaptors.megatron_core.stock import FLAGS, Run, losses, pretrain
-from tests.conftest import checkout
+from tests.conftest import checkout, on_a_leash
 from tests.end_to_end import tiny
 from tests.sim.conftest import unavailable
 
@@ -149,14 +150,16 @@ def test_a_signal_saves_and_ends_a_run_that_recomputes(tree: Path, tmp_path: Pat
 
 def _until_terminated(line: str, command: list[str], folder: Path, tree: Path) -> str:
     """Run the script, send SIGTERM at the line; return its output when it has ended well."""
-    with subprocess.Popen(
+    command, env = warm.ready(
         [sys.executable, "-u", "-m", "megatron_npu", "run", *command],
-        env=tiny.environment() | {"MEGATRON_LM_PATH": str(tree)},
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+        tiny.environment() | {"MEGATRON_LM_PATH": str(tree)},
+        warm.STOCK,
+        tree,
+    )
+    process = subprocess.Popen(
+        command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    with on_a_leash(process):
         lines = []
         for printed in process.stdout:
             lines.append(printed)

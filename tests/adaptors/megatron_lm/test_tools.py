@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from megatron_npu.preprocessing import indexed_dataset
+from tests import warm
 from tests.adaptors.megatron_lm import runs
 from tests.adaptors.megatron_lm.test_runs import TP2, deviation
+from tests.conftest import on_a_leash
 from tests.end_to_end import tiny
 
 WORDS = 250
@@ -63,24 +65,17 @@ def test_a_termination_signal_saves(checkout, data, tmp_path):
     """--exit-signal-handler: SIGTERM to torchrun, which passes it on, saves and ends the training."""
     flags = [*runs.flags(data), *"--train-iters 100000 --lr-decay-iters 100000".split()]
     flags += ["--exit-signal-handler", "--save", str(tmp_path), "--save-interval", "100000"]
-    launcher = tiny.torchrun(1)
+    entry = ["-m", "megatron_npu", "run", str(checkout / "pretrain_gpt.py")]
     log = tmp_path / "log"
+    command, env = warm.ready(
+        [sys.executable, "-u", *tiny.torchrun(1), *entry, *flags],
+        runs.environment(PYTHONUNBUFFERED="1"),
+        warm.STOCK,
+        checkout,
+    )
     with log.open("w") as stream:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-u",
-                *launcher,
-                "-m",
-                "megatron_npu",
-                "run",
-                str(checkout / "pretrain_gpt.py"),
-                *flags,
-            ],
-            env=runs.environment(PYTHONUNBUFFERED="1"),
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        )
+        process = subprocess.Popen(command, env=env, stdout=stream, stderr=subprocess.STDOUT)
+    with on_a_leash(process):
         deadline = time.monotonic() + 120
         while "lm loss" not in log.read_text() and time.monotonic() < deadline:
             assert process.poll() is None, log.read_text()[-3000:]

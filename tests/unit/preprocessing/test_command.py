@@ -27,7 +27,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import encoder, indexed_dataset, jsonl
 from megatron_npu.preprocessing.tokenizer_files import GPT2Files
 from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
-from tests.conftest import ROOT, Vocabulary
+from tests.conftest import ROOT, Vocabulary, on_a_leash
 from tests.unit.preprocessing.conftest import SAMPLE
 
 Write = Callable[..., Path]
@@ -305,11 +305,12 @@ def test_stopped_half_way(
     command += ["--output-prefix", str(tmp_path / "out"), "--vocab-file", str(tiny.vocab_file)]
     command += ["--merge-file", str(tiny.merge_file)]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE)
-    while not any(path.stat().st_size for path in tmp_path.glob("out*.partial")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    _, errors = process.communicate(timeout=200)
+    with on_a_leash(process):
+        while not any(path.stat().st_size for path in tmp_path.glob("out*.partial")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        _, errors = process.communicate(timeout=200)
     assert process.returncode == code
     assert b"Traceback" not in errors
     assert not list(tmp_path.glob("out*.bin")) + list(tmp_path.glob("out*.idx"))

@@ -23,7 +23,7 @@ from megatron_npu.training.dashboard import command, snapshot
 from megatron_npu.web import address
 from megatron_npu.web.address import Address
 from tests import browser
-from tests.conftest import ROOT
+from tests.conftest import ROOT, on_a_leash
 
 PAGE = ROOT / "megatron_npu" / "training" / "dashboard" / "page"
 START = {
@@ -233,12 +233,13 @@ def test_the_server_is_gone_when_the_run_is_killed(metrics):
         stdout=subprocess.PIPE,
         text=True,
     )
-    port = int(run.stdout.readline().rstrip("/\n").rpartition(":")[2])
-    assert json.load(ask(port, "/state"))["iteration"] == 2
-    events = ask(port, "/events")
-    assert events.readline().startswith(b"data: ")
-    run.send_signal(signal.SIGKILL)
-    run.wait()
+    with on_a_leash(run):
+        port = int(run.stdout.readline().rstrip("/\n").rpartition(":")[2])
+        assert json.load(ask(port, "/state"))["iteration"] == 2
+        events = ask(port, "/events")
+        assert events.readline().startswith(b"data: ")
+        run.send_signal(signal.SIGKILL)
+        run.wait(60)
     events.read()  # until the server closes the connection
     end = time.monotonic() + 60
     while listens(port):
