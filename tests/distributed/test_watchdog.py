@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,17 +18,14 @@ from tests.end_to_end import tiny
 
 RANKS = 3
 LIMIT = 4  # seconds, instead of the 300 of a user
-WELL = ("slow_save", "compile")  # nothing is wrong with their ranks
-SCENARIOS = ("kill", "error", "stop", "deadlock", "kill_first", *WELL)
 HERE = Path(__file__).parent
 RANK_1 = rf"rank 1 \({re.escape(socket.gethostname())}, process \d+\)"
 STEP = r"training, at megatron\.training\.training:\d+ in train_step \(step 20\)"
 
 
-def ranks(scenario: str) -> dict[int, tuple[int, str]]:
+def ranks(scenario: str, limit: int = LIMIT) -> dict[int, tuple[int, str]]:
     """Start the ranks one by one, without a launcher that would end them; return exit codes and errors."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
-    limit = LIMIT + 1 if scenario in WELL else LIMIT
     settings = {**tiny.environment(), **meeting, "MEGATRON_NPU_WATCHDOG": str(limit)}
     started = []
     for rank in range(RANKS):
@@ -47,13 +43,6 @@ def ranks(scenario: str) -> dict[int, tuple[int, str]]:
     return {rank: (started[rank].returncode, err) for rank, (_, err) in ends.items()}
 
 
-@pytest.fixture(scope="module")
-def ended() -> dict[str, dict[int, tuple[int, str]]]:
-    """Scenario -> exit codes and errors; three at a time, as they spend theirs waiting."""
-    with ThreadPoolExecutor(3) as pool:
-        return dict(zip(SCENARIOS, pool.map(ranks, SCENARIOS), strict=True))
-
-
 @pytest.mark.parametrize(
     ("scenario", "told"),
     [
@@ -63,8 +52,8 @@ def ended() -> dict[str, dict[int, tuple[int, str]]]:
         ("deadlock", rf"no rank has moved for {LIMIT} s: {RANK_1} is {STEP}"),
     ],
 )
-def test_the_rank_that_is_missed_is_named(ended, scenario: str, told: str) -> None:
-    ends = ended[scenario]
+def test_the_rank_that_is_missed_is_named(scenario: str, told: str) -> None:
+    ends = ranks(scenario)
     for rank in (0, 2):
         code, err = ends[rank]
         assert code == 1, err
@@ -82,8 +71,8 @@ def test_the_rank_that_is_missed_is_named(ended, scenario: str, told: str) -> No
         assert "ValueError: bad luck" in ends[1][1]
 
 
-def test_the_rank_that_held_the_store_is_named_too(ended) -> None:
-    ends = ended["kill_first"]
+def test_the_rank_that_held_the_store_is_named_too() -> None:
+    ends = ranks("kill_first")
     for rank in (1, 2):
         code, err = ends[rank]
         assert code == 1, err
@@ -91,9 +80,9 @@ def test_the_rank_that_held_the_store_is_named_too(ended) -> None:
         assert re.search(rf"^megatron_npu: rank {rank} ends: .*{first}", err, re.MULTILINE), err
 
 
-@pytest.mark.parametrize("scenario", WELL)
-def test_a_long_save_and_a_child_at_work_are_no_hang(ended, scenario: str) -> None:
-    for code, err in ended[scenario].values():
+@pytest.mark.parametrize("scenario", ["slow_save", "compile"])
+def test_a_long_save_and_a_child_at_work_are_no_hang(scenario: str) -> None:
+    for code, err in ranks(scenario, LIMIT + 1).values():
         assert (code, err) == (0, "")
 
 
