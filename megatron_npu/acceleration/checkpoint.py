@@ -27,7 +27,7 @@ from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_failures, checkpoint_files, checkpoint_folder, checksums
 
-DESCRIPTION = "run.json"  # the run's flags and position
+DESCRIPTION = checkpoint_files.DESCRIPTION_OF_TRAIN
 _SAME = {  # what decides which samples an iteration has
     "global_batch_size": "--global-batch-size",
     "seed": "--seed",

@@ -94,11 +94,37 @@ def _read(name: str, config: str | None) -> Mapping[str, Dataset]:
             return {"train": library.load_from_disk(str(path))}
         if path.is_dir() and config is None:
             return _files(library, _files_of_parts(path))
-        return library.load_dataset(name, config)
+        return _of_the_hub(library, name, config)
     except UsageError:
         raise
     except Exception as error:  # builders raise what their parsers do
         raise _refused(name, config, error) from error
+
+
+def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dataset]:
+    """Return a data set by its name: prepared already, from the hub, or from a copy in the hub's cache.
+
+    Without a connection ``datasets`` looks for what it has prepared itself, not for what was downloaded
+    (``hf download --repo-type dataset``) and brought here.
+    """
+    try:
+        return library.load_dataset(name, config)
+    except Exception:
+        copy = None if Path(name).exists() else _downloaded(name)
+        if copy is None:
+            raise
+        return library.load_dataset(copy, config)
+
+
+def _downloaded(name: str) -> str | None:
+    """Return the folder of a data set in the hub's cache; None: it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(name, repo_type="dataset", local_files_only=True)
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
 
 
 def _files_of_parts(folder: Path) -> dict[str, list[Path]]:

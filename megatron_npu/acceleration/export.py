@@ -45,7 +45,9 @@ def write(args: Namespace, prepared: Prepared, outcome: Outcome, tokenizer: Any 
 
 def _save(module: Any, weights: dict[str, Any], part: Path) -> None:
     if hasattr(module, "save_pretrained"):
-        module.save_pretrained(part, state_dict=weights)
+        # peft would ask the hub whether the vocabulary has grown; no adapter changes it
+        options = {"save_embedding_layers": False} if hasattr(module, "peft_config") else {}
+        module.save_pretrained(part, state_dict=weights, **options)
         return
     from safetensors.torch import save_file
 

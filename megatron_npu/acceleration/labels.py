@@ -96,6 +96,16 @@ def are_hidden(rows: Dataset, column: str) -> bool:
     return all(label is None or label == HIDDEN for label in values(rows, column))
 
 
+def not_given_away(dataset: Any) -> bool:
+    """Return whether samples carry the mark of the hub's for a label that only its owner has.
+
+    The first few tell: a data set hides all of them or none.
+    """
+    few = [dataset[index] for index in range(min(8, len(dataset)))] if dataset is not None else []
+    found = [one.get("labels", one.get("label")) for one in few if isinstance(one, Mapping)]
+    return bool(found) and all(isinstance(label, int) and label == HIDDEN for label in found)
+
+
 def _classes(feature: Any, parts: Mapping[str, Iterable[tuple[int, Any]]]) -> Labels:
     rows = {part: list(pairs) for part, pairs in parts.items()}
     names = list(getattr(feature, "names", None) or ())

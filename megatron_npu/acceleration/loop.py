@@ -180,6 +180,12 @@ class Loop:
         self.outcome.evaluations[self.iteration] = found
         self.report.evaluation(self.iteration, found.loss, found.metrics)
 
+    def _test(self) -> None:
+        if self.test is None:
+            return
+        self.outcome.test = found = self._found_by(self.test)
+        self.report.test(self.iteration, found.loss, found.metrics)
+
     def _found_by(self, evaluate: Evaluate) -> Evaluation:
         """Evaluate, outside the time of training, and leave the random generators as they are."""
         model = self.prepared.model
@@ -222,14 +228,13 @@ class Loop:
         complete = self.iteration >= self.args.train_iters
         if complete:
             self._evaluate()
-            if self.test is not None:
-                self.outcome.test = self._found_by(self.test)
-                self.report.test(self.iteration, self.outcome.test.loss)
         self.outcome.iteration = self.iteration
-        if self.args.save:
-            if self.iteration > self._begin and self.outcome.checkpoint != self._place():
-                self._save()
-            if complete:
+        is_new = self.iteration > self._begin
+        if self.args.save and is_new and self.outcome.checkpoint != self._place():
+            self._save()
+        if complete:
+            self._test()  # what it trips over costs no training: that is saved
+            if self.args.save:
                 self._export()
         self._draw()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,9 @@ def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
     config = peft.LoraConfig(
         r=rank, lora_alpha=ALPHA * rank, target_modules=targets, modules_to_save=heads or None
     )
-    adapted: nn.Module = peft.get_peft_model(model, config)  # type: ignore[arg-type]
+    with warnings.catch_warnings():  # peft 0.21 asks Transformers 5 by a name that is to go
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        adapted: nn.Module = peft.get_peft_model(model, config)  # type: ignore[arg-type]
     parameters = list(adapted.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in parameters)

@@ -80,10 +80,8 @@ def _training(args: Namespace, prepared: Prepared) -> Iterator[str]:
 def _results(outcome: Outcome) -> Iterator[str]:
     if outcome.losses:
         yield f"- training loss of the last iteration: {outcome.losses[-1]:.4f}"
-    if outcome.evaluations:
-        found = outcome.evaluations[max(outcome.evaluations)]
-        yield f"- validation loss: {found.loss:.4f}"
-        for name, value in found.metrics.items():
-            yield f"- {name} on the validation data: {value:.4f}"
-    if outcome.test is not None:
-        yield f"- loss on the test data: {outcome.test.loss:.4f}"
+    last = outcome.evaluations[max(outcome.evaluations)] if outcome.evaluations else None
+    for part, found in (("validation", last), ("test", outcome.test)):
+        if found is not None:
+            for name, value in {"loss": found.loss, **found.metrics}.items():
+                yield f"- {name} on the {part} data: {value:.4f}"

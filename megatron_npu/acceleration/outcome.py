@@ -23,7 +23,7 @@ class Outcome:
         losses: training loss of each iteration of this process's run, the mean over all ranks and samples.
         grad_norms: the norm of each iteration's gradient; None where the update was left out.
         evaluations: what was found, by iteration.
-        test: what was found on the test data of a pre-training; None without.
+        test: what was found on the test data at the end; None without.
         checkpoint: the last one written; None without.
         exported: the folder for ``from_pretrained``; None without.
         plot: the picture of the run; None without.

@@ -113,17 +113,19 @@ class Report(Sinks):
 
     def evaluation(self, iteration: int, loss: float, metrics: Mapping[str, float]) -> None:
         """Report an evaluation on the validation data."""
-        shown = "".join(f" {name}: {value:.4f} |" for name, value in metrics.items())
-        self.say(f" evaluation at iteration {iteration} | loss: {loss:.6E} |{shown}")
-        self.write("validation", iteration, {"loss": loss, "metrics": dict(metrics)})
-        named = ((f"{name} validation", value) for name, value in metrics.items())
-        self.scalars(iteration, [("loss validation", loss), *named])
+        self._found("validation", iteration, loss, metrics)
 
-    def test(self, iteration: int, loss: float) -> None:
+    def test(self, iteration: int, loss: float, metrics: Mapping[str, float]) -> None:
         """Report the evaluation at the end on data that nothing else has seen."""
-        self.say(f" test at iteration {iteration} | loss: {loss:.6E} |")
-        self.write("test", iteration, {"loss": loss})
-        self.scalars(iteration, [("loss test", loss)])
+        self._found("test", iteration, loss, metrics)
+
+    def _found(self, part: str, iteration: int, loss: float, metrics: Mapping[str, float]) -> None:
+        title = "evaluation" if part == "validation" else part
+        shown = "".join(f" {name}: {value:.4f} |" for name, value in metrics.items())
+        self.say(f" {title} at iteration {iteration} | loss: {loss:.6E} |{shown}")
+        self.write(part, iteration, {"loss": loss, "metrics": dict(metrics)})
+        named = ((f"{name} {part}", value) for name, value in metrics.items())
+        self.scalars(iteration, [(f"loss {part}", loss), *named])
 
 
 def _line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_npu.acceleration import layout, loop, megatron_models, providers
+from megatron_npu.acceleration import labels, layout, loop, megatron_models, providers
 from megatron_npu.acceleration.engine import RapidformerEngine
 from megatron_npu.acceleration.loading import Collate, Loader
 from megatron_npu.acceleration.outcome import Evaluation, Outcome
@@ -91,13 +91,14 @@ class Finetuner(Template):
     """Fine-tunes a model: epochs of batches, and metrics after each.
 
     A subclass has four methods: ``train_valid_test_datasets_provider`` without arguments, which returns
-    ``train_dataset, valid_dataset, test_dataset, collate_fn`` (None for a part that there is not);
+    ``train_dataset, valid_dataset, test_dataset, collate_fn`` (None for a part that there is not; the test
+    data are evaluated once, at the end, if they have labels);
     ``model_optimizer_lr_scheduler_provider``; ``run_forward_step(batch, model)``; and
     ``run_compute_metrics(model, eval_dataloader)``.
     """
 
     def run_compute_metrics(self, model: list[nn.Module], eval_dataloader: Loader) -> Any:
-        """Return numbers by their names, of the validation data; None: there are none.
+        """Return numbers by their names, of the validation or the test data; None: there are none.
 
         All ranks call it, and ``self.gather`` puts their parts together.
 
@@ -122,22 +123,28 @@ class Finetuner(Template):
         self._settle_length(batches)
         model, optimizer, scheduler = providers.model(self)
         prepared = engine.prepare(model, optimizer, scheduler)
-        valid = None
-        if data.valid is not None:
-            valid = engine.build_data_loader(data.valid, data.collate_fn, repeats=True)
 
         def forward(iterator: Iterator[Any]) -> torch.Tensor:
             return self.run_forward_step(next(iterator), prepared.model)
 
-        def evaluate() -> Evaluation:
-            assert valid is not None
-            found = providers.metrics(self, self.run_compute_metrics([prepared.model], valid))
-            value = found.pop("loss", None)
-            if value is None:
-                value = loop.mean_loss(self, forward, iter(valid), len(valid))
-            return Evaluation(value, found)
+        def evaluation_on(dataset: Any) -> loop.Evaluate | None:
+            if dataset is None or not len(dataset):
+                return None
+            loader = engine.build_data_loader(dataset, data.collate_fn, repeats=True)
 
-        return loop.Loop(self, prepared, batches, forward, None if valid is None else evaluate).run()
+            def evaluate() -> Evaluation:
+                found = providers.metrics(self, self.run_compute_metrics([prepared.model], loader))
+                value = found.pop("loss", None)
+                if value is None:
+                    value = loop.mean_loss(self, forward, iter(loader), len(loader))
+                return Evaluation(value, found)
+
+            return evaluate
+
+        test = None if labels.not_given_away(data.test) else data.test
+        return loop.Loop(
+            self, prepared, batches, forward, evaluation_on(data.valid), evaluation_on(test)
+        ).run()
 
     def finetune(self) -> Outcome:
         """Do what ``train`` does, under the name that the document's text has."""

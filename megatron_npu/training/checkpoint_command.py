@@ -20,6 +20,8 @@ _SHOWN = (  # of the arguments
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size"),
     *("num_experts", "moe_router_topk"),
     *("global_batch_size", "train_iters", "bf16", "fp16", "use_distributed_optimizer", "tokenizer_type"),
+    *("task", "user_script", "pretrained_model_name_or_path", "data_path", "data_name"),  # of `train`
+    *("mixed_precision", "sharding", "cpu_offload", "lora_rank"),
 )
 
 
@@ -85,9 +87,14 @@ def _list(args: Namespace) -> int:
 def _inspect(args: Namespace) -> int:
     from megatron_npu.training import stock_checkpoints
 
-    found = stock_checkpoints.existing(args.directory, args.ckpt_step)
+    path = checkpoint_files.newest(args.directory, args.ckpt_step)
+    if path is not None and (path / checkpoint_files.DESCRIPTION_OF_TRAIN).is_file():
+        found = _of_train(path)
+    else:
+        found = stock_checkpoints.existing(args.directory, args.ckpt_step)
     values = {name: value for name, value in vars(found).items() if name not in ("arguments", "path")}
-    shown = found.arguments if args.json else {n: found.arguments[n] for n in _SHOWN if n in found.arguments}
+    given = found.arguments
+    shown = given if args.json else {name: given[name] for name in _SHOWN if given.get(name) is not None}
     sizes = {path.name: path.stat().st_size for path in sorted(found.path.iterdir()) if path.is_file()}
     report: dict[str, Any] = {"path": str(found.path), **values, "faults": _faults(found.path)}
     if args.json:
@@ -97,6 +104,32 @@ def _inspect(args: Namespace) -> int:
         print(f"{name:<32} {', '.join(value) or 'none' if isinstance(value, list) else value}")
     print("\n".join(f"{size:>15,} bytes  {name}" for name, size in sizes.items()))
     return 1 if report["faults"] else 0
+
+
+def _of_train(path: Path) -> checkpoint_files.CheckpointInfo:
+    """Return what ``megatron-npu train`` has written about a checkpoint.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    description = path / checkpoint_files.DESCRIPTION_OF_TRAIN
+    try:
+        found = json.loads(description.read_text(encoding="utf-8"))
+        iteration, arguments = int(found["iteration"]), dict(found["arguments"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"{description}: {error}", "the description that `megatron-npu train` writes", "Name another one."
+        ) from error
+    return checkpoint_files.CheckpointInfo(
+        path=path,
+        iteration=iteration,
+        consumed_train_samples=iteration * int(arguments.get("global_batch_size") or 0),
+        consumed_valid_samples=0,
+        has_optimizer=True,
+        has_rng=True,
+        optimizer_sharding=None,  # any goes on with any
+        arguments=arguments,
+    )
 
 
 def _sum(args: Namespace) -> int:

@@ -20,6 +20,7 @@ from megatron_npu.errors import UsageError
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name, in tracker and directory, for weights that no run has trained here
 DESCRIPTION = "arguments.json"
+DESCRIPTION_OF_TRAIN = "run.json"  # the same of ``megatron-npu train``
 COMMON = "common.pt"  # megatron-core's name for what is not sharded; since 0.19 an object beside the weights:
 COMMON_OBJECT = "common_state/shard_0_1"
 FILES = (COMMON, "metadata.json", ".metadata")  # of megatron-core, beside those with the weights

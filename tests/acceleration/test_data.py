@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_npu.acceleration import columns, data_flags, datasets, labels
 from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
+from tests.acceleration import runs
 
 library = pytest.importorskip("datasets")
 
@@ -47,6 +49,22 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
             str(path)
         )
     return path
+
+
+def test_a_copy_in_the_hubs_cache_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    revision, place = 40 * "b", tmp_path / "datasets--someone--glue"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text(revision)
+    runs.glue(place / "snapshots" / revision)
+    parts = datasets.load(args("someone/glue", data_name="mrpc"))
+    assert [len(parts[part]) for part in ("train", "validation", "test")] == [48, 19, 5]
+    with pytest.raises(UsageError, match="to be in its cache already"):
+        datasets.load(args("someone/else", data_name="mrpc"))
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "json", "jsonl", "parquet", "txt"])
@@ -246,3 +264,20 @@ def test_a_label_beyond_those_of_the_data_set_is_out_of_range() -> None:
 def test_tags_that_are_no_lists_are_told() -> None:
     with pytest.raises(UsageError, match="has one label a row"):
         labels.of_tokens(parts(["a", "b"]), "label")
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden"),
+    [
+        ([{"labels": -1}, {"labels": -1}], True),
+        ([{"label": -1}, {"label": 0}], False),
+        ([{"labels": [-100, 3]}], False),
+        ([{"text": "x"}], False),
+        ([torch.tensor([1])], False),
+        ([], False),
+        (None, False),
+    ],
+    ids=str,
+)
+def test_test_data_without_labels_are_known(rows: object, hidden: bool) -> None:
+    assert labels.not_given_away(rows) == hidden

@@ -14,6 +14,7 @@ import transformers
 from torch.nn.utils import clip_grad_norm_
 
 from tests.acceleration import runs, tiny_models
+from tests.end_to_end import tiny
 
 BATCH, EPOCHS, RATE, WARMUP = 8, 2, 1e-3, 2
 
@@ -108,6 +109,13 @@ def test_it_is_evaluated_after_each_epoch(finetuned: Path) -> None:
     assert right == pytest.approx(round(right))
 
 
+def test_the_test_data_are_evaluated_once_at_the_end(finetuned: Path) -> None:
+    (found,) = tiny.rows(finetuned / "metrics.jsonl", "test")
+    assert found["iteration"] == 12
+    right = found["metrics"]["accuracy"] * 5  # samples, on two ranks too
+    assert right == pytest.approx(round(right))
+
+
 def test_the_folder_at_the_end_is_transformers(finetuned: Path) -> None:
     folder = finetuned / "model"
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
@@ -116,6 +124,7 @@ def test_the_folder_at_the_end_is_transformers(finetuned: Path) -> None:
     card = (folder / "README.md").read_text()
     assert "pipeline_tag: text-classification" in card
     assert "accuracy on the validation data" in card
+    assert "accuracy on the test data" in card
     assert str(finetuned.parent) not in card
     assert not list(finetuned.glob("*.partial"))
 

@@ -72,6 +72,22 @@ def test_it_goes_on_to_the_bit(
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+def test_the_tool_for_checkpoints_knows_those_of_train(alone: Path, tmp_path: Path, capsys) -> None:
+    folder = begun(alone, tmp_path / "begun")
+    checkpoint = ("checkpoint", "inspect", str(folder))
+    assert cli.main([*checkpoint]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"iteration {SAVED} consumed_train_samples {SAVED * 8} " in said
+    assert "global_batch_size 8 " in said
+    (weights,) = (folder / f"iter_{SAVED:07d}").glob("*.distcp")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for action in ("inspect", "verify", "list"):
+        assert cli.main(["checkpoint", action, str(folder)]) == 1
+    (folder / f"iter_{SAVED:07d}" / "run.json").write_text("{}")
+    assert cli.main([*checkpoint]) == 2
+    assert "run.json" in capsys.readouterr().err
+
+
 def test_another_number_of_ranks_takes_over(together: Path, tmp_path: Path, capsys) -> None:
     folder = begun(together, tmp_path / "begun")
     train(1, *flags(folder, "--load", folder))

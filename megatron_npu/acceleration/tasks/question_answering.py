@@ -15,7 +15,11 @@ from megatron_npu.acceleration.tasks.task import EXAMPLE, Batch, Task
 from megatron_npu.errors import UsageError
 
 _POSITIONS = ("start_positions", "end_positions")
-_ASIDE = ("row", "offsets")  # columns that answers are found with, and a model is not called with
+_ASIDE = (
+    "row",
+    "offsets",
+    "unanswered",
+)  # columns that answers are found with, and a model is not called with
 _NOWHERE = (-1, -1)  # the offsets of a token that is not of the context
 
 
@@ -184,6 +188,7 @@ def _encode(
         "start_positions": [first for first, _ in places],
         "end_positions": [last for _, last in places],
         "row": [indices[row] for row in of_rows],
+        "unanswered": [not answers[row][0] for row in of_rows],
         "offsets": [[list(place) for place in own] for own in offsets],
     }
 
