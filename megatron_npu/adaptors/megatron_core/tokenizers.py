@@ -6,8 +6,11 @@ Connects ``datasets.megatron_tokenizer`` and, of ``tokenizers.text.libraries``, 
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, installed, replace
 from megatron_npu.errors import UsageError
@@ -70,7 +73,7 @@ def bos(self: Any) -> None:
 
 @around(
     "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer:MegatronHFTokenizer.__init__",
-    versions=">=0.15",
+    versions=">=0.15,<0.17",
     why="it asks the hub of Hugging Face for them, whatever files are given; a machine without a network "
     "gets two tracebacks that do not tell what to do",
 )
@@ -89,6 +92,77 @@ def name_the_flag(
         ) from error
 
 
+class _Layout(NamedTuple):
+    """How Transformers names the files of a tokenizer, and what it is told beside them."""
+
+    files: tuple[str, ...]
+    config: dict[str, Any]
+
+
+_LAYOUTS = {
+    "GPT2BPETokenizer": _Layout(("vocab.json", "merges.txt"), {"tokenizer_class": "GPT2Tokenizer"}),
+    "BertWordPieceLowerCase": _Layout(
+        ("vocab.txt",), {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    ),
+    "BertWordPieceCase": _Layout(
+        ("vocab.txt",), {"tokenizer_class": "BertTokenizer", "do_lower_case": False}
+    ),
+}
+
+
+@around(
+    "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer:MegatronHFTokenizer.__init__",
+    versions=">=0.17",
+    why="it asks the hub of Hugging Face for GPT-2's and BERT's tokenizers, whatever --vocab-file and "
+    "--merge-file say, and the flag that read them (--legacy-tokenizer) is gone",
+)
+def read_the_files(
+    original: Callable[..., None],
+    self: Any,
+    tokenizer_path: str,
+    vocab_file: str | None = None,
+    merges_file: str | None = None,
+    **kwargs: Any,
+) -> None:
+    """Read the tokenizer from the files that are given; without them, or one of them, from the hub.
+
+    Raises:
+        UsageError: a file is not there, or the hub cannot be reached.
+    """
+    layout = _LAYOUTS.get(tokenizer_path)
+    given = (vocab_file, merges_file)[: len(layout.files)] if layout else ()
+    if layout is not None and all(given):
+        with tempfile.TemporaryDirectory() as folder:
+            _lay_out(Path(folder), layout, [Path(str(name)) for name in given])
+            _reader_of_folders()(self, folder, **kwargs)
+        return
+    try:
+        original(self, tokenizer_path, vocab_file, merges_file, **kwargs)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        raise UsageError(
+            f"--tokenizer-type {tokenizer_path}: {str(error).splitlines()[0]}",
+            "its files on this machine, or a network to fetch them",
+            "Give --vocab-file, and for GPT-2 --merge-file: then these are read.",
+        ) from error
+
+
+def _reader_of_folders() -> Callable[..., None]:
+    """Return the constructor of the class that ``MegatronHFTokenizer`` extends."""
+    from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer.__init__
+
+
+def _lay_out(folder: Path, layout: _Layout, given: list[Path]) -> None:
+    """Make ``folder`` one that Transformers reads a tokenizer from."""
+    for name, file in zip(layout.files, given, strict=True):
+        if not file.is_file():
+            flag = "--merge-file" if name == "merges.txt" else "--vocab-file"
+            raise UsageError(f"{flag} {file}: no such file", "a tokenizer's file", "Correct the path.")
+        (folder / name).symlink_to(file.resolve())
+    (folder / "tokenizer_config.json").write_text(json.dumps(layout.config), encoding="utf-8")
+
+
 @around(
     "megatron.core.tokenizers.text.libraries.huggingface_tokenizer:HuggingFaceTokenizer.__init__",
     versions=">=0.15",
@@ -102,7 +176,7 @@ def require_transformers(
         raise UsageError(
             f"the tokenizer {tokenizer_path} without the package transformers",
             "transformers, which reads it",
-            "Run: pip install transformers. GPT-2's and BERT's are also read with --legacy-tokenizer, from "
-            "--vocab-file and --merge-file.",
+            "Run: pip install transformers. Before 0.17, GPT-2's and BERT's are also read with "
+            "--legacy-tokenizer, from --vocab-file and --merge-file.",
         )
     original(self, tokenizer_path, *args, **kwargs)

@@ -135,7 +135,7 @@ def _bias(args: Namespace) -> None:
 
 def _versions(args: Namespace) -> None:
     version = tuple(int(part) for part in args.megatron_version.split(".")[:2])
-    if version >= (0, 16) and args.moe_grouped_gemm and not args.bf16:
+    if version == (0, 16) and args.moe_grouped_gemm and not args.bf16:
         raise UsageError(
             f"--moe-grouped-gemm without --bf16 with megatron-core {args.megatron_version}",
             "the one type that it has it for",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_npu.adaptors.megatron_core import grouped_linear
 from megatron_npu.ops import dispatch
 from tests.adaptors.comparison import here, load_stock, same_gradients
 from tests.adaptors.megatron_core.conftest import make_config
@@ -75,3 +76,37 @@ def test_fusions_of_transformer_engine_are_left_out_and_said(option, monkeypatch
     monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
     with pytest.raises(dispatch.FallbackForbiddenError, match=flag):
         make_config(**MIXTURE, **{option: True})
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["GroupedLinear", "RowGroupedLinear"])
+def test_grouped_layers_are_linear_layers_of_each_expert(kind, bias):
+    """They are what upstream's grouped experts are made of since 0.17."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    torch.manual_seed(5)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    layer = getattr(grouped_linear, kind)(
+        3,
+        32,
+        24,
+        config=make_config(**MIXTURE),
+        init_method=torch.nn.init.normal_,
+        bias=bias,
+        skip_bias_add=kind == "RowGroupedLinear",
+        pg_collection=groups,
+    ).to(here())
+    for each in layer._each("bias") if bias else []:
+        torch.nn.init.normal_(each)
+    rows = torch.randn(9, 32, device=here(), requires_grad=True)
+    counts = [4, 0, 5]
+    output, left = layer(rows, counts)
+    assert (left is not None) is (bias and kind == "RowGroupedLinear")
+    biases = layer._each("bias") if bias and left is None else [None] * 3
+    pairs = zip(rows.split(counts), layer._each("weight"), biases, strict=True)
+    expected = torch.cat([torch.nn.functional.linear(part, *each) for part, *each in pairs])
+    same_gradients(output, expected, [rows, layer.weight0, layer.weight2], atol=1e-4)
+    sharded = layer.sharded_state_dict("experts.", metadata={"dp_cp_group": groups.dp_cp})
+    assert {value.key for name, value in sharded.items() if "weight" in name} == {"experts.weight"}
+    assert [sharded[f"experts.weight{i}"].global_offset[0] for i in range(3)] == [0, 1, 2]
+    layer.load_state_dict(layer.state_dict() | {"_extra_state1": None, "_extra_state2": None})

@@ -70,3 +70,33 @@ def test_without_transformers_the_package_is_named(monkeypatch, tmp_path) -> Non
         library.MegatronHFTokenizer("GPT2BPETokenizer", str(tmp_path / "vocab"), str(tmp_path / "merges"))
     with pytest.raises(UsageError, match="the tokenizer somewhere without the package transformers"):
         library.HuggingFaceTokenizer("somewhere")
+
+
+def test_files_are_read_without_a_hub(gpt2_vocab, tmp_path, monkeypatch) -> None:
+    """What stands in for --legacy-tokenizer since 0.17."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("megatron.core")
+    from megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer import MegatronHFTokenizer
+
+    def ask_the_hub(self, *_, **__):
+        raise OSError("no network")
+
+    def read(kind: str, **given: str) -> MegatronHFTokenizer:
+        tokenizer = MegatronHFTokenizer.__new__(MegatronHFTokenizer)
+        tokenizers.read_the_files(ask_the_hub, tokenizer, kind, **given)
+        return tokenizer
+
+    files = {"vocab_file": str(gpt2_vocab.vocab_file), "merges_file": str(gpt2_vocab.merge_file)}
+    text = "To be, naïve 北京<|endoftext|>"
+    expected = transformers.GPT2TokenizerFast(*files.values())(text).input_ids
+    tokenizer = read("GPT2BPETokenizer", **files)
+    assert tokenizer.tokenizer(text).input_ids == expected
+    assert tokenizer.eos_id == 50256
+    (tmp_path / "bert.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhello\nHello\n")
+    for kind, token in (("BertWordPieceLowerCase", 5), ("BertWordPieceCase", 6)):
+        found = read(kind, vocab_file=str(tmp_path / "bert.txt")).tokenizer("Hello")
+        assert found.input_ids == [2, token, 3]
+    with pytest.raises(UsageError, match=r"GPT2BPETokenizer: no network.*Give --vocab-file"):
+        read("GPT2BPETokenizer")
+    with pytest.raises(UsageError, match=r"--merge-file .*absent: no such file"):
+        read("GPT2BPETokenizer", **files | {"merges_file": str(tmp_path / "absent")})
