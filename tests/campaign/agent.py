@@ -10,12 +10,21 @@ import os
 import runpy
 import signal
 import sys
+import time
+from multiprocessing import synchronize
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megatron_npu import watchdog
+from megatron_npu import stacks, watchdog
+
+
+def _wait(finished: synchronize.Event, timeout: float | None = None) -> bool:
+    """Wait uncounted: the agent's ``set()`` waits for ever for a sleeper that was killed."""
+    while not finished.is_set():
+        time.sleep(0.02)
+    return True
 
 
 def rank(*arguments: str) -> None:
@@ -23,6 +32,7 @@ def rank(*arguments: str) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the agent's handlers are its own
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    synchronize.Event.wait = _wait  # type: ignore[method-assign]
     sys.argv = ["-m", *arguments]
     code: object = 0
     try:
@@ -40,6 +50,7 @@ def rank(*arguments: str) -> None:
 
 
 def main() -> int:
+    stacks.print_on_signal()
     ranks, restarts, *arguments = sys.argv[1:]
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/reliability.md, restarts
     config = LaunchConfig(

@@ -54,13 +54,15 @@ def kill(trial: Trial, phase: str) -> None:
         if harmed and trial.way.ranks > 1:
             _require_named(trial, rank)
         trial.check()
+        if trial.is_over():
+            break
     trial.untraced()
     trial.finish()
 
 
 def _times(trial: Trial, phase: str) -> int:
     """Draw how often it happens: again where the run has gone on and comes to that phase again."""
-    return trial.rng.randint(1, 4) if phase in ("starting", "training", "saving", "anywhere") else 1
+    return trial.rng.randint(1, 6) if phase in ("starting", "training", "saving", "anywhere") else 1
 
 
 def _kill_rank(trial: Trial, rank: int) -> bool:
@@ -83,6 +85,8 @@ def kill_launcher(trial: Trial, phase: str) -> None:
             trial.send(signal.SIGKILL, launcher)
         trial.end()
         trial.check()
+        if trial.is_over():
+            break
     trial.untraced()
     trial.finish()
 
@@ -208,9 +212,13 @@ def corrupt(trial: Trial, phase: str) -> None:
     if trial.end() == 0:
         raise FaultError("lost", f"{path.name} was loaded after {how}")
     trial.untraced()
-    trial.start("--load-last-good")
+    if trial.way.name == "train":  # its line says what to do
+        (save / checkpoint_files.TRACKER).write_text(str(checkpoint_files.iterations(save)[-2]))
+        trial.start()
+    else:
+        trial.start("--load-last-good")
     if code := trial.end():
-        raise FaultError("lost", f"--load-last-good: exit code {code}: {trial.told()[-2000:]}")
+        raise FaultError("lost", f"not from the one before: exit code {code}: {trial.told()[-2000:]}")
     if newest.exists() and checksums.damaged(newest):
         shutil.rmtree(newest)  # not saved anew
     trial.judge()

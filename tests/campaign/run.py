@@ -160,7 +160,8 @@ class Campaign:
         self.tally.lines[label] = max(self.tally.lines.get(label, 0), len(trial.errors_told()))
         trial.remove()
         said = found.splitlines()[0][:300] if found else "ok"
-        print(f"seed {seed}: {', '.join(label)}: {said} ({time.monotonic() - begun:.1f} s)", flush=True)
+        took = f"{time.monotonic() - begun:.1f} s, {trial.kills} kills"
+        print(f"seed {seed}: {', '.join(label)}: {said} ({took})", flush=True)
         return found
 
     def _keep(self, trial: Trial, seed: int, what: str) -> None:

@@ -201,7 +201,7 @@ def _preprocess(data: Path) -> Way:
 def _convert(checkpoint: Path) -> Way:
     def arguments(folder: Path) -> list[str]:
         (folder / "save").mkdir(exist_ok=True)
-        options = ["--to", "hf", "--proof", "tensors"]
+        options = ["--from", "megatron", "--to", "hf", "--proof", "tensors"]
         return ["convert", *options, str(checkpoint), str(folder / "save" / "hf")]
 
     return Way("convert", 1, arguments, _digests("hf/model.safetensors", "hf/config.json"))
