@@ -87,6 +87,9 @@ class _Inert(type):
     def __getattr__(cls, name: str) -> Any:
         return _inert(name, f"{cls.__module__}.{cls.__qualname__}")
 
+    def __contains__(cls, item: object) -> bool:  # a text of torch's that is looked into at import
+        return False
+
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
         if not cls.__dict__.get("_is_inert"):  # a class of ours that inherits from one
             return super().__call__(*arguments, **options)
