@@ -3,8 +3,8 @@
     python benchmarks/train_hf.py --model bert --precision bf16 --json FILE
 
 Random weights and tokens, dropout as in the model's config, one process with one thread; a step is forward,
-backward, clipping and AdamW. Each way runs in turn in a process of its own; what counts is the processor's
-time of the steps after the first ones, in which graphs are compiled.
+backward, clipping and AdamW. All ways run in turn, each in a process of its own, --repeat times over; what
+counts is the median of the processor's time of the steps after the first ones, in which graphs are compiled.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq-length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--repeat", type=int, default=1, help="rounds of all ways")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
@@ -41,12 +42,14 @@ def main() -> None:
         print(json.dumps(measure(args)))
         return
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu"}
-    results = {}
-    for way in args.ways:
-        command = [sys.executable, __file__, *sys.argv[1:], "--one", way]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        results[way] = json.loads(done.stdout.splitlines()[-1])
-        print(f"{way:20} {statistics.median(results[way]['seconds']):6.2f} s a step", flush=True)
+    results: dict[str, Any] = {way: {"seconds": [], "losses": []} for way in args.ways}
+    for _ in range(args.repeat):
+        for way in args.ways:
+            command = [sys.executable, __file__, *sys.argv[1:], "--one", way]
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])
+            results[way] = {name: results[way][name] + found[name] for name in found}
+            print(f"{way:20} {statistics.median(found['seconds']):6.2f} s a step", flush=True)
     report(args, results)
 
 
