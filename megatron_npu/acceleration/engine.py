@@ -234,7 +234,7 @@ class RapidformerEngine:
             return None
         from transformers import AutoTokenizer, DataCollatorWithPadding
 
-        return DataCollatorWithPadding(AutoTokenizer.from_pretrained(name))
+        return DataCollatorWithPadding(AutoTokenizer.from_pretrained(name, trust_remote_code=False))
 
 
 def made() -> int:

@@ -73,6 +73,6 @@ def _tokenizer(args: Namespace) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError):  # what Transformers raises for a folder without one
         return None

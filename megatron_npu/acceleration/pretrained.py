@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +12,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
+from megatron_npu import safe_load
 from megatron_npu.errors import UsageError
 
 T = TypeVar("T")
@@ -24,6 +27,10 @@ _HEADS = {
     "seq2seq": ("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM"),
 }
 _FLAG = "--pretrained-model-name-or-path"
+_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+_MOST_LAYERS = 10_000
+# no code of a repository is run; unsaid, transformers asks on the terminal whether to
+NO_CODE = {"trust_remote_code": False}
 
 
 def config(name: str, task: str, **changes: Any) -> Any:
@@ -37,8 +44,9 @@ def config(name: str, task: str, **changes: Any) -> Any:
     Raises:
         UsageError: there is no such model, or its architecture does not fit the task.
     """
-    found = _loaded(name, lambda: transformers.AutoConfig.from_pretrained(name, **changes))
+    found = _loaded(name, lambda: transformers.AutoConfig.from_pretrained(name, **changes, **NO_CODE))
     _refuse_unfit(name, task, found)
+    _refuse_endless(name, found)
     return found
 
 
@@ -48,7 +56,9 @@ def any_config(name: str) -> Any:
     Raises:
         UsageError: there is no such model.
     """
-    return _loaded(name, lambda: transformers.AutoConfig.from_pretrained(name))
+    found = _loaded(name, lambda: transformers.AutoConfig.from_pretrained(name, **NO_CODE))
+    _refuse_endless(name, found)
+    return found
 
 
 def is_cached(name: str, file: str = "config.json") -> bool:
@@ -72,7 +82,7 @@ def loaded(name: str, auto: Any, config: Any) -> torch.nn.Module:
     Raises:
         UsageError: there are no weights.
     """
-    return _loaded(name, lambda: auto.from_pretrained(name, config=config, dtype=torch.float32))
+    return _loaded(name, lambda: auto.from_pretrained(name, config=config, dtype=torch.float32, **NO_CODE))
 
 
 def tokenizer(name: str, config: Any, **options: Any) -> Any:
@@ -81,7 +91,7 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
     Raises:
         UsageError: there is none, or it has more tokens than the model.
     """
-    found = _loaded(name, lambda: transformers.AutoTokenizer.from_pretrained(name, **options))
+    found = _loaded(name, lambda: transformers.AutoTokenizer.from_pretrained(name, **options, **NO_CODE))
     entries = getattr(config.get_text_config(), "vocab_size", None)
     if entries is not None and len(found) > entries:
         raise UsageError(
@@ -106,7 +116,9 @@ def model(name: str, task: str, config: Any) -> torch.nn.Module:
     # labels than these
     return _loaded(
         name,
-        lambda: auto.from_pretrained(name, config=config, dtype=torch.float32, ignore_mismatched_sizes=True),
+        lambda: auto.from_pretrained(
+            name, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, **NO_CODE
+        ),
     )
 
 
@@ -130,6 +142,14 @@ def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise
             f"--seq-length {asked} with {name}", f"at most {most}", "Give fewer tokens, or another model."
         )
     return asked or most or otherwise
+
+
+def _refuse_endless(name: str, config: Any) -> None:
+    """Refuse so many layers that making them would take all memory before the first weight is read."""
+    for key in _LAYERS:
+        count = getattr(config, key, None)
+        if isinstance(count, int) and count > _MOST_LAYERS:
+            raise _refused(name, f"{key} is {count:,} in its config.json, and more than {_MOST_LAYERS:,}")
 
 
 def _refuse_unfit(name: str, task: str, config: Any) -> None:
@@ -156,13 +176,34 @@ def _refuse_unfit(name: str, task: str, config: Any) -> None:
 
 
 def _loaded(name: str, load: Callable[[], T]) -> T:
+    for index in Path(name).glob("*.index.json"):
+        _require_own_shards(name, index)
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise _refused(name, "no such folder")  # asking the hub takes time where there is none
     try:
         return load()
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    except UsageError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise _refused(name, safe_load.refused_name(error)) from error
+    except Exception as error:  # a stranger's folder may hold anything, and stumble anywhere
+        reason = "; ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
         raise _refused(name, reason) from error
+
+
+def _require_own_shards(name: str, index: Path) -> None:
+    """Check that the files with weights that an index names are in its folder.
+
+    Raises:
+        UsageError: one is not, or it is no index.
+    """
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        stranger = next((shard for shard in shards if Path(shard).name != shard), None)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise _refused(name, f"{index.name} is no index of shards") from error
+    if stranger is not None:
+        raise _refused(name, f"{index.name} names {stranger}, which is not in the folder")
 
 
 def _refused(name: str, reason: str) -> UsageError:

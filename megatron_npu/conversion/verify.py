@@ -159,6 +159,7 @@ def _hf_logits(folder: Path, family: Family, tokens: Tensor, dtype: torch.dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         str(folder),
         local_files_only=True,
+        trust_remote_code=False,
         attn_implementation="eager",
         dtype=weights.stored_dtype(weights.open_folder(folder, family)),
     ).eval()
