@@ -16,7 +16,7 @@ from megatron_npu.training import (
     checkpoint_files,
     checksums,
     derive,
-    expert_flags,
+    described,
     host_memory,
     initialize,
     layout,
@@ -57,7 +57,7 @@ def restored(
     plugin.install()
     machine.require_megatron_core()
     found = stock_checkpoints.existing(load)
-    trained = expert_flags.of_a_dense_model() | found.arguments
+    trained = described.arguments_of(found)
     shared = layout.ALONE if share is None else share(trained)
     args = Namespace(**{**trained, **changes, **shared})
     stored = model.dtype(args)

@@ -57,7 +57,7 @@ def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check)
         UsageError: a flag, a file, the machine or a checkpoint does not fit the others.
     """
     args = Namespace(**vars(args))
-    _ranges(args)
+    ranges(args)
     for check_group in (
         machine.check,
         switches.check,
@@ -80,7 +80,12 @@ def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check)
     return args
 
 
-def _ranges(args: Namespace) -> None:
+def ranges(args: Namespace) -> None:
+    """Check the numbers that have limits by themselves.
+
+    Raises:
+        UsageError: one is beyond them.
+    """
     for flags, fits, expected in _RANGES:
         for flag in flags.split():
             field = "layernorm_epsilon" if flag == "norm-epsilon" else flag.replace("-", "_")
