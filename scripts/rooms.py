@@ -47,6 +47,12 @@ ROOMS = (
     Room("files.py", "atomic writes of files and folders, private ones"),
     Room("folder_lock.py", "one run at a time in a folder", "errors"),
     Room("extension_locks.py", "locks that interrupted compilations have left in torch's cache"),
+    Room(
+        "checksums.py",
+        "of a checkpoint's files: written with it, compared before it is loaded",
+        "errors files",
+        ("torch",),
+    ),
     Room("stacks.py", "where every thread of a process stands, on SIGUSR1"),
     Room("one_line_end.py", "a user's mistake ends a process in one line, whoever started it"),
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
@@ -99,8 +105,8 @@ ROOMS = (
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags devices errors files folder_lock older_flags ops patching replicas safe_load "
-        "torch_readers watchdog",
+        "attention_flags checksums devices errors files folder_lock older_flags ops patching replicas "
+        "safe_load torch_readers watchdog",
         ("torch", "megatron"),
     ),
     Room(
@@ -134,7 +140,7 @@ ROOMS = (
     Room(
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
-        "arg_parser attention_flags devices errors files folder_lock generation older_flags plugin "
+        "arg_parser attention_flags checksums devices errors files folder_lock generation older_flags plugin "
         "preprocessing replicas safe_load settings switch_rules switches tokenization upstream watchdog web",
         ("torch", "megatron"),
     ),
@@ -153,14 +159,15 @@ ROOMS = (
     Room(
         "conversion/",
         "`megatron-npu convert`: checkpoints to and from Hugging Face's format",
-        "arg_parser devices errors files plugin tokenization training",
+        "arg_parser checksums devices errors files plugin tokenization training",
         ("torch",),
     ),
     Room(
         "acceleration/",
         "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
-        "arg_parser devices errors extension_locks files ops preprocessing replicas safe_load settings "
-        "standins switch_rules switches tokenization torch_readers training visible_devices watchdog",
+        "arg_parser checksums devices errors extension_locks files ops preprocessing replicas safe_load "
+        "settings standins switch_rules switches tokenization torch_readers training visible_devices "
+        "watchdog",
         ("torch", "megatron"),
     ),
     Room(

@@ -22,10 +22,10 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from megatron_npu import devices, files, settings, torch_readers
+from megatron_npu import checksums, devices, files, settings, torch_readers
 from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_failures, checkpoint_files, checkpoint_folder, checksums
+from megatron_npu.training import checkpoint_failures, checkpoint_files, checkpoint_folder
 
 DESCRIPTION = checkpoint_files.DESCRIPTION_OF_TRAIN
 _SAME = {  # what decides which samples an iteration has

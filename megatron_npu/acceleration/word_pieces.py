@@ -77,7 +77,7 @@ def _of_transformers(args: Namespace) -> Any:
 
     name = args.tokenizer_model or args.pretrained_model_name_or_path
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"--tokenizer-type {args.tokenizer_type} without a tokenizer in {name}",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_npu import files, plugin
+from megatron_npu import checksums, files, plugin
 from megatron_npu.arg_parser import Parser, number, positive
 from megatron_npu.conversion import (
     carried_files,
@@ -36,7 +36,6 @@ from megatron_npu.training import (
     arguments,
     checkpoint,
     checkpoint_files,
-    checksums,
     host_memory,
     initialize,
     model,

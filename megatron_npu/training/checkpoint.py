@@ -17,13 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices
+from megatron_npu import checksums, devices
 from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     checkpoint_failures,
     checkpoint_files,
     checkpoint_folder,
-    checksums,
     dist_ckpt_versions,
     sharded_weights,
     stock_checkpoints,

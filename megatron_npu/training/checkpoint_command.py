@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_npu import files
+from megatron_npu import checksums, files
 from megatron_npu.arg_parser import Parser, positive, whole
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files, checksums
+from megatron_npu.training import checkpoint_files
 
 _SHOWN = (  # of the arguments
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size"),

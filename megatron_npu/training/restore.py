@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from megatron_npu import devices, plugin
+from megatron_npu import checksums, devices, plugin
 from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     checkpoint,
     checkpoint_files,
-    checksums,
     derive,
     described,
     host_memory,

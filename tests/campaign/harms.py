@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import psutil
 
-from megatron_npu.training import checkpoint_files, checksums
+from megatron_npu import checksums
+from megatron_npu.training import checkpoint_files
 from tests.campaign.trial import FaultError, Trial
 from tests.campaign.ways import EVALUATION, INTERVAL, ITERATIONS
 

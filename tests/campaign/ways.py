@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_npu.training import checkpoint_files, checksums
+from megatron_npu import checksums
+from megatron_npu.training import checkpoint_files, whole_checkpoints
 from tests import warm
 from tests.acceleration import runs as train_runs
 from tests.adaptors.megatron_core import stock as core
@@ -66,7 +67,7 @@ class Way:
             return ""
         for iteration in checkpoint_files.iterations(save):
             place = checkpoint_files.directory(save, iteration)
-            incomplete = checksums.incomplete(place) if self.name == "pretrain" else []
+            incomplete = whole_checkpoints.incomplete(place) if self.name == "pretrain" else []
             if found := checksums.damaged(place) or incomplete:
                 return f"{place.name}: {found}"
         return ""

@@ -7,8 +7,7 @@ import shutil
 
 import pytest
 
-from megatron_npu import cli
-from megatron_npu.training import checksums
+from megatron_npu import checksums, cli
 from tests.end_to_end import tiny
 from tests.unit.test_upstream import make_legacy
 

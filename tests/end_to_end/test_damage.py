@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import cli
-from megatron_npu.training import checkpoint_files, checksums
+from megatron_npu import checksums, cli
+from megatron_npu.training import checkpoint_files
 from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")

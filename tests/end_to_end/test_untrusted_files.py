@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_npu import cli
-from megatron_npu.training import checksums
+from megatron_npu import checksums, cli
 from tests.adaptors.megatron_core import stock
 from tests.conftest import checkout
 from tests.end_to_end import tiny

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files, checksums, derive, stock_checkpoints
+from megatron_npu.training import checkpoint_files, derive, stock_checkpoints, whole_checkpoints
 from megatron_npu.training.checkpoint_files import CheckpointInfo
 from megatron_npu.web.address import require_packages
 
@@ -88,7 +88,7 @@ def _choose_whole(args: Namespace) -> None:
             f"--ckpt-step {args.ckpt_step} --load-last-good", "one of them", "Leave one of them out."
         )
     there = checkpoint_files.iterations(args.load)
-    args.ckpt_step = checksums.newest_whole(args.load)
+    args.ckpt_step = whole_checkpoints.newest_whole(args.load)
     if there and args.ckpt_step is None:
         raise UsageError(
             f"--load {args.load} --load-last-good: none of {len(there)} checkpoints is whole",

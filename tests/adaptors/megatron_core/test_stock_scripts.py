@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_npu import checksums
 from tests.adaptors import private
 from tests.adaptors.megatron_core.stock import FLAGS, final_loss, losses, norms, pretrain
 from tests.conftest import ROOT, checkout
@@ -85,6 +86,15 @@ def test_it_goes_on_from_its_checkpoint(tree: Path, tmp_path: Path, single) -> N
     assert norms(first) + norms(rest) == norms(single)
     assert losses(rest)[0] == losses(single)[4]
     assert final_loss(rest) == final_loss(single)
+    places = [tmp_path / "checkpoint" / f"iter_000000{number}" for number in (4, 6)]
+    assert all((place / checksums.NAME).is_file() and not checksums.damaged(place) for place in places)
+    file = max(places[1].glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    refused = pretrain(tree, tmp_path, "--load", str(tmp_path / "checkpoint"))
+    assert refused.returncode == 2
+    assert f"is damaged: {file.name} has other content than was saved" in refused.stderr.splitlines()[-1]
 
 
 def test_the_oldest_tag_trains_and_goes_on(tmp_path: Path) -> None:
@@ -95,7 +105,10 @@ def test_the_oldest_tag_trains_and_goes_on(tmp_path: Path) -> None:
     whole = pretrain(oldest, tmp_path, *large)
     save = [*large, "--save", str(tmp_path / "checkpoint"), "--save-interval", "4", "--async-save"]
     first = pretrain(oldest, tmp_path, *save, "--exit-interval", "4")
-    rest = pretrain(oldest, tmp_path, *save, "--load", str(tmp_path / "checkpoint"))
+    hurried = [*save, "--no-verify-checkpoint"]
+    rest = pretrain(oldest, tmp_path, *hurried, "--load", str(tmp_path / "checkpoint"))
+    with_checksums = [path.parent.name for path in (tmp_path / "checkpoint").rglob(checksums.NAME)]
+    assert with_checksums == ["iter_0000004"]
     assert len(losses(whole)) == 6
     assert losses(first) + losses(rest) == losses(whole)
     assert final_loss(rest) == final_loss(whole)

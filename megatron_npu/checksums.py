@@ -12,7 +12,6 @@ from pathlib import Path
 
 from megatron_npu import files
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files
 
 NAME = "checksums.json"
 ALGORITHM = "xxh3_128"
@@ -96,28 +95,6 @@ def damaged(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
         return [f"{NAME} cannot be read ({error})"]
     names = sorted(entries)[part::parts]
     return [f"{name} {fault}" for name in names if (fault := _fault(folder / name, entries[name]))]
-
-
-def newest_whole(root: str | Path) -> int | None:
-    """Return the iteration of the newest checkpoint under ``root`` that is not damaged; None without any."""
-    for iteration in reversed(checkpoint_files.iterations(root)):
-        folder = checkpoint_files.directory(root, iteration)
-        if not incomplete(folder) and not damaged(folder):
-            return iteration
-    return None
-
-
-def incomplete(folder: Path) -> list[str]:
-    """Return what a checkpoint lacks to be loaded, in the format that it has."""
-    from megatron_npu.training import torch_format  # which needs torch
-
-    if not torch_format.holds_ranks(folder):
-        return [f"{name} is missing" for name in checkpoint_files.missing(folder)]
-    try:
-        torch_format.Checkpoint(folder)  # the tables of its files; weights stay on disk
-    except UsageError as error:
-        return [error.given]
-    return []
 
 
 def _all(folder: Path) -> Iterable[Path]:
