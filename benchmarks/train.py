@@ -1,6 +1,12 @@
-"""Tokens per second of a training step: this project, the redirection alone, Hugging Face, the matmul floor.
+"""Tokens per second of a training step: this project beside its peers, compiled too, and the matmul floor.
 
     python benchmarks/train.py --model demo --dtype bf16 --rounds 3
+
+"project" is the embedded driver, "whole run" the same with checkpoints and evaluation, of which the steps
+after the first of both count. "redirection" is Megatron's own code with what makes it run and no more;
+"huggingface" a GPT-2 of Transformers and "nanogpt" one in sixty lines of plain torch, both also under
+torch.compile, warm. Beside the rates stand the seconds from the start of the process to the end of the first
+step (compiling included), and the largest resident set.
 
 Each variant runs in a process of its own, in turn, round by round, so that a machine whose speed drifts
 treats them alike; quote the ratios. Needs the extras core and hf. Results go to benchmarks/results/.
@@ -9,14 +15,18 @@ treats them alike; quote the ratios. Needs the extras core and hf. Results go to
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import report
 
@@ -25,7 +35,10 @@ MODELS = {
     "gpt2-124m": {"layers": 12, "hidden": 768, "heads": 12, "seq": 512, "batch": 2},
 }
 VOCABULARY = 50304
-VARIANTS = ("project", "redirection", "huggingface", "floor")
+VARIANTS = (
+    *("project", "whole run", "redirection", "huggingface", "huggingface compiled"),
+    *("nanogpt", "nanogpt compiled", "floor"),
+)
 # What is left out in "redirection": everything that makes Megatron faster and not just run (in bf16 it does
 # not run without fused_softmax, and the driver's checkpoints need our Adam).
 FUSED = (
@@ -50,59 +63,82 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--variant", choices=VARIANTS, help="measure this one and print its tokens/s")
+    parser.add_argument("--variant", choices=VARIANTS, help="measure this one in this process")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, help="measure these; write nothing")
     arguments = parser.parse_args()
     if arguments.variant:
-        speed = globals()[f"measure_{arguments.variant}"](MODELS[arguments.model], arguments)
-        print(json.dumps({"tokens_per_second": speed}))
+        rate, started = MEASURES[arguments.variant](MODELS[arguments.model], arguments)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"tokens_per_second": rate, "start_seconds": started, "peak_bytes": peak}))
         return
-    speeds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    variants = arguments.only or VARIANTS
+    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for _ in range(arguments.rounds):
-        for variant in VARIANTS:
-            speeds[variant].append(run_child(variant, arguments))
-            print(f"{variant:<12} {speeds[variant][-1]:10.1f} tokens/s", flush=True)
-    write(arguments, speeds)
+        for variant in variants:
+            one = run_child(variant, arguments)
+            found[variant].append(one)
+            print(
+                f"{variant:<21} {one['tokens_per_second']:9.1f} tokens/s, "
+                f"first step after {one['start_seconds'] or 0.0:5.1f} s, "
+                f"{one['peak_bytes'] / 2**20:6.0f} MiB",
+                flush=True,
+            )
+    if not arguments.only:
+        write(arguments, found)
 
 
-def run_child(variant: str, arguments: argparse.Namespace) -> float:
-    """Run one variant in a fresh process; return its tokens per second."""
+def run_child(variant: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """Run one variant in a fresh process; return what it has measured."""
     command = [sys.executable, __file__, "--variant", variant, "--model", arguments.model]
     command += ["--dtype", arguments.dtype, "--steps", str(arguments.steps)]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(result.stdout.strip().splitlines()[-1])["tokens_per_second"]
+    return json.loads(result.stdout.strip().splitlines()[-1])
 
 
-def write(arguments: argparse.Namespace, speeds: dict[str, list[float]]) -> None:
+def write(arguments: argparse.Namespace, found: dict[str, list[dict[str, float]]]) -> None:
     """Print the medians and ratios and write them, with the machine, as JSON."""
     import transformers
 
     from megatron_npu import upstream
 
-    medians = {variant: statistics.median(values) for variant, values in speeds.items()}
+    by_name = {
+        name: {variant: [one[name] for one in found[variant]] for variant in VARIANTS}
+        for name in ("tokens_per_second", "start_seconds", "peak_bytes")
+    }
+    medians = {variant: statistics.median(rates) for variant, rates in by_name["tokens_per_second"].items()}
     ratios = {other: medians["project"] / medians[other] for other in VARIANTS[1:]}
     results = {
         "model": {"name": arguments.model, **MODELS[arguments.model]},
         "dtype": arguments.dtype,
-        "tokens_per_second": speeds,
+        **by_name,
         "project_over": ratios,
     }
     versions = {"megatron_core": upstream.find().version, "transformers": transformers.__version__}
     report.write(report.RESULTS / f"train-{arguments.model}-{arguments.dtype}-cpu.json", results, **versions)
     for other, ratio in ratios.items():
-        print(f"project / {other:<12} {ratio:.2f}")
+        print(f"project / {other:<21} {ratio:.2f}")
 
 
-def timed(step, model: dict, steps: int) -> float:
-    """Return tokens per second of the median step; the first two warm up."""
-    times = []
-    for _ in range(steps + 2):
+def since_start() -> float:
+    """Return the seconds since this process was started; of Linux."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def timed(step: Callable[[], Any], model: dict, steps: int) -> tuple[float, float]:
+    """Return tokens per second of the median step, and when the first ended; the first two warm up."""
+    times, started = [], 0.0
+    for number in range(steps + 2):
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
-    return model["batch"] * model["seq"] / statistics.median(times[2:])
+        started = started if number else since_start()
+    return model["batch"] * model["seq"] / statistics.median(times[2:]), started
 
 
-def measure_project(model: dict, arguments: argparse.Namespace) -> float:
+def measure_project(
+    model: dict, arguments: argparse.Namespace, steps: int | None = None, more: tuple[str, ...] = ()
+) -> tuple[float, float]:
     """The embedded driver with every patch."""
     from megatron_npu.training import arguments as flags
     from megatron_npu.training import pretrain
@@ -117,7 +153,7 @@ def measure_project(model: dict, arguments: argparse.Namespace) -> float:
             "max-position-embeddings": model["seq"],
             "micro-batch-size": model["batch"],
             "global-batch-size": model["batch"],
-            "train-iters": arguments.steps + 2,
+            "train-iters": steps or arguments.steps + 2,
             "lr": 1e-4,
             "tokenizer-type": "NullTokenizer",
             "vocab-size": VOCABULARY - 1,
@@ -128,7 +164,7 @@ def measure_project(model: dict, arguments: argparse.Namespace) -> float:
             "json-log": log,
         }
         argv = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        argv += ["--mock-data", "--no-plot", *(["--bf16"] if arguments.dtype == "bf16" else [])]
+        argv += ["--mock-data", "--no-plot", *(["--bf16"] if arguments.dtype == "bf16" else []), *more]
         with open(os.devnull, "w") as quiet:
             out, sys.stdout = sys.stdout, quiet
             try:
@@ -136,11 +172,24 @@ def measure_project(model: dict, arguments: argparse.Namespace) -> float:
             finally:
                 sys.stdout = out
         rows = [json.loads(line) for line in log.read_text().splitlines()]
-    steps = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-    return statistics.median(steps[2:])
+    ended, rows = since_start(), [row for row in rows if "tokens_per_second" in row]
+    rates = [row["tokens_per_second"] for row in rows]
+    return statistics.median(rates[-arguments.steps :]), ended - sum(
+        row["elapsed_ms"] for row in rows[1:]
+    ) / 1e3
 
 
-def measure_redirection(model: dict, arguments: argparse.Namespace) -> float:
+def measure_whole_run(model: dict, arguments: argparse.Namespace) -> tuple[float, None]:
+    """The same, saving and evaluating before the steps that count; they end before the last save."""
+    warm = arguments.steps
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"save": folder, "save-interval": warm, "eval-interval": warm, "eval-iters": 2}
+        more = tuple(word for name, value in options.items() for word in (f"--{name}", str(value)))
+        rate, _ = measure_project(model, arguments, 2 * warm, more)
+    return rate, None
+
+
+def measure_redirection(model: dict, arguments: argparse.Namespace) -> tuple[float, float]:
     """The same driver on Megatron's own unfused code: only what makes it run is patched."""
     from megatron_npu import adaptors, settings
     from megatron_npu.patching.registry import registry
@@ -151,9 +200,10 @@ def measure_redirection(model: dict, arguments: argparse.Namespace) -> float:
     return measure_project(model, arguments)
 
 
-def measure_huggingface(model: dict, arguments: argparse.Namespace) -> float:
+def measure_huggingface(
+    model: dict, arguments: argparse.Namespace, compiled: bool = False
+) -> tuple[float, float]:
     """GPT2LMHeadModel with sdpa attention and torch's fused AdamW; bf16 through autocast."""
-    import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -168,12 +218,36 @@ def measure_huggingface(model: dict, arguments: argparse.Namespace) -> float:
         attn_implementation="sdpa",
     )
     network = GPT2LMHeadModel(config)
+    return plain_training(network, lambda run, x: run(input_ids=x, labels=x).loss, model, arguments, compiled)
+
+
+def measure_nanogpt(
+    model: dict, arguments: argparse.Namespace, compiled: bool = False
+) -> tuple[float, float]:
+    """A GPT-2 in plain torch, as nanoGPT writes it: one product for q, k and v, tied embeddings, sdpa."""
+    import nano_gpt
+
+    network = nano_gpt.GPT(VOCABULARY, model["seq"], model["hidden"], model["layers"], model["heads"])
+    return plain_training(network, lambda run, x: run(x, x), model, arguments, compiled)
+
+
+def plain_training(
+    network: Any,
+    loss_of: Callable[[Any, Any], Any],
+    model: dict,
+    arguments: argparse.Namespace,
+    compiled: bool,
+) -> tuple[float, float]:
+    """Train with torch's fused AdamW; bf16 through autocast."""
+    import torch
+
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(VOCABULARY, (model["batch"], model["seq"]))
+    run = torch.compile(network) if compiled else network
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=arguments.dtype == "bf16"):
-            loss = network(input_ids=tokens, labels=tokens).loss
+            loss = loss_of(run, tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0, foreach=True)
         optimizer.step()
@@ -182,7 +256,7 @@ def measure_huggingface(model: dict, arguments: argparse.Namespace) -> float:
     return timed(step, model, arguments.steps)
 
 
-def measure_floor(model: dict, arguments: argparse.Namespace) -> float:
+def measure_floor(model: dict, arguments: argparse.Namespace) -> tuple[float, float]:
     """Only the matrix products of the step: forward, gradient of the input, gradient of the weight."""
     import torch
 
@@ -208,6 +282,18 @@ def measure_floor(model: dict, arguments: argparse.Namespace) -> float:
             scores @ heads
 
     return timed(step, model, arguments.steps)
+
+
+MEASURES: dict[str, Callable[..., tuple[float, float | None]]] = {
+    "project": measure_project,
+    "whole run": measure_whole_run,
+    "redirection": measure_redirection,
+    "huggingface": measure_huggingface,
+    "huggingface compiled": functools.partial(measure_huggingface, compiled=True),
+    "nanogpt": measure_nanogpt,
+    "nanogpt compiled": functools.partial(measure_nanogpt, compiled=True),
+    "floor": measure_floor,
+}
 
 
 if __name__ == "__main__":

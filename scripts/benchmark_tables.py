@@ -7,6 +7,7 @@ code is 1 if a page is not up to date.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,6 +67,12 @@ def train(name: str, data: dict[str, Any]) -> Iterator[Goal]:
         label = {"huggingface": "Hugging Face", "redirection": "the redirection", "floor": "the floor"}[other]
         what = f"tokens/s, {data['model']['name']} {data['dtype']}, over {label}"
         yield Goal(what, data["project_over"][other], least=least)
+    peers = [ratio for other, ratio in data["project_over"].items() if other.endswith("compiled")]
+    if peers:
+        what = f"tokens/s, {data['model']['name']} {data['dtype']}, over the best compiled peer"
+        yield Goal(what, min(peers), least=1.4 if data["dtype"] == "bf16" else 1.3)
+        start = statistics.median(data["start_seconds"]["project"])
+        yield Goal(f"seconds to the first step, {data['model']['name']} {data['dtype']}", start, most=6)
 
 
 def megatron_lm(name: str, data: dict[str, Any]) -> Iterator[Goal]:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 # Of one tile in fp32. A chain works on three or four at a time, and a core's L2 cache has 1 to 2 MiB.
 _TILE_BYTES = 1 << 18
-# Of one tile in fp32 for all threads together, where rows are long: a few of 50,000 values.
-_WHOLE_ROWS_BYTES = 1 << 20
+# Of one tile in fp32 for all threads together, where rows are long: a few of 50,000 values. Devices with
+# kernels to launch for each tile get larger ones.
+_WHOLE_ROWS_BYTES, _TIMES_OFF_CPU = 1 << 20, 32
 
 
 def rows_per_tile(width: int) -> int:
@@ -23,10 +24,13 @@ def row_slices(rows: int, width: int) -> Iterator[slice]:
     return _slices(rows, rows_per_tile(width))
 
 
-def whole_row_slices(rows: int, width: int) -> Iterator[slice]:
-    """As ``row_slices`` for reductions of long rows: every thread gets as many rows of a tile."""
+def whole_row_slices(rows: int, width: int, device: torch.device) -> Iterator[slice]:
+    """As ``row_slices`` for reductions of long rows: every thread of a cpu gets as many rows of a tile."""
+    row_bytes = 4 * max(width, 1)
+    if device.type != "cpu":
+        return _slices(rows, max(1, _TIMES_OFF_CPU * _WHOLE_ROWS_BYTES // row_bytes))
     threads = torch.get_num_threads()
-    return _slices(rows, max(1, _WHOLE_ROWS_BYTES // (4 * max(width, 1)) // threads) * threads)
+    return _slices(rows, max(1, _WHOLE_ROWS_BYTES // row_bytes // threads) * threads)
 
 
 def _slices(rows: int, step: int) -> Iterator[slice]:
