@@ -114,7 +114,7 @@ def _few_have_a_target(flat: Tensor, ignored: Tensor) -> bool:
 def _tiles_with_target(flat: Tensor, ignored: Tensor) -> Iterator[slice | Tensor]:
     """Yield tiles of the rows of ``[rows, v]``; those with a target alone, as numbers, if they are few."""
     if not _few_have_a_target(flat, ignored):
-        yield from whole_row_slices(*flat.shape, flat.device)
+        yield from whole_row_slices(flat.size(0), flat.size(1), flat.device)
         return
     alive = (~ignored).nonzero().squeeze(1)
     for part in whole_row_slices(alive.numel(), flat.size(1), flat.device):
@@ -180,7 +180,7 @@ _cross_entropy = Operation("vocab_parallel_cross_entropy", reference, group="cro
 def _log_sum_exp(logits: Tensor) -> Tensor:
     """Return fp32 ``[rows]`` from ``[rows, v]`` without a second buffer of its size."""
     result = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
-    for rows in whole_row_slices(*logits.shape, logits.device):
+    for rows in whole_row_slices(logits.size(0), logits.size(1), logits.device):
         torch.logsumexp(logits[rows].float(), dim=-1, out=result[rows])
     return result
 
@@ -222,7 +222,7 @@ class CrossEntropy(torch.autograd.Function):
         flat = grad.view(-1, grad.size(-1))
         factor = grad_output.reshape(-1, 1).float()
         hit = (factor * (1 - ctx.smoothing)).masked_fill_(elsewhere[:, None], 0.0)
-        for rows in whole_row_slices(*flat.shape, flat.device):
+        for rows in whole_row_slices(flat.size(0), flat.size(1), flat.device):
             part = flat[rows]
             softmax = part.float().sub_(normalizer[rows, None]).exp_()  # in place when part is fp32
             if ctx.smoothing:
