@@ -65,6 +65,7 @@ class Campaign:
         keep: where the files of trials with faults are kept.
         only: names of harms; None: all.
         names: of ways; None: all.
+        ranks: of ways; None: any number.
         variables: of the environment of all runs.
     """
 
@@ -74,6 +75,7 @@ class Campaign:
         keep: Path,
         only: set[str] | None = None,
         names: set[str] | None = None,
+        ranks: int | None = None,
         variables: dict[str, str] | None = None,
     ) -> None:
         self.folder, self.keep, self.only = folder, keep, only
@@ -85,7 +87,7 @@ class Campaign:
         self.ways = [
             way
             for way in (*trainings, *ways.tools(folder, source / "save"))
-            if names is None or way.name in names
+            if (names is None or way.name in names) and ranks in (None, way.ranks)
         ]
 
     def _unharmed(self, way: Way, keep: bool = False) -> Path:
@@ -205,6 +207,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first trial; each one has the next")
     parser.add_argument("--replay", help="these seeds alone, with commas, with the same --only and --ways")
     parser.add_argument("--only", help="harms, with commas")
+    parser.add_argument("--ranks", type=int, help="only ways of so many processes")
     parser.add_argument("--ways", help="ways in, with commas: pretrain, train, …")
     parser.add_argument(
         "--keep", type=Path, default=Path("campaign-faults"), help="for what faults have printed"
@@ -214,7 +217,7 @@ def main() -> int:
     own_shared_memory()
     chosen = [set(text.split(",")) if text else None for text in (args.only, args.ways)]
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        campaign = Campaign(Path(folder), args.keep, *chosen, preloaded(Path(folder)))
+        campaign = Campaign(Path(folder), args.keep, *chosen, args.ranks, preloaded(Path(folder)))
         begun = time.monotonic()
         seeds = map(int, args.replay.split(",")) if args.replay else iter(range(args.seed, sys.maxsize))
         failed = []
