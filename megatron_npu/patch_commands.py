@@ -124,7 +124,9 @@ def _parser(command: str, function: object, codes: str) -> argparse.ArgumentPars
         f"(default: {settings.MEGATRON_PATH.name}, else the first on the Python path)",
     )
     parser.add_argument(
-        "--upstream", metavar="NAME", help="megatron_core or megatron_lm (default: told by its files)"
+        "--upstream",
+        metavar="NAME",
+        help="megatron_core, megatron_lm or megatron_deepspeed (default: told by its files)",
     )
     parser.add_argument("--host", dest="upstream", help=argparse.SUPPRESS)  # its name until November 2026
     return parser

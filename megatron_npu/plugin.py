@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_npu import one_line_end, settings, spawned_processes, stacks, stock_tools
+from megatron_npu import deepspeed_device, one_line_end, settings, spawned_processes, stacks, stock_tools
 from megatron_npu.errors import UsageError
 from megatron_npu.patching import banner
 from megatron_npu.patching.engine import Engine
@@ -145,6 +145,8 @@ def _activate() -> Context:
     stock_tools.refuse(Path(getattr(sys.modules["__main__"], "__file__", None) or ""))
     device = _redirect_torch()
     standins.install(found)
+    if found.name == "megatron_deepspeed":
+        deepspeed_device.choose(device.name)
     engine().ledger.fallbacks = dispatch.fallbacks
     engine().ledger.about = {
         "upstream": found.name,

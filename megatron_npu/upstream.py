@@ -16,13 +16,17 @@ from megatron_npu.errors import UsageError
 
 _logger = logging.getLogger(__name__)
 
-NAMES = ("megatron_core", "megatron_lm")
+NAMES = ("megatron_core", "megatron_lm", "megatron_deepspeed")
 # Tested versions of megatron-core: first that works, first that is not yet supported.
 OLDEST_CORE, FIRST_TOO_NEW_CORE = (0, 12), (0, 20)
 LEGACY_VERSION = "285068c8"
-# That tree states no version: it is recognised by the SHA-256 of these files, concatenated.
+BIGSCIENCE_VERSION = "8387ae17"
+# These trees state no version: they are recognised by the SHA-256 of these files, concatenated.
 _LEGACY_FILES = ("model/transformer.py", "schedules.py", "optimizer/optimizer.py", "arguments.py")
-_LEGACY_DIGEST = "ea09827de4da290fe48eaaec8f60cb95ed25031b179df8bd0469a805e8f372d6"
+_BY_DIGEST = {
+    "ea09827de4da290fe48eaaec8f60cb95ed25031b179df8bd0469a805e8f372d6": LEGACY_VERSION,
+    "f73edf7a672785bbcc21d3670744fa99d88734a30a15bf40512fbbc431cbc31b": BIGSCIENCE_VERSION,
+}
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,11 @@ class Upstream:
         if self.name == "megatron_core":
             self._require_supported_version()
             self._require_alone()
-        elif _imports_deepspeed(self.root):
+        elif self.name == "megatron_deepspeed" and (self.root / "megatron" / "core").is_dir():
             raise UsageError(
-                f"Megatron-DeepSpeed in {self.root}, which is not supported yet",
-                f"Megatron-LM {LEGACY_VERSION}, which takes the same command lines",
-                "Check that one out, and see docs/guides/gpt2-345m.md.",
+                f"a Megatron-DeepSpeed with megatron-core in it in {self.root}, which is not supported yet",
+                f"bigscience's at {BIGSCIENCE_VERSION}, or Megatron-LM {LEGACY_VERSION}",
+                "Check one of them out, and see docs/megatron-deepspeed.md.",
             )
         # The tree of 2023 is a regular package: nothing on the path can mix into it.
 
@@ -164,7 +168,8 @@ def _inspect(root: Path) -> Upstream | None:
     """Return the Megatron whose ``megatron`` folder lies in ``root``."""
     package = root / "megatron"
     if (package / "model" / "transformer.py").is_file():
-        return Upstream("megatron_lm", _legacy_version(package), root)
+        name = "megatron_deepspeed" if _imports_deepspeed(root) else "megatron_lm"
+        return Upstream(name, _legacy_version(package), root)
     if not (package / "core").is_dir():
         return None
     version = _core_version(package / "core" / "package_info.py")
@@ -178,12 +183,12 @@ def _imports_deepspeed(root: Path) -> bool:
 
 
 def _legacy_version(package: Path) -> str:
-    """Return the commit of a tree of January 2023, or ``unknown``."""
+    """Return the commit of a tree without a version of its own, or ``unknown``."""
     digest = hashlib.sha256()
     for name in _LEGACY_FILES:
         path = package / name
         digest.update(path.read_bytes() if path.is_file() else b"")
-    return LEGACY_VERSION if digest.hexdigest() == _LEGACY_DIGEST else "unknown"
+    return _BY_DIGEST.get(digest.hexdigest(), "unknown")
 
 
 def _core_version(package_info: Path) -> str | None:

@@ -16,6 +16,10 @@ trees=(
     "core_v0.12.1 core_v0.12.1"
     "core_v0.16.1 core_v0.16.1"
 )
+# other repositories, too, when they are named: folder name, commit, where it is cloned from
+elsewhere=(
+    "8387ae17 8387ae17c4704f6579f88a84500b535d19d7fbbf https://github.com/bigscience-workshop/Megatron-DeepSpeed"
+)
 on_request=(core_v0.13.1 core_v0.14.0 core_v0.15.3 core_v0.17.1 core_v0.18.2 core_v0.19.0)
 
 wheels=(0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2)
@@ -27,9 +31,10 @@ wanted() {
 }
 
 for name in "${names[@]}"; do
-    known=" ${trees[*]%% *} ${wheels[*]/#/megatron_core-} ${on_request[*]} "
+    known=" ${trees[*]%% *} ${elsewhere[*]%% *} ${wheels[*]/#/megatron_core-} ${on_request[*]} "
     [[ $known == *" $name "* ]] || { echo "no $name; there are:$known" >&2; exit 2; }
     [[ " ${on_request[*]} " != *" $name "* ]] || trees+=("$name $name")
+    for tree in "${elsewhere[@]}"; do [ "${tree%% *}" != "$name" ] || trees+=("$tree"); done
 done
 
 for version in "${wheels[@]}"; do
@@ -46,11 +51,11 @@ for version in "${wheels[@]}"; do
 done
 
 for tree in "${trees[@]}"; do
-    read -r name commit <<< "$tree"
+    read -r name commit from <<< "$tree"
     wanted "$name" || continue
     rm -rf "$folder/$name.part"
     git init --quiet "$folder/$name.part"
-    git -C "$folder/$name.part" fetch --quiet --depth 1 "$url" "$commit"
+    git -C "$folder/$name.part" fetch --quiet --depth 1 "${from:-$url}" "$commit"
     git -C "$folder/$name.part" -c advice.detachedHead=false checkout --quiet FETCH_HEAD
     mv "$folder/$name.part" "$folder/$name"
     echo "$folder/$name"

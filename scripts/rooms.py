@@ -46,6 +46,7 @@ ROOMS = (
     Room("errors.py", "the one error for a user's mistakes"),
     Room("files.py", "atomic writes of files and folders, private ones"),
     Room("folder_lock.py", "one run at a time in a folder", "errors"),
+    Room("deepspeed_device.py", "what DeepSpeed is told of this process's device", "errors"),
     Room("extension_locks.py", "locks that interrupted compilations have left in torch's cache"),
     Room(
         "checksums.py",
@@ -105,16 +106,15 @@ ROOMS = (
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags checksums devices errors files folder_lock older_flags ops patching replicas "
-        "safe_load torch_readers watchdog",
+        "attention_flags checksums deepspeed_device devices errors files folder_lock older_flags ops "
+        "patching replicas safe_load torch_readers watchdog",
         ("torch", "megatron"),
     ),
     Room(
         "plugin.py",
         "the wiring: arms the hook; at the first import of Megatron puts the rooms above to work",
-        "adaptors devices errors one_line_end ops patching replicas settings spawned_processes stacks "
-        "standins "
-        "stock_tools torch_readers upstream",
+        "adaptors deepspeed_device devices errors one_line_end ops patching replicas settings "
+        "spawned_processes stacks standins stock_tools torch_readers upstream",
     ),
     Room(
         "runner.py",
@@ -165,9 +165,9 @@ ROOMS = (
     Room(
         "acceleration/",
         "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
-        "arg_parser checksums devices errors extension_locks files ops preprocessing replicas safe_load "
-        "settings standins switch_rules switches tokenization torch_readers training visible_devices "
-        "watchdog",
+        "arg_parser checksums deepspeed_device devices errors extension_locks files ops preprocessing "
+        "replicas safe_load settings standins switch_rules switches tokenization torch_readers training "
+        "visible_devices watchdog",
         ("torch", "megatron"),
     ),
     Room(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_npu import devices, safe_load
+from megatron_npu import deepspeed_device, devices, safe_load
 from megatron_npu.acceleration import deepspeed_config
 from megatron_npu.acceleration.gradients import norm_of
 from megatron_npu.acceleration.optimizer_state import rebind
@@ -34,26 +34,13 @@ from megatron_npu.switches import Switches
 
 FOLDER, TAG = "deepspeed", "engine"  # in a checkpoint
 _LONGEST = 300  # characters of what DeepSpeed says: pydantic's reasons are pages
-# What DeepSpeed puts into its files beside tensors, numbers and texts.
-_HOLDERS = (
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-)
 
 
 def load(log_level: str = "info") -> Any:
-    """Import DeepSpeed for this process's device; return its module.
-
-    Its communication over shared memory, which it compiles at each user's first start, is left out: it is for
-    inference, and a compilation that is interrupted stops all later ones (``extension_locks``).
-    """
-    os.environ["DS_ACCELERATOR"] = name = devices.current().name
-    if name == "npu":  # DeepSpeed 0.19.8 looks for its operations there, and ends with a KeyError without it
-        os.environ.setdefault("ASCEND_HOME_PATH", "/nowhere")
+    """Import DeepSpeed for this process's device; return its module."""
+    deepspeed_device.choose(devices.current().name)
     deepspeed = importlib.import_module("deepspeed")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed_device.compile_nothing()
     logging.getLogger("DeepSpeed").setLevel(logging.INFO if log_level == "debug" else logging.ERROR)
     return deepspeed
 
@@ -273,12 +260,8 @@ def _read(path: str, map_location: Any = None) -> Any:
     Raises:
         UsageError: it names something that DeepSpeed does not save.
     """
-    holders = []
-    for name in _HOLDERS:
-        module, _, kind = name.rpartition(".")
-        holders.append(getattr(importlib.import_module(module), kind))
     try:
-        with safe_load.allowing(*holders, alone=True):
+        with safe_load.allowing(*deepspeed_device.harmless(), alone=True):
             return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         reason = safe_load.refused_name(error)

@@ -50,7 +50,7 @@ class NameStandIn:
 
 
 _APEX = "megatron.optimizer, megatron.utils and clip_grads of Megatron-LM import apex and amp_C always"
-_LM = ("megatron_lm",)  # megatron-core looks for apex and goes on without
+_LM = ("megatron_lm", "megatron_deepspeed")  # megatron-core looks for apex and goes on without
 
 STAND_INS = (
     StandIn("apex", "megatron_npu.standins.apex", "apex", _LM, _APEX),

@@ -76,7 +76,12 @@ def test_the_index_lists_every_page():
 
 
 @pytest.mark.parametrize(
-    ("name", "page"), [("megatron_lm", "megatron-lm.md"), ("megatron_core", "megatron-core.md")]
+    ("name", "page"),
+    [
+        ("megatron_lm", "megatron-lm.md"),
+        ("megatron_core", "megatron-core.md"),
+        ("megatron_deepspeed", "megatron-deepspeed.md"),
+    ],
 )
 def test_the_page_lists_every_patch(name, page):
     command = [

@@ -58,10 +58,14 @@ def test_finds_the_legacy_tree(tmp_path):
     assert (found.name, found.version) == ("megatron_lm", "unknown"), "its files are not those of the commit"
 
 
-def test_megatron_deepspeed_is_known_and_refused_with_a_way_out(tmp_path):
+def test_megatron_deepspeed_is_known_and_its_younger_kin_refused(tmp_path):
     root = make_legacy(tmp_path)
     (root / "megatron" / "model" / "gpt_model.py").write_text("from deepspeed.pipe import PipelineModule\n")
-    with pytest.raises(UsageError, match=r"Megatron-DeepSpeed in .*; expected Megatron-LM 285068c8"):
+    found = upstream.find(root)
+    assert (found.name, found.version) == ("megatron_deepspeed", "unknown")
+    found.require_supported()  # the pins tell what differs
+    (root / "megatron" / "core").mkdir()
+    with pytest.raises(UsageError, match=r"Megatron-DeepSpeed with .* expected bigscience's at 8387ae17"):
         upstream.find(root).require_supported()
 
 

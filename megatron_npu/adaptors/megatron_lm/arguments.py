@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_npu.adaptors.megatron_lm.decorators import around
-from megatron_npu.adaptors.shared.arguments import add_attention_flags
+from megatron_npu.adaptors.shared.arguments import accept_local_rank_with_a_dash, add_attention_flags
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 
 around(
@@ -36,17 +36,10 @@ def add_linear_loss(
     return parser
 
 
-@around(
+around(
     "megatron.arguments:_add_distributed_args",
     why="torch.distributed.launch passes --local-rank since torch 2.0; upstream knows --local_rank",
-)
-def accept_local_rank_with_a_dash(
-    original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
-) -> argparse.ArgumentParser:
-    """Accept both spellings."""
-    parser = original(parser)
-    parser.add_argument("--local-rank", dest="local_rank", type=int, help=argparse.SUPPRESS)
-    return parser
+)(accept_local_rank_with_a_dash)
 
 
 @around(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from megatron_npu import files, safe_load
 from megatron_npu.adaptors.megatron_lm.decorators import around
+from megatron_npu.adaptors.shared.checkpoint_values import harmless
 from megatron_npu.errors import UsageError
 
 _TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -44,30 +43,9 @@ def _first(error: BaseException | None) -> str:
 
 def _harmless() -> list[Any]:
     """Return what a checkpoint of this tree holds besides tensors: arguments, enums, numpy's RNG state."""
-    from megatron.fp16_deprecated import loss_scaler
     from megatron.model import enums
 
-    multiarray = getattr(numpy, "_core", None) or numpy.core
-    reconstruct, scalar = multiarray.multiarray._reconstruct, multiarray.multiarray.scalar
-    dtypes = [type(numpy.dtype(name)) for name in ("uint32", "int32", "int64", "float32", "float64")]
-    scalers = [
-        (getattr(loss_scaler, name), f"{module}.loss_scaler.{name}")
-        for name in ("LossScaler", "DynamicLossScaler")
-        for module in ("fp16", "megatron.fp16")  # where they lived when NVIDIA's 345M model was saved
-    ]
-    return [
-        argparse.Namespace,
-        enums.ModelType,
-        numpy.ndarray,
-        numpy.dtype,
-        *dtypes,
-        *(
-            (function, f"numpy.{core}.multiarray.{name}")
-            for core in ("core", "_core")
-            for function, name in ((reconstruct, "_reconstruct"), (scalar, "scalar"))
-        ),
-        *scalers,
-    ]
+    return [enums.ModelType, *harmless()]
 
 
 @around(

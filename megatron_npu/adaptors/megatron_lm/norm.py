@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_lm.decorators import around, replace
+from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel
 from megatron_npu.ops import norm
 
 _TARGET = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
-_KERNEL = "fused_mix_prec_layer_norm_cuda"
 
 
-@around(f"{_TARGET}.__init__", why="it imports a CUDA extension, which the forward below does without")
-def initialise_without_kernel(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Run it while the name of the extension can be imported."""
-    with _importable(_KERNEL):
-        original(self, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _importable(name: str) -> Iterator[None]:
-    absent = name not in sys.modules
-    if absent:
-        sys.modules[name] = ModuleType(name, "Empty: layer norm is an operation of megatron_npu.")
-    try:
-        yield
-    finally:
-        if absent:
-            del sys.modules[name]
+around(f"{_TARGET}.__init__", why="it imports a CUDA extension, which the forward below does without")(
+    initialise_without_kernel
+)
 
 
 @replace(f"{_TARGET}.forward", why="upstream's kernel is a CUDA extension that it compiles at start")

@@ -14,3 +14,12 @@ def add_attention_flags(original: Callable[..., Any], parser: argparse.ArgumentP
     parser = original(parser)
     attention_flags.add_attention_flags(parser)
     return parser
+
+
+def accept_local_rank_with_a_dash(
+    original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
+    """Accept both spellings."""
+    parser = original(parser)
+    parser.add_argument("--local-rank", dest="local_rank", type=int, help=argparse.SUPPRESS)
+    return parser

@@ -1,0 +1,53 @@
+"""Layer norm, masked softmax and the activation, without upstream's CUDA extensions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_deepspeed.decorators import around, constant, replace
+from megatron_npu.adaptors.shared.core_attention import forward_fused_softmax
+from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel
+from megatron_npu.ops import activation, norm
+
+_NORM = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
+_WHY = "upstream's kernel is a CUDA extension that it compiles at start"
+
+around(f"{_NORM}.__init__", why="it imports a CUDA extension, which the forward below does without")(
+    initialise_without_kernel
+)
+
+
+@replace(f"{_NORM}.forward", why=_WHY)
+def forward(self: Any, input: Tensor) -> Tensor:
+    """``[..., h]`` to ``[..., h]`` in the dtype of the weight, as upstream's mixed-precision kernel."""
+    if self.layernorm_tp_auto_sync:
+        _average_over_tensor_parallel_ranks(self.weight, self.bias)
+    weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+    return norm.layer_norm(input, weight, bias, self.eps).to(self.weight.dtype)
+
+
+@torch.no_grad()
+def _average_over_tensor_parallel_ranks(*parameters: Tensor) -> None:
+    """Do what upstream does with ``ReduceOp.AVG``, which gloo lacks."""
+    from megatron import mpu
+
+    group, size = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_world_size()
+    for parameter in parameters if size > 1 else ():
+        torch.distributed.all_reduce(parameter, group=group)
+        parameter.div_(size)
+
+
+replace(
+    "megatron.model.fused_softmax:FusedScaleMaskSoftmax.forward",
+    why="upstream's kernels are CUDA extensions, and both its paths end in an assertion where a causal layer "
+    "has a mask, as without --deepspeed",
+)(forward_fused_softmax)
+
+constant(
+    "megatron.model.fused_bias_gelu:bias_gelu_impl",
+    activation.bias_gelu,
+    why="eight element-wise passes forward and more backward; nvfuser, which joined them, is gone",
+)
