@@ -74,7 +74,8 @@ def inspected(monkeypatch, capsys):
     return run
 
 
-def test_this_machine_is_well():
+def test_this_machine_is_well(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # this user's may hold a stale lock
     done = doctor("--json")
     report = json.loads(done.stdout)
     assert report["advice"] == []
