@@ -19,6 +19,7 @@ from typing import IO, Any
 import torch
 from torch import serialization
 
+from megatron_npu import checked_numpy
 from megatron_npu.errors import UsageError
 
 # What the scripts of core_v0.12 to 0.16 put into a checkpoint beside numbers and texts: enumerations, plain
@@ -105,17 +106,28 @@ def names_in_pickle(stream: IO[bytes]) -> set[str]:
 
 @contextlib.contextmanager
 def weights_only() -> Iterator[None]:
-    """Make ``torch.load`` read data only, whatever it is called with and the environment asks for."""
+    """Make ``torch.load`` read data only, whatever it is called with and the environment asks for.
+
+    What is numpy's among it is looked at before it is built, see ``checked_numpy``.
+    """
     names = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
     former = {name: os.environ.pop(name, None) for name in names}
     os.environ.update({name: value for name, value in names.items() if value is not None})
+    others = [entry for entry in serialization.get_safe_globals() if not _is_numpys(entry)]
     try:
-        yield
+        with allowing(*others, *checked_numpy.ENTRIES, alone=True):
+            yield
     finally:
         for name, value in former.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def _is_numpys(entry: Any) -> bool:
+    """Return whether an entry of torch's list stands for a name of numpy."""
+    name = entry[1] if isinstance(entry, tuple) else f"{entry.__module__}."
+    return name.partition(".")[0] == "numpy"
 
 
 def refusal(file: Path, reason: str) -> UsageError:

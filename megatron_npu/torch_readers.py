@@ -111,7 +111,8 @@ def _load_value(stream: Any, *args: Any, **kwargs: Any) -> Any:
 def _load_plain(stream: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.load`` of what is no tensor."""
     try:
-        return torch.load(stream, *args, **{**kwargs, "weights_only": True})
+        with safe_load.weights_only():
+            return torch.load(stream, *args, **{**kwargs, "weights_only": True})
     except pickle.UnpicklingError as error:
         raise refusal("a value in the checkpoint's .distcp", safe_load.refused_name(error)) from error
 
