@@ -6,6 +6,7 @@ are its children, as torchrun's are.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import signal
@@ -19,6 +20,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_npu import stacks, watchdog
 
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
 
 def _wait(finished: synchronize.Event, timeout: float | None = None) -> bool:
     """Wait uncounted: the agent's ``set()`` waits for ever for a sleeper that was killed."""
@@ -29,6 +32,8 @@ def _wait(finished: synchronize.Event, timeout: float | None = None) -> bool:
 
 def rank(*arguments: str) -> None:
     """Be a rank, as ``python -m megatron_npu`` would be."""
+    # torch has such functions interrupted when the agent dies; ranks of torchrun, which are programs, are not
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the agent's handlers are its own
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
