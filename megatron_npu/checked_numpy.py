@@ -35,11 +35,11 @@ class CheckedDtype:
         _check(isinstance(kind, str) and _NUMBERS.fullmatch(kind) is not None, "the dtype " + repr(kind)[:40])
         self.dtype = np.dtype(str(kind))
 
-    def __setstate__(self, state: object) -> None:
+    def __setstate__(self, state: Any) -> None:
         """Take the byte order of ``(version, byte order, None, None, None, …)``; refuse fields."""
         plain = isinstance(state, tuple) and len(state) >= 5 and state[1] in _BYTE_ORDERS
         _check(plain and not any(field is not None for field in state[2:5]), "a dtype of several fields")
-        self.dtype = self.dtype.newbyteorder(state[1])  # type: ignore[index]
+        self.dtype = self.dtype.newbyteorder(state[1])
 
 
 class CheckedArray(np.ndarray):
@@ -52,7 +52,7 @@ class CheckedArray(np.ndarray):
         _check(isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape), "a shape")
         _check(isinstance(kind, CheckedDtype) and isinstance(content, bytes), "an array of objects")
         _check(len(shape) <= 32 and math.prod(shape) * kind.dtype.itemsize == len(content), "a cut array")
-        super().__setstate__((1, shape, kind.dtype, bool(fortran), content))
+        super().__setstate__((1, shape, kind.dtype, bool(fortran), content))  # type: ignore[arg-type]
 
     def __reduce__(self) -> Any:
         """Write a plain array."""
@@ -65,11 +65,11 @@ def _reconstruct(kind: object, shape: object, dtype: object) -> CheckedArray:
     return np.ndarray.__new__(CheckedArray, (0,), np.int8)
 
 
-def _scalar(kind: object, content: object = b"") -> Any:
+def _scalar(kind: Any, content: Any = b"") -> Any:
     """Return the number that these bytes are."""
     _check(isinstance(kind, CheckedDtype) and isinstance(content, bytes), "an object")
-    _check(len(content) == kind.dtype.itemsize, "a cut number")  # type: ignore[attr-defined, arg-type]
-    return np.frombuffer(content, kind.dtype)[0]  # type: ignore[attr-defined, arg-type]
+    _check(len(content) == kind.dtype.itemsize, "a cut number")
+    return np.frombuffer(content, kind.dtype)[0]
 
 
 # For torch.serialization.add_safe_globals: what is built, and the name that it has in the file.

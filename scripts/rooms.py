@@ -61,7 +61,13 @@ ROOMS = (
     Room("visible_devices.py", "`CUDA_VISIBLE_DEVICES`, and what it means on an NPU and a CPU"),
     Room("arg_parser.py", "the parser that all commands share", "errors"),
     Room("settings.py", "every environment variable", "arg_parser errors"),
-    Room("safe_load.py", "files of torch and pickle, read without running them", "errors", ("torch",)),
+    Room("checked_numpy.py", "numpy's values in a file, built after a look at them"),
+    Room(
+        "safe_load.py",
+        "files of torch and pickle, read without running them",
+        "checked_numpy errors",
+        ("torch",),
+    ),
     Room(
         "torch_readers.py",
         "the types that torch's reader of checkpoints may build",
