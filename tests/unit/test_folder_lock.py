@@ -17,10 +17,13 @@ from megatron_npu.errors import UsageError
 def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
     lock = folder_lock.hold(tmp_path / "new")
     assert lock is not None
+    runs, tells = os.pipe()
     child = os.fork()
     if not child:
+        os.write(tells, b".")
         signal.pause()
         os._exit(0)
+    os.read(runs, 1)  # what a child does first, it has done
     try:
         with pytest.raises(UsageError, match="another run is writing there"):
             folder_lock.hold(tmp_path / "new")

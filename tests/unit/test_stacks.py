@@ -27,6 +27,17 @@ print("went on")
 """
 
 
+def until_main_stands(process: subprocess.Popen[str]) -> str:
+    """Return what a process says on its standard error, up to the last line of the main thread's stack."""
+    assert process.stderr is not None
+    said = ""
+    while "in <module>" not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    return said
+
+
 @pytest.mark.parametrize("which", ["free", "handled"])
 def test_stacks_on_demand(which: str) -> None:
     command = [sys.executable, "-c", WAITS, which]
@@ -37,7 +48,10 @@ def test_stacks_on_demand(which: str) -> None:
         assert process.stdout is not None
         registered = process.stdout.readline().strip()
         process.send_signal(signal.SIGUSR1)
-        out, err = process.communicate(timeout=60)
+        # before its input ends, with which the thread does
+        printed = until_main_stands(process) if which == "free" else ""
+        out, rest = process.communicate(timeout=60)
+    err = printed + rest
     assert process.returncode == 0
     assert out.splitlines()[-1] == "went on"
     if which == "free":
