@@ -137,7 +137,7 @@ def test_output_layer_and_loss_over_a_part_of_the_vocabulary(rows):
     """The three kernels in their two branches; some targets are of another rank."""
     import torch_npu
 
-    # logits around 1, as a model's: the rounding of the softmax, which one branch keeps in bf16, grows with them
+    # logits around 1, as a model's: the rounding of the softmax, kept in bf16 by one branch, grows with them
     weight, x = (torch.randn(130, 24) / 24**0.5).bfloat16(), torch.randn(rows, 24).bfloat16()
     target, grad = torch.randint(100, 270, (rows,)), torch.rand(rows)
     inside = (target >= 100) & (target < 230)
