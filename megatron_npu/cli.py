@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 
-from megatron_npu import __version__, files, inert_packages, settings
+from megatron_npu import __version__, files, inert_packages, interruption, settings
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
             settings.check()
-        with _packages_for(argv):
+        with interruption.heard(), _packages_for(argv):
             return _run(argv)
     except BrokenPipeError:  # the reader (head, say) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end

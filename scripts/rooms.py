@@ -54,6 +54,7 @@ ROOMS = (
         "errors files",
         ("torch",),
     ),
+    Room("interruption.py", "Ctrl-C that is heard, whatever the process is doing"),
     Room("stacks.py", "where every thread of a process stands, on SIGUSR1"),
     Room("one_line_end.py", "a user's mistake ends a process in one line, whoever started it"),
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
@@ -112,8 +113,8 @@ ROOMS = (
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags checksums deepspeed_device devices errors files folder_lock older_flags ops "
-        "patching replicas safe_load torch_readers watchdog",
+        "attention_flags checksums deepspeed_device devices errors files folder_lock interruption "
+        "older_flags ops patching replicas safe_load torch_readers watchdog",
         ("torch", "megatron"),
     ),
     Room(
@@ -198,8 +199,8 @@ ROOMS = (
     Room(
         "cli.py",
         "`megatron-npu COMMAND`: finds the command, prints a `UsageError` in one line",
-        "acceleration benching conversion doctor errors evaluation files inert_packages patch_commands "
-        "patching preprocessing runner serving settings sim training",
+        "acceleration benching conversion doctor errors evaluation files inert_packages interruption "
+        "patch_commands patching preprocessing runner serving settings sim training",
     ),
     Room(
         "stock_script.py",

@@ -22,6 +22,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
+from megatron_npu import interruption
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, replace
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -137,18 +138,18 @@ def write_in_processes(*args: Any) -> None:
 
 def _written(transforms: Any, buckets: list[Any], keywords: dict[str, Any]) -> dict[int, Any] | Exception:
     """Return the results of all buckets by number, or the first error, when every process has ended."""
+    writers: list[tuple[Any, Connection]] = []
     try:
-        writers = [_start(number, bucket, transforms, keywords) for number, bucket in enumerate(buckets)]
+        for number, bucket in enumerate(buckets):
+            with interruption.deferred():
+                writers.append(_start(number, bucket, transforms, keywords))
+        outcomes = [_received(*writer, bucket[0]) for writer, bucket in zip(writers, buckets, strict=True)]
     except OSError as error:  # other ranks wait for word of this one: it is reported, not raised
         return RuntimeError(f"no process could be started to write {buckets[0][0]}: {error}")
-    written: dict[int, Any] = {}
-    failure = None
-    for number, (process, receiver) in enumerate(writers):
-        outcome = _received(process, receiver, buckets[number][0])
-        if isinstance(outcome, Exception):
-            failure = failure or outcome
-        written[number] = outcome
-    return failure or written
+    finally:
+        _end_all(writers)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    return failures[0] if failures else dict(enumerate(outcomes))
 
 
 def _start(number: int, bucket: Any, transforms: Any, keywords: dict[str, Any]) -> tuple[Any, Connection]:
@@ -164,8 +165,8 @@ def _start(number: int, bucket: Any, transforms: Any, keywords: dict[str, Any]) 
 def _write(number: int, bucket: Any, transforms: Any, keywords: dict[str, Any], sender: Connection) -> None:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    _end_with_parent()  # else it fills the disk for a training that is no more
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the training decides
+    _end_with_parent()  # else it fills the disk for a training that is no more
     FileSystemWriterAsync.write_preloaded_data(
         transforms, number, bucket, _Sender(sender), _Counter(), True, **keywords
     )
@@ -179,8 +180,16 @@ def _received(process: Any, receiver: Connection, path: Any) -> Any:
         process.join()
         outcome = RuntimeError(f"the process that writes {path} {_end(process.exitcode)}")
     process.join()
-    receiver.close()
     return outcome
+
+
+def _end_all(writers: list[tuple[Any, Connection]]) -> None:
+    """End those that still write: after Ctrl-C, or an error, nobody wants their files."""
+    for process, receiver in writers:
+        if process.is_alive():
+            process.kill()
+            process.join()
+        receiver.close()
 
 
 def _end(code: int) -> str:
@@ -222,3 +231,6 @@ def end_with_training(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 def _end_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:  # which has ended before the kernel was told
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,69 @@
+"""Ctrl-C that is heard: Python drops its exception in a ``__del__`` and in what it calls at a fork."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_AGAIN = 0.02  # seconds: by then what has dropped it is over
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[None]:
+    """Send the main thread SIGINT again if Python, inside the block, has dropped the exception of one.
+
+    Without it such a Ctrl-C is two lines on the standard error ("Exception ignored in"), and the run goes on.
+    """
+    former = sys.unraisablehook
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            # without ``threading``, whose locks may be what the main thread has just taken
+            _thread.start_new_thread(_send_again, ())
+        else:
+            former(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = former
+
+
+def _send_again() -> None:
+    time.sleep(_AGAIN)
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Let a SIGINT that comes inside the block do at its end what it does: around a fork it would be dropped.
+
+    A process that is forked inside the block begins with a handler that only takes note.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)

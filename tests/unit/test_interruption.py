@@ -1,0 +1,91 @@
+"""Ctrl-C at moments at which Python drops its exception."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from megatron_npu import interruption
+
+
+class _Garbage:
+    """Is collected while Ctrl-C comes."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def _collected() -> None:
+    _Garbage()
+
+
+_forked = False
+
+
+def _at_fork() -> None:
+    if _forked:
+        signal.raise_signal(signal.SIGINT)
+
+
+os.register_at_fork(after_in_parent=_at_fork)
+
+
+def _fork() -> None:
+    global _forked
+    _forked = True
+    try:
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+    finally:
+        _forked = False
+
+
+def _wait_for_it() -> None:
+    time.sleep(60)  # which a signal ends
+
+
+@pytest.mark.parametrize("happens", [_collected, _fork])
+def test_what_python_drops_comes_again(
+    happens: Callable[[], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KeyboardInterrupt), interruption.heard():  # noqa: PT012
+        happens()
+        _wait_for_it()
+    assert "ignored" not in capfd.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_other_dropped_errors_are_told_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def __del__(self) -> None:
+            raise ValueError
+
+    told: list[type[BaseException]] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda dropped: told.append(dropped.exc_type))
+    with interruption.heard():
+        Broken()
+    assert told == [ValueError]
+
+
+def test_one_around_a_fork_comes_at_the_end() -> None:
+    reached = False
+    with pytest.raises(KeyboardInterrupt), interruption.deferred():  # noqa: PT012
+        _fork()
+        reached = True
+    assert reached
+
+
+def test_one_that_is_ignored_stays_so() -> None:
+    """As in what a shell starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interruption.deferred():
+            _fork()
+    finally:
+        signal.signal(signal.SIGINT, before)
