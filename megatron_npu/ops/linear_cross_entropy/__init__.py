@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_npu.ops.dispatch import Make, Operation
 from megatron_npu.ops.linear_cross_entropy import blocks, kept, npu
+from megatron_npu.ops.linear_cross_entropy.part import Part
 from megatron_npu.ops.linear_cross_entropy.reference import reference
 
 
@@ -43,7 +44,7 @@ def linear_cross_entropy(
     Sources: blocks of the vocabulary with one running normalizer as in Wijmans et al., Cut Your Losses in
     Large-Vocabulary Language Models (2024); the collectives as in Megatron-LM's vocabulary-parallel loss.
     """
-    return _linear_cross_entropy(hidden, weight, target, vocab_start, group, main_grad, recompute)
+    return _linear_cross_entropy(hidden, weight, target, Part(vocab_start, group, main_grad), recompute)
 
 
 _linear_cross_entropy = Operation(
@@ -52,46 +53,22 @@ _linear_cross_entropy = Operation(
 
 
 @_linear_cross_entropy.on("cpu", note="blocks of the vocabulary; unless asked not to, keeps the exponentials")
-def _cpu(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    vocab_start: int,
-    group: dist.ProcessGroup | None,
-    main_grad: Tensor | None,
-    recompute: bool,
-) -> Tensor:
+def _cpu(hidden: Tensor, weight: Tensor, target: Tensor, part: Part, recompute: bool) -> Tensor:
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     # fp16 has no room for exponentials that are not normalized yet
     way = blocks if recompute or not learns or hidden.dtype is torch.float16 else kept
-    return way.LinearCrossEntropy.apply(hidden, weight, target, vocab_start, group, main_grad)
+    return way.LinearCrossEntropy.apply(hidden, weight, target, part)
 
 
 @_linear_cross_entropy.on("cuda", note="blocks of the vocabulary, multiplied again in backward")
-def _in_blocks(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    vocab_start: int,
-    group: dist.ProcessGroup | None,
-    main_grad: Tensor | None,
-    recompute: bool,
-) -> Tensor:
-    return blocks.LinearCrossEntropy.apply(hidden, weight, target, vocab_start, group, main_grad)
+def _in_blocks(hidden: Tensor, weight: Tensor, target: Tensor, part: Part, recompute: bool) -> Tensor:
+    return blocks.LinearCrossEntropy.apply(hidden, weight, target, part)
 
 
 @_linear_cross_entropy.on("npu", note="`npu_fused_linear_online_max_sum` and its kin; fp32 in blocks as cuda")
-def _npu(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    vocab_start: int,
-    group: dist.ProcessGroup | None,
-    main_grad: Tensor | None,
-    recompute: bool,
-) -> Tensor:
+def _npu(hidden: Tensor, weight: Tensor, target: Tensor, part: Part, recompute: bool) -> Tensor:
     way = blocks if npu.beyond_kernels(hidden, weight) else npu
-    return way.LinearCrossEntropy.apply(hidden, weight, target, vocab_start, group, main_grad)
+    return way.LinearCrossEntropy.apply(hidden, weight, target, part)
 
 
 @_linear_cross_entropy.example()

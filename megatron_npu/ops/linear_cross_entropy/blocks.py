@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.cross_entropy import reduce_over_ranks
 from megatron_npu.ops.linear import product
+from megatron_npu.ops.linear_cross_entropy.part import Part
 from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
 
 # Logits of a block: on a cpu as many as stay in its caches, elsewhere enough to fill the device.
@@ -48,25 +48,17 @@ class LinearCrossEntropy(torch.autograd.Function):
     """The normalizer of all blocks going forward; their probabilities going backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        vocab_start: int,
-        group: dist.ProcessGroup | None,
-        main_grad: Tensor | None,
-    ) -> Tensor:
-        rows, local = hidden.reshape(-1, hidden.size(-1)), target.reshape(-1) - vocab_start
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, part: Part) -> Tensor:
+        rows, local = hidden.reshape(-1, hidden.size(-1)), target.reshape(-1) - part.start
         normalizer = torch.full(local.shape, -torch.inf, dtype=precise(rows), device=rows.device)
         predicted = torch.zeros_like(normalizer)
         for block in vocabulary_blocks(rows, weight):
             logits = product(rows, weight[block])
             normalizer = torch.logaddexp(normalizer, logits.to(normalizer.dtype).logsumexp(1))
             predicted += predicted_logits(logits, local, block)
-        normalizer, predicted = reduce_over_ranks(normalizer, predicted, group)
+        normalizer, predicted = reduce_over_ranks(normalizer, predicted, part.group)
         ctx.save_for_backward(hidden, weight, local, normalizer)
-        ctx.main_grad = main_grad
+        ctx.main_grad = part.main_grad
         return (normalizer - predicted).resize_(target.shape)  # not a view, which nobody may divide in place
 
     @staticmethod
@@ -76,11 +68,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         rows, factor = hidden.reshape(-1, hidden.size(-1)), grad.reshape(-1, 1).to(normalizer.dtype)
         gradients = Gradients(ctx, rows, weight)
         for block in vocabulary_blocks(rows, weight):
-            part = product(rows, weight[block]).to(normalizer.dtype).sub_(normalizer[:, None]).exp_()
+            d_logits = product(rows, weight[block]).to(normalizer.dtype).sub_(normalizer[:, None]).exp_()
             column, inside = columns(local, block)
-            part.scatter_add_(1, column, -inside.to(part.dtype)).mul_(factor)
-            gradients.add(block, part.to(rows.dtype))
-        return *gradients.results(hidden), None, None, None, None
+            d_logits.scatter_add_(1, column, -inside.to(d_logits.dtype)).mul_(factor)
+            gradients.add(block, d_logits.to(rows.dtype))
+        return *gradients.results(hidden), None, None
 
 
 class Gradients:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -17,6 +16,7 @@ from megatron_npu.ops.linear_cross_entropy.blocks import (
     predicted_logits,
     vocabulary_blocks,
 )
+from megatron_npu.ops.linear_cross_entropy.part import Part
 
 # Exponentials are taken of logits minus the largest of the first block, before the others are known. If the
 # whole sum is further than that from it (e⁴⁰; bf16 and fp32 reach e⁸⁸), they are taken again.
@@ -31,23 +31,15 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        vocab_start: int,
-        group: dist.ProcessGroup | None,
-        main_grad: Tensor | None,
-    ) -> Tensor:
-        rows, local = hidden.reshape(-1, hidden.size(-1)), target.reshape(-1) - vocab_start
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, part: Part) -> Tensor:
+        rows, local = hidden.reshape(-1, hidden.size(-1)), target.reshape(-1) - part.start
         kept = _Exponentials(rows, weight, local)
-        normalizer, predicted = reduce_over_ranks(kept.normalizer(), kept.predicted, group)
+        normalizer, predicted = reduce_over_ranks(kept.normalizer(), kept.predicted, part.group)
         if kept.is_far_from(normalizer):  # another rank has much larger logits
             kept.fill(normalizer)
         kept.subtract_targets(normalizer)
         ctx.save_for_backward(hidden, weight, (kept.reference - normalizer).exp_(), *kept.blocks)
-        ctx.main_grad = main_grad
+        ctx.main_grad = part.main_grad
         return (normalizer - predicted).resize_(target.shape)  # not a view, which nobody may divide in place
 
     @staticmethod
@@ -61,7 +53,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             gradients.add(block, exponentials)
         if gradients.d_rows is not None:
             gradients.d_rows *= factor
-        return *gradients.results(hidden), None, None, None, None
+        return *gradients.results(hidden), None, None
 
 
 class _Exponentials:

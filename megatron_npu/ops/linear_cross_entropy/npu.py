@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_npu.ops.linear_cross_entropy.part import Part
+
 _HALVES = (torch.bfloat16, torch.float16)
 _FEWEST_WORDS, _MOST_HIDDEN = 128, 65534  # the limits of the backward, and of aclnnFusedLinearOnlineMaxSum
 _NAME = "npu_fused_linear_online_max_sum"
@@ -31,25 +33,17 @@ class LinearCrossEntropy(torch.autograd.Function):
     """Three kernels: statistics of each row, the loss from them, and both gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        vocab_start: int,
-        group: dist.ProcessGroup | None,
-        main_grad: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, part: Part) -> Tensor:
         import torch_npu
 
-        rows, ids = hidden.reshape(-1, hidden.size(-1)), _ids(target, vocab_start, weight.size(0))
+        rows, ids = hidden.reshape(-1, hidden.size(-1)), _ids(target, part.start, weight.size(0))
         largest, sums, predicted, mask, masked, *_ = torch_npu.npu_fused_linear_online_max_sum(
             rows, weight, ids, 0, weight.size(0)
         )
-        largest, sums, predicted = _over_ranks(largest, sums, predicted, ids >= 0, group)
+        largest, sums, predicted = _over_ranks(largest, sums, predicted, ids >= 0, part.group)
         loss, *_ = torch_npu.npu_fused_cross_entropy_loss_with_max_sum(largest, sums, predicted)
         ctx.save_for_backward(hidden, weight, mask, masked, largest, sums)
-        ctx.main_grad = main_grad
+        ctx.main_grad = part.main_grad
         return loss.resize_(target.shape)  # not a view, which nobody may divide in place
 
     @staticmethod
@@ -65,7 +59,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if ctx.main_grad is not None and ctx.needs_input_grad[1]:
             ctx.main_grad.add_(d_weight)
             d_weight = None
-        return d_rows.view(hidden.shape), d_weight, None, None, None, None
+        return d_rows.view(hidden.shape), d_weight, None, None
 
 
 def _ids(target: Tensor, vocab_start: int, words: int) -> Tensor:

@@ -5,29 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops import cross_entropy
+from megatron_npu.ops.linear_cross_entropy.part import Part
 
 
-def reference(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    vocab_start: int,
-    group: dist.ProcessGroup | None,
-    main_grad: Tensor | None,
-    recompute: bool,
-) -> Tensor:
+def reference(hidden: Tensor, weight: Tensor, target: Tensor, part: Part, recompute: bool) -> Tensor:
     """Return the loss ``[...]``; differentiates by itself."""
-    if main_grad is not None:
-        weight = _AddTo.apply(weight, main_grad)
+    if part.main_grad is not None:
+        weight = _AddTo.apply(weight, part.main_grad)
     logits = F.linear(hidden, weight)
-    size = weight.size(0) * (group.size() if group is not None else 1)
-    return cross_entropy.reference(logits, target, vocab_start, size, group, 0.0)
+    size = weight.size(0) * (part.group.size() if part.group is not None else 1)
+    return cross_entropy.reference(logits, target, part.start, size, part.group, 0.0)
 
 
 class _AddTo(torch.autograd.Function):

@@ -1,0 +1,22 @@
+"""Which part of the vocabulary a rank has, and where the gradient of its weight goes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """What all implementations are told besides their tensors; ``linear_cross_entropy`` describes it.
+
+    Attributes:
+        start: ``vocab_start``.
+        group: the tensor-parallel group, or None.
+        main_grad: ``[v, h]``, or None.
+    """
+
+    start: int
+    group: dist.ProcessGroup | None
+    main_grad: Tensor | None
