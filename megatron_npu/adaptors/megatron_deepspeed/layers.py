@@ -1,4 +1,4 @@
-"""Layer norm, masked softmax and the activation, without upstream's CUDA extensions."""
+"""Layer norm and masked softmax, without upstream's CUDA extensions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_deepspeed.decorators import around, constant, replace
+from megatron_npu.adaptors.megatron_deepspeed.decorators import around, replace
 from megatron_npu.adaptors.shared.core_attention import forward_fused_softmax
 from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel
-from megatron_npu.ops import activation, norm
+from megatron_npu.ops import norm
 
 _NORM = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
 _WHY = "upstream's kernel is a CUDA extension that it compiles at start"
@@ -45,9 +45,3 @@ replace(
     why="upstream's kernels are CUDA extensions, and both its paths end in an assertion where a causal layer "
     "has a mask, as without --deepspeed",
 )(forward_fused_softmax)
-
-constant(
-    "megatron.model.fused_bias_gelu:bias_gelu_impl",
-    activation.bias_gelu,
-    why="eight element-wise passes forward and more backward; nvfuser, which joined them, is gone",
-)

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from megatron_npu.adaptors.shared.decorators import recorder
 
-_recorder = recorder("megatron_lm")
-replace, around, wrap = _recorder.replace, _recorder.around, _recorder.wrap
-constant, watch = _recorder.constant, _recorder.watch
+records = recorder("megatron_lm")
+replace, around, wrap = records.replace, records.around, records.wrap
+constant, watch = records.constant, records.watch

@@ -2,40 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from megatron_npu.adaptors.megatron_lm.decorators import records
+from megatron_npu.adaptors.shared import fusions
 
-from megatron_npu.adaptors.megatron_lm.decorators import constant, replace
-from megatron_npu.ops import activation
-from megatron_npu.ops.dropout import bias_dropout_add
-
-constant(
-    "megatron.model.fused_bias_gelu:bias_gelu_impl",
-    activation.bias_gelu,
-    why="eight element-wise passes forward and more backward; nvfuser, which joined them, is gone",
-)
-
-
-_COMPILED_ANEW = (
-    "three passes; and TorchScript compiles it again in every process, rounding bf16 otherwise until it has: "
-    "a resumed run would not be the interrupted one to the bit"
-)
-
-
-@replace("megatron.model.transformer:bias_dropout_add_fused_train", why=_COMPILED_ANEW)
-def bias_dropout_add_fused_train(x: Tensor, bias: Tensor, residual: Tensor, prob: float) -> Tensor:
-    """``residual + dropout(x + bias)``, ``[s, b, h]`` throughout; no random number is drawn for prob 0."""
-    return _bias_dropout_add(x, bias, residual, prob, True)
-
-
-@replace("megatron.model.transformer:bias_dropout_add_fused_inference", why=_COMPILED_ANEW)
-def bias_dropout_add_fused_inference(x: Tensor, bias: Tensor, residual: Tensor, prob: float) -> Tensor:
-    """``residual + x + bias``, ``[s, b, h]`` throughout."""
-    return _bias_dropout_add(x, bias, residual, prob, False)
-
-
-def _bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, prob: float, training: bool) -> Tensor:
-    # upstream hands over bias.expand_as(residual), whose base is the parameter [h] itself
-    base = bias._base
-    if base is not None and base.shape == bias.shape[-1:] and not any(bias.stride()[:-1]):
-        return bias_dropout_add(x, base, residual, prob, training)
-    return bias_dropout_add(x + bias, None, residual, prob, training)
+fusions.connect(records)

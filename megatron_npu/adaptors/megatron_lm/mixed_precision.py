@@ -5,43 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_lm.decorators import around, replace
+from megatron_npu.adaptors.shared import mixed_precision
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 
-_WHY = (
-    "upstream compares with torch.cuda's tensor types as they were when it was imported; the dtype says it "
-    "on every device"
+replace("megatron.model.module:fp32_to_float16", devices=WITHOUT_CUDA, why=mixed_precision.WHY_DTYPE)(
+    mixed_precision.fp32_to_float16
 )
-
-
-@replace("megatron.model.module:fp32_to_float16", devices=WITHOUT_CUDA, why=_WHY)
-def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Convert every fp32 tensor of a nested tuple or list; leave everything else as it is."""
-    return _convert(val, (torch.float32,), float16_convertor)
-
-
-@replace("megatron.model.module:float16_to_fp32", devices=WITHOUT_CUDA, why=_WHY)
-def float16_to_fp32(val: Any) -> Any:
-    """Convert every fp16 or bf16 tensor of a nested tuple or list to fp32."""
-    return _convert(val, (torch.float16, torch.bfloat16), torch.Tensor.float)
-
-
-def _convert(val: Any, dtypes: tuple[torch.dtype, ...], convertor: Callable[..., Any]) -> Any:
-    from megatron.model.module import conversion_helper
-
-    def convert(leaf: Any) -> Any:
-        return convertor(leaf) if isinstance(leaf, torch.Tensor) and leaf.dtype in dtypes else leaf
-
-    return conversion_helper(val, convert)
+replace("megatron.model.module:float16_to_fp32", devices=WITHOUT_CUDA, why=mixed_precision.WHY_DTYPE)(
+    mixed_precision.float16_to_fp32
+)
 
 
 @around(
     "megatron.optimizer.optimizer:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
     devices=("npu",),
-    why="Ascend chips before 910B saturate instead of returning inf: only the overflow flag tells",
+    why=mixed_precision.WHY_FLAG,
 )
 def heed_overflow_flag(original: Callable[..., bool], self: Any) -> bool:
     """Make an overflow that only the device's flag knows of visible to upstream's check."""
@@ -51,28 +31,7 @@ def heed_overflow_flag(original: Callable[..., bool], self: Any) -> bool:
     return original(self)
 
 
-def clear_overflow_first(
-    original: Callable[..., Any],
-    forward_step_func: Any,
-    data_iterator: Any,
-    model: Any,
-    optimizer: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Clear the device's overflow flag before the first micro-batch of a step with loss scaling."""
-    if getattr(optimizer, "grad_scaler", None) is not None:
-        devices.current().clear_overflow()
-    return original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
-
-
-for _name in (
-    "forward_backward_no_pipelining",
-    "forward_backward_pipelining_without_interleaving",
-    "forward_backward_pipelining_with_interleaving",
-):
-    around(
-        f"megatron.schedules:{_name}",
-        devices=("npu",),
-        why="Ascend chips before 910B set a flag on overflow, which stays until it is cleared",
-    )(clear_overflow_first)
+for _name in mixed_precision.SCHEDULES:
+    around(f"megatron.schedules:{_name}", devices=("npu",), why=mixed_precision.WHY_CLEAR)(
+        mixed_precision.clear_overflow_first
+    )

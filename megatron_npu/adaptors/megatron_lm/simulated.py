@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_npu.adaptors.megatron_lm.decorators import around
+from megatron_npu.adaptors.megatron_lm.decorators import records
 from megatron_npu.adaptors.shared import simulated
 
-around(
-    "megatron.utils:print_rank_last",
-    devices=("npu",),
-    condition=simulated.on_hardware,
-    why=simulated.WHY_LINE,
-)(simulated.mark_line)
-
-around(
-    "megatron.global_vars:_set_tensorboard_writer",
-    devices=("npu",),
-    condition=simulated.on_hardware,
-    why=simulated.WHY_BOARD,
-)(simulated.mark_board)
+simulated.connect_old_tree(records, "megatron.utils:print_rank_last")

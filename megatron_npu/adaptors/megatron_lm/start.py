@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from megatron_npu.adaptors.megatron_lm.decorators import around, replace
-from megatron_npu.adaptors.shared import private_files, rendezvous, start
-from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
-from megatron_npu.adaptors.shared.start import allow_no_cuda, announce_first, load_no_kernels
+from megatron_npu.adaptors.megatron_lm.decorators import around, records, replace
+from megatron_npu.adaptors.shared import rendezvous
+from megatron_npu.adaptors.shared.start import announce_first, connect_old_tree
 
-around(
-    "megatron.initialize:initialize_megatron",
-    devices=WITHOUT_CUDA,
-    why="its assertion that CUDA is available has an argument to turn it off",
-)(allow_no_cuda)
-
-around("megatron.initialize:initialize_megatron", why=private_files.WHY)(private_files.tighten_umask)
-
-
-@around("megatron.initialize:initialize_megatron", why=start.WHY_WATCHED)
-def watch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let the watchdog watch the ranks."""
-    from megatron.global_vars import get_args
-
-    return start.watch(get_args, original, *args, **kwargs)
-
-
-replace(
-    "megatron.fused_kernels:load",
-    why="it compiles CUDA kernels with nvcc, inside the checkout; every one of them has an operation here",
-)(load_no_kernels)
+connect_old_tree(records)
 
 around(
     "megatron.schedules:get_forward_backward_func",

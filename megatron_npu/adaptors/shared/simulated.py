@@ -7,9 +7,26 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_npu import devices
+from megatron_npu.patching.registry import Recorder
 
 WHY_LINE = "its TFLOP/s and milliseconds would be read as those of an NPU"
 WHY_BOARD = "TensorBoard names a run by its folder, and would show the times as those of an NPU"
+
+
+def connect_old_tree(recorder: Recorder, line: str) -> None:
+    """Record both for a tree with ``megatron/global_vars.py``.
+
+    Args:
+        recorder: that of the tree.
+        line: what prints the lines of numbers.
+    """
+    recorder.around(line, devices=("npu",), condition=on_hardware, why=WHY_LINE)(mark_line)
+    recorder.around(
+        "megatron.global_vars:_set_tensorboard_writer",
+        devices=("npu",),
+        condition=on_hardware,
+        why=WHY_BOARD,
+    )(mark_board)
 
 
 def on_hardware() -> str | None:

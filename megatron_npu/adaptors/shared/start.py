@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_npu import folder_lock, watchdog
+from megatron_npu.adaptors.shared import private_files
+from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 from megatron_npu.patching import banner
+from megatron_npu.patching.registry import Recorder
 
 _holding = False  # --save, by this process
 
@@ -49,6 +52,33 @@ def _hold_save_folder(args: Any) -> None:
         _holding = True
         with contextlib.suppress(OSError):  # upstream says at its first save that there can be no such folder
             folder_lock.hold(Path(args.save))
+
+
+def connect_old_tree(recorder: Recorder) -> None:
+    """Record what the trees with ``megatron/initialize.py`` need at their start; its arguments are alike.
+
+    Args:
+        recorder: that of the tree.
+    """
+    recorder.around(
+        "megatron.initialize:initialize_megatron",
+        devices=WITHOUT_CUDA,
+        why="its assertion that CUDA is available has an argument to turn it off",
+    )(allow_no_cuda)
+    recorder.around("megatron.initialize:initialize_megatron", why=private_files.WHY)(
+        private_files.tighten_umask
+    )
+    recorder.around("megatron.initialize:initialize_megatron", why=WHY_WATCHED)(_watch_old_tree)
+    recorder.replace(
+        "megatron.fused_kernels:load",
+        why="it compiles CUDA kernels with nvcc, inside the checkout; every one has an operation here",
+    )(load_no_kernels)
+
+
+def _watch_old_tree(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from megatron.global_vars import get_args
+
+    return watch(get_args, original, *args, **kwargs)
 
 
 def announce_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,53 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from megatron_npu import patch_commands, upstream
-from tests.adaptors.megatron_lm import runs
-from tests.conftest import checkout as find_or_skip
+from tests.adaptors.megatron_deepspeed.pretraining import ITERATIONS, TP2, engine, train
 
 pytest.importorskip("deepspeed")
 
-ITERATIONS, SAVED = 6, 4
-TP2 = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 32"
-
-
-@pytest.fixture(scope="module")
-def checkout() -> Path:
-    return find_or_skip("megatron_deepspeed", upstream.BIGSCIENCE_VERSION)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """A folder with a vocabulary and a GPT dataset."""
-    folder = tmp_path_factory.mktemp("data")
-    runs.write_vocabulary(folder)
-    runs.write_dataset(folder / "text")
-    return folder
-
-
-def train(tree: Path, data: Path, *changes: str, processes: int = 1) -> dict[int, float]:
-    """Return the losses of a run of a tree's own script."""
-    flags = [*runs.flags(data), "--train-iters", str(ITERATIONS), *" ".join(changes).split()]
-    return runs.losses(runs.succeeded(runs.run(tree / "pretrain_gpt.py", flags, processes=processes)))
-
-
-def engine(folder: Path, stage: int) -> str:
-    """Write a configuration of DeepSpeed; return the flags that name it."""
-    path = folder / f"stage-{stage}.json"
-    sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": runs.BATCH}
-    path.write_text(json.dumps({**sizes, "gradient_clipping": 1.0, "zero_optimization": {"stage": stage}}))
-    return f"--deepspeed --deepspeed_config {path} --zero-stage {stage}"
-
-
-@pytest.fixture(scope="module")
-def expected(data) -> dict[int, float]:
-    """The curve of Megatron-LM 285068c8."""
-    return train(find_or_skip("megatron_lm", upstream.LEGACY_VERSION), data)
+SAVED = 4
 
 
 def test_every_patch_fits(checkout):

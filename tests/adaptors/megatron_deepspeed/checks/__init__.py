@@ -1,0 +1,1 @@
+"""Each adaptor against the stock function, on the real tree; see ``test_checks``."""

@@ -1,0 +1,33 @@
+"""The tree of bigscience's Megatron-DeepSpeed, and data for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_npu import upstream
+from tests.adaptors.megatron_deepspeed.pretraining import train
+from tests.adaptors.megatron_lm import runs
+from tests.conftest import checkout as find_or_skip
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    """Return the tree, which is not to be written to."""
+    return find_or_skip("megatron_deepspeed", upstream.BIGSCIENCE_VERSION)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """A folder with a vocabulary and a GPT dataset."""
+    folder = tmp_path_factory.mktemp("data")
+    runs.write_vocabulary(folder)
+    runs.write_dataset(folder / "text")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def expected(data) -> dict[int, float]:
+    """The curve of Megatron-LM 285068c8."""
+    return train(find_or_skip("megatron_lm", upstream.LEGACY_VERSION), data)

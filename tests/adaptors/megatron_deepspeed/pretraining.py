@@ -1,0 +1,31 @@
+"""Short runs of the tree's ``pretrain_gpt.py``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.adaptors.megatron_lm import runs
+
+ITERATIONS = 6
+TP2 = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 32"
+
+
+def train(tree: Path, data: Path, *changes: str, processes: int = 1) -> dict[int, float]:
+    """Return the losses of a run of a tree's own script."""
+    script, *flags = steps(tree, data, *changes)
+    return runs.losses(runs.succeeded(runs.run(Path(script), flags, processes=processes)))
+
+
+def steps(tree: Path, data: Path, *changes: str) -> list[str]:
+    """Return script and flags of a short run."""
+    more = " ".join(changes).split()
+    return [str(tree / "pretrain_gpt.py"), *runs.flags(data), "--train-iters", str(ITERATIONS), *more]
+
+
+def engine(folder: Path, stage: int) -> str:
+    """Write a configuration of DeepSpeed; return the flags that name it."""
+    path = folder / f"stage-{stage}.json"
+    sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": runs.BATCH}
+    path.write_text(json.dumps({**sizes, "gradient_clipping": 1.0, "zero_optimization": {"stage": stage}}))
+    return f"--deepspeed --deepspeed_config {path} --zero-stage {stage}"

@@ -1,0 +1,30 @@
+"""The tree's ``pretrain_gpt.py`` on simulated Ascend NPUs over HCCL: the curve of Megatron-LM on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.adaptors.megatron_deepspeed.pretraining import TP2, engine, steps
+from tests.adaptors.megatron_lm import runs
+from tests.end_to_end import tiny
+from tests.sim.conftest import run_simulated, unavailable
+
+pytest.importorskip("deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage"),
+    [(f"{TP2} --fp16 --initial-loss-scale 4096", None), ("", 1)],
+    ids=["tp2-fp16", "zero-1"],
+)
+def test_trains_like_the_cpu(checkout, data, expected, changes, stage, tmp_path):
+    if unavailable():
+        pytest.skip(unavailable())
+    changes += "" if stage is None else f" {engine(tmp_path, stage)}"
+    command = tiny.command("run", *steps(checkout, data, changes), processes=2)
+    result = run_simulated(*command, PYTHONDONTWRITEBYTECODE="1")
+    assert result.returncode == 0, result.stdout[-5000:]
+    assert "· simulated npu/hccl ·" in result.stdout
+    assert "| simulated npu |" in result.stdout
+    limit = 1e-5 if stage is not None else 1e-4
+    assert runs.losses(result.stdout) == pytest.approx(expected, rel=limit)
