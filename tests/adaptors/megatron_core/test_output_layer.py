@@ -35,16 +35,19 @@ def in_one(monkeypatch):
 def gpt(tied=True, parallel_output=True, **changes):
     """A GPT under Megatron's data-parallel wrapper, always the same."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     torch.manual_seed(1)
     config = make_config(num_layers=1, **changes)
+    layer = get_gpt_layer_local_spec()
+    further = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        layer,
         WORDS,
         8,
+        mtp_block_spec=further,
         share_embeddings_and_output_weights=tied,
         parallel_output=parallel_output,
     ).to(here())
@@ -84,6 +87,28 @@ def test_loss_and_gradients_are_those_through_the_logits(in_one, monkeypatch, fl
     assert len(in_one) == 2 * taken
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradients, right)
+
+
+def test_each_further_word_that_is_predicted_has_its_loss_in_one(in_one, monkeypatch):
+    """--mtp-num-layers: the gradients of their losses come through the hidden states."""
+    _, gradients = trained(gpt(mtp_num_layers=2, **LINEAR), steps=1)
+    assert in_one == [True] * 3
+    monkeypatch.setattr(output_layer, "_is_wanted", lambda *_: False)
+    _, right = trained(gpt(mtp_num_layers=2), steps=1)
+    assert len(in_one) == 3
+    torch.testing.assert_close(gradients, right)
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [("use_mup", "--use-mup scales the logits"), ("mtp_detach_heads", "--mtp-detach-heads keeps gradients")],
+)
+def test_flags_of_newer_megatrons_that_want_the_logits(in_one, flag, reason):
+    model = gpt(**LINEAR)
+    setattr(model.module.config, flag, True)  # 0.17 and 0.19 have them
+    loss_of(model)
+    assert not in_one
+    assert any(told.startswith(reason) for _, told in dispatch.fallbacks)
 
 
 def test_who_gives_no_labels_gets_the_logits(in_one):
