@@ -6,6 +6,7 @@ On the simulated Ascend the same tests say which kernels were launched.
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -305,6 +306,40 @@ def test_functions_are_torchs_again_behind_a_forward(monkeypatch):
     with pytest.raises(AttributeError):
         model(None, None)
     assert cross_entropy is F.cross_entropy is torchs
+
+
+def test_threads_whose_forwards_overlap_do_not_touch_each_others_functions(monkeypatch):
+    """The first to begin ends first: what the second found and would put back is the replacement."""
+    inside, outside = threading.Barrier(2, timeout=60), threading.Event()
+    callers: list[str] = []
+    monkeypatch.setattr(losses, "cross_entropy", lambda *args: callers.append(_thread()) or ours(*args))
+
+    class Meeting(nn.Module):
+        def forward(self, x, y):
+            loss = F.cross_entropy(x, y)
+            inside.wait()
+            if _thread() == "second":
+                assert outside.wait(60)
+            return loss
+
+    given = torch.randn(4, VOCABULARY).to(DEVICE), torch.tensor([1, 2, 3, 4], device=DEVICE)
+    names = ("first", "second")
+    models = [Meeting() for _ in names]
+    for model in models:
+        ops.swap(model)
+    threads = [threading.Thread(target=models[i], args=given, name=name) for i, name in enumerate(names)]
+    for thread in threads:
+        thread.start()
+    threads[0].join(60)
+    F.cross_entropy(*given)  # of a thread that has no such forward
+    outside.set()
+    threads[1].join(60)
+    assert sorted(callers) == ["first", "second"]
+    assert cross_entropy is F.cross_entropy is torchs
+
+
+def _thread() -> str:
+    return threading.current_thread().name
 
 
 def test_what_stays_is_named_with_the_reason():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -69,7 +71,7 @@ def names_in_forward(module: nn.Module) -> frozenset[str]:
 
 @contextlib.contextmanager
 def called_as(name: str, ours: Callable[..., Any], module: nn.Module) -> Iterator[None]:
-    """Let a function of ``torch.nn.functional`` be ours in the forward of a module.
+    """Let a function of ``torch.nn.functional`` be ours in the forward of a module, in this thread.
 
     It is no ``TorchFunctionMode``: every call of torch would go through one, those in the guards of compiled
     blocks, too, and for each number that these compare dynamo (torch 2.13) would compile a graph.
@@ -79,27 +81,54 @@ def called_as(name: str, ours: Callable[..., Any], module: nn.Module) -> Iterato
         ours: is given the function, then what that is given.
         module: whose forward calls it, as ``F.name`` or by its bare name.
     """
-    theirs = getattr(F, name)
+    theirs = _plain(getattr(F, name))
     own_file = inspect.unwrap(type(module).forward).__globals__
-    places = [vars(F), *([own_file] if own_file.get(name) is theirs else [])]
-
-    def put(function: Callable[..., Any]) -> None:
-        for place in places:
-            place[name] = function
-
-    @functools.wraps(theirs)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        put(theirs)  # for the operation, which may call it
-        try:
-            return ours(theirs, *args, **kwargs)
-        finally:
-            put(replacement)
-
-    put(replacement)
+    places = [vars(F), *([own_file] if _plain(own_file.get(name)) is theirs else [])]
+    outer = vars(_ours).get(name)
+    setattr(_ours, name, ours)
+    _count(places, name, theirs, 1)
     try:
         yield
     finally:
-        put(theirs)
+        _count(places, name, theirs, -1)
+        setattr(_ours, name, outer)
+
+
+_ours = threading.local()  # by the name of a function, what a thread calls in its place
+_lock = threading.Lock()  # of the two below
+_theirs: dict[Callable[..., Any], Callable[..., Any]] = {}  # of the functions that ask
+_blocks: collections.Counter[tuple[int, str]] = collections.Counter()  # which overlap where threads do
+
+
+def _plain(function: Any) -> Any:
+    return _theirs.get(function, function)
+
+
+def _count(places: list[dict[str, Any]], name: str, theirs: Callable[..., Any], more: int) -> None:
+    """Count a block in or out; while there is one, the function asks."""
+    with _lock:
+        for place in places:
+            _blocks[id(place), name] += more
+            place[name] = _asking(name, theirs) if _blocks[id(place), name] else theirs
+
+
+@functools.cache
+def _asking(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that asks, each time, what this thread calls in its place."""
+
+    @functools.wraps(theirs)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        ours = vars(_ours).get(name)
+        if ours is None:
+            return theirs(*args, **kwargs)
+        setattr(_ours, name, None)  # the operation may call it
+        try:
+            return ours(theirs, *args, **kwargs)
+        finally:
+            setattr(_ours, name, ours)
+
+    _theirs[asking] = theirs
+    return asking
 
 
 def is_leaf(module: nn.Module) -> bool:
