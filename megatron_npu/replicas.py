@@ -139,11 +139,12 @@ def check_megatron_gradients(chunks: Sequence[Any]) -> None:
         ReplicasDifferError: some differ.
     """
     if not any(chunk.ddp_config.use_distributed_optimizer for chunk in chunks):
-        found = [(name, _gradient(p), p) for name, p in _parameters(chunks)]
+        found = [(name, gradient(p), p) for name, p in _parameters(chunks)]
         _check_both("gradient of", [(name, tensor, p) for name, tensor, p in found if tensor is not None])
 
 
-def _gradient(parameter: Any) -> Tensor | None:
+def gradient(parameter: Any) -> Tensor | None:
+    """Return a parameter's gradient, in Megatron's buffer where it has one."""
     return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
 
 

@@ -47,13 +47,18 @@ OTHERWISE: dict[str, tuple[str, str, str]] = {
         "none: one validation at the end",
         "without it its data cannot be built unless `--eval-iters 0`",
     ),
+    "--rerun-mode": (
+        "validate_results",
+        "disabled",
+        "it makes each iteration wait for its loss",
+    ),
     "--cp-comm-type": ("p2p", "p2p", "one for all layers; there a list, one for each layer"),
 }
 # that Megatron-LM does not have
 OWN = tuple(
     """
     --epochs --json-log --plot --no-plot --no-use-cpu-initialization --eval-train-loss --log-loss-per-rank
-    --sample-prompt --sample-tokens --sample-temperature --dashboard --load-last-good
+    --sample-prompt --sample-tokens --sample-temperature --dashboard --load-last-good --loss-spike-policy
     --mixed-precision --zero-1-memory-optimization --zero-2-memory-optimization --zero-3-memory-optimization
     --fsdp-memory-optimization --cpu-offload --graph-optimization --onnx-runtime-training --dynamic-shape
     --fused-ops --lora-rank --deepspeed-config --deepspeed_config --deepspeed

@@ -255,6 +255,30 @@ def _training(add: Add) -> None:
         help="go on with a loss or gradient that is not a number",
     )
     add(
+        "--loss-spike-policy",
+        choices=["note", "skip", "rewind"],
+        default="note",
+        help="of a loss that leaps or is not a number: say so (and end the run where it is none); skip: "
+        "leave its update out; rewind: go back to the newest whole checkpoint in --save, and leave the data "
+        "since out",
+    )
+    add(
+        "--rerun-mode",
+        choices=["disabled", "validate_results"],
+        default="disabled",
+        help="validate_results: compute such an iteration again before anything is done about it, to tell a "
+        "device that computes wrongly from bad data",
+    )
+    add(
+        "--iterations-to-skip",
+        type=whole,
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="iterations whose data are passed over without training, counted from 0 as upstream does: the "
+        "one that the log calls N + 1",
+    )
+    add(
         "--check-weight-hash-across-dp-replicas-interval",
         type=positive,
         metavar="N",

@@ -128,7 +128,7 @@ def load(args: Namespace, state: State) -> Position:
     else:
         _begin_optimizer(args, state, found)
     if rng:
-        _set_rng_state(content["rng_state"][0])
+        set_rng_state(content["rng_state"][0])
     return _position(args, found)
 
 
@@ -247,6 +247,20 @@ def _same_ranks(args: Namespace, found: checkpoint_files.CheckpointInfo) -> bool
     return same
 
 
+def rng_state() -> dict[str, Any]:
+    """Return the states of this rank's random generators, under Megatron-LM's names."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    device = devices.current()
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": device.host_rng_state(),
+        "cuda_rng_state": device.rng_state(),
+        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
+    }
+
+
 def _sharded_rng_state() -> Any:
     """Return the generators' states, one for each tensor and pipeline rank.
 
@@ -255,16 +269,8 @@ def _sharded_rng_state() -> Any:
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    device = devices.current()
-    state = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": device.host_rng_state(),
-        "cuda_rng_state": device.rng_state(),
-        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
-    }
+    state = rng_state()
     shape = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -280,7 +286,8 @@ def _sharded_rng_state() -> Any:
     return ShardedObject("rng_state", [state], shape, place, replica_id=copy)
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put the generators into the states that ``rng_state`` returned."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     device = devices.current()

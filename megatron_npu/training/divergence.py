@@ -25,7 +25,7 @@ class DivergedError(RuntimeError):
 
 
 class Spikes:
-    """Tells losses that leap out of those before them. They are only told: what to do depends on the run."""
+    """Tells losses that leap out of those before them. What is to be done about one is the caller's."""
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=REMEMBERED)
@@ -39,13 +39,21 @@ class Spikes:
         """
         found = None
         for number, loss in enumerate(losses, last - len(losses) + 1):
-            if not math.isfinite(loss):
-                continue
-            if found is None and self._leaps(loss):
-                usual = statistics.median(self._usual)
-                found = f" loss spike at iteration {number}: {loss:.4f} after {usual:.4f} in the median"
-            self._usual.append(loss)
+            found = found or self.leap(number, loss)
+            self.take(loss)
         return found
+
+    def take(self, loss: float) -> None:
+        """Take in the loss of an iteration that counts; one that is not finite does not."""
+        if math.isfinite(loss):
+            self._usual.append(loss)
+
+    def leap(self, number: int, loss: float) -> str | None:
+        """Return what is to be said of the loss of an iteration if it leaps; it is not taken in."""
+        if not math.isfinite(loss) or not self._leaps(loss):
+            return None
+        usual = statistics.median(self._usual)
+        return f" loss spike at iteration {number}: {loss:.4f} after {usual:.4f} in the median"
 
     def _leaps(self, loss: float) -> bool:
         if len(self._usual) < ENOUGH:

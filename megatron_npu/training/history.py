@@ -55,14 +55,19 @@ class History:
         elif kind == "sample":
             texts = self.samples.setdefault(row["iteration"], [])
             texts.append({"prompt": row["prompt"], "text": row["text"]})
+        elif kind == "rewind":
+            self._forget_after(row["iteration"])
         elif kind == "end":
             self.end = row
 
     def _restart(self, row: dict[str, Any]) -> None:
         """Forget what came after the iteration at which a run begins."""
         self.start, self.last, self.end = row, {}, {}
+        self._forget_after(row["iteration"])
+
+    def _forget_after(self, iteration: int) -> None:
         for points in vars(self).values():
-            for number in [n for n in points if isinstance(n, int) and n > row["iteration"]]:
+            for number in [n for n in points if isinstance(n, int) and n > iteration]:
                 del points[number]
 
     def _train(self, iteration: int, row: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from megatron_npu import devices, replicas, watchdog
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint, checkpoint_failures, data, expert_losses, loss
+from megatron_npu.training.bad_iterations import Guard
 from megatron_npu.training.checkpoint import Position, State
 from megatron_npu.training.clock import Clock
 from megatron_npu.training.divergence import DivergedError, FirstNonFinite, Spikes
@@ -98,6 +99,8 @@ class Trainer:
         self.outcome = Outcome(position)
         self.clock = Clock()
         self.interval, self.pace, self.spikes = Interval(), Pace(), Spikes()
+        self._data: list[Iterator[data.Batch]] | None = None  # of training, where the run stands
+        self.guard = Guard(args, state, self.spikes, log.say)
         self.nonfinite = FirstNonFinite(state.model)
         self.samples = Samples(args, state.model) if args.sample_prompt else None
         self.forward_backward = get_forward_backward_func()
@@ -108,11 +111,11 @@ class Trainer:
         expert_losses.forget(self.args)
         for chunk in self.state.model:
             chunk.train()
-        batches = self.training_batches()
+        self._data = self.guard.batches(self.training_batches())
         with Termination(self.args.exit_signal_handler) as termination:
             self.clock.start()
             while self.position.iteration < self.args.train_iters:
-                self._iterate(batches)
+                self._iterate()
                 if self._ends(termination):
                     break
             self.clock.stop()
@@ -131,11 +134,12 @@ class Trainer:
         """Run one micro batch through one chunk of the model; the signature is megatron-core's."""
         return _forward_step(batches, chunk)
 
-    def _iterate(self, batches: list[Iterator[data.Batch]] | None) -> None:
+    def _iterate(self) -> None:
         """Train one iteration; log, evaluate and save if it is time."""
         args = self.args
         begin = self.outcome.position.iteration
-        self._step(batches)
+        if not self._step():
+            return
         iteration = self.position.iteration
         self.log.tick()
         if iteration % args.log_interval == 0 or iteration in (begin + 1, args.train_iters):
@@ -148,14 +152,75 @@ class Trainer:
         if args.save_interval and iteration % args.save_interval == 0 and not last:
             self._save()
 
-    def _step(self, batches: list[Iterator[data.Batch]] | None) -> None:
+    def _step(self) -> bool:
+        """Train one iteration; return False where the run has gone back instead."""
         watchdog.step(self.position.iteration + 1)
+        if self.position.iteration in self.args.iterations_to_skip:
+            self._skip_data()
+            return True
+        self.guard.begin()
+        losses = self._compute_gradients()
+        if self.guard.watches:
+            losses, fault = self.guard.judged(self.position.iteration + 1, losses, self._compute_gradients)
+            if fault is not None and not self._goes_on(fault):
+                return self._evade(fault, losses)
+        self._update(losses)
+        return True
+
+    def _compute_gradients(self) -> torch.Tensor:
+        """Compute the gradients of one global batch; return this process's sum of losses and tokens, [2]."""
         self.nonfinite.forget()
-        model, optimizer = self.state.model, self.state.optimizer
-        for chunk in model:
+        for chunk in self.state.model:
             chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        losses = self._forward(batches, forward_only=False)
+        self.state.optimizer.zero_grad()
+        return self._forward(self._data, forward_only=False)
+
+    def _skip_data(self) -> None:
+        """Pass over the samples of an iteration of --iterations-to-skip, as upstream's loop does."""
+        self._report()  # the iterations of a log event follow one another
+        for batches in self._data or ():
+            for _ in range(self.args.num_microbatches):
+                next(batches)
+        self._advance()
+        self.log.say(f" iteration {self.position.iteration}: left out, with its data (--iterations-to-skip)")
+
+    def _advance(self) -> None:
+        self.position = checkpoint.advance(self.position, train=self.args.global_batch_size, iterations=1)
+
+    def _goes_on(self, fault: str) -> bool:
+        """Return whether an iteration is to count in spite of its fault, after saying so; or end the run."""
+        if self.guard.acts:
+            return False
+        if not fault.startswith(" loss spike"):
+            self._diverged(fault)
+        self.log.say(fault)
+        return True
+
+    def _evade(self, fault: str, losses: torch.Tensor) -> bool:
+        """Go back to the last good checkpoint, or leave this update out; return whether that was it."""
+        to = self.guard.goes_back_to() if self.args.loss_spike_policy == "rewind" else None
+        if to is None:
+            self.guard.leave_out(fault)
+            self._count(losses, None, updated=False)
+            return True
+        self._report()  # of what came before
+        self._advance()
+        with self.clock.paused(), _with_gathered_parameters(self.args, self.state.model):
+            self.position = self.guard.go_back(to, fault, self.position)
+        self.log.write("rewind", to, {"fault": fault.strip()})
+        self._data = self.guard.batches(self.training_batches())
+        return False
+
+    def _count(self, losses: torch.Tensor, norm: float | None, *, updated: bool) -> None:
+        """Note an iteration for the log; the run has come by it."""
+        self.interval.losses.append(losses)
+        self.interval.norms.append(norm)
+        self.interval.skipped += not updated
+        self._advance()
+
+    def _update(self, losses: torch.Tensor) -> None:
+        """Update the weights by the gradients that were computed."""
+        model, optimizer = self.state.model, self.state.optimizer
         if self.on_gradients is not None:
             self.on_gradients(self.position.iteration + 1, model)
         compares = self._compares_replicas()
@@ -167,10 +232,7 @@ class Trainer:
             self.state.schedule.step(self.args.global_batch_size)
         else:
             self._report_skipped_update()
-        self.interval.losses.append(losses)
-        self.interval.norms.append(None if norm is None else float(norm))
-        self.interval.skipped += not updated
-        self.position = checkpoint.advance(self.position, train=self.args.global_batch_size, iterations=1)
+        self._count(losses, None if norm is None else float(norm), updated=updated)
         if compares:
             self._compare_weights()
 
@@ -206,6 +268,8 @@ class Trainer:
 
     def _check_losses(self, losses: list[float]) -> None:
         """End a run whose loss is not a number, though its gradient is; say where one leaps."""
+        if self.guard.watches:  # which has looked at each before its update
+            return
         last = self.position.iteration
         for number, value in enumerate(losses, last - len(losses) + 1):
             if not math.isfinite(value):

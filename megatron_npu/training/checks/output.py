@@ -54,6 +54,7 @@ def checkpoints(args: Namespace) -> None:
     """
     if args.save_interval and not args.save:
         raise UsageError("--save-interval", "--save DIR together with it", "Add --save.")
+    _rewinding(args)
     for flag, given in (
         ("--ckpt-step", args.ckpt_step is not None),
         ("--load-last-good", args.load_last_good),
@@ -75,6 +76,27 @@ def checkpoints(args: Namespace) -> None:
         if not args.finetune:
             derive.iterations_from(args, found.iteration, found.consumed_train_samples)
     _spare(args, found)
+
+
+def _rewinding(args: Namespace) -> None:
+    """Check that there will be checkpoints to go back to.
+
+    Raises:
+        UsageError: there will be none, or none that a run goes on from.
+    """
+    if args.loss_spike_policy != "rewind":
+        return
+    if not args.save_interval:
+        raise UsageError(
+            "--loss-spike-policy rewind",
+            "--save DIR --save-interval N together with it: checkpoints to go back to",
+            "Add them, or give --loss-spike-policy skip.",
+        )
+    for flag, left_out in (("--no-save-optim", args.no_save_optim), ("--no-save-rng", args.no_save_rng)):
+        if left_out:
+            raise UsageError(
+                f"--loss-spike-policy rewind {flag}", "checkpoints with all of a run's state", f"Drop {flag}."
+            )
 
 
 def _choose_whole(args: Namespace) -> None:
