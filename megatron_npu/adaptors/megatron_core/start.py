@@ -1,6 +1,7 @@
 """The start of a training run: initialisation, process groups, dataset helpers, signals.
 
-Connects ``megatron.training.initialize``, ``megatron.training.dist_signal_handler``,
+Connects ``megatron.training.initialize``, ``megatron.training.models.dist_utils``,
+``megatron.training.dist_signal_handler``,
 ``megatron.legacy.fused_kernels``, ``megatron.core.parallel_state`` and ``megatron.core.datasets.utils``.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_npu import devices
-from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, around, replace
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, replace
 from megatron_npu.adaptors.shared import private_files, rendezvous, start
 
 
@@ -71,3 +72,24 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> None:
 def get_device(local_rank: int | None = None) -> torch.device:
     """Return the device of this process, whose tensors its backend gathers."""
     return devices.current().torch_device()
+
+
+@around(
+    "megatron.training.models.dist_utils:_wrap_with_mp_wrapper",
+    versions=">=0.18",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="the builders of 0.18 (hybrid models) and 0.19 (GPT, too) leave a model that "
+    "--use-cpu-initialization has made on the host, where no device finds it",
+)
+def move_to_the_device(
+    original: Callable[..., Any], model_list: list[Any], transformer_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Move the model that was made on the host, as the scripts of 0.17 did, before it is wrapped.
+
+    Under torch's FSDP2, too, which in 0.17 took it from the host: for a moment all of it is on the device.
+    """
+    if transformer_config.use_cpu_initialization and not transformer_config.init_model_with_meta_device:
+        for part in model_list:
+            part.to(devices.current().torch_device())
+    return original(model_list, transformer_config, *args, **kwargs)

@@ -180,3 +180,21 @@ def require_transformers(
             "--legacy-tokenizer, from --vocab-file and --merge-file.",
         )
     original(self, tokenizer_path, *args, **kwargs)
+
+
+@around(
+    "megatron.core.tokenizers.text.libraries.huggingface_tokenizer:HuggingFaceTokenizer.add_special_tokens",
+    versions=">=0.15,<0.18",
+    upstream_bug=True,
+    until="0.18",
+    why="it copies the names of special tokens from Transformers, which since 5.0 has no "
+    "additional_special_tokens: an AttributeError where T5's dataset looks for its sentinels",
+)
+def keep_the_additional_tokens(
+    original: Callable[..., int], self: Any, special_tokens_dict: dict[str, Any]
+) -> int:
+    """Keep those that were given, where Transformers does not tell them; return how many were new."""
+    added = original(self, special_tokens_dict)
+    if getattr(self, "additional_special_tokens", None) is None:
+        self.additional_special_tokens = list(special_tokens_dict.get("additional_special_tokens") or [])
+    return added

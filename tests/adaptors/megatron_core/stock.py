@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
+from packaging.version import Version
+
+from megatron_npu import upstream
+from megatron_npu.preprocessing import indexed_dataset
 from tests import warm
 from tests.conftest import LONGEST
 from tests.end_to_end import tiny
@@ -18,6 +24,22 @@ FLAGS = [
     *"--train-iters 6 --log-interval 1 --eval-interval 100 --eval-iters 1 --split 90,5,5".split(),
     *"--tokenizer-type NullTokenizer --vocab-size 1023 --attention-dropout 0 --hidden-dropout 0".split(),
 ]
+
+# models of sentences: what each script takes besides SENTENCES
+LAYERS = {
+    "pretrain_bert.py": "--num-layers 2 --seq-length 64".split(),
+    "pretrain_t5.py": [
+        *"--encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 64".split(),
+        *"--decoder-seq-length 32 --kv-channels 16 --ffn-hidden-size 128 --vocab-extra-ids 100".split(),
+    ],
+}
+SENTENCES = [
+    *"--hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --micro-batch-size 4".split(),
+    *"--global-batch-size 8 --lr 1e-2 --lr-decay-style constant --train-iters 12 --log-interval 1".split(),
+    *"--eval-interval 100 --eval-iters 1 --split 80,10,10 --attention-dropout 0 --hidden-dropout 0".split(),
+]
+
+NEWER_TYPING = Path(warm.__file__).with_name("newer_typing.py")
 
 Run = subprocess.CompletedProcess[str]
 
@@ -63,6 +85,11 @@ def run_script(
     """Run ``script``, a path in ``tree``, in ``folder``; it must leave the tree as it is."""
     before = git_status(tree)
     command = tiny.command("run", str(tree / script), *arguments, processes=processes)
+    first: tuple[str, ...] = ()
+    if needs_newer_typing(tree):
+        first = (NEWER_TYPING.stem,)
+        at = command.index("megatron_npu")
+        command[at - 1 : at + 1] = [str(NEWER_TYPING)]  # a module of tests would be sought in the tree's
     variables = {"MEGATRON_LM_PATH": str(tree), **variables}
     if device == "npu":
         done = run_simulated(*command, cwd=folder, timeout=LONGEST, **variables)
@@ -71,7 +98,7 @@ def run_script(
         done = warm.run(
             command,
             env=tiny.environment() | variables,
-            modules=warm.STOCK,
+            modules=(*first, *warm.STOCK),
             tree=tree,
             cwd=folder,
             capture_output=True,
@@ -81,6 +108,11 @@ def run_script(
         )
     assert git_status(tree) == before
     return done
+
+
+def needs_newer_typing(tree: Path) -> bool:
+    """Return whether this Python lacks what ``megatron.training`` of ``tree`` takes from Python 3.12."""
+    return sys.version_info < (3, 12) and Version(upstream.find(tree).version) >= Version("0.18")
 
 
 def losses(done: Run) -> list[float]:
@@ -97,3 +129,30 @@ def norms(done: Run) -> list[float]:
 def final_loss(done: Run) -> str:
     """Return the loss on the test set."""
     return re.search(r"test set \| lm loss value: (\S+)", done.stdout)[1]
+
+
+def write_sentences(folder: Path, *, documents: int = 60, words: int = 200) -> list[str]:
+    """Write documents of sentences, and the vocabulary of their words; return the flags that name both."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = folder / "vocabulary.txt"
+    vocabulary.write_text("\n".join([*special, *(f"word{n}" for n in range(words))]) + "\n")
+    generator = np.random.default_rng(0)
+    with indexed_dataset.Writer(str(folder / "sentences"), np.dtype(np.uint16)) as writer:
+        for _ in range(documents):
+            lengths = generator.integers(4, 20, size=int(generator.integers(3, 8))).astype(np.int32)
+            # few of the words are in use, which is learned in a few steps
+            tokens = len(special) + generator.integers(0, words // 20, size=int(lengths.sum()))
+            writer.add(tokens.astype(np.uint16).tobytes(), lengths, np.array([len(lengths)], np.int64))
+        writer.finish()
+        indexed_dataset.publish([writer])
+    return ["--vocab-file", str(vocabulary), "--data-path", str(folder / "sentences")]
+
+
+def learns_from_sentences(tree: Path, folder: Path, script: str, *flags: str) -> None:
+    """Run a script of BERT or T5 until it has learned which words there are."""
+    model = LAYERS[Path(script).name]
+    done = run_script(tree, folder, script, *write_sentences(folder), *model, *SENTENCES, *flags)
+    curve = losses(done)
+    assert len(curve) == 12
+    assert curve[-1] < curve[0] - 0.3
+    assert "on test set | lm loss value" in done.stdout

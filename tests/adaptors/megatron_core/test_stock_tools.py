@@ -12,14 +12,12 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 
 from megatron_npu.evaluation import generate, lambada
 from megatron_npu.preprocessing import command as preprocess
-from megatron_npu.preprocessing import indexed_dataset
 from tests import warm
-from tests.adaptors.megatron_core.stock import losses, pretrain, run_script
+from tests.adaptors.megatron_core.stock import learns_from_sentences, losses, pretrain, run_script
 from tests.adaptors.megatron_core.upstream_tests.ports import free_port
 from tests.conftest import checkout, on_a_leash
 from tests.end_to_end import tiny
@@ -223,51 +221,16 @@ def test_preprocess_data_writes_our_bytes(tmp_path: Path, gpt2_vocab) -> None:
         assert Path(ours + end).read_bytes() == Path(theirs + end).read_bytes()
 
 
-def write_sentences(folder: Path, *, documents: int = 60, words: int = 200) -> list[str]:
-    """Write documents of sentences, and the vocabulary of their words; return the flags that name both."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    vocabulary = folder / "vocabulary.txt"
-    vocabulary.write_text("\n".join([*special, *(f"word{n}" for n in range(words))]) + "\n")
-    generator = np.random.default_rng(0)
-    with indexed_dataset.Writer(str(folder / "sentences"), np.dtype(np.uint16)) as writer:
-        for _ in range(documents):
-            lengths = generator.integers(4, 20, size=int(generator.integers(3, 8))).astype(np.int32)
-            # few of the words are in use, which is learned in a few steps
-            tokens = len(special) + generator.integers(0, words // 20, size=int(lengths.sum()))
-            writer.add(tokens.astype(np.uint16).tobytes(), lengths, np.array([len(lengths)], np.int64))
-        writer.finish()
-        indexed_dataset.publish([writer])
-    return ["--vocab-file", str(vocabulary), "--data-path", str(folder / "sentences")]
-
-
 @pytest.mark.parametrize(
-    ("version", "script", "model"),
+    ("version", "script", "tokenizer"),
     [
-        (
-            "0.12.1",
-            "pretrain_bert.py",
-            "--num-layers 2 --seq-length 64 --tokenizer-type BertWordPieceLowerCase",
-        ),
-        (
-            "0.16.1",
-            "pretrain_t5.py",
-            "--encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 64 --decoder-seq-length 32 "
-            "--kv-channels 16 --ffn-hidden-size 128 --vocab-extra-ids 100 --tokenizer-type BertWordPieceCase "
-            "--legacy-tokenizer",
-        ),
+        ("0.12.1", "pretrain_bert.py", ["--tokenizer-type", "BertWordPieceLowerCase"]),
+        ("0.16.1", "pretrain_t5.py", ["--tokenizer-type", "BertWordPieceCase", "--legacy-tokenizer"]),
     ],
 )
-def test_bert_and_t5_learn(version: str, script: str, model: str, tmp_path: Path) -> None:
+def test_bert_and_t5_learn(version: str, script: str, tokenizer: list[str], tmp_path: Path) -> None:
     """With the default --transformer-impl, which is transformer_engine."""
     tree = checkout("megatron_core", version)
     if version == "0.12.1":
         pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs it")
-    training = """--hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --micro-batch-size 4
-        --global-batch-size 8 --lr 1e-2 --lr-decay-style constant --train-iters 12 --log-interval 1
-        --eval-interval 100 --eval-iters 1 --split 80,10,10 --attention-dropout 0 --hidden-dropout 0
-    """.split()
-    done = run_script(tree, tmp_path, script, *write_sentences(tmp_path), *model.split(), *training)
-    curve = losses(done)
-    assert len(curve) == 12
-    assert curve[-1] < curve[0] - 0.3
-    assert "on test set | lm loss value" in done.stdout
+    learns_from_sentences(tree, tmp_path, script, *tokenizer)

@@ -100,3 +100,17 @@ def test_files_are_read_without_a_hub(gpt2_vocab, tmp_path, monkeypatch) -> None
         read("GPT2BPETokenizer")
     with pytest.raises(UsageError, match=r"--merge-file .*absent: no such file"):
         read("GPT2BPETokenizer", **files | {"merges_file": str(tmp_path / "absent")})
+
+
+def test_t5_finds_its_sentinels(tmp_path) -> None:
+    """Transformers 5 does not keep a list of them, which 0.15 to 0.17 take from it."""
+    pytest.importorskip("transformers")
+    library = pytest.importorskip(
+        "megatron.core.tokenizers.text.libraries.huggingface_tokenizer", reason="since 0.15"
+    )
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    sentinels = [f"<extra_id_{number}>" for number in range(3)]
+    tokenizer = library.HuggingFaceTokenizer(str(tmp_path), additional_special_tokens=sentinels)
+    assert tokenizer.additional_special_tokens_ids == [6, 7, 8]

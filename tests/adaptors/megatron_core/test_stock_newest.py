@@ -1,0 +1,63 @@
+"""Stock scripts of the newest tags, unedited, where their trees are: GPT, experts, BERT and T5."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.adaptors.megatron_core.stock import final_loss, learns_from_sentences, losses, norms, pretrain
+from tests.conftest import checkout
+from tests.sim.conftest import unavailable
+
+VERSIONS = ["0.17.1", "0.18.2", "0.19.1"]
+# Since 0.18 the end of document is one of the --vocab-size tokens of NullTokenizer, before it was one more;
+# upstream's mock data count up to it.
+TOKENS = {"0.17.1": "1023", "0.18.2": "1024", "0.19.1": "1024"}
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --swiglu --disable-bias-linear --train-iters 2".split()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_it_trains_as_0_16_did_and_goes_on(version: str, tmp_path: Path) -> None:
+    """The numbers are those that 0.16.1 prints with a vocabulary of 1023."""
+    tree = checkout("megatron_core", version)
+    tokens, place = ["--vocab-size", TOKENS[version]], str(tmp_path / "checkpoint")
+    whole = pretrain(tree, tmp_path, *tokens, "--save", place, "--save-interval", "4")
+    assert losses(whole)[:3] == [6.951518, 6.953021, 6.91659]
+    rest = pretrain(tree, tmp_path, *tokens, "--load", place, "--ckpt-step", "4")
+    assert norms(rest) == norms(whole)[4:]
+    assert losses(rest)[0] == losses(whole)[4]
+    assert final_loss(rest) == final_loss(whole)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_experts_in_one_product_train_as_those_one_after_the_other(version: str, tmp_path: Path) -> None:
+    tree = checkout("megatron_core", version)
+    place = str(tmp_path / "checkpoint")
+    each = pretrain(tree, tmp_path, *EXPERTS, "--save", place, "--save-interval", "1")
+    first, mean = losses(each)  # the second line of a process is the mean of its first two iterations
+    grouped = pretrain(tree, tmp_path, *EXPERTS, "--moe-grouped-gemm", "--load", place, "--ckpt-step", "1")
+    assert (first + losses(grouped)[0]) / 2 == pytest.approx(mean, abs=2e-6)
+    assert norms(grouped) == norms(each)[1:]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_bert_and_t5_learn(version: str, tmp_path: Path) -> None:
+    tree = checkout("megatron_core", version)
+    bert, t5 = sorted((*tree.glob("pretrain_[bt]*.py"), *tree.glob("examples/*/pretrain_[bt]*.py")))
+    for script, tokenizer in ((bert, "BertWordPieceLowerCase"), (t5, "BertWordPieceCase")):
+        learns_from_sentences(tree, tmp_path, str(script.relative_to(tree)), "--tokenizer-type", tokenizer)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_npu_trains_like_the_cpu(version: str, tmp_path: Path) -> None:
+    """Weights that are drawn on the host are the same on every device."""
+    tree = checkout("megatron_core", version)
+    if unavailable():
+        pytest.skip(unavailable())
+    model = "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear".split()
+    changes = [*model, "--use-cpu-initialization", "--train-iters", "3", "--eval-iters", "0"]
+    cpu, npu = (pretrain(tree, tmp_path, *changes, device=device) for device in ("cpu", "npu"))
+    assert losses(npu) == pytest.approx(losses(cpu), rel=1e-6)
+    assert norms(npu) == norms(cpu)
+    assert len(losses(cpu)) == 3
