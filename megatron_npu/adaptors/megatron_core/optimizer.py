@@ -81,6 +81,24 @@ def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwar
     )
 
 
+_saving = functools.partial(
+    around,
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="a checkpoint of a run whose updates were all skipped, as the first ones of fp16 are, has no states "
+    "of the optimizer, and cannot be loaded (KeyError)",
+)
+
+
+@_saving(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.sharded_state_dict")
+@_saving(f"{_OPTIMIZER}.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict")
+def with_states(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make the states where the optimizer has none yet, as upstream does before it loads."""
+    if not self.optimizer.state and self.init_state_fn is not None:  # an offloaded one makes them itself
+        self.init_state_fn(self.optimizer, self.config)
+    return original(self, *args, **kwargs)
+
+
 # --- many tensors in one call -----------------------------------------------------------------------
 
 _multi_tensor = functools.partial(

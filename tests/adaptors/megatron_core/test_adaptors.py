@@ -329,16 +329,22 @@ def test_weights_on_the_host_do_not_depend_on_device_draws():
 # -- optimizer --------------------------------------------------------------------------------------
 
 
-def make_optimizer(distributed):
+def make_optimizer(distributed, dtype=torch.float32):
     """Return a one-layer model wrapped for data parallelism, and its Megatron optimizer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = make_config()
     layout = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
-    model = DistributedDataParallel(config, layout, torch.nn.Linear(4, 4).to(here()))
+    model = DistributedDataParallel(config, layout, torch.nn.Linear(4, 4).to(here(), dtype))
     settings_ = OptimizerConfig(
-        optimizer="adam", lr=1e-2, min_lr=0.0, use_distributed_optimizer=distributed, clip_grad=1.0
+        optimizer="adam",
+        lr=1e-2,
+        min_lr=0.0,
+        use_distributed_optimizer=distributed,
+        clip_grad=1.0,
+        fp16=dtype is torch.float16,
+        params_dtype=dtype,
     )
     return model, get_megatron_optimizer(settings_, [model])
 
@@ -359,6 +365,23 @@ def test_optimizer_is_the_fused_one(distributed):
     # the first Adam step moves each weight by the learning rate against its gradient
     torch.testing.assert_close(model.module.weight.detach(), before - 1e-2, atol=2e-4, rtol=0)
     assert inner.state_dict()  # fails upstream, before the first step even (distrib_optimizer.py)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_what_is_saved_before_the_first_update_has_states(distributed):
+    """As in a run of fp16 whose first gradients overflow; upstream saves none, and cannot load that."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    model, optimizer = make_optimizer(distributed, torch.float16)
+    weights = {
+        name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=(0, 0, 0))
+        for name, parameter in model.module.named_parameters()
+    }
+    saved = optimizer.sharded_state_dict(weights)
+    keys = [each.key for each in nested_values(saved) if isinstance(each, ShardedTensor)]
+    for state in ("exp_avg", "exp_avg_sq"):
+        assert any(state in key.split(".") for key in keys), keys
 
 
 def test_gradient_norm_and_scaling():
