@@ -378,7 +378,8 @@ def test_what_is_saved_before_the_first_update_has_states(distributed):
         name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=(0, 0, 0))
         for name, parameter in model.module.named_parameters()
     }
-    saved = optimizer.sharded_state_dict(weights)
+    layout = {"distrib_optim_sharding_type": "dp_reshardable"}  # as stock scripts save
+    saved = optimizer.sharded_state_dict(weights, metadata=layout)
     keys = [each.key for each in nested_values(saved) if isinstance(each, ShardedTensor)]
     for state in ("exp_avg", "exp_avg_sq"):
         assert any(state in key.split(".") for key in keys), keys
