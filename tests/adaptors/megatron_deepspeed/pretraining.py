@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+
 from tests.adaptors.megatron_lm import runs
 
 ITERATIONS = 6
@@ -29,3 +31,16 @@ def engine(folder: Path, stage: int) -> str:
     sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": runs.BATCH}
     path.write_text(json.dumps({**sizes, "gradient_clipping": 1.0, "zero_optimization": {"stage": stage}}))
     return f"--deepspeed --deepspeed_config {path} --zero-stage {stage}"
+
+
+def split_into_stages(checkpoint: Path, stages: int) -> None:
+    """Let a checkpoint of DeepSpeed's engine, whose weights are in a file per layer, be one of a pipeline.
+
+    So two layouts can begin with the same weights; otherwise each stage draws its own.
+    """
+    (folder,) = (path for path in checkpoint.iterdir() if path.is_dir())
+    first = folder / "mp_rank_00_model_states.pt"
+    states = torch.load(first, weights_only=False)  # written by the run before
+    states["args"].pipeline_model_parallel_size = states["mp_world_size"] = stages
+    for rank in range(stages):
+        torch.save(states, folder / f"mp_rank_{rank:02d}_model_states.pt")

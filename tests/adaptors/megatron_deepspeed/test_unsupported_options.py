@@ -1,0 +1,49 @@
+"""Options that cannot work end in one line, before a model is built."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from megatron_npu.adaptors.megatron_deepspeed import unsupported_options
+from megatron_npu.errors import UsageError
+
+
+def arguments(**changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"cpu_optimizer": False, "deepspeed": True, "zero_stage": 1.0, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "zero_stage", "message"),
+    [
+        (None, 1.0, "no such file"),
+        ("{", 1.0, "Expecting property name"),
+        ("[]", 1.0, "a list; expected a file with a JSON object"),
+        ('{"zero_optimization": {"stage": 2}}', 1.0, "ZeRO stage 2"),
+        ("{}", 3, "ZeRO stage 3"),
+        ('{"fp16": {"enabled": true}}', 1.0, "fp16 with --deepspeed on a CPU"),
+    ],
+)
+def test_configurations_that_cannot_work(tmp_path, monkeypatch, text, zero_stage, message):
+    monkeypatch.setattr(unsupported_options.devices, "current", lambda: argparse.Namespace(name="cpu"))
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        unsupported_options.refuse(arguments(deepspeed_config=str(path), zero_stage=zero_stage))
+
+
+def test_flags_that_cannot_work(tmp_path):
+    with pytest.raises(UsageError, match="--deepspeed_config None: no such file"):
+        unsupported_options.refuse(arguments(deepspeed_config=None))
+    with pytest.raises(UsageError, match="declares and does not have"):
+        unsupported_options.refuse(arguments(cpu_optimizer=True))
+
+
+def test_others_pass(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
+    unsupported_options.refuse(arguments(deepspeed_config=str(path)))
+    unsupported_options.refuse(arguments(deepspeed=False, deepspeed_config=None))
