@@ -145,6 +145,14 @@ TRUST_FILES = Variable(
     "Let checkpoints of megatron-core run the code that they hold, as upstream does: for your own files.",
     ("0", "1"),
 )
+TE = Variable(
+    "MEGATRON_NPU_TE",
+    "none",
+    "What is found under TransformerEngine's names where it is not installed. local: layers of this package, "
+    "for libraries and checkpoints that name parameters as TransformerEngine does; none: nothing, and who "
+    "asks for its layers gets Megatron's local ones.",
+    ("none", "local"),
+)
 WATCHDOG = Variable(
     "MEGATRON_NPU_WATCHDOG",
     "300",

@@ -106,8 +106,9 @@ ROOMS = (
     Room("stock_tools.py", "scripts inside a Megatron-LM tree: their path, and those refused", "errors"),
     Room(
         "standins/",
-        "modules in place of absent packages that upstream imports (apex, amp_C, …)",
-        "devices ops upstream",
+        "modules in place of absent packages that upstream imports (apex, amp_C, …), and layers under "
+        "TransformerEngine's names",
+        "devices errors ops settings upstream",
         ("torch", "megatron"),
     ),
     Room(

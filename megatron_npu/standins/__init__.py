@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 
+from megatron_npu import settings
 from megatron_npu.upstream import Upstream
 
 
@@ -28,6 +29,7 @@ class StandIn:
         upstreams: the upstreams that import it.
         why: what happens without it.
         unless: files of upstream, as a pattern, that make it unnecessary.
+        te: the value of ``MEGATRON_NPU_TE`` that it is for; empty: any.
     """
 
     name: str
@@ -36,6 +38,7 @@ class StandIn:
     upstreams: tuple[str, ...]
     why: str
     unless: str = ""
+    te: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,19 @@ class NameStandIn:
 
 _APEX = "megatron.optimizer, megatron.utils and clip_grads of Megatron-LM import apex and amp_C always"
 _LM = ("megatron_lm", "megatron_deepspeed")  # megatron-core looks for apex and goes on without
+
+_TE = "megatron_npu.standins.transformer_engine"
+_TE_MODULES = (
+    "transformer_engine",
+    "transformer_engine.common",
+    "transformer_engine.common.recipe",
+    "transformer_engine.pytorch",
+    "transformer_engine.pytorch.attention",
+    "transformer_engine.pytorch.distributed",
+    "transformer_engine.pytorch.fp8",
+    "transformer_engine.pytorch.ops",
+    "transformer_engine.pytorch.tensor",
+)
 
 STAND_INS = (
     StandIn("apex", "megatron_npu.standins.apex", "apex", _LM, _APEX),
@@ -106,6 +122,18 @@ STAND_INS = (
         ("megatron_core",),
         "the specs of ViT and LLaVA of 0.12 import its layers always, those of their local specs too",
         unless="megatron/core/models/backends.py",  # since 0.13, whose module can be imported without
+        te="none",
+    ),
+    *(
+        StandIn(
+            name,
+            _TE if name == "transformer_engine" else f"{_TE}.{name.rpartition('.')[2]}",
+            "transformer_engine",
+            ("megatron_core",),
+            "MEGATRON_NPU_TE=local: layers under TransformerEngine's names",
+            te="local",
+        )
+        for name in _TE_MODULES
     ),
     StandIn(
         "megatron.model.vision.knn_monitor",
@@ -168,7 +196,14 @@ def is_needed(stand_in: StandIn, upstream: Upstream) -> bool:
     """Return whether ``upstream`` imports it and the real one is absent."""
     if upstream.name not in stand_in.upstreams or stand_in.name in sys.modules:
         return False
+    if stand_in.te not in ("", settings.TE.get()):
+        return False
     return _absent(stand_in.needs) and not (stand_in.unless and any(upstream.root.glob(stand_in.unless)))
+
+
+def te_layers() -> bool:
+    """Return whether our layers are under TransformerEngine's names in this process."""
+    return getattr(sys.modules.get("transformer_engine"), "__name__", "") == _TE
 
 
 def _absent(package: str) -> bool:

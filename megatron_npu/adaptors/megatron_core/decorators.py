@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
+from megatron_npu import standins
 from megatron_npu.adaptors.shared import decorators
 
 WITHOUT_CUDA, installed = decorators.WITHOUT_CUDA, decorators.installed
@@ -13,5 +12,26 @@ _recorder = decorators.recorder("megatron_core")
 replace, around, wrap = _recorder.replace, _recorder.around, _recorder.wrap
 constant, watch = _recorder.constant, _recorder.watch
 
-transformer_engine_present = partial(installed, "transformer_engine")
-fused_optimizer_present = partial(installed, "transformer_engine", "apex")
+
+def transformer_engine_present() -> str | None:
+    """Return why a patch for the absence of TransformerEngine's kernels is not needed: it is installed."""
+    return None if standins.te_layers() else installed("transformer_engine")
+
+
+def te_layers_present() -> str | None:
+    """Return why a patch for the absence of TransformerEngine's layers is not needed.
+
+    It is installed, or layers of ours stand under its names.
+    """
+    ours = "MEGATRON_NPU_TE=local: layers of megatron_npu under TransformerEngine's names"
+    return ours if standins.te_layers() else installed("transformer_engine")
+
+
+def te_layers_not_ours() -> str | None:
+    """Return why a patch for our layers under TransformerEngine's names is not needed."""
+    return None if standins.te_layers() else "MEGATRON_NPU_TE=local is not set, or TransformerEngine is there"
+
+
+def fused_optimizer_present() -> str | None:
+    """Return why a patch for the absence of fused optimizers is not needed."""
+    return transformer_engine_present() or installed("apex")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_npu import devices
+from megatron_npu import devices, standins
 from megatron_npu.adaptors.megatron_core.decorators import (
     WITHOUT_CUDA,
     around,
@@ -155,6 +155,9 @@ def do_without_cuda_graphs(options: Any) -> None:
 def take_local_implementation(args: argparse.Namespace) -> None:
     """Take the local layers, with our operations, and refuse or switch off what they do not have.
 
+    With ``MEGATRON_NPU_TE=local`` and ``--transformer-impl transformer_engine`` the layers are ours, too, but
+    under TransformerEngine's names.
+
     Args:
         args: the scripts' arguments.
 
@@ -163,7 +166,8 @@ def take_local_implementation(args: argparse.Namespace) -> None:
         FallbackForbiddenError: in strict mode, the local layers were not asked for.
     """
     do_without_transformer_engine(args)
-    if args.transformer_impl != "local":  # transformer_engine, the default, or since 0.16 inference_optimized
+    named = standins.te_layers() and args.transformer_impl == "transformer_engine"
+    if args.transformer_impl != "local" and not named:  # the default, or since 0.16 inference_optimized
         redirect.report(f"--transformer-impl {args.transformer_impl}")
         args.transformer_impl = "local"
     # On by default, and refused then without TransformerEngine; the path without it is as fused here.

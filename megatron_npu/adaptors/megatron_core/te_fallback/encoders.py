@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, transformer_engine_present
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, te_layers_present
 from megatron_npu.adaptors.megatron_core.norm import Norm
 from megatron_npu.adaptors.megatron_core.te_fallback.redirect import (
     force_flag_off,
@@ -31,14 +31,14 @@ def _local_bert_layer() -> Any:
 
 around(
     f"{_BERT}:get_bert_layer_with_transformer_engine_spec",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why="without TransformerEngine it is an ImportError",
 )(redirect_to_local(_local_bert_layer))
 
 
 @around(
     f"{_BERT}:__getattr__",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why="pretrain_bert.py imports bert_layer_with_transformer_engine_spec whatever its flags: ImportError",
 )
 def allow_import_of_te_layer(original: Callable[[str], Any], name: str) -> Any:
@@ -64,19 +64,19 @@ def _block_with_local_norm(layer: str) -> Callable[..., Any]:
 for _part in ("encoder", "decoder"):
     around(
         f"{_T5}:{_part}_model_with_transformer_engine_default_spec",
-        condition=transformer_engine_present,
+        condition=te_layers_present,
         why="without TransformerEngine it is a NameError, or gives layers of a mock or of None, by version",
     )(redirect_to_local(f"{_part}_model_with_local_spec"))
 
     around(
         f"{_T5}:get_t5_{_part}_with_transformer_engine_block_spec",
-        condition=transformer_engine_present,
+        condition=te_layers_present,
         why="without TransformerEngine it is a NameError, or gives layers of a mock or of None, by version",
     )(redirect_to_local(f"get_t5_{_part}_with_local_block_spec"))
 
     around(
         f"{_T5}:get_t5_{_part}_with_local_block_spec",
-        condition=transformer_engine_present,
+        condition=te_layers_present,
         upstream_bug=True,
         until=NOT_FIXED,
         why="its final norm is TransformerEngine's: a NameError, a mock, or silently none, by version",
@@ -85,13 +85,13 @@ for _part in ("encoder", "decoder"):
     around(
         f"{_RETRO}.{_part}_spec:get_retro_{_part}_layer_te_spec",
         versions="<0.16",
-        condition=transformer_engine_present,
+        condition=te_layers_present,
         why="without TransformerEngine it ends in a NameError",
     )(redirect_to_local(f"get_retro_{_part}_layer_local_spec"))
 
     around(
         f"{_RETRO}.{_part}_spec:get_retro_{_part}_block_spec",
         versions="<0.16",
-        condition=transformer_engine_present,
+        condition=te_layers_present,
         why="asked for TransformerEngine without it, it ends in a NameError",
     )(force_flag_off("use_transformer_engine"))

@@ -15,7 +15,7 @@ from megatron_npu.adaptors.megatron_core.decorators import (
     around,
     constant,
     replace,
-    transformer_engine_present,
+    te_layers_present,
     wrap,
 )
 from megatron_npu.adaptors.megatron_core.norm import Norm
@@ -25,7 +25,7 @@ from megatron_npu.adaptors.megatron_core.te_fallback import redirect
 @replace(
     "megatron.core.extensions.transformer_engine:TENorm",
     versions=">=0.13",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why="without TransformerEngine it is an ImportError, or a mock: models for images name it as it is",
 )
 class TENorm:
@@ -42,7 +42,7 @@ class TENorm:
 @wrap(
     "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider",
     versions=">=0.13",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why="without TransformerEngine the layers that it provides are made of a mock",
 )
 def provide_local_layers(original: type) -> type:
@@ -67,7 +67,7 @@ constant(
     "megatron.core.transformer.multi_latent_attention:HAVE_TE",
     False,
     versions=">=0.14,<0.17",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     upstream_bug=True,
     until="0.17, which asks the wrapper",
     why="upstream takes it for present because its own wrapper can be imported without it, and asks then "
@@ -78,7 +78,7 @@ constant(
 @replace(
     "megatron.core.utils:get_te_version",
     versions="<0.17",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     upstream_bug=True,
     until="0.17, which says 0.0.0",
     why="0.12 imports TransformerEngine for the answer, 0.13 to 0.16 give None, which cannot be compared: "

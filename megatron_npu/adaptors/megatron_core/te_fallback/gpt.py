@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, transformer_engine_present
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, te_layers_present
 from megatron_npu.adaptors.megatron_core.script_arguments import script_arguments
 from megatron_npu.adaptors.megatron_core.te_fallback.redirect import force_flag_off, redirect_to_local
 
@@ -27,13 +27,13 @@ _local_submodules = redirect_to_local("get_gpt_layer_local_submodules", normaliz
 around(
     f"{_SPECS}:get_gpt_layer_with_transformer_engine_spec",
     versions="<0.17",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why=_NAME_ERROR,
 )(_local_layer)
 around(
     f"{_SPECS}:get_gpt_layer_with_transformer_engine_submodules",
     versions=">=0.17",  # the spec calls it
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why="without TransformerEngine its layers are made of a mock",
 )(_local_submodules)
 
@@ -41,47 +41,47 @@ _WHY_INFERENCE = "its layers are TransformerEngine's, and it asserts that"
 around(
     f"{_SPECS}:get_gpt_layer_with_inference_spec",
     versions=">=0.16,<0.17",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why=_WHY_INFERENCE,
 )(_local_layer)
 around(
     f"{_SPECS}:get_gpt_layer_with_inference_submodules",
     versions=">=0.17",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why=_WHY_INFERENCE,
 )(_local_submodules)
 
-around(f"{_SPECS}:get_mlp_module_spec", condition=transformer_engine_present, why=_NAME_ERROR)(
+around(f"{_SPECS}:get_mlp_module_spec", condition=te_layers_present, why=_NAME_ERROR)(
     force_flag_off("use_te")
 )
 
 around(
     f"{_SPECS}:get_gpt_decoder_layer_specs",
     versions=">=0.16",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why=_NAME_ERROR,
 )(force_flag_off("use_transformer_engine"))
 
 for _name in ("get_gpt_decoder_block_spec", "get_gpt_mtp_block_spec"):
-    around(f"{_SPECS}:{_name}", condition=transformer_engine_present, why=_NAME_ERROR)(
+    around(f"{_SPECS}:{_name}", condition=te_layers_present, why=_NAME_ERROR)(
         force_flag_off("use_transformer_engine")
     )
 
 around(
     "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs:get_gpt_heterogeneous_layer_spec",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why="asked for TransformerEngine without it, its layers are None",
 )(force_flag_off("use_te"))
 
 around(
     "megatron.core.models.gpt.moe_module_specs:get_moe_module_spec",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why="its default is TransformerEngine: a NameError in 0.12, layers of a mock since",
 )(force_flag_off("use_te"))
 
 around(
     "megatron.core.transformer.multi_token_prediction:get_mtp_layer_spec",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why="asked for TransformerEngine without it, it ends in an AssertionError or a NameError",
 )(force_flag_off("use_transformer_engine"))
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, transformer_engine_present
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, te_layers_present
 from megatron_npu.adaptors.megatron_core.norm import Norm
 from megatron_npu.adaptors.megatron_core.te_fallback.redirect import redirect_to_local
 
 
 @around(
     "megatron.core.models.vision.clip_vit_model:CLIPViTModel.__init__",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     upstream_bug=True,
     until=NOT_FIXED,
     why="without TransformerEngine its default norm is torch.nn.LayerNorm, which does not take the config "
@@ -47,7 +47,7 @@ def _local_vit_layer() -> Any:
 
 around(
     "megatron.core.models.vision.vit_layer_specs:get_vit_layer_with_transformer_engine_spec",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why="without TransformerEngine its layers are made of a mock; 0.12 imports it always",
 )(redirect_to_local(_local_vit_layer))
 
@@ -64,6 +64,6 @@ def _local_llava_layer(qk_layernorm: bool = False, **kwargs: Any) -> Any:
 
 around(
     "megatron.core.models.multimodal.llava_spec:decoder_model_with_transformer_engine_default_spec",
-    condition=transformer_engine_present,
+    condition=te_layers_present,
     why="without TransformerEngine its layers are made of a mock; 0.12 imports it always",
 )(redirect_to_local(_local_llava_layer))

@@ -1,0 +1,48 @@
+"""Attention under TransformerEngine's name, where ``MEGATRON_NPU_TE=local`` asks for its layers.
+
+Connects ``extensions.transformer_engine``. All other classes there are upstream's own, around the modules of
+``standins.transformer_engine``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import te_layers_not_ours, wrap
+
+
+@wrap(
+    "megatron.core.extensions.transformer_engine:TEDotProductAttention",
+    condition=te_layers_not_ours,
+    why="it is made of TransformerEngine's kernels; megatron-core's own attention, which runs our operation, "
+    "has the same meaning: masks, windows, packed sequences, context parallelism",
+)
+def attention_of_megatron_core(original: type) -> type:
+    """Return megatron-core's attention with the arguments of upstream's ``TEDotProductAttention``.
+
+    It has no state: what TransformerEngine's has in a checkpoint (scales of fp8) is not used.
+    """
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class TEDotProductAttention(DotProductAttention):
+        def __init__(
+            self,
+            *args: Any,
+            num_splits: int | None = None,  # since 0.15, for flash-attn's kernel
+            cp_comm_type: str | None = "p2p",
+            **kwargs: Any,
+        ) -> None:
+            super().__init__(*args, cp_comm_type=cp_comm_type, **kwargs)
+            self._register_load_state_dict_pre_hook(_without_extra_state)
+
+        def forward(self, *args: Any, num_splits: int | None = None, **kwargs: Any) -> Tensor:
+            return super().forward(*args, **kwargs)
+
+    TEDotProductAttention.__doc__ = original.__doc__
+    return TEDotProductAttention
+
+
+def _without_extra_state(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    state_dict.pop(f"{prefix}_extra_state", None)

@@ -1,0 +1,40 @@
+"""``transformer_engine.pytorch.fp8``: the state of fp8, which is off."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+from megatron_npu.standins.transformer_engine.recipe import refuse
+
+
+class FP8GlobalStateManager:
+    """What upstream asks the state of fp8."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        """Return False."""
+        return False
+
+    @staticmethod
+    def get_fp8_recipe() -> None:
+        """Return None: there is none in force."""
+
+
+def fp8_autocast(enabled: bool = True, **_: Any) -> AbstractContextManager[None]:
+    """Return a context that changes nothing.
+
+    Raises:
+        UsageError: ``enabled``.
+    """
+    return refuse("fp8_autocast") if enabled else contextlib.nullcontext()
+
+
+def fp8_model_init(enabled: bool = True, **_: Any) -> AbstractContextManager[None]:
+    """Return a context in which parameters are made in their own precision.
+
+    Raises:
+        UsageError: ``enabled``.
+    """
+    return refuse("fp8_model_init") if enabled else contextlib.nullcontext()

@@ -1,0 +1,288 @@
+"""``transformer_engine.pytorch``: the linear layers, alone and with the norm before them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_npu.errors import UsageError
+from megatron_npu.ops import norm
+from megatron_npu.standins.transformer_engine import parallel
+
+_logger = logging.getLogger(__name__)
+Initializer = Callable[[Tensor], Any]
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """What the layers have in common: the tensor-parallel group, parameters and their first values.
+
+    Args:
+        tp_group, tp_size: the ranks that share the weights; the group may be None and follow later.
+        sequence_parallel: each of them has its part of the sequence outside the layer.
+        get_rng_state_tracker: gives the tracker whose states fill the weights; None: torch's own state.
+        rng_tracker_name: of the state; None: that of the model-parallel ranks.
+        params_dtype: of the parameters; None: torch's default.
+        device: of the parameters; ``meta`` leaves them empty until ``reset_parameters``.
+        fuse_wgrad_accumulation: accumulate gradients of weights into their ``main_grad``.
+        delay_wgrad_compute, symmetric_ar_type: refused.
+        others: names of communication buffers, which these layers do not have.
+
+    Raises:
+        UsageError: weight gradients are to be computed later, or a symmetric all-reduce, or overlapped
+            communication is asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: Any = "cuda",
+        fuse_wgrad_accumulation: bool = False,
+        ub_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        _refuse_others(others)
+        self.tp_group, self.tp_size = tp_group, tp_size
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
+        self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
+        self.params_dtype, self.device = params_dtype or torch.get_default_dtype(), device
+        self.fuse_wgrad_accumulation, self.ub_name = fuse_wgrad_accumulation, ub_name
+        self.fp8 = self.fp8_calibration = self.save_original_input = False
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
+        self._initial: dict[str, tuple[Initializer, bool]] = {}
+        self._register_load_state_dict_pre_hook(_complete_extra_state, with_module=True)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Take the group of the tensor-parallel ranks."""
+        self.tp_group = tp_group
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Do nothing: there is no fp8."""
+
+    def get_extra_state(self) -> Tensor:
+        """Return an empty tensor of bytes, as TransformerEngine 2 does for a layer without fp8."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take None, empty or not: the scales of fp8 mean nothing to weights that are loaded in full."""
+        if state is not None and getattr(state, "numel", lambda: 1)():
+            _logger.info("%s: the state of fp8 in the checkpoint is not used", type(self).__name__)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Fill all parameters with their first values."""
+        if not defer_init:
+            for name, (fill, random) in self._initial.items():
+                with torch.no_grad(), self._random_state() if random else contextlib.nullcontext():
+                    fill(getattr(self, name))
+
+    def add_parameter(self, name: str, sizes: tuple[int, ...], fill: Initializer, random: bool) -> Any:
+        """Register a parameter; return it, to be marked.
+
+        Args:
+            random: it is filled from the state of the tracker.
+        """
+        parameter = Parameter(torch.empty(*sizes, dtype=self.params_dtype, device=self.device))
+        self.register_parameter(name, parameter)
+        self._initial[name] = (fill, random)
+        return parameter
+
+    def _random_state(self) -> Any:
+        if self.get_rng_state_tracker is None:
+            return contextlib.nullcontext()
+        name = [self.rng_tracker_name] if self.rng_tracker_name else []
+        return self.get_rng_state_tracker().fork(*name)
+
+    def add_weights(
+        self,
+        number: str,
+        out_features: int,
+        in_features: int,
+        mode: str | None,
+        bias: bool,
+        fill: Initializer,
+    ) -> None:
+        """Register ``weight`` ``[o, i]`` and ``bias`` ``[o]``, marked with how ranks share them.
+
+        Args:
+            number: follows the names, in a layer of several.
+            out_features, in_features: of this rank.
+            mode: ``column``, ``row`` or None.
+        """
+        from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+        weight = self.add_parameter(f"weight{number}", (out_features, in_features), fill, random=True)
+        set_tensor_model_parallel_attributes(weight, True, 1 if mode == "row" else 0, 1)
+        if not bias:
+            setattr(self, f"bias{number}", torch.empty(0, dtype=self.params_dtype))
+            return
+        vector = self.add_parameter(f"bias{number}", (out_features,), torch.nn.init.zeros_, random=False)
+        if mode == "row":  # finalize_model_grads all-reduces these over the tensor-parallel group
+            vector.sequence_parallel = self.sequence_parallel
+        elif mode == "column":
+            set_tensor_model_parallel_attributes(vector, True, 0, 1)
+
+
+def _refuse_others(others: dict[str, Any]) -> None:
+    for name in ("delay_wgrad_compute", "symmetric_ar_type"):
+        if others.pop(name, None):
+            raise UsageError(
+                f"{name} without TransformerEngine",
+                "layers that compute the gradients of their weights at once, and reduce with the group's own",
+                f"Leave out --{name.replace('_', '-')}.",
+            )
+    overlapped = [name for name, value in others.items() if name.startswith("ub_") and value]
+    if overlapped:
+        raise UsageError(
+            f"{overlapped[0]} without TransformerEngine",
+            "communication that is not overlapped with products",
+            "Leave out --tp-comm-overlap: its buffers are TransformerEngine's.",
+        )
+
+
+def _complete_extra_state(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a checkpoint without ``_extra_state`` be loaded, and one with that of each expert."""
+    for name in [name for name in state_dict if name.startswith(f"{prefix}_extra_state")]:
+        if name != f"{prefix}_extra_state":
+            del state_dict[name]
+    state_dict.setdefault(f"{prefix}_extra_state", None)
+
+
+class Linear(TransformerEngineBaseModule):
+    """``input @ weight.T + bias``, with the communication of its mode.
+
+    Args:
+        in_features, out_features: whole, over all tensor-parallel ranks.
+        bias: whether there is one.
+        init_method: fills the weight.
+        return_bias: return it, do not add it.
+        parallel_mode: ``column``: ranks share what comes out, ``row``: what goes in; None: neither.
+        options: those of ``TransformerEngineBaseModule``.
+    """
+
+    weight: Parameter
+    bias: Tensor  # without one it is empty, as TransformerEngine's
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        init_method: Initializer | None = None,
+        return_bias: bool = False,
+        parallel_mode: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.use_bias, self.return_bias, self.parallel_mode = bias, return_bias, parallel_mode
+        self.apply_bias = bias and not return_bias
+        self.in_features = in_features // self.tp_size if parallel_mode == "row" else in_features
+        self.out_features = out_features // self.tp_size if parallel_mode == "column" else out_features
+        self.sequence_parallel = self.sequence_parallel and parallel_mode is not None
+        self._add_norm()
+        fill = init_method or normal_weights
+        self.add_weights("", self.out_features, self.in_features, parallel_mode, bias, fill)
+        self.reset_parameters(defer_init=str(self.device) == "meta")
+
+    def _add_norm(self) -> None:
+        """Register what comes before the weight: nothing."""
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """``[s, b, i]`` to ``[s, b, o]``, each as the mode cuts it; with ``return_bias`` also the bias."""
+        output = self._linear(inp)
+        return (output, self.bias) if self.return_bias else output
+
+    def _linear(self, inp: Tensor) -> Tensor:
+        options: dict[str, Any] = {"group": self.tp_group, "fused": self.fuse_wgrad_accumulation}
+        bias = self.bias if self.apply_bias else None
+        if self.parallel_mode == "row":
+            options |= {"size": self.tp_size, "sequence": self.sequence_parallel}
+            return parallel.row(inp, self.weight, bias, **options)
+        size = self.tp_size if self.parallel_mode == "column" else 1
+        options |= {"size": size, "sequence": self.sequence_parallel}
+        return parallel.column(inp, self.weight, bias, **options)
+
+
+def normal_weights(weight: Tensor) -> None:
+    """Fill a weight as TransformerEngine 2.6 does where no ``init_method`` is given."""
+    torch.nn.init.normal_(weight, 0.0, 0.023)
+
+
+class LayerNormLinear(Linear):
+    """A norm and a linear layer; parameters ``layer_norm_weight``, ``layer_norm_bias``, ``weight``, ``bias``.
+
+    Args:
+        eps: added to the variance.
+        normalization: ``LayerNorm`` or ``RMSNorm``, which has no bias.
+        zero_centered_gamma: the norm multiplies with its weight + 1.
+        return_layernorm_output: return what the norm gives, too; ``return_layernorm_output_gathered``, an
+            attribute, asks for that of the whole sequence.
+        options: those of ``Linear``.
+
+    Raises:
+        UsageError: another normalization.
+    """
+
+    layer_norm_weight: Parameter
+    layer_norm_bias: Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float = 1e-5,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        **options: Any,
+    ) -> None:
+        if normalization not in ("LayerNorm", "RMSNorm"):
+            raise UsageError(
+                f"normalization {normalization}", "LayerNorm or RMSNorm", "Give --normalization one of them."
+            )
+        self._norm = (eps, normalization, zero_centered_gamma)
+        super().__init__(in_features, out_features, **options)
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+
+    def _add_norm(self) -> None:
+        self.eps, self.normalization, self.zero_centered_gamma = self._norm
+        first = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
+        sizes = (self.in_features,)
+        weight = self.add_parameter("layer_norm_weight", sizes, first, random=False)
+        weight.sequence_parallel = self.sequence_parallel
+        if self.normalization == "RMSNorm":
+            self.layer_norm_bias = None
+            return
+        bias = self.add_parameter("layer_norm_bias", sizes, torch.nn.init.zeros_, random=False)
+        bias.sequence_parallel = self.sequence_parallel
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """As ``Linear``; with ``return_layernorm_output`` also ``[s, b, i]``, the norm's, comes last."""
+        if self.layer_norm_bias is None:
+            normed = norm.rms_norm(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
+        else:
+            normed = norm.layer_norm(
+                inp, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma
+            )
+        results: list[Any] = [self._linear(normed)]
+        if self.return_bias:
+            results.append(self.bias)
+        if self.return_layernorm_output:
+            whole = self.return_layernorm_output_gathered and self.sequence_parallel
+            results.append(parallel.gathered(normed, self.tp_group) if whole else normed)
+        return tuple(results) if len(results) > 1 else results[0]

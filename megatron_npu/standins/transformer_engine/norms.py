@@ -1,0 +1,75 @@
+"""``transformer_engine.pytorch``: the norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_npu.ops import norm
+
+
+class RMSNorm(torch.nn.Module):
+    """RMS norm with a ``weight``, on our operation.
+
+    Args:
+        normalized_shape: size of the last dimension.
+        eps: added to the mean of squares.
+        sequence_parallel: the gradient of the weight is summed over the tensor-parallel ranks.
+        zero_centered_gamma: multiply with the weight + 1.
+        params_dtype: of the parameters; None: torch's default.
+        device: of the parameters.
+        hidden_size: another name of ``normalized_shape``, which megatron-core before 0.17 gives.
+    """
+
+    has_bias = False
+    weight: Parameter
+    bias: Parameter
+
+    def __init__(
+        self,
+        normalized_shape: int | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        zero_centered_gamma: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: Any = "cuda",
+        hidden_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        size: Any = hidden_size if normalized_shape is None else normalized_shape
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.sequence_parallel = sequence_parallel
+        for name in ("weight", "bias") if self.has_bias else ("weight",):
+            parameter: Any = Parameter(torch.empty(size, dtype=params_dtype, device=device))
+            parameter.sequence_parallel = sequence_parallel
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
+        self._register_load_state_dict_pre_hook(_without_extra_state)
+
+    def reset_parameters(self) -> None:
+        """Make the norm the identity up to normalization."""
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.has_bias:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., h]`` to ``[..., h]``."""
+        return norm.rms_norm(input, self.weight, self.eps, self.zero_centered_gamma)
+
+
+class LayerNorm(RMSNorm):
+    """Layer norm with a ``weight`` and a ``bias``; arguments as ``RMSNorm``."""
+
+    has_bias = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., h]`` to ``[..., h]``."""
+        return norm.layer_norm(input, self.weight, self.bias, self.eps, self.zero_centered_gamma)
+
+
+def _without_extra_state(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take out what TransformerEngine's norms have since version 2, and nobody needs."""
+    state_dict.pop(f"{prefix}_extra_state", None)

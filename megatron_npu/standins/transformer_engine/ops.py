@@ -1,0 +1,87 @@
+"""``transformer_engine.pytorch.ops``: activations as modules; chains of fused layers are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_npu.errors import UsageError
+from megatron_npu.ops import activation
+
+
+class FusibleOperation(torch.nn.Module):
+    """What the operations are derived from."""
+
+
+class _Activation(FusibleOperation):
+    """An activation without parameters: ``[..., h]`` to ``[..., h]``, or from ``[..., 2h]`` where gated."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the function of the class."""
+        return type(self).function(input)
+
+
+class GELU(_Activation):
+    """gelu, tanh form."""
+
+    function = staticmethod(activation.bias_gelu)
+
+
+class GEGLU(_Activation):
+    """``gelu(a) * b``, tanh form."""
+
+    function = staticmethod(activation.geglu)
+
+
+class SwiGLU(_Activation):
+    """``silu(a) * b``."""
+
+    function = staticmethod(activation.swiglu)
+
+
+class SiLU(_Activation):
+    """``silu(a)``."""
+
+    function = staticmethod(F.silu)
+
+
+class ReLU(_Activation):
+    """``relu(a)``."""
+
+    function = staticmethod(F.relu)
+
+
+def _reglu(input: Tensor) -> Tensor:
+    gate, value = input.chunk(2, -1)
+    return F.relu(gate) * value
+
+
+class ReGLU(_Activation):
+    """``relu(a) * b``."""
+
+    function = staticmethod(_reglu)
+
+
+class Sequential(FusibleOperation):
+    """Operations that TransformerEngine fuses.
+
+    Raises:
+        UsageError: it is made.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise UsageError(
+        "use_te_op_fuser without TransformerEngine",
+        "an MLP of the layers that are here; their norm, product and activation are fused as it is",
+        "Leave out use_te_op_fuser (--use-transformer-engine-op-fuser).",
+    )

@@ -1,0 +1,84 @@
+"""A linear layer's product with the communication of its tensor-parallel mode: megatron-core's functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+
+def column(
+    input: Tensor, weight: Tensor, bias: Tensor | None, *, group: Any, size: int, sequence: bool, fused: bool
+) -> Tensor:
+    """``[s, b, i]`` (``[s / tp, b, i]`` with ``sequence``), a weight ``[o / tp, i]`` to ``[s, b, o / tp]``.
+
+    Args:
+        bias: ``[o / tp]``, added; or None.
+        group, size: the tensor-parallel ranks.
+        sequence: each rank has its part of the sequence.
+        fused: accumulate the weight's gradient into its ``main_grad``.
+    """
+    return _product(input, weight, bias, fused, size > 1 and not sequence, sequence, group)
+
+
+def row(
+    input: Tensor, weight: Tensor, bias: Tensor | None, *, group: Any, size: int, sequence: bool, fused: bool
+) -> Tensor:
+    """``[s, b, i / tp]``, a weight ``[o, i / tp]`` to ``[s, b, o]`` (``[s / tp, b, o]`` with ``sequence``).
+
+    Args: as ``column``; the bias ``[o]`` is added to the sum over the ranks.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    output = _product(input, weight, None, fused, False, False, group)
+    if size > 1:
+        name = "reduce_scatter_to_sequence_parallel" if sequence else "reduce_from_tensor_model_parallel"
+        function = getattr(mappings, f"{name}_region")
+        output = function(output, **_known(function, group=group))
+    return output if bias is None else output + bias
+
+
+def gathered(part: Tensor, group: Any) -> Tensor:
+    """``[s / tp, b, h]`` of each rank to ``[s, b, h]``."""
+    from megatron.core.tensor_parallel import mappings
+
+    return mappings.gather_from_sequence_parallel_region(part, True, group=group)
+
+
+def _product(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    fused: bool,
+    allreduce: bool,
+    sequence: bool,
+    group: Any,
+) -> Tensor:
+    from megatron.core.tensor_parallel import layers
+
+    if weight.requires_grad:
+        function = layers.linear_with_grad_accumulation_and_async_allreduce
+    else:
+        function = layers.linear_with_frozen_weight
+    return function(
+        input=input,
+        weight=weight,
+        bias=bias,
+        gradient_accumulation_fusion=fused,
+        allreduce_dgrad=allreduce,
+        sequence_parallel=sequence,
+        **_known(function, tp_group=group),
+    )
+
+
+def _known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Return those options that the function takes: 0.12's know one tensor-parallel group alone."""
+    return {name: value for name, value in options.items() if name in _parameters(function)}
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

@@ -1,0 +1,145 @@
+"""Layers of ours under TransformerEngine's names: what they compute is what the local layers compute."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_npu import standins
+from megatron_npu.errors import UsageError
+from megatron_npu.standins.transformer_engine import pytorch, recipe
+from tests import warm
+from tests.conftest import ROOT
+from tests.end_to_end import tiny
+
+VERSIONS = ["0.12.1", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"]
+SHARED = ("0.12.1", "0.19.2")  # tried with two tensor-parallel processes as well
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_losses_gradients_and_checkpoints_are_those_of_local_layers(version: str, tmp_path: Path) -> None:
+    """Of a plain GPT, one of Llama's kind, and experts; bit for bit, but where ranks share a layer."""
+    root = ROOT / "checkouts" / (f"core_v{version}" if version == "0.16.1" else f"megatron_core-{version}")
+    if not root.is_dir():
+        pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
+    path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
+    environment = {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root), "MEGATRON_NPU_TE": "local"}
+    for processes in (1, 2) if version in SHARED else (1,):
+        done = warm.run(
+            [
+                sys.executable,
+                *tiny.torchrun(processes),
+                "-m",
+                "tests.adaptors.megatron_core.te_layers_worker",
+                str(tmp_path),
+            ],
+            env=tiny.environment() | environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_nothing_stands_under_the_name_unless_it_is_asked_for() -> None:
+    assert "transformer_engine" not in sys.modules
+    assert not standins.te_layers()
+
+
+def linear(kind: type = pytorch.Linear, **options):
+    torch.manual_seed(2)
+    return kind(**({"in_features": 6, "out_features": 4, "device": "cpu"} | options))
+
+
+def test_parameters_and_attributes_are_those_of_transformer_engine() -> None:
+    layer = linear(pytorch.LayerNormLinear, zero_centered_gamma=True)
+    names = ["layer_norm_weight", "layer_norm_bias", "weight", "bias"]
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert not layer.layer_norm_weight.any(), "its weight is 1 less"
+    column = linear(parallel_mode="column", tp_size=2, sequence_parallel=True, bias=False)
+    assert (column.in_features, column.out_features, column.weight.partition_dim) == (6, 2, 0)
+    assert column.bias.numel() == 0
+    row = linear(parallel_mode="row", tp_size=2, sequence_parallel=True)
+    assert (row.in_features, row.out_features, row.weight.partition_dim) == (3, 4, 1)
+    assert row.bias.sequence_parallel
+    grouped = linear(pytorch.GroupedLinear, num_gemms=2)
+    names = ["weight0", "bias0", "weight1", "bias1"]
+    assert [name for name, _ in grouped.named_parameters()] == names
+
+
+def test_a_grouped_layer_is_its_layers_one_after_the_other() -> None:
+    grouped = linear(pytorch.GroupedLinear, num_gemms=3, params_dtype=torch.float64)
+    torch.nn.init.normal_(grouped.bias1)
+    rows = torch.randn(7, 6, dtype=torch.float64)
+    counts = [3, 4, 0]
+    expected = torch.cat(
+        [
+            part @ getattr(grouped, f"weight{number}").t() + getattr(grouped, f"bias{number}")
+            for number, part in enumerate(rows.split(counts))
+        ]
+    )
+    torch.testing.assert_close(grouped(rows, counts), expected)
+    kept = linear(pytorch.GroupedLinear, num_gemms=3, params_dtype=torch.float64, return_bias=True)
+    output, biases = kept(rows, torch.tensor(counts))
+    torch.testing.assert_close(
+        output,
+        expected
+        - torch.cat(
+            [
+                row.expand(n, 4)
+                for row, n in zip([grouped.bias0, grouped.bias1, grouped.bias2], counts, strict=True)
+            ]
+        ),
+    )
+    assert biases[1] is kept.bias1
+
+
+def test_what_its_kernels_alone_can_do_is_refused() -> None:
+    refused = [
+        lambda: linear(delay_wgrad_compute=True),
+        lambda: linear(symmetric_ar_type="two_shot"),
+        lambda: linear(ub_overlap_ag=True),
+        lambda: linear(pytorch.LayerNormLinear, normalization="PowerNorm"),
+        recipe.DelayedScaling,
+        pytorch.fp8_autocast,
+        pytorch.DotProductAttention,
+        pytorch.distributed.CudaRNGStatesTracker,
+        pytorch.ops.Sequential,
+        pytorch.tensor.QuantizedTensor,
+    ]
+    for ask in refused:
+        with pytest.raises(UsageError):
+            ask()
+    with pytorch.fp8_autocast(enabled=False), pytorch.fp8_model_init(enabled=False):
+        pass
+
+
+def test_the_norm_before_a_layer_can_be_asked_for() -> None:
+    """Adapters (LoRA) of libraries take it from there."""
+    layer = linear(pytorch.LayerNormLinear, normalization="RMSNorm", return_bias=True)
+    layer.return_layernorm_output = True
+    input = torch.randn(5, 1, 6)
+    with torch.no_grad():
+        torch.nn.init.normal_(layer.layer_norm_weight)
+    output, bias, normed = layer(input)
+    scale = input.square().mean(-1, keepdim=True).add(layer.eps).rsqrt()
+    torch.testing.assert_close(normed, input * scale * layer.layer_norm_weight)
+    torch.testing.assert_close(output, normed @ layer.weight.t())
+    assert bias is layer.bias
+
+
+def test_activations_and_views() -> None:
+    x = torch.randn(3, 8)
+    gate, value = x.chunk(2, -1)
+    torch.testing.assert_close(pytorch.ops.SwiGLU()(x), torch.nn.functional.silu(gate) * value)
+    torch.testing.assert_close(pytorch.ops.ReGLU()(x), torch.relu(gate) * value)
+    tanh = torch.nn.functional.gelu(x, approximate="tanh")
+    torch.testing.assert_close(pytorch.ops.GELU()(x), tanh)
+    parts = pytorch.attention._SplitAlongDim.apply(x, 1, [7, 1], squeeze=True)
+    assert [part.shape for part in parts] == [(3, 7), (3,)]
