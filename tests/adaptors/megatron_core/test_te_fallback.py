@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.dispatch import FallbackForbiddenError
+from tests import warm
 from tests.adaptors.comparison import here
 from tests.adaptors.megatron_core import te_fallback_worker as worker
 from tests.adaptors.megatron_core.conftest import make_config
@@ -39,7 +39,7 @@ def test_other_versions(version: str) -> None:
     if not root.is_dir():
         pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
     path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "tests.adaptors.megatron_core.te_fallback_worker"],
         env=tiny.environment() | {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)},
         cwd=ROOT,
