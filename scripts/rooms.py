@@ -115,7 +115,7 @@ ROOMS = (
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
         "attention_flags checksums deepspeed_device devices errors files folder_lock interruption "
-        "older_flags ops patching replicas safe_load torch_readers watchdog",
+        "older_flags ops patching replicas safe_load standins torch_readers watchdog",
         ("torch", "megatron"),
     ),
     Room(
