@@ -8,9 +8,15 @@ and, not with the tree of 2023, Llama style (RMSNorm, SwiGLU, rotary positions, 
 variants: the redirection alone, which lets stock Megatron run on an NPU as torch_npu's transfer_to_npu does,
 and the whole project. With the tree of 2023 both have stand-ins for apex, without which it does not start.
 
+    megatron-npu sim -- python benchmarks/launches.py --optimizers       # what Adam holds, with megatron-core
+
 A layer is the difference between a model of 2 layers and one of 1, so that embedding, loss and the
 optimizer's constant part do not count. Launches are calls at the lowest level of torch's dispatcher; only the
 ratios mean something (docs/simulator.md). Results go to benchmarks/results/launches{,-megatron-lm}.json.
+
+With --optimizers, instead: all that the device holds after a step of Megatron's distributed optimizer, in
+bytes per parameter (the attention mask of 4 MiB is 2 of them here), and the launches of its step; to
+benchmarks/results/optimizer-memory.json.
 """
 
 from __future__ import annotations
@@ -31,6 +37,16 @@ from megatron_lm import OPERATIONS, write_vocabulary  # the benchmark beside thi
 
 STYLES, VARIANTS = ("gpt", "llama"), ("redirection", "project")
 HIDDEN, HEADS, GROUPS, VOCABULARY = 256, 4, 2, 512
+
+# Ways to keep what Adam needs, by name: options of Megatron's OptimizerConfig.
+_AWARE = {"use_precision_aware_optimizer": True}
+_BF16 = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "fp32 main weights": {},
+    "remainders": _AWARE,
+    "remainders, bf16 moments": {**_AWARE, **_BF16},
+    "fp16 main weights, bf16 moments": {**_AWARE, **_BF16, "main_params_dtype": "float16"},
+}
 
 # The patches that megatron-core does not run on an NPU without; "redirection" keeps these only.
 NEEDED = ("megatron.core.jit", "megatron.core.tensor_parallel.random")
@@ -63,8 +79,16 @@ def main() -> None:
     )
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--megatron", type=Path, metavar="PATH", help="a checkout of Megatron-LM 285068c8")
+    parser.add_argument("--optimizers", action="store_true", help="measure what Adam holds")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="measure this one alone")
     parser.add_argument("--one", nargs=3, metavar=("STYLE", "VARIANT", "LAYERS"), help="measure this one")
     arguments = parser.parse_args()
+    if arguments.optimizer:
+        print(json.dumps(measure_optimizer(arguments.optimizer, arguments.sequence)))
+        return
+    if arguments.optimizers:
+        write_optimizers(arguments)
+        return
     if arguments.one:
         style, variant, layers = arguments.one
         print(json.dumps(asdict(measure(style, variant, int(layers), arguments))))
@@ -103,25 +127,52 @@ def layer_cost(style: str, variant: str, arguments: argparse.Namespace) -> Cost:
     return Cost(**{name: two[name] - one[name] for name in one})
 
 
+def write_optimizers(arguments: argparse.Namespace) -> None:
+    """Measure every way to keep what Adam needs, and write the result."""
+    from megatron_npu import upstream
+
+    costs = {name: optimizer_cost(name, arguments) for name in OPTIMIZERS}
+    result = {"upstream": "megatron_core", "hidden": HIDDEN, "dtype": "bf16", "optimizers": costs}
+    report.write(
+        report.RESULTS / "optimizer-memory.json", result, megatron=upstream.find(arguments.megatron).version
+    )
+
+
+def optimizer_cost(name: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """Measure one way to keep what Adam needs, and print it."""
+    cost = in_child(arguments, "--optimizer", name)
+    print(f"{name:<32} {cost['launches']:3} launches, {cost['bytes_per_parameter']:.2f} bytes", flush=True)
+    return cost
+
+
 def run_child(style: str, variant: str, layers: int, arguments: argparse.Namespace) -> Cost:
     """Measure a whole model in a fresh process."""
+    return Cost(**in_child(arguments, "--one", style, variant, str(layers)))
+
+
+def in_child(arguments: argparse.Namespace, *what: str) -> dict[str, Any]:
+    """Return what this script prints in a fresh process."""
     options = ["--sequence", str(arguments.sequence)]
     options += ["--megatron", str(arguments.megatron)] if arguments.megatron else []
-    command = [sys.executable, __file__, *options, "--one", style, variant, str(layers)]
+    command = [sys.executable, __file__, *options, *what]
     # Bytecode would be written into the checkout.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return Cost(**json.loads(result.stdout.strip().splitlines()[-1]))
+    return json.loads(result.stdout.strip().splitlines()[-1])
 
 
 @dataclass
 class Training:
-    """The parts of a training step, in order; ``forget`` drops the gradients of the one before."""
+    """The parts of a training step, in order; ``forget`` drops the gradients of the one before.
+
+    ``parameters`` is their number, where it is asked for.
+    """
 
     forget: tuple[Callable[[], Any], ...]
     loss: Callable[[], Any]
     reduce: Callable[[], Any]
     update: Callable[[], Any]
+    parameters: int = 0
 
 
 def measure(style: str, variant: str, layers: int, arguments: argparse.Namespace) -> Cost:
@@ -147,6 +198,30 @@ def measure(style: str, variant: str, layers: int, arguments: argparse.Namespace
         with counting() as update:
             training.update()
     return Cost(passes.total_launches, update.total_launches, passes.peak)
+
+
+def measure_optimizer(name: str, sequence: int) -> dict[str, float]:
+    """Return what a GPT of two layers holds per parameter after a step, in bytes, and the step's launches."""
+    import megatron_npu
+    from megatron_npu.sim import counting
+
+    megatron_npu.install()
+    import torch
+
+    options = {
+        option: getattr(torch, value) if isinstance(value, str) else value
+        for option, value in OPTIMIZERS[name].items()
+    }
+    training = prepare_megatron_core("gpt", 2, sequence, optimizer=options)
+    for _ in range(2):
+        for forget in training.forget:
+            forget()
+        training.loss().backward()
+        training.reduce()
+        with counting() as update:
+            training.update()
+    held = torch.npu.memory_allocated() / training.parameters
+    return {"launches": update.total_launches, "bytes_per_parameter": held}
 
 
 def keep_only_what_is_needed() -> None:
@@ -203,23 +278,39 @@ def prepare_megatron_lm(layers: int, sequence: int) -> Training:
 
 
 def prepare_megatron_core(
-    style: str, layers: int, sequence: int, vocabulary: int = VOCABULARY, **options: Any
+    style: str,
+    layers: int,
+    sequence: int,
+    vocabulary: int = VOCABULARY,
+    optimizer: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Training:
-    """Return the parts of a training step of megatron-core; ``options`` are of its configuration."""
+    """Return the parts of a training step of megatron-core; ``options`` are of its configuration.
+
+    With ``optimizer``, options of that, Megatron's distributed one is taken.
+    """
     import torch
 
-    model, optimizer = build(style, layers, sequence, vocabulary, **options)
+    model, steps = build(style, layers, sequence, vocabulary, optimizer, **options)
     tokens = torch.randint(0, vocabulary, (1, sequence + 1), device="cuda")
     positions = torch.arange(sequence, device="cuda")[None]
 
     def loss() -> torch.Tensor:
         return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).float().mean()
 
-    forget = (model.zero_grad_buffer, optimizer.zero_grad)
-    return Training(forget, loss, model.finish_grad_sync, optimizer.step)
+    forget = (model.zero_grad_buffer, steps.zero_grad)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Training(forget, loss, model.finish_grad_sync, steps.step, parameters)
 
 
-def build(style: str, layers: int, sequence: int, vocabulary: int, **options: Any) -> tuple:
+def build(
+    style: str,
+    layers: int,
+    sequence: int,
+    vocabulary: int,
+    optimizer: dict[str, Any] | None,
+    **options: Any,
+) -> tuple:
     """Return a model in bf16 under Megatron's DDP, and Megatron's optimizer."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
@@ -263,12 +354,12 @@ def build(style: str, layers: int, sequence: int, vocabulary: int, **options: An
         share_embeddings_and_output_weights=True,
         position_embedding_type="rope" if llama else "learned_absolute",
     ).cuda()
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    distributed = {"use_distributed_optimizer": optimizer is not None}
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **distributed)
     model = DistributedDataParallel(config, ddp, Float16Module(config, model))
     # So small a limit always clips: whether a random model's gradients need it must not decide the count.
-    settings = OptimizerConfig(
-        optimizer="adam", lr=1e-4, clip_grad=1e-6, bf16=True, params_dtype=torch.bfloat16
-    )
+    common = {"optimizer": "adam", "lr": 1e-4, "clip_grad": 1e-6, "bf16": True}
+    settings = OptimizerConfig(**common, params_dtype=torch.bfloat16, **distributed, **(optimizer or {}))
     return model, get_megatron_optimizer(settings, [model])
 
 

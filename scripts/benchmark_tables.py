@@ -106,6 +106,17 @@ def loss(name: str, data: dict[str, Any]) -> Iterator[Goal]:
             yield Goal(what, row["times_as_fast"][way], least=least)
 
 
+def optimizer_memory(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
+    """Yield what each way to keep what Adam needs holds and launches, beside fp32 main weights."""
+    plain = data["optimizers"]["fp32 main weights"]
+    for way, cost in data["optimizers"].items():
+        held, launched = cost["bytes_per_parameter"], cost["launches"]
+        yield f"- {way}: {held:.2f} bytes a parameter, {launched} launches of a step"
+        if way == "remainders":
+            less = plain["bytes_per_parameter"] - held
+            yield Goal("bytes a parameter less than with fp32 main weights, remainders", less, least=1.99)
+
+
 def attention(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     """Yield the goals of attention: beside stock, and its growth with the length."""
     for row in data["rows"]:
@@ -206,6 +217,7 @@ PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str
     ("steady-", "A run that saves, evaluates and resumes", steady),
     ("megatron-lm-", "Stock `pretrain_gpt.py` of Megatron-LM 285068c8", megatron_lm),
     ("launches", "Launches on the simulated NPU", launches),
+    ("optimizer-memory", "Memory of the optimizer on the simulated NPU", optimizer_memory),
     ("loss-", "Output layer and loss in one", loss),
     ("memory-", "Memory of training on the simulated NPU", memory_of_training),
     ("attention", "Attention", attention),

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_npu.ops import narrow_states
 from megatron_npu.ops.dispatch import Make, Operation
 from megatron_npu.ops.fused_optimizer import FusedOptimizer, update_fused
 from megatron_npu.ops.multi_tensor import local_parts
+from megatron_npu.ops.narrow_states import Row
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,27 @@ class FusedAdam(FusedOptimizer):
         master_weights: keep an fp32 copy of each 16-bit parameter in state ``master_param`` (the name
             that TransformerEngine uses) and round from it; without it, 16-bit parameters are updated in
             fp32 and rounded at every step.
-        others: options of TransformerEngine's class, which are refused unless they are off.
+        use_decoupled_grad: read gradients from ``decoupled_grad``, whose dtype need not be the parameter's,
+            and have a ``master_param`` of every parameter; of one in fp32 it is the parameter itself.
+        master_weight_dtype: fp32, or fp16 with a scale per tensor.
+        exp_avg_dtype, exp_avg_sq_dtype: of the moments: fp32, bf16, or fp16 with a scale per tensor.
+        store_param_remainders: of bf16 parameters with fp32 main weights keep the 16 bits that the
+            parameter lacks alone (``remainders``): 2 bytes a parameter less, the same numbers to the bit.
+        others: further options of TransformerEngine's class, which are refused unless they are off.
 
     Raises:
         ValueError: an option that this optimizer cannot honour.
     """
 
-    _options = ("set_grad_none", "adam_w_mode", "master_weights")
+    _options = (
+        "set_grad_none",
+        "adam_w_mode",
+        "master_weights",
+        "use_decoupled_grad",
+        "store_param_remainders",
+        "_dtypes",
+        "_scales",
+    )
 
     def __init__(
         self,
@@ -75,14 +91,30 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
+        use_decoupled_grad: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
         **others: Any,
     ) -> None:
         options = {"amsgrad": amsgrad, "capturable": capturable, **others}
-        refused = [name for name, value in options.items() if value and (name, value) not in _SAME_AS_DEFAULT]
+        refused = [name for name, value in options.items() if value]
         if refused:
             raise ValueError(f"FusedAdam does not have {', '.join(sorted(refused))}")
+        self._dtypes = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            "master_param": master_weight_dtype,
+        }
+        for name, dtype in self._dtypes.items():
+            if dtype not in _DTYPES[name]:
+                raise ValueError(f"FusedAdam keeps {name} in {_DTYPES[name]}, not in {dtype}")
+        self._scales: dict[Tensor, tuple[Tensor, ...]] = {}
         self.adam_w_mode = adam_w_mode
         self.master_weights = master_weights
+        self.use_decoupled_grad = use_decoupled_grad
+        self.store_param_remainders = store_param_remainders
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -102,34 +134,127 @@ class FusedAdam(FusedOptimizer):
             weight_decay=float(group["weight_decay"]),
             decoupled=bool(self.adam_w_mode),
         )
-        rows = [local_parts(self._row(parameter)) for parameter in parameters]
-        rows = [row for row in rows if row[0].numel()]  # a rank may hold no row of a small weight
-        update_fused(rows, functools.partial(_adam, step=step))
-        for parameter in parameters:
-            master = self.state[parameter].get("master_param")
-            if master is not None:
-                parameter.copy_(master)
+        rows = [self._row(parameter) for parameter in parameters]
+        rows = [row for row in rows if row.weight.numel()]  # a rank may hold no row of a small weight
+        update = functools.partial(_adam, step=step)
+        narrow_states.update_in_blocks([row for row in rows if narrow_states.is_narrow(row)], update)
+        rows = [row for row in rows if not narrow_states.is_narrow(row)]
+        update_fused([(row.main, row.grad, row.first, row.second) for row in rows], update)
+        for row in rows:
+            if row.main is not row.weight:
+                row.weight.copy_(row.main)
 
-    def _row(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what is updated, its gradient and its two moments; make the state at the first step."""
-        grad = self._dense_gradient(parameter)
-        state = self.state[parameter]
+    def initialize_state(self, parameter: Tensor) -> None:
+        """Make the state of a parameter: zero moments, and its main weight, if it is to have one."""
+        dtypes = self._dtypes_of(parameter)
+        state = {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in dtypes.items()}
+        self.state[parameter] = state
+        if dtypes.get("master_param") in (torch.float32, torch.float16):  # of a remainder, zero is right
+            self.set_scaled_state(parameter, "master_param", parameter.detach())
+        self._share_main_weight(parameter)
+
+    def _dtypes_of(self, parameter: Tensor) -> dict[str, torch.dtype]:
+        """Return the names of what a parameter's state is made of, and the dtypes it rests in."""
         precise = torch.promote_types(parameter.dtype, torch.float32)
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=precise)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=precise)
-        if self.master_weights and parameter.dtype is not precise and "master_param" not in state:
-            state["master_param"] = parameter.detach().to(precise)
-        return state.get("master_param", parameter), grad, state["exp_avg"], state["exp_avg_sq"]
+        dtypes = {name: precise if d is torch.float32 else d for name, d in self._dtypes.items()}
+        if not self.master_weights or (parameter.dtype is precise and not self.use_decoupled_grad):
+            del dtypes["master_param"]
+        elif parameter.dtype is precise:
+            dtypes["master_param"] = precise
+        elif (
+            self.store_param_remainders
+            and parameter.dtype is torch.bfloat16
+            and dtypes["master_param"] is torch.float32
+        ):
+            dtypes["master_param"] = torch.int16
+        return dtypes
+
+    def _share_main_weight(self, parameter: Tensor) -> None:
+        """Let the main weight of an fp32 parameter be the parameter: Megatron's checkpoints look for one."""
+        state = self.state[parameter]
+        if "master_param" in state and parameter.dtype is state["master_param"].dtype:
+            parameter.copy_(state["master_param"])
+            state["master_param"] = parameter.detach()
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        return getattr(parameter, "decoupled_grad", None) if self.use_decoupled_grad else parameter.grad
+
+    def _row(self, parameter: Tensor, grad: Tensor | None = None) -> Row:
+        """Return this rank's parts of a parameter, its gradient and its state, made here if there is none.
+
+        Args:
+            parameter: of this optimizer.
+            grad: in place of the parameter's own, for who looks at the state alone.
+        """
+        if "exp_avg" not in self.state[parameter]:
+            self.initialize_state(parameter)
+        state = self.state[parameter]
+        main = state.get("master_param", parameter)
+        if main.dtype is parameter.dtype:
+            main = parameter
+        grad = self._dense_gradient(parameter) if grad is None else grad
+        weight, grad, first, second, own_main = local_parts(
+            (parameter, grad, state["exp_avg"], state["exp_avg_sq"], main)
+        )
+        row = Row(weight, grad, first, second, weight if main is parameter else own_main)
+        return replace(row, scales=self._scales_of(parameter, row))
+
+    def _scales_of(self, parameter: Tensor, row: Row) -> tuple[Tensor, ...]:
+        """Return the scales of a parameter's state; none where nothing of it is fp16."""
+        kept = (row.first, row.second, row.main if row.main is not row.weight else row.first)
+        if all(tensor.dtype is not torch.float16 for tensor in kept):
+            return ()
+        if parameter not in self._scales:
+            self._scales[parameter] = tuple(torch.ones((), device=row.weight.device) for _ in kept)
+        return self._scales[parameter]
+
+    @torch.no_grad()
+    def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
+        """Return ``exp_avg``, ``exp_avg_sq`` or ``master_param`` of a parameter in fp32, a copy if need be.
+
+        Whatever dtypes it rests in, a checkpoint holds fp32, which an optimizer of any dtypes reads.
+        """
+        return narrow_states.unscaled(self._row(parameter, grad=parameter), _PARTS[name])
+
+    @torch.no_grad()
+    def set_scaled_state(self, parameter: Tensor, name: str, value: Tensor) -> None:
+        """Let a parameter's ``exp_avg``, ``exp_avg_sq`` or ``master_param`` be ``value`` (fp32).
+
+        Of a parameter that keeps remainders, the parameter itself becomes the rounded main weight.
+        """
+        narrow_states.set_unscaled(self._row(parameter, grad=parameter), _PARTS[name], value)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients, decoupled ones too; ``set_to_none`` overrides the constructor's."""
+        super().zero_grad(set_to_none)
+        forget = self.set_grad_none if set_to_none is None else set_to_none
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            grad = getattr(parameter, "decoupled_grad", None)
+            if grad is not None and forget:
+                parameter.decoupled_grad = None
+            elif grad is not None:
+                grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as it rests; where something is fp16, with its ``scales``, fp32 ``[3]``."""
+        result = super().state_dict()
+        for group, saved_group in zip(self.param_groups, result["param_groups"], strict=True):
+            for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+                if parameter in self._scales:
+                    scales = torch.stack(self._scales[parameter])
+                    result["state"][key] = {**result["state"][key], "scales": scales}
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, of apex's FusedAdam or of torch's Adam and AdamW.
+
+        What was saved in other dtypes than this optimizer's is converted.
 
         Raises:
             ValueError: parameters of one group are at different steps, or amsgrad was on.
         """
         super().load_state_dict(state_dict)
-        for group in self.param_groups:
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if group.get("amsgrad"):
                 raise ValueError("FusedAdam does not have amsgrad, which the state dict was saved with")
             states = [self.state[p] for p in group["params"] if p in self.state]
@@ -138,10 +263,34 @@ class FusedAdam(FusedOptimizer):
                 raise ValueError(f"parameters of one group are at different steps: {sorted(steps)}")
             if steps:
                 group["step"] = steps.pop()
+            for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+                if "exp_avg" in self.state.get(parameter, {}):
+                    self._convert(parameter, state_dict["state"][key].get("scales"))
+
+    @torch.no_grad()
+    def _convert(self, parameter: Tensor, scales: Tensor | None) -> None:
+        """Let the state of a parameter, just loaded, rest as this optimizer's does."""
+        loaded = self.state[parameter]
+        loaded.pop("scales", None)
+        self._scales.pop(parameter, None)
+        if scales is not None:
+            self._scales[parameter] = tuple(scales.to(parameter.device, torch.float32).clone().unbind())
+        self._share_main_weight(parameter)
+        own = self._dtypes_of(parameter)
+        if all(loaded[name].dtype is own.get(name) for name in loaded):
+            return
+        values = {name: self.get_unscaled_state(parameter, name) for name in loaded}
+        self._scales.pop(parameter, None)
+        self.state[parameter] = {}
+        self.initialize_state(parameter)
+        for name, value in values.items():  # the main weight last: its flag rests in a moment
+            if name in self.state[parameter]:
+                self.set_scaled_state(parameter, name, value)
 
 
-# What Megatron passes explicitly although it is how this class works anyway.
-_SAME_AS_DEFAULT = (("exp_avg_dtype", torch.float32), ("exp_avg_sq_dtype", torch.float32))
+_MOMENTS = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {"exp_avg": _MOMENTS, "exp_avg_sq": _MOMENTS, "master_param": (torch.float32, torch.float16)}
+_PARTS = {"exp_avg": "first", "exp_avg_sq": "second", "master_param": "main"}
 
 
 def _adam_reference(

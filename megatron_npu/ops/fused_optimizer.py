@@ -50,11 +50,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._step_group(group, [p for p in group["params"] if p.grad is not None and p.numel()])
+            self._step_group(
+                group, [p for p in group["params"] if self._gradient(p) is not None and p.numel()]
+            )
         return loss
 
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         raise NotImplementedError
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return what a step takes for the gradient of a parameter."""
+        return parameter.grad
 
     def _dense_gradient(self, parameter: Tensor) -> Tensor:
         """Return the gradient of a parameter that has one.
@@ -62,7 +68,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it is sparse.
         """
-        grad = parameter.grad
+        grad = self._gradient(parameter)
         if grad is None or grad.is_sparse:
             raise ValueError(f"{type(self).__name__} does not take sparse gradients")
         return grad

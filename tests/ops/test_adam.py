@@ -208,7 +208,7 @@ def test_takes_apex_positional_arguments():
     assert (group["eps"], optimizer.adam_w_mode, group["weight_decay"]) == (1e-6, False, 0.01)
 
 
-@pytest.mark.parametrize("option", [{"amsgrad": True}, {"capturable": True}, {"use_decoupled_grad": True}])
+@pytest.mark.parametrize("option", [{"amsgrad": True}, {"capturable": True}, {"fuse_unscale": True}])
 def test_refuses_what_it_cannot_do(option):
     with pytest.raises(ValueError, match=next(iter(option))):
         FusedAdam([torch.nn.Parameter(torch.ones(1))], **option)

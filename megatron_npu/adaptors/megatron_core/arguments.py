@@ -13,11 +13,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_npu import devices, older_flags
-from megatron_npu.adaptors.megatron_core import unsupported_options
+from megatron_npu.adaptors.megatron_core import precision_aware_optimizer, unsupported_options
 from megatron_npu.adaptors.megatron_core.decorators import (
     NOT_FIXED,
     WITHOUT_CUDA,
     around,
+    fused_optimizer_present,
     transformer_engine_present,
 )
 from megatron_npu.adaptors.shared.arguments import add_attention_flags
@@ -161,6 +162,13 @@ CHECKS = (  # they run in this order
         "nothing",
     ),
     Check(
+        precision_aware_optimizer.check_precision_aware_optimizer,
+        condition=fused_optimizer_present,
+        why="--reuse-fp32-param is for bf16 parameters; --use-precision-aware-optimizer ends in an "
+        "assertion without the distributed optimizer, and loads rounded main weights from --ckpt-format "
+        "torch",
+    ),
+    Check(
         unsupported_options.take_local_implementation,
         condition=transformer_engine_present,
         why="--transformer-impl transformer_engine, the default, ends in a NameError without "
@@ -209,6 +217,23 @@ def add_linear_loss(original: Callable[..., Any], parser: argparse.ArgumentParse
     for action in parser._actions:
         if action.dest == "cross_entropy_fusion_impl":
             action.choices = [*(action.choices or ()), "linear"]
+    return parser
+
+
+@around(
+    "megatron.training.arguments:add_megatron_arguments",
+    condition=fused_optimizer_present,
+    why="--reuse-fp32-param, the name that users of Ascend know for main weights without a second copy",
+)
+def add_reuse_of_weights(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
+    """Declare it after upstream's own flags."""
+    parser = original(parser)
+    parser.add_argument(
+        "--reuse-fp32-param",
+        action="store_true",
+        help="keep of each fp32 main weight only the 16 bits that its bf16 parameter lacks (the same numbers "
+        "to the bit); means --use-precision-aware-optimizer",
+    )
     return parser
 
 

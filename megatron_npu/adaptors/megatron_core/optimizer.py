@@ -52,14 +52,15 @@ _without_apex(
     f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="an fp32 parameter's shard is a view of a leaf that requires grad: copying into it needs no_grad",
+    why="an fp32 parameter's shard is a view of a leaf that requires grad: copying into it needs no_grad; of "
+    "the precision-aware optimizer it takes the mark of padding (since 0.14) for a state",
 )
 def set_main_param_without_grad(
     original: Callable[..., None], self: Any, model_param: Tensor, tensors: dict[str, Tensor]
 ) -> None:
-    """Run it under ``torch.no_grad``."""
+    """Run it under ``torch.no_grad``, on what is a tensor."""
     with torch.no_grad():
-        original(self, model_param, tensors)
+        original(self, model_param, {name: t for name, t in tensors.items() if torch.is_tensor(t)})
 
 
 @around(

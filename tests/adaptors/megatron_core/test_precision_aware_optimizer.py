@@ -1,0 +1,74 @@
+"""--reuse-fp32-param and --use-precision-aware-optimizer of the stock scripts, with our Adam."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+from megatron_npu.adaptors.megatron_core import precision_aware_optimizer
+from megatron_npu.errors import UsageError
+from tests.adaptors.megatron_core.stock import losses, norms, pretrain
+from tests.conftest import checkout
+
+FLAGS = "--bf16 --use-distributed-optimizer --eval-iters 0 --no-gradient-accumulation-fusion".split()
+
+
+def test_stock_script_reads_the_plain_optimizers_checkpoint_and_goes_on_to_the_bit(tmp_path):
+    """Six iterations at once, and three of them with remainders, from the checkpoint of the third."""
+    pytest.importorskip("megatron.core")
+    tree = checkout("megatron_core", "0.16.1")
+    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "3"]
+    whole = pretrain(tree, tmp_path, *FLAGS, *saved)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
+    resumed = pretrain(tree, tmp_path, *FLAGS, "--reuse-fp32-param", "--load", str(tmp_path / "saved"))
+    # the second loss after a resume is printed as the mean of two (0.16)
+    assert losses(resumed)[::2] == losses(whole)[3::2]
+    assert norms(resumed) == norms(whole)[3:]
+
+
+def test_upstreams_configuration_takes_our_adam():
+    config = pytest.importorskip("megatron.core.optimizer.optimizer_config").OptimizerConfig
+    made = config(
+        optimizer="adam", bf16=True, use_distributed_optimizer=True, use_precision_aware_optimizer=True,
+        exp_avg_dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert made.megatron_npu_remainders
+    with pytest.raises(
+        UsageError, match="--exp-avg-dtype fp8 without TransformerEngine; expected fp32, bf16"
+    ):
+        config(
+            optimizer="adam", use_distributed_optimizer=True, use_precision_aware_optimizer=True,
+            exp_avg_dtype=torch.uint8,
+        )  # fmt: skip
+    with pytest.raises(ImportError):  # what stood in for it is gone again
+        __import__("transformer_engine")
+
+
+PLAIN = {
+    "reuse_fp32_param": False, "use_precision_aware_optimizer": True, "optimizer_cpu_offload": False,
+    "bf16": True, "main_params_dtype": "fp32", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp32",
+    "use_distributed_optimizer": True, "ckpt_format": "torch_dist", "save": None, "load": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_distributed_optimizer": False}, "--use-precision-aware-optimizer alone; expected --use-dist"),
+        ({"reuse_fp32_param": True, "bf16": False}, "--reuse-fp32-param without bf16 parameters"),
+        ({"reuse_fp32_param": True, "main_params_dtype": "fp16"}, "--reuse-fp32-param without bf16"),
+        ({"exp_avg_sq_dtype": "fp8"}, "--exp-avg-sq-dtype fp8 without TransformerEngine"),
+        ({"ckpt_format": "torch", "load": "x"}, "optimizer with --ckpt-format torch; expected --ckpt-format"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes, said):
+    with pytest.raises(UsageError, match=said):
+        precision_aware_optimizer.check_precision_aware_optimizer(Namespace(**(PLAIN | changes)))
+
+
+def test_the_flag_of_ascend_asks_for_upstreams_own():
+    args = Namespace(**(PLAIN | {"reuse_fp32_param": True, "use_precision_aware_optimizer": False}))
+    precision_aware_optimizer.check_precision_aware_optimizer(args)
+    assert args.use_precision_aware_optimizer
