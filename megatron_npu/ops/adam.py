@@ -144,14 +144,17 @@ class FusedAdam(FusedOptimizer):
             if row.main is not row.weight:
                 row.weight.copy_(row.main)
 
+    @torch.no_grad()
     def initialize_state(self, parameter: Tensor) -> None:
         """Make the state of a parameter: zero moments, and its main weight, if it is to have one."""
         dtypes = self._dtypes_of(parameter)
         state = {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in dtypes.items()}
         self.state[parameter] = state
-        if dtypes.get("master_param") in (torch.float32, torch.float16):  # of a remainder, zero is right
+        if dtypes.get("master_param") is parameter.dtype:
+            # It is the main weight itself: Megatron's checkpoints look for one of every parameter.
+            state["master_param"] = parameter.detach()
+        elif dtypes.get("master_param") in (torch.float32, torch.float16):  # of a remainder, zero is right
             self.set_scaled_state(parameter, "master_param", parameter.detach())
-        self._share_main_weight(parameter)
 
     def _dtypes_of(self, parameter: Tensor) -> dict[str, torch.dtype]:
         """Return the names of what a parameter's state is made of, and the dtypes it rests in."""
@@ -168,13 +171,6 @@ class FusedAdam(FusedOptimizer):
         ):
             dtypes["master_param"] = torch.int16
         return dtypes
-
-    def _share_main_weight(self, parameter: Tensor) -> None:
-        """Let the main weight of an fp32 parameter be the parameter: Megatron's checkpoints look for one."""
-        state = self.state[parameter]
-        if "master_param" in state and parameter.dtype is state["master_param"].dtype:
-            parameter.copy_(state["master_param"])
-            state["master_param"] = parameter.detach()
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         return getattr(parameter, "decoupled_grad", None) if self.use_decoupled_grad else parameter.grad
@@ -275,8 +271,10 @@ class FusedAdam(FusedOptimizer):
         self._scales.pop(parameter, None)
         if scales is not None:
             self._scales[parameter] = tuple(scales.to(parameter.device, torch.float32).clone().unbind())
-        self._share_main_weight(parameter)
         own = self._dtypes_of(parameter)
+        if own.get("master_param") is parameter.dtype and "master_param" in loaded:
+            parameter.copy_(loaded["master_param"])
+            loaded["master_param"] = parameter.detach()
         if all(loaded[name].dtype is own.get(name) for name in loaded):
             return
         values = {name: self.get_unscaled_state(parameter, name) for name in loaded}

@@ -135,8 +135,14 @@ def test_narrow_moments_follow_the_papers(device, first, main):
 def test_fp32_parameters_have_themselves_as_main_weights(device):
     """Megatron's checkpoints look for a main weight of every parameter."""
     weights = parameters(device)
+    plain = [torch.nn.Parameter(w.detach().clone()) for w in weights]
     optimizer = FusedAdam(weights, lr=LR, **REMAINDERS)
     train(weights, optimizer, 0, 1)
+    train(plain, FusedAdam(plain, lr=LR), 0, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(weights, optimizer, 1, 2)
+    optimizer.load_state_dict(saved)
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
     for weight in weights:
         assert optimizer.state[weight]["master_param"].data_ptr() == weight.data_ptr()
         optimizer.set_scaled_state(weight, "master_param", torch.ones_like(weight))
