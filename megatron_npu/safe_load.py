@@ -7,6 +7,7 @@ a name that is not on a list is refused. ``allowing`` is for upstream's own read
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickletools
 import re
@@ -22,13 +23,15 @@ from torch import serialization
 from megatron_npu import checked_numpy
 from megatron_npu.errors import UsageError
 
-# What the scripts of core_v0.12 to 0.16 put into a checkpoint beside numbers and texts: enumerations, plain
+# What the scripts of core_v0.12 to 0.19 put into a checkpoint beside numbers and texts: enumerations, plain
 # holders and random states.
 OF_STOCK_SCRIPTS = frozenset(
     """
     argparse.Namespace types.SimpleNamespace pathlib.PosixPath signal.Signals
     megatron.core.enums.ModelType megatron.core.transformer.enums.AttnBackend
-    megatron.core.transformer.enums.CudaGraphScope megatron.core.optimizer.optimizer_config.OptimizerConfig
+    megatron.core.transformer.enums.CudaGraphScope megatron.core.transformer.enums.CudaGraphModule
+    megatron.core.transformer.enums.InferenceCudaGraphScope
+    megatron.core.optimizer.optimizer_config.OptimizerConfig
     megatron.core.rerun_state_machine.RerunDiagnostic megatron.core.rerun_state_machine.RerunMode
     megatron.core.rerun_state_machine.RerunState
     numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct numpy.core.multiarray.scalar
@@ -68,6 +71,15 @@ def read(file: Path, harmless: frozenset[str]) -> Any:
     Raises:
         UsageError: it is broken, or names something else.
     """
+    return _read(file, file, harmless, mmap=zipfile.is_zipfile(file))
+
+
+def read_part(content: bytes, file: Path, harmless: frozenset[str]) -> Any:
+    """Return what ``read`` does of bytes that are a part of ``file``, and in it what ``torch.save`` wrote."""
+    return _read(io.BytesIO(content), file, harmless, mmap=False)
+
+
+def _read(source: Path | IO[bytes], file: Path, harmless: frozenset[str], *, mmap: bool) -> Any:
     if not hasattr(serialization, "get_unsafe_globals_in_checkpoint"):
         raise UsageError(
             f"{file} with torch {torch.__version__}", "torch 2.6, which can read it safely", "Update torch."
@@ -75,7 +87,7 @@ def read(file: Path, harmless: frozenset[str]) -> Any:
     inert = [(type(name, (Inert,), {}), name) for name in sorted(harmless - {"argparse.Namespace"})]
     try:
         with allowing(Namespace, *inert, alone=True):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises many kinds, with pages of advice
         raise refusal(file, refused_name(error)) from error
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pickle
+from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
@@ -90,14 +91,45 @@ def _load_metadata(stream: IO[bytes]) -> Any:
         raise ValueError(f"the checkpoint's .metadata is broken: {reason[:_MANY]}") from error
 
 
+def stored_value(folder: Path, key: str) -> bytes:
+    """Return the bytes that a distributed checkpoint keeps of a value that is no tensor; none is unpickled.
+
+    Args:
+        folder: the checkpoint's own.
+        key: of the value, such as ``common_state/shard_0_1``.
+
+    Raises:
+        UsageError: its index cannot be read or has no such value; or the value is in none of its files.
+    """
+    try:
+        with (folder / ".metadata").open("rb") as stream:
+            index = _load_metadata(stream)
+        place = next((place for name, place in index.storage_data.items() if name.fqn == key), None)
+        if place is None:
+            raise ValueError("its index does not say where it is")
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"{place.relative_path} is no name of a file")
+        file = folder / place.relative_path
+        with file.open("rb") as stream:
+            stream.seek(place.offset)
+            return stream.read(min(place.length, file.stat().st_size))
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise refusal(f"{key} of the checkpoint {folder}", str(error) or type(error).__name__) from error
+
+
 @functools.cache
 def allow_values() -> None:
-    """Let torch build what scripts of Megatron keep beside tensors, as megatron-core does from 0.14 on."""
+    """Let torch build what scripts of Megatron keep beside tensors, as megatron-core does from 0.14 on.
+
+    What only a newer Megatron has, an enumeration of 0.18 say, is an inert value: weights do not need it.
+    """
     for name in sorted(safe_load.OF_STOCK_SCRIPTS | {"_io.BytesIO"}):
         module, _, kind = name.rpartition(".")
         try:
             value = getattr(importlib.import_module(module), kind)
         except (ImportError, AttributeError):  # of another version of Megatron or numpy
+            if name.startswith("megatron."):
+                serialization.add_safe_globals([(type(kind, (safe_load.Inert,), {}), name)])
             continue
         serialization.add_safe_globals([value, (value, name)])
 

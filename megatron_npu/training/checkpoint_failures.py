@@ -54,12 +54,13 @@ def reading(path: str | Path) -> Iterator[None]:
     """Let what is read in the block be the checkpoint in ``path``.
 
     Raises:
-        UsageError: files of it are missing or broken.
+        UsageError: files of it are missing or broken; it is of a newer megatron-core than this one can read.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     if missing := checkpoint_files.missing(Path(path)):
         raise _broken(path, f"lacks {' and '.join(missing)}")
+    _require_readable_common(Path(path))
     root = logging.getLogger()
     root.addFilter(_not_of_torchs_loader)
     try:
@@ -69,6 +70,23 @@ def reading(path: str | Path) -> Iterator[None]:
         raise _broken(path, f"cannot be read: {reason(error)}") from error
     finally:
         root.removeFilter(_not_of_torchs_loader)
+
+
+def _require_readable_common(path: Path) -> None:
+    """Refuse to let a megatron-core before 0.19 look for a file that newer ones write no more.
+
+    Raises:
+        UsageError: this one is older than the checkpoint.
+    """
+    from megatron.core import package_info
+
+    if (package_info.MAJOR, package_info.MINOR) >= (0, 19) or (path / checkpoint_files.COMMON).is_file():
+        return
+    raise UsageError(
+        f"the checkpoint {path} is of megatron-core 0.19 or newer, and this is {package_info.__version__}",
+        f"{checkpoint_files.COMMON}, which older ones read and newer ones do not write",
+        "Install megatron-core 0.19 for it.",
+    )
 
 
 def _not_of_torchs_loader(record: logging.LogRecord) -> bool:

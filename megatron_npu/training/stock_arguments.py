@@ -35,6 +35,8 @@ _OF_CORE = ("window_size",)  # of megatron-core's configuration; not a flag of t
 # The driver's name -> that of core_v0.12 to 0.15.
 _OLDER = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 
+_END_OF_NULL = "null_tokenizer_eod_id"  # None is the last of the --vocab-size tokens
+
 # What makes another model of those that the driver has, with the values that do not. The fields of
 # TransformerConfig are looked at by themselves; these are handed to GPTModel, or choose another class.
 _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
@@ -88,12 +90,23 @@ def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
         value = _take(values, name)
         if value is not None:
             args[name] = value
+    if _counts_the_end(values):
+        args["vocab_size"] -= 1
     result = Namespace(**args)
     derive.model(result)
     derive.experts(result)
     derive.expert_layout(result)
     result.data_parallel_size, result.use_cpu_initialization = 1, devices.current().is_host
     return vars(result)
+
+
+def _counts_the_end(values: Mapping[str, Any]) -> bool:
+    """Return whether ``vocab_size`` counts the end of document, as NullTokenizer's does since 0.18.
+
+    Before, and with the driver, that is one more. The scripts of 0.18 brought the flag that is looked for.
+    """
+    counted = values.get("tokenizer_type") == "NullTokenizer" and _END_OF_NULL in values
+    return counted and isinstance(values.get("vocab_size"), int)  # anything else is refused with the flags
 
 
 def _take(values: Mapping[str, Any], name: str) -> Any:
@@ -108,10 +121,21 @@ def _require_known_model(values: Mapping[str, Any]) -> None:
             " or ".join(known),
             "Its vocabulary's size is not in the checkpoint, and only these tokenizers say it here.",
         )
+    _require_last_token_ends(values)
     other = [*_other_classes(values), *_other_fields(values)]
     if other:
         raise UsageError(
             f"a checkpoint of Megatron-LM with {', '.join(other)}", "a plain GPT", "Nothing was written."
+        )
+
+
+def _require_last_token_ends(values: Mapping[str, Any]) -> None:
+    end = values.get(_END_OF_NULL)
+    if _counts_the_end(values) and end not in (None, values["vocab_size"] - 1):
+        raise UsageError(
+            f"a checkpoint with --null-tokenizer-eod-id {end}",
+            f"the last of its tokens, {values['vocab_size'] - 1}, as the end of document",
+            "Nothing was written.",
         )
 
 

@@ -1,9 +1,9 @@
 """Checkpoints that Megatron-LM's own scripts have saved, as the driver describes its own.
 
 Where the driver writes ``arguments.json``, they keep their argparse.Namespace in a pickle: in ``common.pt``
-beside shards (``torch_dist``), or in the file of each rank (``torch``). It is read with torch's
-``weights_only``, and what it names of Megatron and Python is replaced by inert values: nothing that the file
-names is imported or called.
+beside shards (``torch_dist``), since 0.19 among them, or in the file of each rank (``torch``). It is read
+with torch's ``weights_only``, and what it names of Megatron and Python is replaced by inert values: nothing
+that the file names is imported or called.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_npu import safe_load
+from megatron_npu import safe_load, torch_readers
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files, stock_arguments, torch_format
 
@@ -32,8 +32,11 @@ def find(root: str | Path, step: int | None = None) -> checkpoint_files.Checkpoi
         return checkpoint_files.find(root, step)
     if torch_format.holds_ranks(path):
         return _of_ranks(path)
-    if (path / checkpoint_files.COMMON).is_file():
-        return _sharded(path)
+    common = path / checkpoint_files.COMMON
+    if common.is_file():
+        return _sharded(path, common, read_common(common))
+    if checkpoint_files.common_lies_among_shards(path):
+        return _sharded(path, path, _read_among_shards(path))
     return checkpoint_files.find(root, step)
 
 
@@ -62,11 +65,10 @@ def _of_ranks(path: Path) -> checkpoint_files.CheckpointInfo:
     )
 
 
-def _sharded(path: Path) -> checkpoint_files.CheckpointInfo:
-    values = read_common(path / checkpoint_files.COMMON)
+def _sharded(path: Path, source: Path, values: dict[str, Any]) -> checkpoint_files.CheckpointInfo:
     if not isinstance(values.get("args"), Namespace):
         raise UsageError(
-            f"{path / checkpoint_files.COMMON} holds no arguments",
+            f"{source} holds no arguments",
             "a checkpoint of pretrain_gpt.py or of `megatron-npu pretrain`",
             "Load another one.",
         )
@@ -94,10 +96,20 @@ def read_common(file: Path) -> dict[str, Any]:
     Raises:
         UsageError: it is broken, or names something that is not a plain value.
     """
-    values = safe_load.read(file, safe_load.OF_STOCK_SCRIPTS)
-    if not isinstance(values, dict):
-        raise safe_load.refusal(file, f"it holds a {type(values).__name__}")
-    return values
+    return _values(safe_load.read(file, safe_load.OF_STOCK_SCRIPTS), file)
+
+
+def _read_among_shards(path: Path) -> dict[str, Any]:
+    """Return what 0.19 keeps of it among the shards, a list of one: nothing in it is executed."""
+    content = torch_readers.stored_value(path, checkpoint_files.COMMON_OBJECT)
+    values = safe_load.read_part(content, path, safe_load.OF_STOCK_SCRIPTS)
+    return _values(values[0] if isinstance(values, list) and values else values, path)
+
+
+def _values(found: object, file: Path) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise safe_load.refusal(file, f"it holds a {type(found).__name__}")
+    return found
 
 
 def require_vocabulary(found: checkpoint_files.CheckpointInfo, args: Namespace) -> None:

@@ -73,7 +73,7 @@ def test_the_newest_whole_one_is_loaded_on_demand(
     trained: Path, flags: Callable, capsys: pytest.CaptureFixture
 ) -> None:
     _flip(_distcp(trained / "iter_0000006"))
-    (trained / "iter_0000004" / "common.pt").unlink()
+    (trained / "iter_0000004" / "metadata.json").unlink()
     run = ["pretrain", *flags("--load", trained, "--save", trained, "--load-last-good")]
     assert cli.main(run) == 0
     out = capsys.readouterr().out
@@ -83,7 +83,7 @@ def test_the_newest_whole_one_is_loaded_on_demand(
 
 
 def test_none_whole_is_an_error(trained: Path, flags: Callable, refused: Callable) -> None:
-    for path in trained.glob("iter_*/common.pt"):
+    for path in trained.glob("iter_*/metadata.json"):
         _flip(path)
     message = refused("pretrain", *flags("--load", trained, "--load-last-good"))
     assert "none of 3 checkpoints is whole" in message
@@ -105,7 +105,7 @@ def test_the_command_lists_inspects_and_verifies(trained: Path, capsys: pytest.C
     report = json.loads(capsys.readouterr().out)
     assert (report["iteration"], report["consumed_train_samples"], report["faults"]) == (6, 24, [])
     assert report["arguments"]["hidden_size"] == 32
-    assert "common.pt" in report["files"]
+    assert "metadata.json" in report["files"]
     _flip(_distcp(trained / "iter_0000004"))
     (trained / "iter_0000002" / "metadata.json").unlink()
     assert cli.main(["checkpoint", "verify", str(trained)]) == 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.adaptors.megatron_core.stock import final_loss, learns_from_sentences, losses, norms, pretrain
 from tests.conftest import checkout
+from tests.end_to_end import tiny
 from tests.sim.conftest import unavailable
 
 VERSIONS = ["0.17.1", "0.18.2", "0.19.1"]
@@ -28,6 +31,18 @@ def test_it_trains_as_0_16_did_and_goes_on(version: str, tmp_path: Path) -> None
     assert norms(rest) == norms(whole)[4:]
     assert losses(rest)[0] == losses(whole)[4]
     assert final_loss(rest) == final_loss(whole)
+    _converts(tree, Path(place), tmp_path / "hf")
+
+
+def _converts(tree: Path, load: Path, into: Path) -> None:
+    """Take a checkpoint of the tree's scripts to Hugging Face, with the core of the same tree."""
+    command = tiny.command("convert", "--from", "megatron", "--to", "hf", str(load), str(into))
+    env = tiny.environment() | {"MEGATRON_LM_PATH": str(tree)}
+    env["PYTHONPATH"] = os.pathsep.join([str(tree), env["PYTHONPATH"]])
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "logits of both models in fp32" in done.stdout
+    assert "GPT2LMHeadModel; NullTokenizer" in done.stdout
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import serialization
 
 from megatron_npu import safe_load
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files, stock_arguments, stock_checkpoints
+from megatron_npu.training import checkpoint_failures, checkpoint_files, stock_arguments, stock_checkpoints
 
 STOCK = {
     "num_layers": 2,
@@ -79,6 +80,47 @@ def test_classes_are_replaced_and_what_torch_allowed_stays_allowed(tmp_path):
     assert not isinstance(args.array, np.ndarray)
 
 
+def write_among_shards(root: Path, args: object) -> Path:
+    """Write what ``write`` does as megatron-core 0.19 does; return the checkpoint's own folder."""
+    place = root / "iter_0000003"
+    content = {checkpoint_files.COMMON_OBJECT: [{"args": args, "iteration": 3}]}
+    whole = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(content, storage_writer=dcp.FileSystemWriter(place), planner=whole, no_dist=True)
+    checkpoint_files.set_latest(root, 3)
+    return place
+
+
+def test_arguments_among_the_shards_are_found_and_not_run(tmp_path):
+    pytest.importorskip("megatron.core")
+    place = write_among_shards(tmp_path / "plain", Namespace(**STOCK, null_tokenizer_eod_id=None))
+    found = stock_checkpoints.find(tmp_path / "plain")
+    assert (found.iteration, found.arguments["layernorm_epsilon"]) == (3, 1e-3)
+    assert found.arguments["vocab_size"] == 99  # since 0.18 the end of document is one of --vocab-size
+    write_among_shards(tmp_path / "evil", Namespace(**STOCK, evil=Runs(tmp_path / "ran")))
+    with pytest.raises(UsageError, match=r"iter_0000003: it names posix\.mkdir"):
+        stock_checkpoints.find(tmp_path / "evil")
+    assert not (tmp_path / "ran").exists()
+    index = (place / ".metadata").read_bytes()
+    (place / ".metadata").write_bytes(index.replace(b"__0_0.distcp", b"../../a.file"))
+    with pytest.raises(UsageError, match=r"\.\./\.\./a\.file is no name of a file"):
+        stock_checkpoints.find(tmp_path / "plain")
+
+
+def test_what_an_older_core_cannot_read_is_said(tmp_path, monkeypatch):
+    package_info = pytest.importorskip("megatron.core.package_info")
+    place = write_among_shards(tmp_path, Namespace(**STOCK))
+    (place / "metadata.json").write_text("{}")
+    monkeypatch.setattr(package_info, "MINOR", 18)
+    with (
+        pytest.raises(UsageError, match=r"of megatron-core 0\.19 or newer"),
+        checkpoint_failures.reading(place),
+    ):
+        pass
+    monkeypatch.setattr(package_info, "MINOR", 19)
+    with checkpoint_failures.reading(place):
+        pass
+
+
 def test_broken_files(tmp_path):
     file = write(tmp_path, None)
     with pytest.raises(UsageError, match="holds no arguments"):
@@ -114,6 +156,7 @@ def test_the_model_is_taken_and_the_run_is_not(tmp_path):
         ({"softmax_type": "learnable"}, "softmax_type learnable"),
         ({"window_size": (8, -1)}, "window_size (8, -1)"),
         ({"tokenizer_type": "TikTokenizer"}, "--tokenizer-type TikTokenizer"),
+        ({"null_tokenizer_eod_id": 0}, "--null-tokenizer-eod-id 0"),
     ],
 )
 def test_what_the_driver_does_not_have_is_named(changes, named):
