@@ -133,6 +133,13 @@ KEEP_MEMORY = Variable(
     "On a cpu: keep freed memory for the next tensors instead of giving it back to the system.",
     ("0", "1"),
 )
+BACKPORT = Variable(
+    "MEGATRON_NPU_BACKPORT",
+    "0",
+    "Cure the bugs of upstream that make its numbers wrong, as its own later versions do; losses and "
+    "gradients then differ from those of the stock version. docs/known-upstream-bugs.md lists them.",
+    ("0", "1"),
+)
 VERIFY = Variable(
     "MEGATRON_NPU_VERIFY",
     "",

@@ -115,8 +115,13 @@ ROOMS = (
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
         "attention_flags checksums deepspeed_device devices errors files folder_lock interruption "
-        "older_flags ops patching replicas safe_load standins torch_readers watchdog",
+        "older_flags ops patching replicas safe_load settings standins torch_readers watchdog",
         ("torch", "megatron"),
+    ),
+    Room(
+        "known_bugs.py",
+        "the bugs of upstream that are cured here: one list, made of the adaptors' records",
+        "adaptors patching",
     ),
     Room(
         "plugin.py",
@@ -189,7 +194,7 @@ ROOMS = (
     Room(
         "doctor/",
         "`megatron-npu doctor`: what is installed, what works, what to do",
-        "arg_parser devices errors extension_locks ops patch_commands settings upstream",
+        "arg_parser devices errors extension_locks known_bugs ops patch_commands settings upstream",
         ("torch",),
     ),
     Room(

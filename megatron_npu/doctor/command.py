@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_npu import settings
 from megatron_npu.arg_parser import Parser
-from megatron_npu.doctor import copies, environment, software
+from megatron_npu.doctor import bugs, copies, environment, software
 from megatron_npu.doctor.advice import Report, advice
 from megatron_npu.errors import UsageError
 
@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     """Print versions, devices, the Megatron found, and tests of operations and communication.
 
     Returns:
-        0 if a run can be expected to work, 1 if there is advice to follow.
+        0 if a run can be expected to work, 1 if there is advice to follow; 0 with ``--known-bugs``.
 
     Raises:
         UsageError: there is no Megatron where ``--megatron`` says.
@@ -33,7 +33,14 @@ def main(argv: list[str]) -> int:
         metavar="PATH",
         help="look at the Megatron in this folder (default: MEGATRON_LM_PATH, else the first on the path)",
     )
+    parser.add_argument(
+        "--known-bugs",
+        action="store_true",
+        help="list the bugs of that Megatron that are known here and whether they are cured, nothing else",
+    )
     options = parser.parse_args(argv)
+    if options.known_bugs:
+        return bugs.tell(options.megatron, as_json=options.json)
     report = inspect(options.megatron, quick=options.quick)
     report["advice"] = advice(report)
     print(json.dumps(report, indent=2) if options.json else text(report))

@@ -97,7 +97,7 @@ def test_the_page_lists_every_patch(name, page):
 
 @pytest.mark.parametrize(
     "script",
-    "addresses bench_page benchmark_tables operation_table pretrain_flags rooms simulator_kernels "
+    "addresses bench_page benchmark_tables known_bugs operation_table pretrain_flags rooms simulator_kernels "
     "switch_table".split(),
 )
 def test_the_generated_page_is_up_to_date(script):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megatron_npu import standins
 from megatron_npu.adaptors.shared import decorators
 
@@ -11,6 +13,7 @@ NOT_FIXED = "no version up to 0.19.2 has the fix, and no issue has been filed up
 _recorder = decorators.recorder("megatron_core")
 replace, around, wrap = _recorder.replace, _recorder.around, _recorder.wrap
 constant, watch = _recorder.constant, _recorder.watch
+backport = partial(around, upstream_bug=True, condition=decorators.backports_not_wanted)
 
 
 def transformer_engine_present() -> str | None:

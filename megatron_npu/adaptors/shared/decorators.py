@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-from megatron_npu.patching.registry import Recorder, registry
+from megatron_npu import settings
+from megatron_npu.patching.registry import Patch, Recorder, registry
 
 WITHOUT_CUDA = ("npu", "cpu")
 
@@ -18,3 +19,14 @@ def installed(*packages: str) -> str | None:
     """Return why a patch for the absence of all of them is not needed: the first that is installed."""
     found = (f"{package} is installed" for package in packages if importlib.util.find_spec(package))
     return next(found, None)
+
+
+def backports_not_wanted() -> str | None:
+    """Return why a patch that makes upstream's numbers right is not applied, or None: the user wants it."""
+    variable = settings.BACKPORT
+    return None if variable.enabled() else f"wrong numbers are upstream's own; {variable.name}=1 cures them"
+
+
+def is_backport(patch: Patch) -> bool:
+    """Return whether ``patch`` is applied only where the user asks for right numbers."""
+    return patch.condition is backports_not_wanted

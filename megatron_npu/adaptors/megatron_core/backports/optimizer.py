@@ -1,0 +1,93 @@
+"""Optimizers: learning rates that loading mixes up, and a step too many of Megatron's FSDP."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_npu.adaptors.megatron_core.decorators import backport
+
+_OPTIMIZER = "megatron.core.optimizer"
+_KEYS = "param_group_identifier_keys"
+# What 0.19 looks at beside: ParamGroupOverride of core/optimizer_param_scheduler.py
+_OVERRIDES = ("end_wd", "max_lr", "min_lr", "optimizer", "start_wd")
+
+_groups = partial(
+    backport,
+    versions=">=0.16,<0.19",
+    until="0.19.0, #4705",
+    why="groups of parameters that differ in their learning rates only (an override, or --decoupled-lr) all "
+    "get those of the last one when a checkpoint is loaded",
+)
+
+
+@_groups(f"{_OPTIMIZER}.optimizer:MegatronOptimizer._filter_and_reorder_param_groups")
+def tell_groups_apart(
+    original: Callable[..., list[dict[str, Any]]],
+    current_groups: list[dict[str, Any]],
+    state_dict_groups: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Compare learning rates, too, where groups look alike without."""
+    with _more_keys(f"{_OPTIMIZER}.optimizer", current_groups, state_dict_groups):
+        return original(current_groups, state_dict_groups)
+
+
+@_groups(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.load_state_dict")
+def load_groups_apart(original: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> Any:
+    """Compare learning rates, too, where groups look alike without."""
+    saved = state_dict.get("optimizer", {}).get("param_groups", [])  # none with Megatron's FSDP
+    with _more_keys(f"{_OPTIMIZER}.distrib_optimizer", self.optimizer.param_groups, saved):
+        return original(self, state_dict)
+
+
+@contextlib.contextmanager
+def _more_keys(module: str, current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[None]:
+    """Let ``module`` tell groups apart by their overrides in the block, where its own keys do not.
+
+    Where they do, groups are found by those alone, so that a run may go on with other learning rates.
+    """
+    holder = importlib.import_module(module)
+    keys = getattr(holder, _KEYS)
+    if len({tuple(group.get(key) for key in keys) for group in current}) == len(current):
+        yield
+        return
+    more = [key for key in _OVERRIDES if all(key in group for group in (*current, *saved))]
+    setattr(holder, _KEYS, (*keys, *more))
+    try:
+        yield
+    finally:
+        setattr(holder, _KEYS, keys)
+
+
+@backport(
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard:fully_shard_optimizer",
+    versions=">=0.17",
+    until="a version after 0.19.2, #5976",
+    why="Megatron's FSDP makes the optimizer's state by a step with gradients of zero, which weight decay "
+    "makes a real one, and which counts: the first updates of Adam are of the wrong size",
+)
+def shard_without_a_step(
+    original: Callable[..., torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.optim.Optimizer:
+    """Let that step change nothing, and do not count it."""
+    names = ("lr", "weight_decay")
+    kept = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        group.update({name: value * 0 for name, value in values.items()})  # a tensor stays one
+    try:
+        original(optimizer, *args, **kwargs)
+    finally:
+        for group, values in zip(optimizer.param_groups, kept, strict=True):
+            group.update(values)
+    for counted in (*optimizer.param_groups, *optimizer.state.values()):
+        if "step" in counted:
+            counted["step"] = counted["step"] * 0
+    return optimizer

@@ -1,0 +1,84 @@
+"""``tensor_parallel`` and ``distributed``: reductions that are lost, forgotten or begun too early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import backport
+
+
+@backport(
+    "megatron.core.tensor_parallel.mappings:_reduce",
+    versions="<0.19",
+    until="0.19.0, #5338",
+    why="the sum over tensor-parallel ranks is lost where the input is not contiguous: a copy is reduced",
+)
+def reduce_contiguous(original: Callable[..., Tensor], input_: Tensor, *group: Any, **named: Any) -> Tensor:
+    """Reduce the contiguous tensor that is returned; ``group`` is there since 0.13."""
+    return original(input_.contiguous(), *group, **named)
+
+
+# --- experts' parameters that no tensor-parallel rank duplicates ---------------------------------------
+
+_norm = partial(
+    backport,
+    versions="<0.19",
+    until="0.19.0, #5916",
+    why="with expert and tensor parallelism the norm of the gradient leaves out parameters of experts that "
+    "are not split (biases of their second linear layer) on all ranks but the first of a tensor-parallel "
+    "group, although those hold other experts: gradients are clipped less than asked for",
+)
+
+
+@_norm("megatron.core.tensor_parallel.layers:param_is_not_tensor_parallel_duplicate")
+def is_no_duplicate(original: Callable[..., bool], param: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Ask the expert-tensor-parallel group about a parameter of experts."""
+    if getattr(param, "allreduce", True) or getattr(param, "tensor_model_parallel", False):
+        return original(param, *args, **kwargs)
+    from megatron.core import parallel_state
+
+    return parallel_state.get_expert_tensor_parallel_rank() == 0
+
+
+@_norm("megatron.core.tensor_parallel.layers:copy_tensor_model_parallel_attributes")
+def copy_whether_of_experts(original: Callable[..., None], destination: Tensor, source: Tensor) -> None:
+    """Let the optimizer's copy of a parameter know whether it is an expert's."""
+    original(destination, source)
+    if hasattr(source, "allreduce"):
+        destination.allreduce = source.allreduce  # type: ignore[attr-defined]
+
+
+# --- several instances of the distributed optimizer ----------------------------------------------------
+
+_GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+_streams = partial(
+    backport,
+    devices=("npu", "cuda"),
+    versions="<0.17",
+    until="0.17.0, #3693",
+    why="with --overlap-grad-reduce and several instances of the distributed optimizer the reduction waits "
+    "for the default stream, which need not be the one that computes gradients: it may read them too early",
+)
+
+
+@_streams(f"{_GROUP}.start_grad_sync")
+def wait_for_gradients(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Let the communication wait for the current stream, too."""
+    config = self.ddp_config
+    if config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1:
+        self.communication_stream.wait_stream(torch.cuda.current_stream())
+    original(self, *args, **kwargs)
+
+
+@_streams(f"{_GROUP}.finish_grad_sync")
+def wait_for_reduction(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Let the current stream wait for the communication, too."""
+    original(self, *args, **kwargs)
+    config = self.ddp_config
+    if config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1:
+        torch.cuda.current_stream().wait_stream(self.communication_stream)

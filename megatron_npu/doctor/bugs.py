@@ -1,0 +1,46 @@
+"""``megatron-npu doctor --known-bugs``: the bugs of one Megatron, and whether they are cured."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict
+
+from megatron_npu import known_bugs, settings, upstream
+
+
+def tell(megatron: str | None, *, as_json: bool) -> int:
+    """Print the bugs of the Megatron in the folder ``megatron`` (None: the one that a run would take).
+
+    Returns:
+        0.
+
+    Raises:
+        UsageError: there is no Megatron, or a ``MEGATRON_NPU_*`` variable is malformed.
+    """
+    settings.check()
+    found = upstream.find(*upstream.named(megatron))
+    present = [bug for bug in known_bugs.bugs(found.name) if bug.is_in(found.version)]
+    wanted = settings.BACKPORT.enabled()
+    if as_json:
+        rows = [{**asdict(bug), "cured": wanted or not bug.wrong_numbers} for bug in present]
+        about = {"upstream": found.name, "version": found.version, "root": str(found.root)}
+        print(json.dumps({**about, settings.BACKPORT.name: wanted, "bugs": rows}, indent=2))
+        return 0
+    print(f"{found.name} {found.version} in {found.root}")
+    for bug in present:
+        print(f"{_state(bug, wanted)}: {', '.join(bug.targets)}")
+        for line in (bug.effect, f"until {bug.until}"):
+            print(textwrap.indent(textwrap.fill(line, 90, break_on_hyphens=False), " " * 8))
+    numbers = sum(bug.wrong_numbers for bug in present)
+    print(
+        f"{len(present)} bugs known: {len(present) - numbers} cured always, {numbers} with wrong numbers "
+        f"{'cured' if wanted else 'as upstream has them'} ({settings.BACKPORT.name}={int(wanted)})"
+    )
+    return 0
+
+
+def _state(bug: known_bugs.Bug, wanted: bool) -> str:
+    if not bug.wrong_numbers:
+        return "cured  "
+    return "cured  " if wanted else "present"

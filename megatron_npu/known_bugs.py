@@ -1,0 +1,63 @@
+"""The bugs of upstream that this project cures: one list, made of the adaptors' own records.
+
+The page docs/known-upstream-bugs.md and ``megatron-npu doctor --known-bugs`` tell them; the ledger tells
+their patches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_npu import adaptors
+from megatron_npu.adaptors.shared.decorators import is_backport
+from megatron_npu.patching.registry import Patch, admits, registry
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug of upstream, cured at one or several places.
+
+    Attributes:
+        effect: what goes wrong.
+        until: which version has the fix.
+        targets: ``module:Qual.name`` of the functions that are mended.
+        versions: PEP 440 specifiers of the versions that have the bug; an empty one stands for all.
+        devices: where it shows.
+        wrong_numbers: the cure changes losses, gradients or what is logged of them, and is applied with
+            ``MEGATRON_NPU_BACKPORT=1`` only; others are cured always.
+    """
+
+    effect: str
+    until: str
+    targets: tuple[str, ...]
+    versions: tuple[str, ...]
+    devices: tuple[str, ...]
+    wrong_numbers: bool
+
+    def is_in(self, version: str) -> bool:
+        """Return whether ``version`` has the bug."""
+        return any(admits(versions, version) for versions in self.versions)
+
+
+def bugs(upstream: str) -> list[Bug]:
+    """Return the known bugs of ``upstream``, those with wrong numbers first.
+
+    Raises:
+        ModuleNotFoundError: there are no adaptors of that name.
+    """
+    adaptors.register(upstream)
+    patches = [patch for patch in registry.patches if patch.upstream == upstream and patch.upstream_bug]
+    told = dict.fromkeys((not is_backport(patch), patch.why, patch.until) for patch in patches)
+    return [_bug([patch for patch in patches if (patch.why, patch.until) == key[1:]]) for key in sorted(told)]
+
+
+def _bug(patches: list[Patch]) -> Bug:
+    first = patches[0]
+    return Bug(
+        effect=first.why,
+        until=first.until,
+        targets=tuple(dict.fromkeys(patch.target for patch in patches)),
+        versions=tuple(dict.fromkeys(patch.versions for patch in patches)),
+        devices=first.devices,
+        wrong_numbers=is_backport(first),
+    )

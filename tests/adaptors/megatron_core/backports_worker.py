@@ -1,0 +1,218 @@
+"""Look at each wrong number of one megatron-core with our cure and without; prints a JSON object of both.
+
+Rank 1 of 4 processes that are not there (torch's fake backend): TP 2, EP 2, expert-TP 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import megatron_npu
+from megatron_npu import plugin
+
+SEQUENCE, BATCH, EXPERTS, TP, RANKS = 6, 3, 4, 2, 4
+
+
+def groups() -> None:
+    from megatron.core import parallel_state, tensor_parallel
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
+    known = inspect.signature(parallel_state.initialize_model_parallel).parameters
+    quiet = {"create_gloo_process_groups": False} if "create_gloo_process_groups" in known else {}
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=TP, expert_model_parallel_size=2, expert_tensor_parallel_size=1, **quiet
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def router(per_token: bool, **changes: Any) -> Any:
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=2,
+        tensor_model_parallel_size=TP,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=True,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        calculate_per_token_loss=per_token,
+        **changes,
+    )
+    torch.manual_seed(3)
+    known = inspect.signature(TopKRouter.__init__).parameters
+    named = next((name for name in ("pg_collection", "model_comm_pgs") if name in known), None)
+    given = {}
+    if named:
+        from megatron.core.transformer.moe import moe_utils
+
+        given[named] = next(
+            getattr(moe_utils, name)()
+            for name in ("get_default_pg_collection", "get_default_model_comm_pgs")
+            if hasattr(moe_utils, name)
+        )
+    made = TopKRouter(config=config, **given)
+    made.set_layer_number(1)
+    return made.train()
+
+
+def scale(**changes: Any) -> float:
+    """Return by what --calculate-per-token-loss multiplies the gradient of the losses beside."""
+    gradients = []
+    for per_token in (True, False):
+        one = router(per_token, **changes)
+        torch.manual_seed(4)
+        hidden = torch.randn(SEQUENCE, BATCH, 8)
+        probs, _ = one(hidden)
+        # the task's own gradient is the same in both; of probabilities that sum to one it is none
+        (probs.sum() * 0).backward()
+        gradients.append(one.weight.grad)
+    return float(gradients[0].norm() / gradients[1].norm())
+
+
+def z_loss_ranks() -> list[int]:
+    """Return over which ranks the z-loss in the log is averaged."""
+    from megatron.core.transformer.moe import moe_utils
+
+    seen: set[int] = set()
+
+    def reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **_: Any) -> None:
+        if op == dist.ReduceOp.AVG:
+            seen.update(dist.get_process_group_ranks(group))
+
+    router(False, moe_z_loss_coeff=1e-2, moe_aux_loss_coeff=0.0)(torch.randn(SEQUENCE, BATCH, 8))
+    kept, dist.all_reduce = dist.all_reduce, reduce
+    try:
+        moe_utils.reduce_aux_losses_tracker_across_ranks(["z_loss"])
+    finally:
+        dist.all_reduce = kept
+    return sorted(seen)
+
+
+def reduced() -> float:
+    """Return the sum over two ranks of ones that are not contiguous."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    given = [group] if "group" in inspect.signature(mappings._reduce).parameters else []
+    kept, dist.all_reduce = dist.all_reduce, lambda tensor, **_: tensor.mul_(2)
+    try:
+        return float(mappings._reduce(torch.ones(3, 2).t(), *given).mean())
+    finally:
+        dist.all_reduce = kept
+
+
+def expert_bias_counts() -> bool:
+    """Return whether the norm counts a copy of what this rank's experts alone hold."""
+    from megatron.core.tensor_parallel import layers
+
+    bias, copied = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
+    bias.allreduce, bias.tensor_model_parallel = False, False
+    layers.copy_tensor_model_parallel_attributes(copied, bias)
+    known = inspect.signature(layers.param_is_not_tensor_parallel_duplicate).parameters
+    if "expert_tp_group" in known:  # 0.19 copies the attribute elsewhere, and is told the group
+        from megatron.core import parallel_state
+        from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
+
+        copy_optimizer_param_metadata(copied, bias)
+        group = parallel_state.get_expert_tensor_parallel_group()
+        return bool(layers.param_is_not_tensor_parallel_duplicate(copied, expert_tp_group=group))
+    return bool(layers.param_is_not_tensor_parallel_duplicate(copied))
+
+
+def learning_rates() -> list[float] | None:
+    """Return the highest learning rates that two groups have after loading 0.1 and 0.2."""
+    from megatron.core.optimizer import optimizer
+
+    find = getattr(optimizer.MegatronOptimizer, "_filter_and_reorder_param_groups", None)
+    if find is None:
+        return None
+    alike = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    saved = [{**alike, "max_lr": rate, "min_lr": 0.0, "params": []} for rate in (0.1, 0.2)]
+    return [group["max_lr"] for group in find([dict(group) for group in saved], saved)]
+
+
+def decoupled_rates() -> list[float] | None:
+    """Return the highest learning rates of a distributed optimizer's groups after it loads its own state."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+    ).bfloat16()
+    model[0].weight.is_embedding_or_output_parameter = True
+    ours = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    ddp = DistributedDataParallel(ours, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+    config = OptimizerConfig(
+        optimizer="adam", lr=0.1, min_lr=0.0, decoupled_lr=0.2, bf16=True, use_distributed_optimizer=True
+    )
+    adam = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False).chained_optimizers[0]
+    saved = [{**group, "step": 1} for group in adam.optimizer.state_dict()["param_groups"]]
+    adam.load_state_dict({"optimizer": {"param_groups": saved}})
+    return sorted(group["max_lr"] for group in adam.optimizer.param_groups)
+
+
+def updates() -> list[float] | None:
+    """Return weight and count of steps of an Adam that Megatron's FSDP has taken over; 1 and 0 are right."""
+    name = "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard"
+    try:
+        shard = importlib.import_module(name).fully_shard_optimizer
+    except (ModuleNotFoundError, AttributeError):
+        return None
+    if next(iter(inspect.signature(shard).parameters)) != "optimizer":
+        return None
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight._megatron_fsdp_model = SimpleNamespace(
+        model_auto_sync=True, install_optimized_model_weights=lambda: None, zero_grad_buffer=lambda: None
+    )
+    adam = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
+    shard(adam, preproc_state_dict_for_dcp_ckpt=False)
+    assert adam.param_groups[0]["lr"] == 0.1
+    assert adam.param_groups[0]["weight_decay"] == 0.5
+    steps = adam.state[weight].get("step", torch.tensor(0.0))
+    return [float(weight[0]), float(steps)]
+
+
+def everything() -> dict[str, Any]:
+    """Return what the numbers are; scales as parts of what they ought to be."""
+    tokens = SEQUENCE * BATCH * TP
+    aux = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
+    return {
+        "aux": round(scale(**aux) / tokens, 4),
+        "z": round(scale(moe_z_loss_coeff=1e-2, moe_aux_loss_coeff=0.0) / tokens, 4),
+        "seq": round(scale(**{**aux, "moe_router_load_balancing_type": "seq_aux_loss"}) / tokens, 4),
+        "z logged over": z_loss_ranks(),
+        "reduced": reduced(),
+        "expert bias counts": expert_bias_counts(),
+        "learning rates": learning_rates(),
+        "decoupled rates": decoupled_rates(),
+        "updates": updates(),
+    }
+
+
+if __name__ == "__main__":
+    megatron_npu.install()
+    groups()
+    cured = everything()
+    rows = [asdict(row) for row in plugin.engine().ledger.rows if row.state == "applied"]
+    plugin.engine().undo()
+    from megatron.core.transformer.moe import moe_utils
+
+    vars(moe_utils).setdefault("te_general_gemm", None)  # 0.13 to 0.16 cannot run without: another bug
+    print(json.dumps({"cured": cured, "stock": everything(), "applied": rows}))
