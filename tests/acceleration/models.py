@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 HIDDEN, HEADS, LAYERS, VOCABULARY, LENGTH, CLASSES = 32, 2, 2, 61, 8, 3
+WORDS = 300  # of the GPT-2: more than the fewest of a fused loss; the data have VOCABULARY
 Batch = dict[str, Any]
 
 
@@ -31,7 +32,7 @@ def gpt2() -> nn.Module:
     """A GPT-2, whose output layer is its embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS}
+    sizes = {"vocab_size": WORDS, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     special = {"bos_token_id": None, "eos_token_id": None}
     return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, **special, n_positions=LENGTH))

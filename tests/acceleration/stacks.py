@@ -32,7 +32,7 @@ LONG = [
     ("bert", {"sharding": "zero-1", "mixed_precision": "fp16"}),
     ("bert", {"sharding": "fsdp", "lora_rank": 4}),
     ("bert tokens", {"sharding": "fsdp"}),
-    ("gpt2", {"sharding": "zero-1", "mixed_precision": "bf16"}),
+    ("gpt2", {"sharding": "zero-1", "mixed_precision": "bf16", "fused_ops": True}),
     ("gpt2", {"sharding": "zero-3", "checkpoint_activations": True, "fused_ops": True}),
     ("bert", {"sharding": "zero-2", "mixed_precision": "bf16", "fused_ops": True}),
     ("bert", {"sharding": "fsdp", "lora_rank": 4, "fused_ops": True}),

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_npu import devices, ops
 from megatron_npu.ops import dispatch, norm
@@ -340,6 +341,75 @@ def test_threads_whose_forwards_overlap_do_not_touch_each_others_functions(monke
 
 def _thread() -> str:
     return threading.current_thread().name
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most values that a result of torch has."""
+
+    values = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.values = max(self.values, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_training_makes_no_logits_unless_they_are_asked_for(autocast):
+    """Losses of some steps as without; what a step makes at most; its logits before it is over, and after."""
+    tokens, words = 144, 1 << 14  # more logits than a block of the operation
+    torch.manual_seed(4)
+    model = of("Llama", "CausalLM", **GROUPED, vocab_size=words, hidden_size=8).to(DEVICE)
+    twin = copy.deepcopy(model)
+    ids = torch.randint(5, words, (4, tokens // 4), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    labels = ids.masked_fill(ids % 7 == 0, -100)
+    swapped = ops.swap(model)
+    curves, largest = [], []
+    for each in (model, twin):
+        optimizer, losses_ = torch.optim.SGD(each.parameters(), lr=0.5), []
+        for _ in range(3):
+            with LargestTensor() as mode, torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+                output = each(input_ids=ids, labels=labels)
+                output.loss.backward()
+            losses_.append(output.loss.item())
+            largest.append(mode.values)
+            optimizer.step()
+            optimizer.zero_grad()
+        curves.append(losses_)
+    assert curves[0] == pytest.approx(curves[1], rel=2e-3 if autocast else 1e-6)
+    assert curves[1][0] - curves[1][-1] > 0.05
+    assert max(largest[:3]) < tokens * words <= min(largest[3:])
+    assert "output layer lm_head: linear_cross_entropy, with the loss" in swapped.lines()
+    if autocast:
+        return  # the weights of the two are apart by now
+    output = model(input_ids=ids, labels=labels)
+    assert output.logits.shape == (4, tokens // 4, words)
+    (output.logits.square().mean() + output.loss).backward()
+    right = twin(input_ids=ids, labels=labels)
+    (right.logits.square().mean() + right.loss).backward()
+    gradients = [each.get_output_embeddings().weight.grad for each in (model, twin)]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-7)
+    reason = "output layer lm_head stays: a training step asks for its logits, or changes them"
+    assert reason in swapped.lines()
+    output = model(input_ids=ids, labels=labels)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    with pytest.raises(RuntimeError, match=r"Read them before optimizer\.step"):
+        output.logits.argmax(-1)
+    with torch.no_grad():
+        assert type(model(input_ids=ids).logits) is torch.Tensor
+
+
+def test_labels_that_are_no_words_are_told_as_by_torch():
+    if DEVICE != "cpu":
+        return  # a device says so later, or not at all
+    model = of("Llama", "CausalLM", **GROUPED)
+    ops.swap(model)
+    ids = text_batch()["input_ids"]
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=ids, labels=ids + VOCABULARY)
+    with pytest.raises((ValueError, RuntimeError)):
+        model(input_ids=ids, labels=ids[:, :4])
 
 
 def test_what_stays_is_named_with_the_reason():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 
 from torch import nn
 
-from megatron_npu.ops.swapping import activations, attention, linears, losses, norms, rotary
+from megatron_npu.ops.swapping import activations, attention, heads, linears, losses, norms, rotary
 from megatron_npu.ops.swapping.found import Found, Left, Replacement
 
 __all__ = ["Entry", "Swapped", "swap"]
@@ -26,6 +26,11 @@ _RECOGNISERS: tuple[Callable[[nn.Module], Found], ...] = (
     linears.recognise,
 )
 
+_CALLS_LEFT: dict[str, Mapping[nn.Module, str]] = {
+    "attention": attention.calls_left,
+    "output layer": heads.calls_left,
+}
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -33,7 +38,7 @@ class Entry:
 
     Attributes:
         where: its path in the model; empty for the model itself.
-        what: norm, attention, activation, gated MLP, rotary, loss, linear or dropout.
+        what: norm, attention, activation, gated MLP, rotary, loss, output layer, linear or dropout.
         by: the operation in its place; empty where it stays.
         why_not: why it stays; empty where it does not.
     """
@@ -59,10 +64,8 @@ class Swapped:
         modules = {} if model is None else dict(model.named_modules())
         found = []
         for entry in self.entries:
-            why = attention.calls_left.get(modules.get(entry.where, nn.Identity()), "")
-            found.append(
-                Entry(entry.where, entry.what, "", why) if why and entry.what == "attention" else entry
-            )
+            left = _CALLS_LEFT.get(entry.what, {}).get(modules.get(entry.where, nn.Identity()), "")
+            found.append(Entry(entry.where, entry.what, "", left) if left else entry)
         return found
 
     def lines(self) -> list[str]:
@@ -121,16 +124,23 @@ def _swap_module(path: str, module: nn.Module, swapped: Swapped) -> None:
     elif loss is not None:
         _set(module, "_loss_function", loss, swapped)
         swapped.entries.append(Entry(path, "loss", "cross_entropy"))
-    for recognise in _RECOGNISERS:
-        found = recognise(module)
-        if isinstance(found, Left):
-            swapped.entries.append(Entry(path, found.what, why_not=found.why))
-        elif isinstance(found, Replacement) and "forward" in vars(module):
-            swapped.entries.append(Entry(path, found.what, why_not="its forward has been replaced already"))
-        elif isinstance(found, Replacement):
-            for name, value in (("forward", MethodType(found.forward, module)), *found.notes.items()):
-                _set(module, name, value, swapped)
-            swapped.entries.append(Entry(path, found.what, found.by))
+        below, head = heads.recognise(module)
+        _take(f"{path}.{below}".strip("."), module.get_submodule(below), head, swapped)
+    if not heads.has_taken(module):
+        for recognise in _RECOGNISERS:
+            _take(path, module, recognise(module), swapped)
+
+
+def _take(path: str, module: nn.Module, found: Found, swapped: Swapped) -> None:
+    """Do with a module what was found, and note it."""
+    if isinstance(found, Left):
+        swapped.entries.append(Entry(path, found.what, why_not=found.why))
+    elif isinstance(found, Replacement) and "forward" in vars(module):
+        swapped.entries.append(Entry(path, found.what, why_not="its forward has been replaced already"))
+    elif isinstance(found, Replacement):
+        for name, value in (("forward", MethodType(found.forward, module)), *found.notes.items()):
+            _set(module, name, value, swapped)
+        swapped.entries.append(Entry(path, found.what, found.by))
 
 
 def _set(module: nn.Module, name: str, value: object, swapped: Swapped) -> None:

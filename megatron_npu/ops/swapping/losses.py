@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_npu import devices
 from megatron_npu.ops.cross_entropy import cross_entropy
+from megatron_npu.ops.swapping import heads
 from megatron_npu.ops.swapping.found import (
     Found,
     Left,
@@ -70,9 +71,13 @@ def _masked_lm(
     ignore_index: int = -100,
     **others: Any,
 ) -> Tensor:
-    """``ForMaskedLMLoss``: without the fp32 copy of the logits."""
+    """``ForMaskedLMLoss``: without the fp32 copy of the logits, or without logits."""
     target = labels.reshape(-1).to(logits.device)
-    losses = _losses(logits.reshape(-1, vocab_size), target, ignore_index)
+    losses = None
+    if isinstance(logits, heads.Unmade) and logits.size(-1) == vocab_size:
+        losses = logits.losses(target, ignore_index)
+    if losses is None:
+        losses = _losses(logits.reshape(-1, vocab_size), target, ignore_index)
     if num_items_in_batch is None:
         return losses.sum() / (target != ignore_index).sum()
     if isinstance(num_items_in_batch, Tensor):

@@ -1,0 +1,165 @@
+"""The output layer of a language model, put into its loss: training makes no logits unless somebody asks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from megatron_npu.ops.linear_cross_entropy import linear_cross_entropy
+from megatron_npu.ops.swapping import linears
+from megatron_npu.ops.swapping.found import (
+    Found,
+    Left,
+    Replacement,
+    bound_elsewhere,
+    has_forward_of,
+    own_forward,
+)
+
+_WHAT = "output layer"
+_FEWEST_WORDS = 256  # below, logits are small, and torch's loss is as good
+
+# What steps turned out to do: {output layer: why its logits were made}, read by the ledger.
+calls_left: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+class Unmade(Tensor):
+    """Logits ``[..., v]`` that nobody has asked for: hidden states and the weight they would be made of.
+
+    The loss takes them as they are. Anything else that looks at values makes them, once, with their
+    gradients: sizes, dtype and device are known without. They have no graph before (``requires_grad`` is
+    False): wrappers of the model (DDP, FSDP) look for one in its outputs, and the loss has it.
+    """
+
+    _layer: nn.Module
+    _hidden: Tensor
+    _weight: Tensor
+    _seen: int
+    _made: Tensor | None
+
+    @staticmethod
+    def __new__(cls, layer: nn.Module, hidden: Tensor, weight: Tensor) -> Unmade:
+        """Return logits of ``hidden`` ``[..., h]`` and ``weight`` ``[v, h]``, of one dtype."""
+        shape = (*hidden.shape[:-1], weight.size(0))
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
+        made._layer, made._hidden, made._weight, made._made = layer, hidden, weight, None
+        made._seen = weight._version
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer for sizes and the like; make the logits for everything else."""
+        if func in _KNOWN_WITHOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.clone:  # which DDP does with every output; one that is returned as it is, it views
+            return cls(args[0]._layer, args[0]._hidden, args[0]._weight)
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a function in its place
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call ``func`` with logits that are made."""
+        args, kwargs = tree_map_only(Unmade, Unmade.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def losses(self, target: Tensor, ignored: int) -> Tensor | None:
+        """Return the loss of each token ``[t]``, fp32, 0 where ``target`` ``[t]`` is ``ignored``.
+
+        None: a target is no word, or there is not one for each row, of which torch's loss complains.
+        """
+        counts = target != ignored
+        if target.numel() * self.size(-1) != self.numel():
+            return None
+        if target.device.type == "cpu" and bool((counts & ~_between(target, self.size(-1))).any()):
+            return None
+        rows = self._hidden.reshape(-1, self._hidden.size(-1))
+        found = linear_cross_entropy(rows, self._weight, target.masked_fill(~counts, 0), recompute=False)
+        return found.masked_fill(~counts, 0.0)
+
+    def whole(self) -> Tensor:
+        """Return the logits.
+
+        Raises:
+            RuntimeError: they were not asked for before the weights changed.
+        """
+        if self._made is None:
+            weight = self._weight
+            if self._seen != weight._version or not weight.untyped_storage().size():  # a shard put away
+                raise RuntimeError(
+                    "the logits of this training step were not asked for, and are no longer to be had: the "
+                    "weights have changed since. Read them before optimizer.step()."
+                )
+            calls_left.setdefault(self._layer, "a training step asks for its logits, or changes them")
+            with torch.enable_grad():
+                self._made = F.linear(self._hidden, weight)
+        return self._made
+
+
+def _between(target: Tensor, words: int) -> Tensor:
+    return (target >= 0) & (target < words)
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+_KNOWN_WITHOUT = {
+    *map(_getter, ("shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_quantized", "is_nested")),
+    *map(_getter, ("requires_grad", "grad_fn", "is_leaf", "is_cpu", "is_cuda", "is_meta")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.get_device),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__),
+}
+
+
+def recognise(model: Any) -> tuple[str, Found]:
+    """Return the path of a model's output layer, and what takes its place or why it stays.
+
+    Args:
+        model: whose ``loss_function`` is this project's over a vocabulary.
+    """
+    layer = getattr(model, "get_output_embeddings", lambda: None)()
+    path = next((name for name, module in model.named_modules() if module is layer), "")
+    if layer is None:
+        return "", None
+    if not has_forward_of(layer, nn.Linear):
+        return path, Left(_WHAT, f"{type(layer).__name__} is no plain linear layer")
+    if layer.bias is not None:
+        return path, Left(_WHAT, "it has a bias, which linear_cross_entropy does not add")
+    if layer.weight.size(0) < _FEWEST_WORDS:
+        return path, Left(_WHAT, f"fewer than {_FEWEST_WORDS} words")
+    fast = isinstance(linears.recognise(layer), Replacement)
+    forward = _of_linear_operation if fast else _of_torch
+    return path, Replacement(_WHAT, "linear_cross_entropy, with the loss", forward)
+
+
+def has_taken(module: nn.Module) -> bool:
+    """Return whether a module is an output layer whose forward is one of these already."""
+    return getattr(vars(module).get("forward"), "__func__", None) in (_of_linear_operation, _of_torch)
+
+
+def _of_linear_operation(module: Any, input: Tensor) -> Tensor:
+    return _logits(module, input, linears.forward)
+
+
+def _of_torch(module: Any, input: Tensor) -> Tensor:
+    return _logits(module, input, own_forward)
+
+
+def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) -> Tensor:
+    """Return the logits; unmade where they are for a loss, that is where gradients are wanted."""
+    weight: Tensor = module.weight
+    learns = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+    if not learns or bound_elsewhere(input) or torch.jit.is_tracing():
+        return plain(module, input)
+    if torch.is_autocast_enabled(input.device.type):
+        dtype = torch.get_autocast_dtype(input.device.type)
+        return Unmade(module, input.to(dtype), weight.to(dtype))
+    return Unmade(module, input, weight) if weight.dtype is input.dtype else plain(module, input)
