@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from megatron_npu.benching import causes
+from megatron_npu.benching.causes import AS_THERE, OTHERWISE, UNDECIDED
 from megatron_npu.benching.job import WARM_UP
 from megatron_npu.benching.plan import Plan
 from megatron_npu.benching.ranks import MEASURED, Outcome
@@ -84,7 +86,7 @@ class Report:
     def markdown(self) -> str:
         """Return head, table, comparison with the document, and footnotes."""
         footnotes = Footnotes()
-        tables = [self._table(footnotes), self._comparison()]
+        tables = [self._table(footnotes), self._comparison(footnotes)]
         notes = [f"- {note}" for note in self.plan.machine.notes(self.plan.ranks, self.plan.mixed_precision)]
         head = [f"## {self.plan.suite.name}", "\n".join(self._head())]
         return "\n\n".join(filter(None, [*head, *tables, footnotes.text(), "\n".join(notes)])) + "\n"
@@ -177,8 +179,11 @@ class Report:
         """Leave the time of processors out where they do not compute."""
         return cells if self.plan.machine.is_host else cells[:-1]
 
-    def _comparison(self) -> str:
-        """Return how each row stands to the first that the document has numbers of; here, and there."""
+    def _comparison(self, footnotes: Footnotes) -> str:
+        """Return how each row stands to the first that the document has numbers of; here, and there.
+
+        A row that does not go the document's way has a footnote that says what cannot be seen here.
+        """
         base = next(row for row in self.rows if row.scheme.printed.peak is not None)
         if not base.is_measured:
             return ""
@@ -192,7 +197,11 @@ class Report:
             "direction",
         ]
         rows = [
-            [*row.scheme.cells, *self._ratios(row, base), self.direction(row, base)]
+            [
+                *row.scheme.cells,
+                *self._ratios(row, base),
+                self.direction(row, base) + self._why(row, base, footnotes),
+            ]
             for row in self.rows
             if row is not base and row.is_measured
         ]
@@ -210,25 +219,32 @@ class Report:
 
     def direction(self, row: Row, base: Row) -> str:
         """Return whether a row is on the same side of another, here and in the document."""
+        verdicts = self._verdicts(row, base)
+        if not verdicts:
+            word = row.scheme.printed.word
+            there = f"{word} in the document" if word else "not in the document"
+            return f"{there}; peak {_side(row.peak / base.peak)} here"
+        if len(verdicts) > 1 and set(verdicts.values()) == {AS_THERE}:
+            return AS_THERE
+        return "; ".join(f"{name} {verdict}" for name, verdict in verdicts.items())
+
+    def _why(self, row: Row, base: Row, footnotes: Footnotes) -> str:
+        return footnotes.mark(causes.why(self.plan, row.scheme, self._verdicts(row, base)))
+
+    def _verdicts(self, row: Row, base: Row) -> dict[str, str]:
+        """Return what of a row can be compared with the document, and whether it goes the same way."""
         printed, first = row.scheme.printed, base.scheme.printed
-        lower = row.peak / base.peak
         if printed.peak is None or first.peak is None:
-            there = {"OOM": "OOM in the document", "NA": "NA in the document"}.get(
-                printed.word, "not in the document"
-            )
-            return f"{there}; peak {_side(lower)} here"
-        said = {"peak": _same(printed.peak / first.peak, lower, SLIGHT)}
+            return {}
+        verdicts = {"peak": _same(printed.peak / first.peak, row.peak / base.peak, SLIGHT)}
         if not self.plan.machine.simulated and printed.throughput and first.throughput:
             noise = 2 * math.hypot(row.uncertainty, base.uncertainty)
             faster = row.throughput / base.throughput
-            said["throughput"] = _same(printed.throughput / first.throughput, faster, noise)
-            if set(said.values()) == {AS_THERE}:
-                return AS_THERE
-        return "; ".join(f"{name} {verdict}" for name, verdict in said.items())
+            verdicts["throughput"] = _same(printed.throughput / first.throughput, faster, noise)
+        return verdicts
 
 
 SLIGHT = 0.02  # a peak that differs by less has no direction
-AS_THERE, OTHERWISE, UNDECIDED = "as in the document", "not as in the document", "about the same"
 
 
 def _same(there: float, here: float, noise: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -15,9 +16,11 @@ from megatron_npu.benching.ranks import FAILED, MEASURED, NA, OOM, Outcome
 from megatron_npu.benching.report import Report, Row, aligned
 from megatron_npu.benching.schemes import SUITES, Scheme
 from megatron_npu.benching.sizes import GPT
+from tests.conftest import ROOT
 
 CPU = Machine("cpu", "cpu", None, True, False, True, 2, frozenset({"avx512_bf16"}))
 NPU = Machine("simulated npu", "npu", 8, True, True, False, 2, frozenset())
+CUDA = Machine("cuda", "cuda", 4, False, False, False, 64, frozenset())
 MB = 1 << 20
 
 
@@ -104,6 +107,57 @@ def test_a_row_without_a_number_in_the_document_has_no_direction():
     assert said[4] == "NA in the document; peak lower here"
     assert said[6] == "not in the document; peak higher here"
     assert re.search(r"mixed \+ zero-3 +\| NA +\| ", found.markdown())
+
+
+@pytest.mark.parametrize("machine", [CPU, NPU, CUDA], ids=lambda machine: machine.device)
+@pytest.mark.parametrize("suite", list(SUITES))
+def test_every_row_goes_the_documents_way_or_says_why_not(suite, machine):
+    """Rows that are three times as fast and large as the first, a third of it, and nearly the same."""
+    schemes = SUITES[suite].schemes
+    first = next(number for number, scheme in enumerate(schemes) if scheme.printed.peak is not None)
+    for times in itertools.product((3, 1 / 3, 1.001), repeat=2):
+        faster, larger = times
+        other = measured(10 * faster, 10.1 * faster, peak=100 * larger)
+        outcomes = [measured(10, 10.1) if number == first else other for number in range(len(schemes))]
+        text = report(*outcomes, machine=machine, suite=suite).markdown()
+        rows = dict(zip([s for s in schemes if s is not schemes[first]], directions(text), strict=True))
+        for scheme, said in rows.items():
+            mark = re.search(r"\[(\d+)\]$", said)
+            assert bool(mark) != goes_that_way(scheme, schemes[first], times, machine), (scheme.name, said)
+            if mark:
+                assert re.search(rf"^\[{mark[1]}\] (peak|throughput|no OOM here): ", text, re.M), text
+
+
+def directions(text: str) -> list[str]:
+    """Return the last column of the second table."""
+    lines = text.splitlines()
+    begin = next(number for number, line in enumerate(lines) if "| direction" in line)
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[begin + 2 :])
+    return [row.strip("| ").rpartition("|")[2].strip() for row in rows]
+
+
+def goes_that_way(scheme: Scheme, first: Scheme, here: tuple[float, float], machine: Machine) -> bool:
+    """Return whether speed and memory are on the document's side, as far as it has numbers."""
+    if scheme.printed.peak is None:
+        return scheme.printed.word != "OOM"  # NA, or not in the document: nothing to follow
+    there = [scheme.printed.throughput / first.printed.throughput, scheme.printed.peak / first.printed.peak]
+    sides = [0 if abs(ratio - 1) < 0.02 else ratio - 1 for ratio in (*there, *here)]
+    if machine.simulated:
+        sides[0] = sides[2] = 0  # no times
+    return all((a > 0) == (b > 0) and (a < 0) == (b < 0) for a, b in zip(sides[:2], sides[2:], strict=True))
+
+
+def test_the_recorded_tables_leave_no_row_unexplained():
+    paths = sorted((ROOT / "benchmarks" / "results" / "bench").glob("*.md"))
+    assert {path.name.partition("-cpu")[0].partition("-sim")[0] for path in paths} >= set(SUITES)
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        for said in directions(text) if "| direction" in text else ():
+            explained = re.search(r" \[\d+\]$", said) or said in (
+                "as in the document",
+                "peak as in the document",
+            )
+            assert explained or said.startswith(("NA in", "not in")), (path.name, said)
 
 
 def test_what_the_processor_cannot_is_said():
