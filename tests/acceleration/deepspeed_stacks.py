@@ -27,7 +27,7 @@ RUNS = [
     ("gpt2", {"zero_optimization": {"stage": 3}}, "--checkpoint-activations --fused-ops"),
     ("bert", {"zero_optimization": {"stage": 3}}, "--lora-rank 4"),
 ]
-RESUMED = [("user", {"zero_optimization": {"stage": stage}}, "") for stage in (0, 3)]
+RESUMED = [("user", {"zero_optimization": {"stage": stage}}, "") for stage in STAGES]  # to the bit
 
 
 def title(kind: str, file: dict, flags: str) -> str:
@@ -103,6 +103,7 @@ def attempts(device: str) -> Iterator[tuple[str, Callable[[], list[float]]]]:
     for number, row in enumerate(RESUMED):
         folder = Path(tempfile.gettempdir()) / f"resumed-{number}"
         yield f"resumed {title(*row)}", partial(resumed, *row, here, folder)
+        yield f"whole {title(*row)}", partial(run, *row, here)
 
 
 def main() -> int:

@@ -79,8 +79,10 @@ def test_two_ranks_train_like_plain_torch(two_ranks, row):
 
 @needs_deepspeed
 @pytest.mark.parametrize("row", deepspeed_stacks.RESUMED, ids=lambda row: deepspeed_stacks.title(*row))
-def test_two_ranks_go_on_from_the_engines_files(two_ranks, row):
-    check(two_ranks[f"resumed {deepspeed_stacks.title(*row)}"], *row)
+def test_two_ranks_go_on_from_the_engines_files_to_the_bit(two_ranks, row):
+    losses = two_ranks[f"resumed {deepspeed_stacks.title(*row)}"]
+    check(losses, *row)
+    assert losses == two_ranks[f"whole {deepspeed_stacks.title(*row)}"]
 
 
 def written(folder: Path, **values: object) -> Path:

@@ -398,6 +398,8 @@ def test_training_makes_no_logits_unless_they_are_asked_for(autocast):
         output.logits.argmax(-1)
     with torch.no_grad():
         assert type(model(input_ids=ids).logits) is torch.Tensor
+    model.get_output_embeddings().register_forward_hook(lambda *_: None)
+    assert type(model(input_ids=ids).logits) is torch.Tensor
 
 
 def test_labels_that_are_no_words_are_told_as_by_torch():

@@ -159,6 +159,9 @@ def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) 
     learns = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
     if not learns or bound_elsewhere(input) or torch.jit.is_tracing():
         return plain(module, input)
+    if module._forward_pre_hooks or module._forward_hooks:  # DeepSpeed's ZeRO-3 puts the weight away in one
+        calls_left.setdefault(module, "it has hooks, which want its output, or its weight after it")
+        return plain(module, input)
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
         return Unmade(module, input.to(dtype), weight.to(dtype))
