@@ -4,9 +4,10 @@
     megatron-npu sim -- python benchmarks/launches.py --megatron PATH    # a checkout of Megatron-LM 285068c8
 
 Forward, backward and optimizer step of a GPT in bf16, GPT style (LayerNorm, GELU, learned positions, biases)
-and, not with the tree of 2023, Llama style (RMSNorm, SwiGLU, rotary positions, grouped queries). Two
+and, not with the tree of 2023, Llama style (RMSNorm, SwiGLU, rotary positions, grouped queries). Three
 variants: the redirection alone, which lets stock Megatron run on an NPU as torch_npu's transfer_to_npu does,
-and the whole project. With the tree of 2023 both have stand-ins for apex, without which it does not start.
+the whole project, and that with layers under TransformerEngine's names (MEGATRON_NPU_TE=local). The tree of
+2023 has the first two, both with stand-ins for apex, without which it does not start.
 
     megatron-npu sim -- python benchmarks/launches.py --optimizers       # what Adam holds, with megatron-core
 
@@ -35,7 +36,7 @@ from typing import Any
 import report
 from megatron_lm import OPERATIONS, write_vocabulary  # the benchmark beside this one
 
-STYLES, VARIANTS = ("gpt", "llama"), ("redirection", "project")
+STYLES, VARIANTS = ("gpt", "llama"), ("redirection", "project", "te-names")
 HIDDEN, HEADS, GROUPS, VOCABULARY = 256, 4, 2, 512
 
 # Ways to keep what Adam needs, by name: options of Megatron's OptimizerConfig.
@@ -96,12 +97,15 @@ def main() -> None:
     sizes = {"sequence": arguments.sequence, "hidden": HIDDEN, "heads": HEADS, "dtype": "bf16"}
     result = {"upstream": "megatron_lm" if arguments.megatron else "megatron_core", **sizes, "styles": {}}
     for style in STYLES[:1] if arguments.megatron else STYLES:
-        costs = {variant: layer_cost(style, variant, arguments) for variant in VARIANTS}
+        variants = VARIANTS[:2] if arguments.megatron else VARIANTS
+        costs = {variant: layer_cost(style, variant, arguments) for variant in variants}
         plain, ours = costs["redirection"], costs["project"]
         ratios = {
             "launches": ours.launches / plain.launches,
             "activation_bytes": ours.activation_bytes / plain.activation_bytes,
         }
+        if "te-names" in costs:
+            ratios["te_names_launches"] = costs["te-names"].launches / ours.launches
         result["styles"][style] = {**{name: asdict(cost) for name, cost in costs.items()}, "ratios": ratios}
         show(style, costs, ratios)
     from megatron_npu import upstream
@@ -119,6 +123,8 @@ def show(style: str, costs: dict[str, Cost], ratios: dict[str, float]) -> None:
         )
     print(f"{style:<6} project / redirection: launches {ratios['launches']:.2f}, ", end="")
     print(f"activation bytes {ratios['activation_bytes']:.2f}", flush=True)
+    if "te_names_launches" in ratios:
+        print(f"{style:<6} te-names / project: launches {ratios['te_names_launches']:.3f}", flush=True)
 
 
 def layer_cost(style: str, variant: str, arguments: argparse.Namespace) -> Cost:
@@ -157,6 +163,7 @@ def in_child(arguments: argparse.Namespace, *what: str) -> dict[str, Any]:
     command = [sys.executable, __file__, *options, *what]
     # Bytecode would be written into the checkout.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["MEGATRON_NPU_TE"] = "local" if "te-names" in what else "none"
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(result.stdout.strip().splitlines()[-1])
 
@@ -315,11 +322,13 @@ def build(
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_npu import settings
 
     torch.cuda.set_device(0)
     store = torch.distributed.TCPStore("localhost", 0, 1, is_master=True)
@@ -346,9 +355,13 @@ def build(
         pipeline_dtype=torch.bfloat16,
         **options,
     )
+    if settings.TE.get() == "local":
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=config.normalization),
+        spec,
         vocabulary,
         sequence,
         share_embeddings_and_output_weights=True,
@@ -359,8 +372,8 @@ def build(
     model = DistributedDataParallel(config, ddp, Float16Module(config, model))
     # So small a limit always clips: whether a random model's gradients need it must not decide the count.
     common = {"optimizer": "adam", "lr": 1e-4, "clip_grad": 1e-6, "bf16": True}
-    settings = OptimizerConfig(**common, params_dtype=torch.bfloat16, **distributed, **(optimizer or {}))
-    return model, get_megatron_optimizer(settings, [model])
+    kept = OptimizerConfig(**common, params_dtype=torch.bfloat16, **distributed, **(optimizer or {}))
+    return model, get_megatron_optimizer(kept, [model])
 
 
 if __name__ == "__main__":

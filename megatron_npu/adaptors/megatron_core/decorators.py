@@ -32,7 +32,9 @@ def te_layers_present() -> str | None:
 
 def te_layers_not_ours() -> str | None:
     """Return why a patch for our layers under TransformerEngine's names is not needed."""
-    return None if standins.te_layers() else "MEGATRON_NPU_TE=local is not set, or TransformerEngine is there"
+    if standins.te_layers():
+        return None
+    return installed("transformer_engine") or "MEGATRON_NPU_TE is not local"
 
 
 def fused_optimizer_present() -> str | None:

@@ -35,6 +35,7 @@ def attention_of_megatron_core(original: type) -> type:
             **kwargs: Any,
         ) -> None:
             super().__init__(*args, cp_comm_type=cp_comm_type, **kwargs)
+            self.window_size = _window(self)
             self._register_load_state_dict_pre_hook(_without_extra_state)
 
         def forward(self, *args: Any, num_splits: int | None = None, **kwargs: Any) -> Tensor:
@@ -42,6 +43,13 @@ def attention_of_megatron_core(original: type) -> type:
 
     TEDotProductAttention.__doc__ = original.__doc__
     return TEDotProductAttention
+
+
+def _window(attention: Any) -> tuple[int, int]:
+    """Return the window as TransformerEngine writes it: -1 is no limit, and 0 after a causal query."""
+    before, after = attention.layer_options.window
+    open_end = 0 if "causal" in attention.attn_mask_type.name else -1
+    return -1 if before is None else before, open_end if after is None else after
 
 
 def _without_extra_state(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

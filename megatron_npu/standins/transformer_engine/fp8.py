@@ -38,3 +38,8 @@ def fp8_model_init(enabled: bool = True, **_: Any) -> AbstractContextManager[Non
         UsageError: ``enabled``.
     """
     return refuse("fp8_model_init") if enabled else contextlib.nullcontext()
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    """Return False, and why."""
+    return False, "layers of megatron_npu under TransformerEngine's names have no fp8"

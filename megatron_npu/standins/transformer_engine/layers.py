@@ -23,7 +23,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
     """What the layers have in common: the tensor-parallel group, parameters and their first values.
 
     Args:
-        tp_group, tp_size: the ranks that share the weights; the group may be None and follow later.
+        tp_group, tp_size: the ranks that share the weights; without a group, which may follow later, the
+            size counts, else that of the group.
         sequence_parallel: each of them has its part of the sequence outside the layer.
         get_rng_state_tracker: gives the tracker whose states fill the weights; None: torch's own state.
         rng_tracker_name: of the state; None: that of the model-parallel ranks.
@@ -54,6 +55,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
     ) -> None:
         super().__init__()
         _refuse_others(others)
+        if tp_group is not None:  # upstream gives the configuration's size beside a group of another
+            tp_size = tp_group.size()
         self.tp_group, self.tp_size = tp_group, tp_size
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,8 @@ def test_parameters_and_attributes_are_those_of_transformer_engine() -> None:
     row = linear(parallel_mode="row", tp_size=2, sequence_parallel=True)
     assert (row.in_features, row.out_features, row.weight.partition_dim) == (3, 4, 1)
     assert row.bias.sequence_parallel
+    group = SimpleNamespace(size=lambda: 3)  # the size of a group that is given counts
+    assert linear(parallel_mode="row", tp_size=1, tp_group=group).in_features == 2
     grouped = linear(pytorch.GroupedLinear, num_gemms=2)
     names = ["weight0", "bias0", "weight1", "bias1"]
     assert [name for name, _ in grouped.named_parameters()] == names
