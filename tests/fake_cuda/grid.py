@@ -1,0 +1,176 @@
+"""Every CUDA path that fake tensors can take: python -m tests.fake_cuda.grid [--output FILE] [NAME...]
+
+The driver on each megatron-core, and the stock ``pretrain_gpt.py`` of each tree, train a step as the last
+rank of each layout, and as the first of each pipeline. A rank's report says what it has run (``ranks.py``);
+the exit code is 1 if one has ended otherwise than a rank on a GPU would. NAME is a folder in checkouts, or
+``installed``.
+
+About a minute of a core for each Megatron. ``--output`` writes the reports as JSON, which
+docs/cuda-without-a-gpu.md sums up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_npu import files
+from tests.adaptors.megatron_lm import runs
+from tests.end_to_end import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKOUTS = ROOT / "checkouts"
+OLD = "285068c8"  # knows neither context nor expert parallelism, nor a tokenizer of numbers
+LONGEST = 900  # seconds for the ranks of one Megatron
+
+MODEL = [
+    *"--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64".split(),
+    *"--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3".split(),
+    *"--train-iters 1 --log-interval 1 --eval-interval 100 --eval-iters 0 --num-workers 0".split(),
+    # what is read of a norm is 0, and the coefficient is limit / (norm + 1e-6): this one clips
+    *"--split 90,10,0 --clip-grad 1e-9".split(),
+]
+NUMBERS = f"--tokenizer-type NullTokenizer --vocab-size {tiny.SIZE}".split()
+# that there are data to train, validate and test on; in 285068c8 the shape of a batch, [b, s + 1]
+RECEIVED = [[1, 1, 1], [1, 65, 0, 0, 0]]
+TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+CP2 = "--context-parallel-size 2 --attention-dropout 0"
+# tokens per expert decide about shapes, and fake tensors have no numbers: a capacity makes them known
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity --disable-bias-linear"
+)
+EVERYWHERE = {  # processes, words
+    "one-fp32": (1, ""),
+    "one-bf16": (1, "--bf16"),
+    "one-fp16": (1, "--fp16"),
+    "tp2": (2, f"--bf16 {TP2}"),
+    "tp2-sp": (2, f"--bf16 {TP2} --sequence-parallel"),
+    "pp2": (2, f"--bf16 {PP2}"),
+    "pp2-interleaved": (2, f"--bf16 {PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
+    "dp2-distributed": (2, "--bf16 --use-distributed-optimizer"),
+    "tp2-pp2-dp2": (8, f"--bf16 {TP2} --sequence-parallel {PP2} --use-distributed-optimizer"),
+    "recompute": (
+        1,
+        "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+}
+CORE = {
+    "llama": (
+        2,
+        f"--bf16 {TP2} --sequence-parallel --swiglu --normalization RMSNorm --group-query-attention "
+        "--num-query-groups 4 --position-embedding-type rope --disable-bias-linear "
+        "--untie-embeddings-and-output-weights",
+    ),
+    "cp2": (2, f"--bf16 {CP2}"),
+    "cp2-all-gather": (2, f"--bf16 {CP2} --cp-comm-type all_gather"),
+    "cp2-ulysses": (2, f"--bf16 {CP2} --cp-comm-type a2a"),
+    "ep2": (2, f"--bf16 {EXPERTS} --expert-model-parallel-size 2"),
+    "tp2-ep2": (4, f"--bf16 {EXPERTS} --expert-model-parallel-size 2 {TP2} --sequence-parallel"),
+    "tp2-cp2-pp2": (8, f"--bf16 {TP2} --sequence-parallel {CP2} {PP2} --use-distributed-optimizer"),
+}
+
+
+def cases(folder: Path, tree: Path | None, layouts: dict[str, tuple[int, str]]) -> list[dict]:
+    """Return the last rank of each layout, of a pipeline the first too, as ``ranks.py`` takes them."""
+    start = ["pretrain"] if tree is None else ["run", str(tree / "pretrain_gpt.py")]
+    words = [*start, *MODEL, "--data-path", str(folder / "text")]
+    if tree is not None and tree.name != OLD:  # a mask's values say which tokens are one document
+        words.append("--no-create-attention-mask-in-dataloader")
+    if tree is not None and tree.name == OLD:
+        vocabulary, merges = runs.write_vocabulary(folder)
+        words += ["--vocab-file", str(vocabulary), "--merge-file", str(merges)]
+        words += ["--timing-log-option", "all"]  # the others look for times that are not 0
+    else:
+        words += NUMBERS
+    return [
+        {
+            "name": f"{name}-rank{rank}",
+            "rank": rank,
+            "ranks": ranks,
+            "received": RECEIVED,
+            "words": [*words, *changes.split()],
+        }
+        for name, (ranks, changes) in layouts.items()
+        for rank in sorted({0 if PP2 in changes else ranks - 1, ranks - 1})
+    ]
+
+
+def run(folder: Path, listed: list[dict], path: Path | None) -> dict[str, dict]:
+    """Run cases with the Megatron in ``path``; return reports by name, of the failed the end of their log."""
+    if not (folder / "text.idx").exists():
+        tiny.write_dataset(folder / "text")
+    (folder / "cases.json").write_text(json.dumps(listed))
+    for case in listed:
+        (folder / f"{case['name']}.json").unlink(missing_ok=True)
+    places = [str(ROOT), *([str(path)] if path else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
+    environment |= {"MEGATRON_LM_PATH": str(path)} if path else {}
+    subprocess.run(
+        [sys.executable, "-m", "tests.fake_cuda.ranks", str(folder / "cases.json"), str(folder)],
+        env=environment,
+        cwd=ROOT,
+        check=True,
+        timeout=LONGEST,
+    )
+    return {case["name"]: _report(folder, case["name"]) for case in listed}
+
+
+def _report(folder: Path, name: str) -> dict:
+    path = folder / f"{name}.json"
+    report = json.loads(path.read_text()) if path.exists() else {"exit_code": None}
+    if report["exit_code"] != 0:
+        report["failed"] = (folder / f"{name}.log").read_text().splitlines()[-8:]
+    return report
+
+
+def wrong(report: dict) -> str | None:
+    """Return what a rank's report says that a rank on a GPU would not, or None."""
+    if report["exit_code"] != 0:
+        return "\n    ".join([f"exit code {report['exit_code']}", *report["failed"]])
+    if not (report["gradients"] and report["optimizer_steps"] and report["elements_updated"]):
+        return "nothing was trained"
+    return None if "0 drifted" in report["ledger"] else report["ledger"]
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    found = {path.name: path for path in sorted(CHECKOUTS.iterdir()) if path.is_dir()} | {"installed": None}
+    reports = {}
+    for name in options.name or found:
+        with tempfile.TemporaryDirectory() as folder:
+            reports[name] = _of(Path(folder), name, found[name], options.layout)
+        for case, report in reports[name].items():
+            print(f"{name:22} {case:24} {wrong(report) or 'trained'}", flush=True)
+        if options.output:
+            files.write(options.output, json.dumps(reports, indent=1) + "\n")
+    return any(wrong(report) for each in reports.values() for report in each.values())
+
+
+def _of(folder: Path, name: str, path: Path | None, chosen: list[str] | None) -> dict[str, dict]:
+    """Run the layouts of one Megatron: a tree has ``pretrain_gpt.py``, a wheel has the driver."""
+    # of a pipeline of 285068c8 neither stage gets through: fake values reach its shapes
+    old = {key: value for key, value in EVERYWHERE.items() if PP2 not in value[1]}
+    layouts = old if name == OLD else EVERYWHERE | CORE
+    if chosen:
+        layouts = {key: value for key, value in layouts.items() if key in chosen}
+    tree = path if path is not None and (path / "pretrain_gpt.py").is_file() else None
+    return run(folder, cases(folder, tree, layouts), path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="*", metavar="NAME")
+    parser.add_argument("--layout", nargs="+")
+    parser.add_argument("--output", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Compiles ``hooks.cpp`` and loads it into this process, which must not have imported torch yet."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_npu.sim import cache, site
+
+SOURCE = Path(__file__).with_name("hooks.cpp")
+
+
+def unavailable() -> str | None:
+    """Return why the library cannot be made here, or None."""
+    if sys.platform != "linux":
+        return f"no fake CUDA on {sys.platform}"
+    return None if shutil.which("g++") else "no g++ on PATH"
+
+
+def load() -> None:
+    """Let torch, imported afterwards, find a CUDA device; it caches the answer when it is imported.
+
+    Raises:
+        RuntimeError: torch has been imported already.
+    """
+    if "torch" in sys.modules:
+        raise RuntimeError("the fake CUDA must be loaded before torch")
+    # what torch.compile makes for CUDA needs Triton and a driver: its functions run as they are written
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    torch = site.torch_directory() / "lib"
+    ctypes.CDLL(str(torch / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(built()))
+
+
+def built() -> Path:
+    """Return the library, compiled first if source or torch are new."""
+    version = site.version_of(site.torch_directory())
+    key = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
+    return cache.prepared(f"fake-cuda-{key}", _build) / "hooks.so"
+
+
+def _build(folder: Path) -> None:
+    torch = site.torch_directory()
+    subprocess.run(
+        [
+            *("g++", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{torch / 'include'}", str(SOURCE)),
+            *("-o", str(folder / "hooks.so"), f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"),
+        ],
+        check=True,
+    )

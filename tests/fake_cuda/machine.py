@@ -1,0 +1,239 @@
+"""One process as a rank on CUDA devices that do not exist: ``machine.running(rank, ranks)``.
+
+Tensors are torch's fake ones: each operation yields what CUDA's would by shape, dtype, strides and device,
+and none of its values; mixing devices, shapes or dtypes that do not fit is an error as it would be on a GPU.
+Communication is torch's fake process group, so that one process stands for any rank of any layout.
+
+What a program reads of a value (``item``) is 0: no loss, no gradient, nothing overflowed (``_answer``).
+``library.load`` must have been called before torch was imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import os
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_npu.devices import cpu_cuda_api
+from megatron_npu.devices.cpu import CpuDevice
+from megatron_npu.devices.cuda_types import tensor_types
+
+
+class Tensors(FakeTensorMode):
+    """Fake tensors whose values can be asked for, and a count of the operations on CUDA's.
+
+    Attributes:
+        operations: how often each operation of aten gave a tensor on CUDA.
+        received: the int64 numbers that a broadcast of so many of them brings.
+    """
+
+    def __init__(self, received: dict[int, list[int]]) -> None:
+        # a module's own buffers (positions, masks) may have been made before the mode was entered
+        super().__init__(allow_non_fake_inputs=True)
+        self.operations: Counter[str] = Counter()
+        self.received = received
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return True  # torch would look for a driver if ``torch.cuda.is_available()`` says yes
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _answer(args[0])
+        if func is torch.ops.aten.equal.default:
+            return True
+        result = super().dispatch(func, types, args, kwargs or {})
+        _keep_value(func, args, result, self.received)
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if isinstance(first, Tensor) and first.device.type == "cuda":
+            self.operations[str(func)] += 1
+        return result
+
+
+_SAME_VALUE = {
+    getattr(torch.ops.aten, name) for name in "select unbind view detach alias _to_copy clone to".split()
+} | {torch.ops.prims.device_put}
+_ARITHMETIC = {
+    torch.ops.aten.gt: operator.gt,
+    torch.ops.aten.mul: operator.mul,
+}
+
+
+def _keep_value(func: Any, args: Any, result: Any, received: dict[int, list[int]]) -> None:
+    """Note on a tensor the one value that all its elements are known to have, and forget it when written to.
+
+    With a capacity, the number of tokens of each expert is such a value. What is received of another rank has
+    a list of values if the caller has said which.
+    """
+    packet = getattr(func, "overloadpacket", func)  # of FlexAttention there is only one
+    if packet is torch.ops.aten.full:
+        result.value = args[1]
+    elif packet is torch.ops.aten.all:
+        result.value = True
+    elif packet is torch.ops.c10d.broadcast_:
+        for tensor in args[0]:
+            tensor.value = received.get(tensor.numel(), 0) if tensor.dtype is torch.int64 else 0
+    elif packet is torch.ops.c10d.allreduce_:  # ranks that count themselves
+        size = dist.ProcessGroup.unbox(args[1]).size()
+        for tensor in args[0]:
+            if hasattr(tensor, "value"):
+                tensor.value *= size
+    elif packet in _ARITHMETIC:  # 285068c8 compares and multiplies the sizes that it receives
+        numbers = [_known(each) if isinstance(each, Tensor) else each for each in args[:2]]
+        if not any(number is None or isinstance(number, list) for number in numbers):
+            result.value = _ARITHMETIC[packet](*numbers)
+    elif packet is torch.ops.aten.select and isinstance(_known(args[0]), list):
+        result.value = _known(args[0])[args[2]]
+    elif packet is torch.ops.aten.unbind and isinstance(_known(args[0]), list):
+        for tensor, value in zip(result, _known(args[0]), strict=True):
+            tensor.value = value
+    elif packet in _SAME_VALUE and _known(args[0]) is not None:
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            tensor.value = _known(args[0])
+    elif packet is not func and func._schema.is_mutable:
+        for tensor in args:
+            if hasattr(tensor, "value"):
+                del tensor.value
+
+
+def _known(tensor: Tensor) -> Any:
+    """Return the value of all elements, a list of the values of a vector, or None if none is known."""
+    constant = getattr(tensor, "constant", None)
+    if constant is not None and constant.numel() == 1:
+        return constant.item()
+    return getattr(tensor, "value", None)
+
+
+def _answer(tensor: Tensor) -> bool | int | float:
+    """Return what ``item`` says: the value if it is known, else the dtype's zero."""
+    known = _known(tensor)
+    return _zero(tensor.dtype) if known is None else known
+
+
+def _zero(dtype: torch.dtype) -> bool | int | float:
+    return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+
+
+def _convert(
+    module: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """Convert a module in place, as ``Module._apply`` does: parameters stay the objects that they are.
+
+    torch 2.13's own swaps fake tensors, which it refuses where there are weak references, as its mode holds.
+    """
+    for each in module.modules() if recurse else [module]:
+        with torch.no_grad():
+            for tensor in [*each._parameters.values(), *each._buffers.values()]:
+                if tensor is not None:
+                    converted = fn(tensor)
+                    tensor.data, tensor.fake_device = converted, converted.device
+    return module
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Let torch say inside the block that this machine has eight GPUs; processes may be forked inside."""
+    for higher in (flex_attention, flex_attention_backward):
+        higher.python_key_table.setdefault(Tensors, higher.python_key_table[FakeTensorMode])
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in [*_namespace(), *_collectives()]:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+@contextlib.contextmanager
+def running(rank: int = 0, ranks: int = 1, received: dict[int, list[int]] | None = None) -> Iterator[Tensors]:
+    """Be rank ``rank`` of ``ranks`` inside the block, on the first GPU; ``installed`` is around it.
+
+    Args:
+        received: see ``Tensors``.
+    """
+    variables: dict[str, object] = {"MEGATRON_NPU_DEVICE": "cuda", "CUDA_DEVICE_MAX_CONNECTIONS": 1}
+    variables |= {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}  # named, but nobody meets there
+    with (
+        mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}),
+        Tensors(received or {}) as tensors,
+    ):
+        yield tensors
+
+
+def _namespace() -> Iterator[tuple[Any, str, Any]]:
+    """Yield what torch.cuda says: that of the redirection to a CPU, but where a GPU is counted or named."""
+    cpu = CpuDevice()
+    names = cpu_cuda_api.namespace(cpu, lambda: 0, lambda: torch.default_generator)
+    properties = types.SimpleNamespace(
+        name="fake", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132
+    )
+    names |= tensor_types("cuda")
+    names |= {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 8,
+        "get_device_name": lambda device=None: "fake",
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: properties,
+        "set_device": lambda device: None,
+    }
+    for path, value in names.items():
+        *parents, name = path.split(".")
+        yield functools.reduce(getattr, parents, torch.cuda), name, value
+    yield torch.backends.cuda, "is_built", lambda: True
+    yield torch.Tensor, "pin_memory", lambda self, device=None: self
+    yield torch.Tensor, "is_pinned", lambda self, device=None: False
+    yield torch.Tensor, "record_stream", lambda self, stream: None
+    yield torch.nn.Module, "_apply", _convert
+
+
+def _collectives() -> Iterator[tuple[Any, str, Any]]:
+    """Yield process groups that are fake whatever is asked for, and collectives of objects that copy."""
+    init, new = dist.init_process_group, dist.new_group
+
+    def init_process_group(*_: Any, **__: Any) -> None:
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        init("fake", store=FakeStore(), rank=rank, world_size=ranks)
+
+    def new_group(ranks: Any = None, *_: Any, **options: Any) -> Any:
+        return new(ranks, backend="fake", group_desc=options.get("group_desc"))
+
+    def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
+        objects[:] = [mine] * len(objects)
+
+    def gather_object(mine: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if objects is not None:
+            objects[:] = [mine] * len(objects)
+
+    def nothing(*_: Any, **__: Any) -> None:
+        """Leave the objects as they are."""
+
+    @contextlib.contextmanager
+    def coalescing_manager(*_: Any, **__: Any) -> Iterator[Any]:
+        """Run what is inside one by one: torch 2.13 has no fake coalesced collectives."""
+        yield types.SimpleNamespace(wait=nothing)
+
+    functions: dict[str, Callable[..., Any]] = {
+        "init_process_group": init_process_group,
+        "new_group": new_group,
+        "all_gather_object": all_gather_object,
+        "gather_object": gather_object,
+        "broadcast_object_list": nothing,
+        "_coalescing_manager": coalescing_manager,
+    }
+    for name, function in functions.items():
+        yield dist, name, function
+        yield dist.distributed_c10d, name, function
