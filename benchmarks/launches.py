@@ -4,10 +4,11 @@
     megatron-npu sim -- python benchmarks/launches.py --megatron PATH    # a checkout of Megatron-LM 285068c8
 
 Forward, backward and optimizer step of a GPT in bf16, GPT style (LayerNorm, GELU, learned positions, biases)
-and, not with the tree of 2023, Llama style (RMSNorm, SwiGLU, rotary positions, grouped queries). Three
+and, not with the tree of 2023, Llama style (RMSNorm, SwiGLU, rotary positions, grouped queries), and a
+mixture of eight such experts, two for a token; the project with --moe-permute-fusion --moe-grouped-gemm. Three
 variants: the redirection alone, which lets stock Megatron run on an NPU as torch_npu's transfer_to_npu does,
 the whole project, and that with layers under TransformerEngine's names (MEGATRON_NPU_TE=local). The tree of
-2023 has the first two, both with stand-ins for apex, without which it does not start.
+2023 and the mixture have the first two, in that tree both with stand-ins for apex, without which it does not start.
 
     megatron-npu sim -- python benchmarks/launches.py --optimizers       # what Adam holds, with megatron-core
 
@@ -36,7 +37,7 @@ from typing import Any
 import report
 from megatron_lm import OPERATIONS, write_vocabulary  # the benchmark beside this one
 
-STYLES, VARIANTS = ("gpt", "llama"), ("redirection", "project", "te-names")
+STYLES, VARIANTS = ("gpt", "llama", "moe"), ("redirection", "project", "te-names")
 HIDDEN, HEADS, GROUPS, VOCABULARY = 256, 4, 2, 512
 
 # Ways to keep what Adam needs, by name: options of Megatron's OptimizerConfig.
@@ -51,6 +52,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 # The patches that megatron-core does not run on an NPU without; "redirection" keeps these only.
 NEEDED = ("megatron.core.jit", "megatron.core.tensor_parallel.random")
+ROUTER = "megatron.core.transformer.moe.moe_utils:router_gating_linear"  # which 0.15 and 0.16 do not find
+
+# Of the mixture; redirected alone, megatron-core 0.16 has neither of the fusions.
+EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
+FUSED_EXPERTS = {"moe_permute_fusion": True, "moe_grouped_gemm": True}
 
 
 @dataclass
@@ -82,6 +88,7 @@ def main() -> None:
     parser.add_argument("--megatron", type=Path, metavar="PATH", help="a checkout of Megatron-LM 285068c8")
     parser.add_argument("--optimizers", action="store_true", help="measure what Adam holds")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="measure this one alone")
+    parser.add_argument("--styles", nargs="+", choices=STYLES, default=STYLES, help="of megatron-core")
     parser.add_argument("--one", nargs=3, metavar=("STYLE", "VARIANT", "LAYERS"), help="measure this one")
     arguments = parser.parse_args()
     if arguments.optimizer:
@@ -96,8 +103,8 @@ def main() -> None:
         return
     sizes = {"sequence": arguments.sequence, "hidden": HIDDEN, "heads": HEADS, "dtype": "bf16"}
     result = {"upstream": "megatron_lm" if arguments.megatron else "megatron_core", **sizes, "styles": {}}
-    for style in STYLES[:1] if arguments.megatron else STYLES:
-        variants = VARIANTS[:2] if arguments.megatron else VARIANTS
+    for style in STYLES[:1] if arguments.megatron else arguments.styles:
+        variants = VARIANTS[:2] if arguments.megatron or style == "moe" else VARIANTS
         costs = {variant: layer_cost(style, variant, arguments) for variant in variants}
         plain, ours = costs["redirection"], costs["project"]
         ratios = {
@@ -111,6 +118,8 @@ def main() -> None:
     from megatron_npu import upstream
 
     name = "launches-megatron-lm.json" if arguments.megatron else "launches.json"
+    if list(arguments.styles) != list(STYLES):
+        name = f"launches-{'-'.join(arguments.styles)}.json"
     report.write(report.RESULTS / name, result, megatron=upstream.find(arguments.megatron).version)
 
 
@@ -195,7 +204,8 @@ def measure(style: str, variant: str, layers: int, arguments: argparse.Namespace
     if arguments.megatron:
         training = prepare_megatron_lm(layers, arguments.sequence)
     else:
-        training = prepare_megatron_core(style, layers, arguments.sequence)
+        options = FUSED_EXPERTS if style == "moe" and variant == "project" else {}
+        training = prepare_megatron_core(style, layers, arguments.sequence, **options)
     for _ in range(2):
         for forget in training.forget:
             forget()
@@ -241,6 +251,7 @@ def keep_only_what_is_needed() -> None:
     registry.keep(
         lambda patch: (
             patch.module in NEEDED
+            or patch.target == ROUTER
             or (patch.upstream == "megatron_lm" and not patch.target.startswith(OPERATIONS))
         )
     )
@@ -335,7 +346,9 @@ def build(
     torch.distributed.init_process_group("nccl", rank=0, world_size=1, store=store)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    llama = style == "llama"
+    llama = style != "gpt"
+    if style == "moe":
+        options = {**EXPERTS, "moe_ffn_hidden_size": 2 * HIDDEN, **options}
     config = TransformerConfig(
         num_layers=layers,
         hidden_size=HIDDEN,
@@ -358,7 +371,9 @@ def build(
     if settings.TE.get() == "local":
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     else:
-        spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+            config.num_moe_experts, config.moe_grouped_gemm, normalization=config.normalization
+        )
     model = GPTModel(
         config,
         spec,

@@ -67,7 +67,7 @@ def test_the_package_is_stood_in_for():
     torch.testing.assert_close(plain, turned)
 
 
-@pytest.mark.parametrize("option", ["moe_permute_fusion", "moe_router_fusion"])
+@pytest.mark.parametrize("option", ["moe_router_fusion"])
 def test_fusions_of_transformer_engine_are_left_out_and_said(option, monkeypatch):
     config = make_config(**MIXTURE, **{option: True})
     assert getattr(config, option) is False
@@ -76,6 +76,50 @@ def test_fusions_of_transformer_engine_are_left_out_and_said(option, monkeypatch
     monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
     with pytest.raises(dispatch.FallbackForbiddenError, match=flag):
         make_config(**MIXTURE, **{option: True})
+
+
+def moe_layer(**changes):
+    """Return a mixture of three experts, two of them for each token."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    torch.manual_seed(4)
+    config = make_config(**MIXTURE, moe_router_topk=2, moe_router_load_balancing_type="none", **changes)
+    spec = get_moe_module_spec(use_te=False, num_experts=3, moe_grouped_gemm=False)
+    return MoELayer(config, submodules=spec.submodules).to(here())
+
+
+def test_fused_permutation_is_the_plain_one(monkeypatch):
+    """A whole layer with --moe-permute-fusion, and one without: the same numbers, by our operation."""
+    from megatron_npu.adaptors.megatron_core import token_permutation
+
+    calls = []
+    ours = token_permutation.permute_tokens
+    monkeypatch.setattr(token_permutation, "permute_tokens", lambda *args: calls.append(1) or ours(*args))
+    fused = moe_layer(moe_permute_fusion=True, moe_token_dispatcher_type="alltoall")
+    plain = moe_layer(moe_token_dispatcher_type="alltoall")
+    hidden = torch.randn(6, 2, 32, device=here(), requires_grad=True)
+    results = [layer(hidden)[0] for layer in (fused, plain)]
+    assert calls == [1]
+    same_gradients(*results, [hidden])
+    results = [layer(hidden)[0] for layer in (fused, plain)]
+    grads = [
+        torch.autograd.grad(out.square().sum(), layer.router.weight)[0]
+        for out, layer in zip(results, (fused, plain), strict=True)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def test_permutation_that_cannot_be_fused_is_plain_and_said():
+    """Tokens that are dropped, and those of another dispatcher."""
+    hidden = torch.randn(6, 2, 32, device=here())
+    options = {"moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": 0.5}
+    results = [moe_layer(**options, moe_permute_fusion=fused)(hidden)[0] for fused in (True, False)]
+    torch.testing.assert_close(*results)
+    make_config(**MIXTURE, moe_permute_fusion=True, moe_token_dispatcher_type="allgather")
+    reasons = [reason for name, reason in dispatch.fallbacks if name == "moe-permute-fusion"]
+    assert any("dropped or padded" in reason for reason in reasons)
+    assert any("dispatcher allgather" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("bias", [False, True])

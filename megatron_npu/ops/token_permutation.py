@@ -1,0 +1,156 @@
+"""Tokens sorted by expert, and back: the two ends of a mixture of experts.
+
+Source: ``permute`` and ``unpermute`` of megatron-core (``transformer/moe/moe_utils.py``, 0.16.1), where every
+token goes to the same number of experts and none is dropped.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
+
+
+def permute_tokens(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Copy each token to its experts, the rows of each expert together and in the tokens' order.
+
+    Args:
+        tokens: ``[t, h]``, fp32, bf16 or fp16.
+        routing_map: ``[t, e]``, bool, with ``copies`` ones in every row; that is not checked.
+        probs: ``[t, e]``, of the dtype of ``tokens`` or fp32; None if nobody asks for them.
+        copies: experts of a token.
+
+    Returns:
+        The rows ``[t * copies, h]``; the probability of each ``[t * copies]``, None without ``probs``; and
+        ``positions`` (int32, ``[t * copies]``): the row of a token's k-th copy, experts ascending, is
+        ``positions[token * copies + k]``.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if (
+        tokens.dim() != 2
+        or routing_map.shape[:1] != tokens.shape[:1]
+        or not 0 < copies <= routing_map.size(1)
+    ):
+        raise ValueError(
+            f"[t, h] and [t, e] with 1 to e copies do not fit: {tuple(tokens.shape)}, "
+            f"{tuple(routing_map.shape)}, {copies}"
+        )
+    rows, kept, positions = _permute(tokens, routing_map, probs, copies)
+    return rows, None if probs is None else kept, positions
+
+
+def unpermute_tokens(
+    rows: Tensor,
+    positions: Tensor,
+    tokens: int,
+    probs: Tensor | None = None,
+    routing_map: Tensor | None = None,
+) -> Tensor:
+    """Add the copies of each token up, times their probabilities if there are any.
+
+    Args:
+        rows: ``[t * copies, h]``.
+        positions: as ``permute_tokens`` returned them.
+        tokens: t.
+        probs, routing_map: ``[t, e]``, both or neither.
+
+    Returns:
+        ``[t, h]`` in the dtype of ``rows``; sums are in fp32.
+    """
+    return _unpermute(rows, positions, tokens, probs, routing_map)
+
+
+def _permute_reference(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    token, expert = routing_map.bool().nonzero(as_tuple=True)  # by token, experts ascending
+    order = expert.argsort(stable=True)
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(order.numel(), device=order.device)
+    kept = tokens.new_empty(0) if probs is None else probs[token, expert][order]
+    return tokens.index_select(0, token[order]), kept, positions.to(torch.int32)
+
+
+def _unpermute_reference(
+    rows: Tensor, positions: Tensor, tokens: int, probs: Tensor | None, routing_map: Tensor | None
+) -> Tensor:
+    copies = rows.index_select(0, positions.long()).view(tokens, -1, rows.size(1))
+    copies = copies.to(torch.promote_types(rows.dtype, torch.float32))
+    if probs is not None and routing_map is not None:
+        copies = copies * probs[routing_map.bool()].view(tokens, -1, 1)
+    return copies.sum(1).to(rows.dtype)
+
+
+_permute = Operation("permute_tokens", _permute_reference)
+_unpermute = Operation("unpermute_tokens", _unpermute_reference)
+_permute.on("cpu", "cuda", note="plain torch")(_permute_reference)
+_unpermute.on("cpu", "cuda", note="plain torch")(_unpermute_reference)
+
+# torch_npu 2.13, npu_moe_token_permute_with_routing_map: experts of a token
+_NPU_COPIES = 512
+_LIMITS = f"fewer than {_NPU_COPIES} experts of a token, probabilities of the tokens' dtype or fp32 with bf16"
+
+
+def _beyond_npu(tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int) -> str | None:
+    """Return which documented limit of ``npu_moe_token_permute_with_routing_map`` the call exceeds."""
+    kernel = "npu_moe_token_permute_with_routing_map"
+    if copies >= _NPU_COPIES:
+        return f"{kernel} takes fewer than {_NPU_COPIES} experts of a token, not {copies}"
+    return unsupported_dtype(kernel, tokens.dtype) or _beyond_probs(kernel, tokens, probs)
+
+
+def _beyond_probs(kernel: str, rows: Tensor, probs: Tensor | None) -> str | None:
+    if probs is None or probs.dtype is rows.dtype:
+        return None
+    if (rows.dtype, probs.dtype) == (torch.bfloat16, torch.float32):
+        return None
+    return f"{kernel} takes no probabilities in {probs.dtype} for rows in {rows.dtype}"
+
+
+def _back_beyond_npu(
+    rows: Tensor, positions: Tensor, tokens: int, probs: Tensor | None, routing_map: Tensor | None
+) -> str | None:
+    kernel = "npu_moe_token_unpermute_with_routing_map"
+    return unsupported_dtype(kernel, rows.dtype) or _beyond_probs(kernel, rows, probs)
+
+
+@_permute.on("npu", supports=_beyond_npu, note="`npu_moe_token_permute_with_routing_map`", limits=_LIMITS)
+def _permute_npu(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    import torch_npu
+
+    return torch_npu.npu_moe_token_permute_with_routing_map(
+        tokens, routing_map, probs=probs, num_out_tokens=tokens.size(0) * copies, drop_and_pad=False
+    )
+
+
+@_unpermute.on(
+    "npu", supports=_back_beyond_npu, note="`npu_moe_token_unpermute_with_routing_map`", limits=_LIMITS
+)
+def _unpermute_npu(
+    rows: Tensor, positions: Tensor, tokens: int, probs: Tensor | None, routing_map: Tensor | None
+) -> Tensor:
+    import torch_npu
+
+    return torch_npu.npu_moe_token_unpermute_with_routing_map(
+        rows, positions, [tokens, rows.size(1)], probs=probs, routing_map=routing_map, drop_and_pad=False
+    )
+
+
+@_permute.example()
+def _example(make: Make) -> Tensor:
+    routing_map = torch.zeros(6, 4, dtype=torch.bool, device=make(1).device)
+    routing_map[:, 1::2] = True
+    return permute_tokens(make(6, 16), routing_map, make(6, 4), 2)[0]
+
+
+@_unpermute.example()
+def _example_back(make: Make) -> Tensor:
+    rows = make(12, 16)
+    return unpermute_tokens(rows, torch.arange(12, dtype=torch.int32, device=rows.device), 6)
