@@ -5,10 +5,11 @@
 
 Forward, backward and optimizer step of a GPT in bf16, GPT style (LayerNorm, GELU, learned positions, biases)
 and, not with the tree of 2023, Llama style (RMSNorm, SwiGLU, rotary positions, grouped queries), and a
-mixture of eight such experts, two for a token; the project with --moe-permute-fusion --moe-grouped-gemm. Three
-variants: the redirection alone, which lets stock Megatron run on an NPU as torch_npu's transfer_to_npu does,
-the whole project, and that with layers under TransformerEngine's names (MEGATRON_NPU_TE=local). The tree of
-2023 and the mixture have the first two, in that tree both with stand-ins for apex, without which it does not start.
+mixture of eight such experts, two for a token; the project with --moe-permute-fusion --moe-grouped-gemm.
+Three variants: the redirection alone, which lets stock Megatron run on an NPU as torch_npu's transfer_to_npu
+does, the whole project, and that with layers under TransformerEngine's names (MEGATRON_NPU_TE=local). The
+mixture and the tree of 2023 have the first two; that tree has stand-ins for apex in both, without which it
+does not start.
 
     megatron-npu sim -- python benchmarks/launches.py --optimizers       # what Adam holds, with megatron-core
 
