@@ -22,7 +22,7 @@ from megatron_npu.ops import remainders
 BLOCK = 1 << 22  # numbers: at four bytes for weight, gradient and both moments, 64 MiB
 
 # Largest number of an fp16 state: what a step adds must not overflow before the scale is taken again.
-_FP16_RANGE = torch.finfo(torch.float16).max / 2
+_FP16_RANGE = 65504 / 2  # of fp16; torch is not asked, as it need not be there when this is imported
 
 # As integers, floating-point numbers with a minus sign lie between that of -0 and this; NaN above.
 _MINUS_INFINITY = {torch.float32: -0x800000, torch.bfloat16: -0x80, torch.float16: -0x400}
