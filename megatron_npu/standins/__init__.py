@@ -99,6 +99,7 @@ STAND_INS = (
         "triton",
         ("megatron_core",),
         "megatron.training.initialize 0.16 imports it always, and it imports triton",
+        unless="megatron/core/inference/moe/batch_invariant.py",  # since 0.20, which does without triton
     ),
     StandIn(
         "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
