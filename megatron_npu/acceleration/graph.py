@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_npu import devices
 from megatron_npu.acceleration.blocks import repeated_blocks
 from megatron_npu.errors import UsageError
 from megatron_npu.switch_rules import need_compiler
@@ -17,6 +18,8 @@ from megatron_npu.switch_rules import need_compiler
 # Lengths and modes (training, evaluation, with a mask and without) of one block's graphs; torch's own limit
 # is 8, behind which it runs uncompiled without a word that a user sees.
 _GRAPHS_OF_A_BLOCK = 64
+# Under these names configs of Transformers have the dropout of attention's weights.
+_ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
 
 
 def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
@@ -45,6 +48,20 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
     what = f"{len(blocks)} blocks, one graph" if blocks else "the whole model"
     lengths = "for all lengths of a batch" if dynamic else "for each length of a batch"
     return f"graphs: torch.compile of {what} {lengths}"
+
+
+def attention_outside(model: nn.Module) -> str:
+    """Return a line about attention that stays outside of the graphs; empty if none does.
+
+    The operation of a CPU draws the masks of dropout tile by tile from a generator of its own, which no graph
+    follows; torch's own attention would go into the graph, and make all scores there. Each block is two
+    graphs then, one before its attention and one behind it.
+    """
+    configs = [vars(part).get("config") for part in model.modules()]
+    drops = any(getattr(config, name, 0.0) for config in configs if config for name in _ATTENTION_DROPOUTS)
+    if not drops or not devices.current().is_host:
+        return ""
+    return "graphs: attention is outside of them, where its dropout is drawn tile by tile"
 
 
 def _make_the_cache_usable() -> None:

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from megatron_npu.acceleration.activations import checkpoint_activations
 from megatron_npu.acceleration.caches import leave_caches_to_generation
 from megatron_npu.acceleration.gradients import clip, norm_of, scale
-from megatron_npu.acceleration.graph import compile_blocks
+from megatron_npu.acceleration.graph import attention_outside, compile_blocks
 from megatron_npu.acceleration.lora import adapt
 from megatron_npu.acceleration.main_weights import MainWeights
 from megatron_npu.acceleration.optimizer_state import load_optimizer_state, optimizer_state, rebind
@@ -242,6 +242,7 @@ def accelerated(model: nn.Module, switches: Switches) -> tuple[nn.Module, list[s
         ledger.append(checkpoint_activations(model))
     if switches.graph_optimization:
         ledger.append(compile_blocks(model, dynamic=switches.dynamic_shape))
+        ledger += filter(None, [attention_outside(model)] if switches.fused_ops else [])
     return model, ledger
 
 

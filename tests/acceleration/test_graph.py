@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_npu.acceleration import graph
 from megatron_npu.acceleration.padding import bucketed, buckets
-from megatron_npu.acceleration.prepare import prepare
+from megatron_npu.acceleration.prepare import accelerated, prepare
 from megatron_npu.errors import UsageError
 from megatron_npu.switch_rules import Place, refuse
 from megatron_npu.switches import Switches
@@ -106,6 +106,21 @@ def test_all_layers_and_steps_have_one_graph(without_kernels, monkeypatch, kind,
     assert losses == pytest.approx(
         training.plain(kind, 3, switches.lora_rank), rel=1e-2 if switches.mixed_precision else 1e-5
     )
+
+
+@pytest.mark.parametrize("fused_ops", [False, True])
+def test_dropout_within_attention_divides_the_graphs_and_the_ledger_says_so(without_kernels, fused_ops):
+    torch.manual_seed(0)
+    model = models.gpt2().train()
+    model.config.attn_pdrop = 0.1
+    for block in model.transformer.h:
+        block.attn.attn_dropout.p = 0.1
+    model, ledger = accelerated(model, Switches(graph_optimization=True, fused_ops=fused_ops))
+    before = graph.count_graphs()
+    ids = torch.randint(models.VOCABULARY, (2, models.LENGTH))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert (graph.count_graphs() - before > 1) == fused_ops
+    assert any("attention is outside of them" in line for line in ledger) == fused_ops
 
 
 def test_a_cache_comes_where_it_is_asked_for():

@@ -116,7 +116,10 @@ def _torch_fsdp(args: Namespace, flag: str) -> None:
 
 def _begin_sharding(args: Namespace, flag: str, kind: str) -> None:
     """Let a wrapper of this kind shard the model, if no other flag speaks against it."""
-    checkpoints = "a run without checkpoints: those of shared-out gradients or weights are not written here"
+    checkpoints = (
+        "a run without checkpoints: megatron-core writes such shards in formats of their own (fsdp_dtensor, "
+        "torch_dcp), which no other layout, generate or convert reads"
+    )
     overlaps = "no flag of overlapping: FSDP overlaps by itself"
     for word, expected, remedy in (
         ("--save", checkpoints, "Use --zero-1-memory-optimization, whose checkpoints every layout reads."),
