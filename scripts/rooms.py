@@ -153,9 +153,9 @@ ROOMS = (
     Room(
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
-        "arg_parser attention_flags checksums devices errors files folder_lock generation older_flags plugin "
-        "preprocessing replicas safe_load settings switch_rules switches tokenization torch_readers upstream "
-        "watchdog web",
+        "arg_parser attention_flags checksums devices errors files folder_lock generation older_flags ops "
+        "plugin preprocessing replicas safe_load settings switch_rules switches tokenization torch_readers "
+        "upstream watchdog web",
         ("torch", "megatron"),
     ),
     Room(

@@ -20,7 +20,7 @@ from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.acceleration.report import Report
 from megatron_npu.training import checkpoint_files
 from megatron_npu.training.clock import Clock
-from megatron_npu.training.divergence import DivergedError
+from megatron_npu.training.divergence import DivergedError, FirstNonFinite
 from megatron_npu.training.termination import Termination
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Loop:
         self.outcome = Outcome()
         self.iteration = 0
         self.clock = Clock()
+        self.nonfinite = FirstNonFinite()
         self._begin = 0  # where this process's part of the run began
         self._losses: list[torch.Tensor] = []  # of this rank, since the last log event
         self._norms: list[float | None] = []
@@ -113,6 +114,7 @@ class Loop:
 
     def _step(self, batches: Iterator[Any]) -> None:
         watchdog.step(self.iteration + 1)
+        self.nonfinite.forget()
         prepared, count = self.prepared, self.args.num_microbatches
         total = torch.zeros((), device=self.engine.device)
         for number in range(count):
@@ -134,7 +136,7 @@ class Loop:
         elif not math.isfinite(norm):
             raise DivergedError(
                 f"the norm of the gradient is {norm} at iteration {self.iteration}; nothing was saved after "
-                "it. Lower --lr or look at the data."
+                f"it. {self.nonfinite.words()} Lower --lr or look at the data."
             )
         self._losses.append(total)
         self._norms.append(norm)

@@ -3,7 +3,7 @@
 ``MEGATRON_NPU_VERIFY=attention,norm`` (or ``all``) compares the named operations at every call. An error is
 the largest difference divided by the largest value that the reference, computed in fp32, has there. What is
 beyond the limit of its dtype is logged at once; a summary with the worst layer of each operation when the
-process ends.
+process ends. The first module whose output is not finite is named as well, in whatever script it runs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import atexit
 import functools
 import inspect
 import logging
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from megatron_npu import settings
 
@@ -262,9 +265,48 @@ def _enter(module: torch.nn.Module, _: Any) -> None:
     _running.modules.append(module)
 
 
-def _leave(module: torch.nn.Module, *_: Any) -> None:
+def _leave(module: torch.nn.Module, _: Any, output: Any) -> None:
     if _running.modules and _running.modules[-1] is module:
         _running.modules.pop()
+    if _bad_output.where is None and settings.VERIFY.get() and not all(map(_is_finite, tree_leaves(output))):
+        _bad_output.note(module)
+
+
+class _BadOutput:
+    """The first output of a module that is not finite: since ``forget``, and whether one was ever told."""
+
+    def __init__(self) -> None:
+        self.where: str | None = None
+        self._told = False
+
+    def note(self, module: torch.nn.Module) -> None:
+        """Remember a module; name the first of a process in the log."""
+        path = _WRAPPERS.sub("", _names.get(module, "")) or "the model"
+        self.where = f"{path} ({type(module).__name__})"
+        if not self._told:
+            self._told = True
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            logger.warning("rank %d: the first output that is not finite is that of %s", rank, self.where)
+
+
+_bad_output = _BadOutput()
+_WRAPPERS = re.compile(r"^(module(\.|$))+")  # what Megatron wraps a model in: precision, data parallelism
+
+
+def first_bad_output() -> str | None:
+    """Return the path and class of the first module whose output was not finite since ``forget_…``."""
+    return _bad_output.where
+
+
+def forget_bad_output() -> None:
+    """Begin to look again: a step begins."""
+    _bad_output.where = None
+
+
+def _is_finite(value: Any) -> bool:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return True
+    return bool(torch.isfinite(value).all())
 
 
 @functools.cache

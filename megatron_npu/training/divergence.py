@@ -6,12 +6,9 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch.utils._pytree import tree_leaves
 
 from megatron_npu import settings
+from megatron_npu.ops import verify
 
 REMEMBERED = 100  # losses that a new one is compared with
 ENOUGH = 20  # without so many nothing is compared
@@ -64,43 +61,21 @@ class Spikes:
 
 
 class FirstNonFinite:
-    """Remembers the first module of a step whose output is not finite. Only in verify mode: each look waits.
+    """Names the first module of a step whose output is not finite. Only in verify mode: each look waits."""
 
-    Args:
-        model: this rank's chunks.
-    """
-
-    def __init__(self, model: Sequence[torch.nn.Module]) -> None:
+    def __init__(self) -> None:
         self.watches = bool(settings.verified_operations())
-        self._found: str | None = None
         if self.watches:
-            for chunk in model:
-                for name, module in chunk.named_modules():
-                    module.register_forward_hook(self._hook(name, module))
+            verify.follow_modules()
 
     def forget(self) -> None:
         """Begin a step."""
-        self._found = None
+        verify.forget_bad_output()
 
     def words(self) -> str:
         """Return where it began, as a sentence."""
         if not self.watches:
             return f"{settings.VERIFY.name}=all names the first module whose output is not finite."
-        if self._found is None:
+        if (where := verify.first_bad_output()) is None:
             return "Every output on this rank was finite: it arose in the backward pass, or elsewhere."
-        return f"The first output that is not finite is that of {self._found}."
-
-    def _hook(self, name: str, module: torch.nn.Module) -> Any:
-        def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            if self._found is None and not all(map(_is_finite, tree_leaves(output))):
-                self._found = (
-                    f"{name.removeprefix('module.module.') or 'the model'} ({type(module).__name__})"
-                )
-
-        return look
-
-
-def _is_finite(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return True
-    return bool(torch.isfinite(value).all())
+        return f"The first output that is not finite is that of {where}."

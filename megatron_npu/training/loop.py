@@ -101,7 +101,7 @@ class Trainer:
         self.interval, self.pace, self.spikes = Interval(), Pace(), Spikes()
         self._data: list[Iterator[data.Batch]] | None = None  # of training, where the run stands
         self.guard = Guard(args, state, self.spikes, log.say)
-        self.nonfinite = FirstNonFinite(state.model)
+        self.nonfinite = FirstNonFinite()
         self.samples = Samples(args, state.model) if args.sample_prompt else None
         self.forward_backward = get_forward_backward_func()
         self.no_loss = torch.zeros(2, device=devices.current().torch_device())

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from megatron_npu.ops import verify
 from megatron_npu.training.divergence import FirstNonFinite, Spikes
 
 
@@ -52,7 +53,8 @@ def model() -> torch.nn.Module:
 
 def test_the_first_module_whose_output_is_not_finite_is_named(model, monkeypatch):
     monkeypatch.setenv("MEGATRON_NPU_VERIFY", "all")
-    watched = FirstNonFinite([model])
+    watched = FirstNonFinite()
+    watched.forget()
     assert "it arose in the backward pass" in watched.words()
     model(torch.ones(1, 2))
     assert watched.words() == "The first output that is not finite is that of second (Breaks)."
@@ -60,8 +62,22 @@ def test_the_first_module_whose_output_is_not_finite_is_named(model, monkeypatch
     assert "every output" in watched.words().lower()
 
 
+def test_it_is_said_once_in_whatever_script_it_is(model, monkeypatch, caplog):
+    monkeypatch.setenv("MEGATRON_NPU_VERIFY", "norm")
+    monkeypatch.setattr(verify, "_bad_output", verify._BadOutput())
+    verify.follow_modules()
+    wrapped = torch.nn.Sequential()
+    wrapped.add_module("module", torch.nn.Sequential())
+    wrapped.module.add_module("module", model)
+    for _ in range(2):
+        wrapped(torch.ones(1, 2))
+    assert caplog.messages == ["rank 0: the first output that is not finite is that of second (Breaks)"]
+
+
 def test_without_verify_mode_nothing_is_looked_at_and_the_way_there_is_told(model, monkeypatch):
     monkeypatch.delenv("MEGATRON_NPU_VERIFY", raising=False)
-    watched = FirstNonFinite([model])
-    assert not any(module._forward_hooks for module in model.modules())
+    watched = FirstNonFinite()
+    watched.forget()
+    model(torch.ones(1, 2))
+    assert verify.first_bad_output() is None
     assert "MEGATRON_NPU_VERIFY=all names the first module" in watched.words()
