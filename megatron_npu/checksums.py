@@ -7,8 +7,9 @@ XXH3 with 128 bits, as the package xxhash computes it: more than 10 GB/s; the di
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_npu import files
 from megatron_npu.errors import UsageError
@@ -23,26 +24,40 @@ Entries = dict[str, list[int | str]]  # of each file its bytes and digest
 def write(folder: Path) -> None:
     """Write the checksums of all files in ``folder``. All ranks must call this when all are written.
 
-    Each rank reads those that it has written itself: they are still in its machine's memory.
+    Ranks share the files: the shards of torch_dist by the rank that has written each, which are still in its
+    machine's memory; the folders ``mp_rank_…`` of the format torch in turns. Files that rank 0 does not see,
+    on other machines' own disks, are left out.
     """
+    rank, ranks = _place()
+    found = {path.relative_to(folder).as_posix(): path for path in _all(folder)}
+    own = {name: _entry(path) for name, path in found.items() if _writer(path, found, ranks) == rank}
+    parts = _gathered(own, ranks)
+    if rank == 0:
+        together = {name: entry for part in parts for name, entry in part.items()}
+        seen = {name: entry for name, entry in together.items() if (folder / name).is_file()}
+        content = {"algorithm": ALGORITHM, "files": dict(sorted(seen.items()))}
+        files.write(folder / NAME, json.dumps(content, indent=1))
+
+
+def forget(folder: Path) -> None:
+    """Remove the checksums of a checkpoint that is about to be written over. One process does this."""
+    (folder / NAME).unlink(missing_ok=True)
+
+
+def _place() -> tuple[int, int]:
+    """Return this rank and the number of ranks, 0 and 1 for a process without any others."""
     import torch.distributed as dist
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    own = [path for path in _all(folder) if _writer(path, ranks) == rank]
-    parts: list[Entries] = [{}] * ranks
-    dist.all_gather_object(parts, {path.relative_to(folder).as_posix(): _entry(path) for path in own})
-    if rank == 0:
-        _record(folder, {name: entry for part in parts for name, entry in part.items()})
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def write_alone(folder: Path) -> None:
-    """Write the checksums of all files in ``folder`` from one process, which reads them from disk."""
-    _record(folder, {path.relative_to(folder).as_posix(): _entry(path) for path in _all(folder)})
+def _gathered(own: Any, ranks: int) -> list[Any]:
+    import torch.distributed as dist
 
-
-def _record(folder: Path, entries: Entries) -> None:
-    content = {"algorithm": ALGORITHM, "files": dict(sorted(entries.items()))}
-    files.write(folder / NAME, json.dumps(content, indent=1))
+    parts = [own] * ranks
+    if ranks > 1:
+        dist.all_gather_object(parts, own)
+    return parts
 
 
 def renew(path: Path) -> None:
@@ -67,12 +82,8 @@ def verify(folder: Path, remedy: str = _WHOLE) -> None:
     Raises:
         UsageError: on every rank, naming what is damaged.
     """
-    import torch.distributed as dist
-
-    ranks = dist.get_world_size()
-    parts: list[list[str]] = [[]] * ranks
-    dist.all_gather_object(parts, damaged(folder, dist.get_rank(), ranks))
-    found = sorted(set().union(*parts))
+    rank, ranks = _place()
+    found = sorted(set().union(*_gathered(damaged(folder, rank, ranks), ranks)))
     if found:
         raise UsageError(
             f"the checkpoint {folder} is damaged: {'; '.join(found)}",
@@ -97,14 +108,59 @@ def damaged(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     return [f"{name} {fault}" for name in names if (fault := _fault(folder / name, entries[name]))]
 
 
+def newest_verified(root: Path) -> tuple[int | None, list[int]]:
+    """Find the newest checkpoint under ``root`` that has checksums, and files that match them.
+
+    Returns:
+        Its iteration, None if there is none; and those of later ones, which are damaged or were not finished.
+    """
+    names = (path.name.removeprefix("iter_") for path in root.glob("iter_*") if path.is_dir())
+    passed: list[int] = []
+    for iteration in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
+        folder = root / f"iter_{iteration:07d}"
+        if (folder / NAME).is_file() and not damaged(folder):
+            return iteration, passed
+        passed.append(iteration)
+    return None, passed
+
+
+def newest_whole(root: str | Path) -> int | None:
+    """Return the iteration that ``--load-last-good`` loads, and say what is passed over. Collective.
+
+    Returns:
+        None: there are no checkpoints.
+
+    Raises:
+        UsageError: there are some, and none is whole.
+    """
+    rank, ranks = _place()
+    own = newest_verified(Path(root)) if rank == 0 else None
+    iteration, passed = _gathered(own, ranks)[0]
+    if iteration is None and passed:
+        raise UsageError(
+            f"--load {root} --load-last-good: none of {len(passed)} checkpoints is whole, or has checksums",
+            f"at least one with a {NAME} that its files match",
+            "`megatron-npu checkpoint verify` says what is wrong with each; `megatron-npu checkpoint sum` "
+            "writes the checksums of one that you trust.",
+        )
+    if passed and rank == 0:
+        names = ", ".join(map(str, sorted(passed)))
+        print(f" {root}: damaged, and passed over: iterations {names}; loading {iteration}", flush=True)
+    return iteration
+
+
 def _all(folder: Path) -> Iterable[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != NAME)
 
 
-def _writer(path: Path, ranks: int) -> int:
-    """Return the rank that wrote a file: ``__RANK_NUMBER.distcp`` names it, and rank 0 writes the rest."""
+def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:
+    """Return the rank that hashes a file of those found: see ``write``."""
     number = path.name.removeprefix("__").split("_")[0]
-    return int(number) % ranks if path.suffix == ".distcp" and number.isdecimal() else 0
+    if path.suffix == ".distcp" and number.isdecimal():
+        return int(number) % ranks
+    if path.parent.name.startswith("mp_rank_"):
+        return [*found.values()].index(path) % ranks
+    return 0
 
 
 def _read(folder: Path) -> Entries:

@@ -100,6 +100,8 @@ def _derive(args: argparse.Namespace) -> None:
     if args.data_path is not None and len(args.data_path) == 1:
         args.data_path = args.data_path[0]
     args.dataset_path, args.dataset_name = args.data_path, args.data_name
+    if args.load_last_good and not args.load:
+        raise UsageError("--load-last-good", "--load DIR together with it", "Add --load.")
     args.load_from = args.load
     args.train_samples = None  # of a fine-tuning, when its data are there
     args.load = args.pretrained_model_name_or_path or args.load
@@ -251,6 +253,11 @@ def _data(add: Add) -> None:
 def _checkpoints(add: Add) -> None:
     add("--save", metavar="DIR", help="where checkpoints, the log and the trained model are written")
     add("--load", metavar="DIR", help="the newest checkpoint there is gone on from; may be --save's DIR")
+    add(
+        "--load-last-good",
+        action="store_true",
+        help="go on from the newest checkpoint in --load whose files are whole, and say which are not",
+    )
     add("--save-interval", type=positive, help="iterations between two checkpoints (default: one at the end)")
 
 

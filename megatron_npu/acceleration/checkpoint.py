@@ -61,7 +61,7 @@ def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> N
 
 
 def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
-    """Load the newest checkpoint under ``--load``. All ranks must call this.
+    """Load the newest checkpoint under ``--load``, with --load-last-good that is whole. All ranks call this.
 
     Returns:
         The iteration that the run goes on from, 0 without a checkpoint; and what there is to say about it.
@@ -69,15 +69,14 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     Raises:
         UsageError: it is damaged, or of another model or other data.
     """
-    place = checkpoint_files.newest(args.load_from)
+    whole = checksums.newest_whole(args.load_from) if args.load_last_good else None
+    place = checkpoint_files.newest(args.load_from, whole)
     if place is None:
         return 0, [f"no checkpoint in {args.load_from} yet: starting from scratch"]
     found = _description(place)
     _require_same_data(args, found["arguments"], place)
     _require_same_engine(prepared.description(), found, place)
-    checksums.verify(
-        place, f"Write the iteration of an older one into {place.parent / checkpoint_files.TRACKER}."
-    )
+    checksums.verify(place)
     said = [f"loaded {place}; going on from iteration {found['iteration']}"]
     content: dict[str, Any] = {"train": prepared.state_dict()}
     same_ranks = found["arguments"].get("world_size") == args.world_size

@@ -136,7 +136,7 @@ def _sum(args: Namespace) -> int:
     for path in _asked_for(args):
         if (path / checksums.NAME).is_file():
             continue
-        checksums.write_alone(path)
+        checksums.write(path)
         print(f"{path.name}: checksums written")
     return 0
 

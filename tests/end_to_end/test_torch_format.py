@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_npu import cli
+from megatron_npu import checksums, cli
 from tests.adaptors.megatron_core import stock
 from tests.adaptors.megatron_lm import runs
 from tests.conftest import checkout
@@ -109,6 +110,8 @@ def test_training_goes_on_where_a_stock_script_saved(version, dataset, tmp_path,
     tree = checkout("megatron_core", version)
     expected = stock.losses(stock.pretrain(tree, tmp_path, *words, processes=2, data=dataset))
     (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    sums = json.loads((saved / "iter_0000002" / checksums.NAME).read_text())["files"]
+    assert [*sums] == [f"mp_rank_0{rank}/model_optim_rng.pt" for rank in (0, 1)]
     log = tmp_path / "log.json"
     ours("pretrain", *f"{model} {run} --no-plot --log-interval 1 --json-log {log}".split(),
          *f"--attention-dropout 0 --hidden-dropout 0 --data-path {dataset}".split(),

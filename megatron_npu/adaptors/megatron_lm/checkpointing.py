@@ -1,4 +1,4 @@
-"""``megatron.checkpointing``: reading without running code, writing without half-written trackers."""
+"""``megatron.checkpointing``: reading without running code, checksums, no half-written trackers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_npu import files, safe_load
+from megatron_npu import checksums, files, safe_load
 from megatron_npu.adaptors.megatron_lm.decorators import around
+from megatron_npu.adaptors.shared import checksums as of_scripts
 from megatron_npu.adaptors.shared.checkpoint_values import harmless
 from megatron_npu.errors import UsageError
 
@@ -102,6 +103,45 @@ def require_what_is_evaluated(
     return original(model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
 
 
+around("megatron.arguments:_add_checkpointing_args", why=of_scripts.WHY_FLAGS)(of_scripts.add_flags)
+_chosen: int | None = None  # by --load-last-good, while load_checkpoint runs
+
+
+@around("megatron.checkpointing:load_checkpoint", why=of_scripts.WHY)
+def compare_checksums(
+    original: Callable[..., int],
+    model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    strict: bool = True,
+) -> int:
+    """Compare the files of the checkpoint with their checksums first, another one's if the flag says so."""
+    global _chosen
+    from megatron import get_args
+
+    args = get_args()
+    root = getattr(args, load_arg)
+    try:
+        if getattr(args, "load_last_good", False):
+            _chosen = checksums.newest_whole(root)
+        place = of_scripts.folder(root, _chosen) if _chosen else of_scripts.of_tracker(root)
+        if place is not None and getattr(args, "verify_checkpoint", True):
+            of_scripts.verify(place)
+        return original(model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
+    finally:
+        _chosen = None
+
+
+@around(
+    "megatron.checkpointing:read_metadata",
+    why="--load-last-good: this tree has no --ckpt-step, the tracker alone says which checkpoint is loaded",
+)
+def name_the_chosen(original: Callable[..., tuple[int, bool]], tracker_filename: str) -> tuple[int, bool]:
+    """Return the iteration that was chosen, and that it is no release."""
+    return original(tracker_filename) if _chosen is None else (_chosen, False)
+
+
 def _is_release(directory: str) -> bool:
     tracker = Path(directory, _TRACKER_FILE)
     return tracker.is_file() and tracker.read_text().strip() == "release"
@@ -124,20 +164,24 @@ def name_unfinished_tracker(original: Callable[..., str], checkpoints_path: str)
 
 @around(
     "megatron.checkpointing:save_checkpoint",
-    why="files are to be 640, folders 750, and the tracker to appear at once",
+    why="files are to be 640, folders 750, to have checksums, and the tracker to appear at once",
 )
-def save_privately(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Save private files; rename the tracker when all is written."""
+def save_privately(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
+    """Save private files; write their checksums, and rename the tracker when all is written."""
     global _saving
     from megatron import get_args
 
     tracker = Path(get_args().save, _TRACKER_FILE)
+    place = of_scripts.folder(get_args().save, iteration)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     if rank == 0:
         files.remove_abandoned(tracker)  # of runs that were killed while they saved
+    of_scripts.begin_save(place)
     mask, _saving = files.tighten_umask(), True
     try:
-        original(*args, **kwargs)
+        original(iteration, *args, **kwargs)
+        if getattr(get_args(), "verify_checkpoint", True):
+            of_scripts.write(place)
     finally:
         _saving = False
         os.umask(mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import shutil
 import stat
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_npu import safe_load
+from megatron_npu import checksums, safe_load
 from tests.adaptors.megatron_lm import runs
 
 ITERATIONS = 10
@@ -125,14 +126,27 @@ def test_fp16_skips_overflows(checkout, data, layout):
 def test_resume_to_the_bit(checkout, data, tmp_path):
     """bf16 with dropout and a distributed optimizer, whose state lies in a file of each rank.
 
-    But for the host's generator: upstream draws a seed more for the loaders of a resume.
+    But for the host's generator: upstream draws a seed more for the loaders of a resume. The newest of the
+    checkpoints is damaged when it goes on: it is refused, or passed over as --load-last-good says.
     """
     layout = "--bf16 --use-distributed-optimizer --attention-dropout 0.1 --hidden-dropout 0.1"
     common = f"--train-iters 8 --lr-decay-iters 8 --save-interval 4 {layout}"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(checkout, data, common, f"--save {whole}", processes=2)
     train(checkout, data, common, f"--save {parts} --exit-interval 4", processes=2)
-    train(checkout, data, common, f"--save {parts} --load {parts}", processes=2)
+    damaged = shutil.copytree(whole / "iter_0000008", parts / "iter_0000008")
+    shutil.copy(whole / "latest_checkpointed_iteration.txt", parts)
+    assert checksums.damaged(damaged) == []
+    spoilt = next(damaged.glob("*/model*.pt"))
+    content = bytearray(spoilt.read_bytes())
+    content[len(content) // 2] ^= 1
+    spoilt.write_bytes(content)
+    loading = [*runs.flags(data), *f"{common} --load {parts}".split()]
+    refused = runs.run(checkout / "pretrain_gpt.py", loading)
+    assert refused.returncode == 2
+    assert f"{spoilt.name} has other content than was saved" in refused.stderr.splitlines()[-1]
+    train(checkout, data, common, f"--save {parts} --load {parts} --load-last-good", processes=2)
+    assert checksums.damaged(damaged) == []  # it was written over
     files = [path.relative_to(whole) for path in whole.glob("iter_0000008/*/*.pt")]
     assert len(files) == 3
     for file in files:
