@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_npu.errors import UsageError
 NAME = "checksums.json"
 ALGORITHM = "xxh3_128"
 _BLOCK = 1 << 20  # bytes read at a time
+_AT_ONCE = 4  # files: one is hashed while the disk brings others
 
 Entries = dict[str, list[int | str]]  # of each file its bytes and digest
 
@@ -105,7 +107,9 @@ def damaged(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return [f"{NAME} cannot be read ({error})"]
     names = sorted(entries)[part::parts]
-    return [f"{name} {fault}" for name in names if (fault := _fault(folder / name, entries[name]))]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:  # reading and hashing do not hold the interpreter's lock
+        faults = pool.map(lambda name: _fault(folder / name, entries[name]), names)
+        return [f"{name} {fault}" for name, fault in zip(names, faults, strict=True) if fault]
 
 
 def newest_verified(root: Path) -> tuple[int | None, list[int]]:

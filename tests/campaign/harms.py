@@ -47,13 +47,45 @@ def until(trial: Trial, phase: str) -> bool:
 
 def kill(trial: Trial, phase: str) -> None:
     """SIGKILL of a rank; the others must name it, and end."""
+    rank = -1
+
+    def strike() -> bool:
+        nonlocal rank
+        rank = trial.rng.randrange(trial.way.ranks)
+        return _kill_rank(trial, rank)
+
+    def judge() -> None:
+        if trial.way.ranks > 1:
+            _require_named(trial, rank)
+
+    _again_and_again(trial, phase, strike, judge)
+
+
+def kill_launcher(trial: Trial, phase: str) -> None:
+    """SIGKILL of the agent that has started the ranks, which must end with it."""
+
+    def strike() -> bool:
+        launcher = trial.launcher()
+        return launcher is not None and trial.send(signal.SIGKILL, launcher)
+
+    _again_and_again(trial, phase, strike)
+
+
+def _again_and_again(
+    trial: Trial, phase: str, strike: Callable[[], bool], judge: Callable[[], None] = lambda: None
+) -> None:
+    """Strike a run in a phase, let it go on and strike again; then let it come to its end.
+
+    Args:
+        strike: harms the run; returns whether it did.
+        judge: looks at how a run that was harmed has ended.
+    """
     for _ in range(_times(trial, phase)):
         trial.start()
-        rank = trial.rng.randrange(trial.way.ranks)
-        harmed = until(trial, phase) and _kill_rank(trial, rank)
+        harmed = until(trial, phase) and strike()
         trial.end()
-        if harmed and trial.way.ranks > 1:
-            _require_named(trial, rank)
+        if harmed:
+            judge()
         trial.check()
         if trial.is_over():
             break
@@ -76,20 +108,6 @@ def _kill_rank(trial: Trial, rank: int) -> bool:
 def _require_named(trial: Trial, rank: int) -> None:
     if not re.search(_DEAD.format(rank), trial.told()) and trial.process and trial.process.returncode:
         raise FaultError("unnamed", f"rank {rank}: {trial.told()[-1000:]}")
-
-
-def kill_launcher(trial: Trial, phase: str) -> None:
-    """SIGKILL of the agent that has started the ranks, which must end with it."""
-    for _ in range(_times(trial, phase)):
-        trial.start()
-        if until(trial, phase) and (launcher := trial.launcher()):
-            trial.send(signal.SIGKILL, launcher)
-        trial.end()
-        trial.check()
-        if trial.is_over():
-            break
-    trial.untraced()
-    trial.finish()
 
 
 def kill_writer(trial: Trial, phase: str) -> None:

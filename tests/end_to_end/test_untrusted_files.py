@@ -86,10 +86,13 @@ def test_pretrain_runs_nothing(put, saved, tmp_path, flags, refused):
 
 
 @pytest.mark.parametrize("put", [in_metadata, in_common])
-def test_generate_and_convert_run_nothing(put, saved, tmp_path, refused, monkeypatch):
+def test_what_reads_a_trained_model_runs_nothing(put, saved, tmp_path, refused, monkeypatch):
     monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
     put(saved, tmp_path / "mark")
+    (tmp_path / "passages").write_text('{"text": "1 2 3"}\n')
     for line in (
+        ["lambada", "--load", saved.parent, "--valid-data", tmp_path / "passages"],
+        ["serve", "--load", saved.parent, "--port", "0"],
         ["generate", "--load", saved.parent, "--prompt", "1 2"],
         ["convert", "--from", "megatron", "--to", "hf", saved.parent, tmp_path / "hf"],
     ):
