@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
-import torch
-
+from tests import warm
 from tests.adaptors.megatron_lm import runs
 
 ITERATIONS = 6
@@ -33,14 +33,10 @@ def engine(folder: Path, stage: int) -> str:
     return f"--deepspeed --deepspeed_config {path} --zero-stage {stage}"
 
 
-def split_into_stages(checkpoint: Path, stages: int) -> None:
-    """Let a checkpoint of DeepSpeed's engine, whose weights are in a file per layer, be one of a pipeline.
-
-    So two layouts can begin with the same weights; otherwise each stage draws its own.
-    """
-    (folder,) = (path for path in checkpoint.iterdir() if path.is_dir())
-    first = folder / "mp_rank_00_model_states.pt"
-    states = torch.load(first, weights_only=False)  # written by the run before
-    states["args"].pipeline_model_parallel_size = states["mp_world_size"] = stages
-    for rank in range(stages):
-        torch.save(states, folder / f"mp_rank_{rank:02d}_model_states.pt")
+def split_into_stages(tree: Path, checkpoint: Path, stages: int) -> None:
+    """Call ``stages.py`` where ``megatron`` is the tree, whose enumerations a checkpoint names."""
+    command = [sys.executable, str(Path(__file__).with_name("stages.py")), str(checkpoint), str(stages)]
+    result = warm.run(
+        command, env=runs.environment(PYTHONPATH=str(tree)), modules=warm.STOCK, tree=tree, check=False
+    )
+    assert result.returncode == 0

@@ -37,11 +37,11 @@ def test_it_goes_on_from_its_checkpoint(checkout, data, expected, stage, tmp_pat
 
 
 def test_a_pipeline_clips_by_the_norm_of_all_stages(checkout, data, tmp_path):
-    """DeepSpeed 0.19.8 without ZeRO counts some parameters twice, others never: losses differ by 6e-5."""
+    """DeepSpeed 0.19.8 without ZeRO counts some parameters twice, others never: losses differ by 3e-5."""
     changes = engine(tmp_path, 0)
     train(checkout, data, changes, f"--save {tmp_path}/saved --save-interval 1 --train-iters 1")
     changes += f" --load {tmp_path}/saved --finetune --no-load-optim --no-load-rng"
     whole = train(checkout, data, changes)
-    split_into_stages(tmp_path / "saved", 2)
+    split_into_stages(checkout, tmp_path / "saved", 2)
     parts = train(checkout, data, changes, "--pipeline-model-parallel-size 2", processes=2)
     assert parts == pytest.approx(whole, rel=1e-6)
