@@ -1,4 +1,4 @@
-"""Layer norm and masked softmax, without upstream's CUDA extensions."""
+"""Layer norm, without upstream's CUDA extension."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_deepspeed.decorators import around, replace
-from megatron_npu.adaptors.shared.core_attention import forward_fused_softmax
 from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel
 from megatron_npu.ops import norm
 
@@ -38,10 +37,3 @@ def _average_over_tensor_parallel_ranks(*parameters: Tensor) -> None:
     for parameter in parameters if size > 1 else ():
         torch.distributed.all_reduce(parameter, group=group)
         parameter.div_(size)
-
-
-replace(
-    "megatron.model.fused_softmax:FusedScaleMaskSoftmax.forward",
-    why="upstream's kernels are CUDA extensions, and both its paths end in an assertion where a causal layer "
-    "has a mask, as without --deepspeed",
-)(forward_fused_softmax)

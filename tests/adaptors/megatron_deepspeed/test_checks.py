@@ -1,4 +1,4 @@
-"""Runs the files of ``checks`` in a process where ``megatron`` is Megatron-DeepSpeed, on each device."""
+"""Runs ``checks`` in one process where ``megatron`` is Megatron-DeepSpeed, on each device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ pytest.importorskip("deepspeed")
 
 
 @pytest.mark.parametrize("run", [on_cpu, on_npu])
-def test_layers(checkout, data, run):
+def test_in_a_process_of_its_own(checkout, data, run):
     path = os.pathsep.join([str(checkout), str(ROOT)])
-    file = Path(__file__).parent / "checks" / "check_layers.py"
-    result = run(file, CHECK_DATA=str(data), PYTHONPATH=path)
+    result = run(Path(__file__).parent / "checks", CHECK_DATA=str(data), PYTHONPATH=path)
     assert result.returncode == 0, result.stdout[-8000:]
     print(result.stdout.splitlines()[-1])
