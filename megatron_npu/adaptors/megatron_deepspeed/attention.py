@@ -93,7 +93,7 @@ def forward(
 
 
 def _project(self: Any, hidden: Tensor, encoded: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value, ``[s, b, n, d]``; the last two of ``encoded``, ``[sk, b, h]``, if given."""
+    """Return query, key and value, ``[s, b, n, d]``; the last two of ``[sk, b, h]`` encoded, if given."""
     heads, size = self.num_attention_heads_per_partition, self.hidden_size_per_attention_head
     if encoded is None:
         mixed, _ = self.query_key_value(hidden)
