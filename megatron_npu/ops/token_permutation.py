@@ -88,8 +88,33 @@ def _unpermute_reference(
 
 _permute = Operation("permute_tokens", _permute_reference)
 _unpermute = Operation("unpermute_tokens", _unpermute_reference)
-_permute.on("cpu", "cuda", note="plain torch")(_permute_reference)
-_unpermute.on("cpu", "cuda", note="plain torch")(_unpermute_reference)
+
+
+@_permute.on("cpu", "cuda", note="rows counted, not sorted")
+def _permute_torch(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A copy's row is that of its expert's first, and as many further as tokens chose the expert before."""
+    counted = routing_map.cumsum(0)
+    ends = counted[-1:].cumsum(1)
+    rows = (counted - 1 + ends - counted[-1:]).masked_select(routing_map)  # by token, experts ascending
+    owners = torch.arange(tokens.size(0), device=tokens.device).repeat_interleave(copies)
+    token = torch.empty_like(owners).index_copy_(0, rows, owners)
+    kept = tokens.new_empty(0) if probs is None else probs.T.masked_select(routing_map.T)
+    return tokens.index_select(0, token), kept, rows.to(torch.int32)
+
+
+@_unpermute.on("cpu", "cuda", note="gathered and added up")
+def _unpermute_torch(
+    rows: Tensor, positions: Tensor, tokens: int, probs: Tensor | None, routing_map: Tensor | None
+) -> Tensor:
+    copies = rows.index_select(0, positions).view(tokens, -1, rows.size(1))
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    if probs is None or routing_map is None:
+        return copies.sum(1, dtype=wide).to(rows.dtype)
+    weights = probs.masked_select(routing_map).view(tokens, 1, -1)
+    return torch.bmm(weights.to(wide), copies.to(wide)).squeeze(1).to(rows.dtype)
+
 
 # torch_npu 2.13, npu_moe_token_permute_with_routing_map: experts of a token
 _NPU_COPIES = 512
