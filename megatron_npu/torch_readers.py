@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import pickle
+import pickletools
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -77,9 +79,25 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise refusal("the checkpoint's .metadata", f"it names {module}.{name}")
 
 
+def _require_modest(content: bytes) -> None:
+    """Check that unpickling takes no more memory than its bytes can ask for.
+
+    CPython (to 3.14) makes a table as long as the largest number that a value is remembered by: six bytes
+    of a file are 26 GB. It believes lengths as well; to list what is in a pickle is to compare those.
+
+    Raises:
+        ValueError: it takes more, or is cut off.
+    """
+    for code, value, _ in pickletools.genops(content):
+        if code.name in ("PUT", "LONG_BINPUT") and int(value or 0) > len(content):
+            raise ValueError(f"it remembers more values than it can have ({value})")
+
+
 def _load_metadata(stream: IO[bytes]) -> Any:
     try:
-        metadata = _MetadataUnpickler(stream).load()
+        content = stream.read()
+        _require_modest(content)
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         # 0.16 has a MCoreMetadata that is none of torch's, to read what 0.15 wrote
         if not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
             raise ValueError(f"it holds a {type(metadata).__name__}")

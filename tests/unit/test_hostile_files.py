@@ -153,6 +153,14 @@ def test_changed_bytes_reach_nothing(name, data, tmp_path):
     read(name, tmp_path / "file", bytes(whole))
 
 
+@pytest.mark.parametrize("remembered", [b"r" + (2**31).to_bytes(4, "little"), b"p2147483648\n"])
+def test_a_few_bytes_take_no_gigabytes(remembered, monkeypatch):
+    """The C unpickler makes a table for all values up to the number: 34 GB here."""
+    monkeypatch.setattr(torch_readers, "_MetadataUnpickler", lambda stream: pytest.fail("it is unpickled"))
+    with pytest.raises(ValueError, match="more values than it can have"):
+        torch_readers._load_metadata(io.BytesIO(b"N" + remembered + b"."))
+
+
 @given(content=st.binary(max_size=200))
 @example(content=CORPUS[0])
 @example(content=CORPUS[4])
