@@ -110,6 +110,14 @@ STAND_INS = (
         "mamba_builders, and it imports triton",
     ),
     StandIn(
+        "emerging_optimizers.triton_kernels",
+        "megatron_npu.standins.emerging_triton_kernels",
+        "triton",
+        ("megatron_core",),
+        "emerging_optimizers 0.3, which has Muon, imports it always, and it imports triton: Megatron takes "
+        "the package for absent then",
+    ),
+    StandIn(
         "megatron.core.transformer.moe.paged_stash",
         "megatron_npu.standins.paged_stash",
         "triton",

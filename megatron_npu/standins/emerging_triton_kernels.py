@@ -1,0 +1,8 @@
+"""``emerging_optimizers.triton_kernels`` without Triton: it says that there are no kernels.
+
+Muon's Newton-Schulz iteration then uses plain matrix products, which are the package's default.
+"""
+
+from __future__ import annotations
+
+HAS_TRITON_340 = False
