@@ -14,6 +14,7 @@ import torch
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_lm import mixed_precision
+from megatron_npu.adaptors.shared import mixed_precision as shared_precision
 from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.adam import FusedAdam
@@ -226,7 +227,7 @@ def check_overflow_flag_is_cleared_once_a_step(training, monkeypatch, scaled):
     cleared = []
     monkeypatch.setattr(devices.current(), "clear_overflow", lambda: cleared.append(1))
     optimizer = fp16_optimizer(training) if scaled else training()[1]
-    schedule = partial(mixed_precision.clear_overflow_first, lambda *args, **kwargs: (args, kwargs))
+    schedule = partial(shared_precision.clear_overflow_first, lambda *args, **kwargs: (args, kwargs))
     assert schedule("step", "data", "model", optimizer, None, forward_only=False) == (
         ("step", "data", "model", optimizer, None),
         {"forward_only": False},
