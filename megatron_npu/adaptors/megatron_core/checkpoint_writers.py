@@ -232,5 +232,5 @@ def _end_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         parent = multiprocessing.parent_process()
-        if parent is not None and os.getppid() != parent.pid:  # which has ended before the kernel was told
+        if parent is not None and not parent.is_alive():  # it has ended before the kernel was told
             os.kill(os.getpid(), signal.SIGKILL)
