@@ -194,6 +194,8 @@ def _namespace() -> Iterator[tuple[Any, str, Any]]:
         *parents, name = path.split(".")
         yield functools.reduce(getattr, parents, torch.cuda), name, value
     yield torch.backends.cuda, "is_built", lambda: True
+    make = torch.tensor
+    yield torch, "tensor", lambda data, pin_memory=False, **options: make(data, **options)
     yield torch.Tensor, "pin_memory", lambda self, device=None: self
     yield torch.Tensor, "is_pinned", lambda self, device=None: False
     yield torch.Tensor, "record_stream", lambda self, stream: None

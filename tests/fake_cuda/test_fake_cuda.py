@@ -28,6 +28,8 @@ def reports(tmp_path_factory):
 
 def test_every_operation_runs_forward_and_backward(reports):
     lines = [line for line in reports["log"].splitlines() if " in torch." in line and ": " in line]
+    # of a shape that values decide about no fake tensor knows anything
+    lines = [line for line in lines if "DynamicOutputShapeException" not in line]
     assert {line.partition(":")[0] for line in lines} == BEYOND_FAKE, "\n".join(lines)
     called = set(reports["operations"]["operations"])
     assert {"attention", "attention_part", "linear_cross_entropy", "rms_norm", "rotary", "adam"} <= called
