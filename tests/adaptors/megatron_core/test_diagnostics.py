@@ -42,7 +42,8 @@ def test_the_straggler_detector_measures(detector) -> None:
 def test_figures_of_memory_follow_what_is_allocated() -> None:
     torch.cuda.empty_cache()  # what earlier tests have freed would be used again, and nothing would grow
     before = torch.cuda.memory_allocated()
-    held = torch.ones(64 * MEBIBYTE // 4, device=here())
+    # on a cpu much more than what the kernel may take from this process meanwhile
+    held = torch.ones(256 * MEBIBYTE // 4, device=here())
     assert torch.cuda.memory_allocated() - before >= 60 * MEBIBYTE
     assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated()
     statistics = torch.cuda.memory_stats()
