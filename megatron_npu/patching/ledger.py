@@ -12,8 +12,8 @@ from typing import Any
 from megatron_npu.patching.registry import Patch
 
 _OF_PATCH = ("target", "kind", "origin", "why", "until", "upstream_bug", "devices")
-STATES = ("applied", "drifted", "skipped", "failed", "pending")
-_URGENCY = ("failed", "drifted", "applied", "skipped", "pending")  # the order of the text
+STATES = ("applied", "drifted", "skipped", "failed", "pending", "off")
+_URGENCY = ("failed", "drifted", "applied", "skipped", "off", "pending")  # the order of the text
 _WIDTH, _INDENT = 100, " " * 18
 
 
@@ -24,7 +24,7 @@ class Row:
     Attributes:
         target, kind, origin, why, until, upstream_bug, devices: as in its ``Patch``.
         state: ``pending`` (the module was not imported), ``applied``, ``skipped``, ``drifted`` (applied
-            although upstream has changed) or ``failed``.
+            although upstream has changed), ``failed``, or ``off``: for a setting that is not on.
         reason: why it is in that state, or what else is worth knowing; may be empty.
         repaired: ``module.name`` of the names that held the original and hold the new object now.
         held: the tables, defaults and the like that still hold the original: a call through them gets
@@ -88,7 +88,10 @@ class Ledger:
         return sum(row.state == state for row in self._rows.values())
 
     def summary(self) -> str:
-        """Return one line: ``29 applied, 0 drifted, 2 skipped (reason; reason), 1 failed (target)``."""
+        """Return one line: ``29 applied, 0 drifted, 2 skipped (reason; reason), 1 failed (target)``.
+
+        What is off, it leaves out: nobody has asked for it.
+        """
         parts = [self._part(state) for state in ("applied", "drifted", "skipped")]
         parts += [self._part(state) for state in ("failed", "pending") if self.count(state)]
         operations = dict.fromkeys(name for name, _ in self.fallbacks)

@@ -12,7 +12,7 @@ from megatron_npu.patching.attribute_patch import MISSING, Change, ChangeLog, ba
 from megatron_npu.patching.captured_references import captures
 from megatron_npu.patching.ledger import Ledger, Row
 from megatron_npu.patching.pins import Pins, Source, Verdict, compare
-from megatron_npu.patching.registry import REPLACEMENTS, Patch
+from megatron_npu.patching.registry import REPLACEMENTS, NotAsked, Patch
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class ModulePatch:
         row = self.ledger.row(patch)
         reason = patch.reason_to_skip(self.context.device)
         if reason is not None:
-            row.settle("skipped", reason)
+            row.settle("off" if isinstance(reason, NotAsked) else "skipped", reason)
         elif patch.early and self.late and row.state != "applied":
             row.settle("failed", "the module was imported before the plug-in, and importers have used it")
             logger.warning("%s: %s", patch.target, row.reason)

@@ -22,6 +22,12 @@ REPLACEMENTS = {"replace", "constant"}  # the kinds of which a target can have b
 Make = TypeVar("Make")
 
 
+class NotAsked(str):
+    """Why a patch is not applied: it is for a setting that is off, which is no news to anybody."""
+
+    __slots__ = ()
+
+
 class PatchConflict(Exception):  # noqa: N818 - the name says what happened
     """Two replacements of one target could be in force at the same time."""
 
@@ -88,11 +94,12 @@ class Patch:
 
     def reason_to_skip(self, device: str) -> str | None:
         """Return why the patch is not applied on this device, or None."""
+        reason = self.condition() if self.condition else None
+        if isinstance(reason, NotAsked):
+            return reason
         if device not in self.devices:
             return f"for {'/'.join(self.devices)}, not {device}"
-        if self.kind == "watch":
-            return "upstream's own works here"
-        return self.condition() if self.condition else None
+        return "upstream's own works here" if self.kind == "watch" else reason
 
 
 def admits(versions: str, version: str) -> bool:

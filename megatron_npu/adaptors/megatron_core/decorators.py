@@ -6,6 +6,7 @@ from functools import partial
 
 from megatron_npu import standins
 from megatron_npu.adaptors.shared import decorators
+from megatron_npu.patching.registry import NotAsked
 
 WITHOUT_CUDA, installed = decorators.WITHOUT_CUDA, decorators.installed
 NOT_FIXED = "no version up to 0.19.2 has the fix, and no issue has been filed upstream"  # ``until`` of a bug
@@ -34,7 +35,7 @@ def te_layers_not_ours() -> str | None:
     """Return why a patch for our layers under TransformerEngine's names is not needed."""
     if standins.te_layers():
         return None
-    return installed("transformer_engine") or "MEGATRON_NPU_TE is not local"
+    return installed("transformer_engine") or NotAsked("MEGATRON_NPU_TE is not local")
 
 
 def fused_optimizer_present() -> str | None:

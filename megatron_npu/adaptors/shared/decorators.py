@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from megatron_npu import settings
-from megatron_npu.patching.registry import Patch, Recorder, registry
+from megatron_npu.patching.registry import NotAsked, Patch, Recorder, registry
 
 WITHOUT_CUDA = ("npu", "cpu")
 
@@ -24,7 +24,9 @@ def installed(*packages: str) -> str | None:
 def backports_not_wanted() -> str | None:
     """Return why a patch that makes upstream's numbers right is not applied, or None: the user wants it."""
     variable = settings.BACKPORT
-    return None if variable.enabled() else f"wrong numbers are upstream's own; {variable.name}=1 cures them"
+    if variable.enabled():
+        return None
+    return NotAsked(f"wrong numbers are upstream's own; {variable.name}=1 cures them")
 
 
 def is_backport(patch: Patch) -> bool:

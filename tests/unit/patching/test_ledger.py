@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from megatron_npu.patching.ledger import Ledger
-from megatron_npu.patching.registry import Registry
+from megatron_npu.patching.registry import NotAsked, Registry
 from tests.unit.patching.conftest import UpstreamTree
 
 
@@ -92,6 +92,17 @@ def test_equal_reasons_are_told_once() -> None:
         registry.constant(f"m:{name}", 1, why="w")
         ledger.row(registry.patches[-1]).settle("skipped", "apex is here" if name < "c" else "")
     assert ledger.summary() == "0 applied, 0 drifted, 3 skipped (apex is here)"
+
+
+def test_a_patch_for_a_setting_that_is_off_is_no_news(upstream: UpstreamTree) -> None:
+    off = NotAsked("SWITCH=1 asks for it")
+    upstream.registry.constant("stockpkg.model:LIMIT", 7, why="w", condition=lambda: off)
+    engine = upstream.engine()
+    assert upstream.load("model").LIMIT != 7
+    (row,) = engine.ledger.rows
+    assert (row.state, row.reason) == ("off", "SWITCH=1 asks for it")
+    assert engine.ledger.summary() == "0 applied, 0 drifted, 0 skipped"
+    assert engine.ledger.text().startswith("off      constant stockpkg.model:LIMIT")
 
 
 def test_every_form_says_until_when_and_that_it_is_a_bug_of_upstream() -> None:
