@@ -44,10 +44,10 @@ def test_evaluating_and_drawing_are_no_training(pass_time, monkeypatch):
     trainer.outcome = loop.Outcome(Position())
     trainer.position, trainer.clock = Position(iteration=2), Clock()
     trainer.log = Namespace(tick=lambda: None, draw=lambda: pass_time(50))
-    monkeypatch.setattr(trainer, "_step", lambda batches: pass_time(3), raising=False)
+    monkeypatch.setattr(trainer, "_step", lambda: pass_time(3) or True, raising=False)
     monkeypatch.setattr(trainer, "_evaluate", lambda: pass_time(700), raising=False)
     trainer.clock.start()
-    trainer._iterate(None)
+    trainer._iterate()
     assert trainer.clock.lap() == 3
 
 
