@@ -76,7 +76,7 @@ CORE = {
     "tp2-cp2-pp2": (8, f"--bf16 {TP2} --sequence-parallel {CP2} {PP2} --use-distributed-optimizer"),
 }
 
-# Words of layouts that fake tensors do not get through. In 285068c8 fake values reach shapes of pipelines,
+# Words of layouts that fake tensors do not get through. In 285068c8 pipelines fail, perhaps for fake shapes,
 # and the distributed optimizer copies a storage; 0.12.1 selects by a mask even where experts have a capacity.
 BEYOND_FAKE = {OLD: (PP2, "--use-distributed-optimizer"), "0.12.1": ("--num-experts",)}
 
