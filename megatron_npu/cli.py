@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -106,6 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron-npu: error: {_unknown(argv[0])}", file=sys.stderr)
         return 2
     files.tighten_umask()
+    _write_whole_lines()
     try:
         if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
             settings.check()
@@ -127,6 +129,16 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, DriftError, PinError) as error:
         print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
         return 2
+
+
+def _write_whole_lines() -> None:
+    """Under ``python -u``, as torchrun starts ranks, write lines and not parts of them: ranks share a pipe.
+
+    ``print`` hands over the text and the end of the line apart, and another rank's may come between.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(write_through=False, line_buffering=True)
 
 
 def _absent(error: ModuleNotFoundError) -> UsageError | None:

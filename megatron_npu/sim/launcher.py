@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def main(argv: list[str]) -> int:
     try:
         environment = prepare()
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one, while compilers end, is no traceback
         cache.say("interrupted; the next use begins this preparation again")
         return _INTERRUPTED
     sys.stdout.flush()

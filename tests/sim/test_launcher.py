@@ -93,10 +93,10 @@ class TestRefusals:
         assert_refused(result, f"cache {tmp_path / 'file'}", "MEGATRON_NPU_SIM_CACHE")
 
     def test_an_interrupted_preparation(self, tmp_path, simulated):
-        """A compiler that presses Ctrl-C."""
+        """A compiler that presses Ctrl-C, once: several are at work at a time."""
         compiler = tmp_path / "bin" / "g++"
         compiler.parent.mkdir()
-        compiler.write_text("#!/bin/sh\nkill -INT $PPID\nexec sleep 1\n")
+        compiler.write_text(f"#!/bin/sh\nmkdir {tmp_path}/pressed && kill -INT $PPID\nexec sleep 1\n")
         compiler.chmod(0o755)
         result = launch(
             *("--", "python", "-c", "pass"),

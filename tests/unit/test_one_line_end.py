@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -36,3 +37,20 @@ def test_the_hook_before_comes_back(reached) -> None:
     assert sys.excepthook is not before
     one_line_end.disarm()
     assert sys.excepthook is before
+
+
+@pytest.mark.parametrize("unbuffered", [[], ["-u"]])
+def test_a_line_is_written_in_one_piece(unbuffered: list[str]) -> None:
+    """As ranks of ``torchrun`` do, which share the pipe and are started with -u."""
+    code = """
+import os
+from megatron_npu import cli
+cli.main(["sim"])
+print("whole", "line", flush=True)
+print("a part", end="")
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, *unbuffered, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.endswith("whole line\n")
