@@ -11,6 +11,7 @@ import math
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,19 @@ from megatron_npu.training.divergence import DivergedError, Spikes
 
 LEFT_OUT = 10  # updates one after the other: more are no accident of the data
 GONE_BACK = 3  # times to the same checkpoint
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with an iteration.
+
+    Attributes:
+        words: for the log and for errors.
+        is_leap: its loss and gradients are finite, and the loss leaps.
+    """
+
+    words: str
+    is_leap: bool = False
 
 
 class Replay(Iterator[Any]):
@@ -88,7 +102,7 @@ class Guard:
 
     def judged(
         self, number: int, sums: torch.Tensor, compute: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, str | None]:
+    ) -> tuple[torch.Tensor, Fault | None]:
         """Judge an iteration whose gradients are complete. All ranks must call this, and get the same.
 
         Args:
@@ -106,17 +120,17 @@ class Guard:
             self._left_out = 0
         return sums, fault
 
-    def _fault(self, number: int, sums: torch.Tensor) -> str | None:
+    def _fault(self, number: int, sums: torch.Tensor) -> Fault | None:
         (value,) = loss.means([sums])
         if not math.isfinite(value):
             # fp16's scaler leaves such an update out by itself, and lowers the scale
-            return None if self.args.fp16 else f"the loss is {value} at iteration {number}"
+            return None if self.args.fp16 else Fault(f"the loss is {value} at iteration {number}")
         if not self.args.fp16 and not self._gradients_are_finite():
-            return f"a gradient is not finite at iteration {number}"
+            return Fault(f"a gradient is not finite at iteration {number}")
         leap = self.spikes.leap(number, value)
         if leap is None or not self.acts:
             self.spikes.take(value)
-        return leap
+        return None if leap is None else Fault(leap, is_leap=True)
 
     def _gradients_are_finite(self) -> bool:
         found = torch.zeros(1, dtype=torch.int32, device=devices.current().torch_device())
@@ -129,8 +143,8 @@ class Guard:
         return not found.item()
 
     def _again(
-        self, number: int, sums: torch.Tensor, fault: str, compute: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, str | None]:
+        self, number: int, sums: torch.Tensor, fault: Fault, compute: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, Fault | None]:
         """Compute an iteration again from the same state; the second result counts."""
         checkpoint.set_rng_state(self._random)
         for each in self._data:
@@ -141,15 +155,15 @@ class Guard:
         dist.all_gather_object(places, None if same else f"{dist.get_rank()} ({socket.gethostname()})")
         wrong = [place for place in places if place is not None]
         if not wrong:
-            return second, f"{fault}; computed again, it is the same"
+            return second, replace(fault, words=f"{fault.words}; computed again, it is the same")
         (value,) = loss.means([second])
         self.say(
-            f" {fault}; computed again, the loss is {value:.4f}, and another on rank {', '.join(wrong)}: "
-            "a device or memory that computes wrongly? The second result counts"
+            f" {fault.words}; computed again, the loss is {value:.4f}, and another on rank "
+            f"{', '.join(wrong)}: a device or memory that computes wrongly? The second result counts"
         )
         return second, self._fault(number, second)
 
-    def leave_out(self, fault: str) -> None:
+    def leave_out(self, fault: Fault) -> None:
         """Say that an update is left out.
 
         Raises:
@@ -158,10 +172,10 @@ class Guard:
         self._left_out += 1
         if self._left_out > LEFT_OUT:
             raise DivergedError(
-                f"{fault}; the updates of {LEFT_OUT} iterations before it were left out, too. Lower --lr, "
-                "look at the data, or go on from an older checkpoint (--ckpt-step)."
+                f"{fault.words}; the updates of {LEFT_OUT} iterations before it were left out, too. Lower "
+                "--lr, look at the data, or go on from an older checkpoint (--ckpt-step)."
             )
-        self.say(f" {fault.lstrip()}: its update is left out")
+        self.say(f" {fault.words}: its update is left out")
 
     def goes_back_to(self) -> int | None:
         """Return the iteration of the newest whole checkpoint of this run, None if there is none yet.
@@ -172,7 +186,7 @@ class Guard:
         dist.broadcast_object_list(found, 0)
         return found[0]
 
-    def go_back(self, iteration: int, fault: str, position: Position) -> Position:
+    def go_back(self, iteration: int, fault: Fault, position: Position) -> Position:
         """Load a checkpoint of this run; return where it goes on: behind the samples that it has seen.
 
         Args:
@@ -186,14 +200,14 @@ class Guard:
         self._gone_back[iteration] = times = self._gone_back.get(iteration, 0) + 1
         if times > GONE_BACK:
             raise DivergedError(
-                f"{fault}; the run has gone back to iteration {iteration} {GONE_BACK} times. Lower --lr, "
-                "look at the data, or go on from an older checkpoint (--ckpt-step)."
+                f"{fault.words}; the run has gone back to iteration {iteration} {GONE_BACK} times. Lower "
+                "--lr, look at the data, or go on from an older checkpoint (--ckpt-step)."
             )
         changes = {"load": self.args.save, "ckpt_step": iteration, "load_optim": True, "load_rng": True}
         saved = checkpoint.load(Namespace(**{**vars(self.args), **changes, "finetune": False}), self.state)
         self._left_out = 0
         self.say(
-            f" {fault.lstrip()}: gone back to {checkpoint_files.directory(self.args.save, iteration)}; "
+            f" {fault.words}: gone back to {checkpoint_files.directory(self.args.save, iteration)}; "
             f"samples {saved.train_samples} to {position.train_samples - 1} are left out"
         )
         return Position(saved.iteration, position.train_samples, position.valid_samples)

@@ -50,7 +50,7 @@ class Spikes:
         if not math.isfinite(loss) or not self._leaps(loss):
             return None
         usual = statistics.median(self._usual)
-        return f" loss spike at iteration {number}: {loss:.4f} after {usual:.4f} in the median"
+        return f"loss spike at iteration {number}: {loss:.4f} after {usual:.4f} in the median"
 
     def _leaps(self, loss: float) -> bool:
         if len(self._usual) < ENOUGH:

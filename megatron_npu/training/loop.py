@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from megatron_npu import devices, replicas, watchdog
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint, checkpoint_failures, data, expert_losses, loss
-from megatron_npu.training.bad_iterations import Guard
+from megatron_npu.training.bad_iterations import Fault, Guard
 from megatron_npu.training.checkpoint import Position, State
 from megatron_npu.training.clock import Clock
 from megatron_npu.training.divergence import DivergedError, FirstNonFinite, Spikes
@@ -187,16 +187,16 @@ class Trainer:
     def _advance(self) -> None:
         self.position = checkpoint.advance(self.position, train=self.args.global_batch_size, iterations=1)
 
-    def _goes_on(self, fault: str) -> bool:
+    def _goes_on(self, fault: Fault) -> bool:
         """Return whether an iteration is to count in spite of its fault, after saying so; or end the run."""
         if self.guard.acts:
             return False
-        if not fault.startswith(" loss spike"):
-            self._diverged(fault)
-        self.log.say(fault)
+        if not fault.is_leap:
+            self._diverged(fault.words)
+        self.log.say(f" {fault.words}")
         return True
 
-    def _evade(self, fault: str, losses: torch.Tensor) -> bool:
+    def _evade(self, fault: Fault, losses: torch.Tensor) -> bool:
         """Go back to the last good checkpoint, or leave this update out; return whether that was it."""
         to = self.guard.goes_back_to() if self.args.loss_spike_policy == "rewind" else None
         if to is None:
@@ -207,7 +207,7 @@ class Trainer:
         self._advance()
         with self.clock.paused(), _with_gathered_parameters(self.args, self.state.model):
             self.position = self.guard.go_back(to, fault, self.position)
-        self.log.write("rewind", to, {"fault": fault.strip()})
+        self.log.write("rewind", to, {"fault": fault.words})
         self._data = self.guard.batches(self.training_batches())
         return False
 
@@ -275,7 +275,7 @@ class Trainer:
             if not math.isfinite(value):
                 self._diverged(f"the loss is {value} at iteration {number}")
         if leap := self.spikes.note(last, losses):
-            self.log.say(leap)
+            self.log.say(f" {leap}")
 
     def _diverged(self, what: str) -> None:
         if self.args.check_for_nan_in_loss_and_grad and not self.args.fp16:
