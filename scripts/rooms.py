@@ -142,7 +142,7 @@ ROOMS = (
     Room(
         "preprocessing/",
         "`megatron-npu preprocess`: text to `.bin/.idx`",
-        "arg_parser errors files tokenization",
+        "arg_parser errors files interruption tokenization",
     ),
     Room(
         "generation/",

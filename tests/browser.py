@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import wait_until
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SECONDS = 60.0  # for anything that a page is waited for
 _FLAGS = (
     "--headless=new --remote-debugging-pipe --no-sandbox --disable-gpu --disable-dev-shm-usage "
     "--no-first-run --disable-extensions --disable-background-networking --no-default-browser-check"
@@ -99,11 +99,10 @@ class Page:
 
     def wait(self, expression: str) -> Any:
         """Return the value of an expression as soon as JavaScript takes it for true."""
-        end = time.monotonic() + SECONDS
-        while not (found := self.value(expression)):
-            assert time.monotonic() < end, (expression, self.errors, self.value("document.body.innerText"))
-            time.sleep(0.1)
-        return found
+        return wait_until(
+            lambda: self.value(expression),
+            told=lambda: (expression, self.errors, self.value("document.body.innerText")),
+        )
 
     def screenshot(self, path: Path) -> None:
         """Write a PNG of the whole page."""

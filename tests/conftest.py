@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import hypothesis
 import psutil
@@ -31,6 +32,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # inductor first tries out in a process of its own, and no pool of processes that compile.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# What somebody has set for programs of their own is not for what tests start: with PYTHONUNBUFFERED processes
+# that share a pipe write parts of lines between each other's, and a launcher's words make all of them ranks.
+_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+for _name in [*os.environ]:
+    if _name.startswith("TORCHELASTIC_") or _name in (*_LAUNCHERS, "PYTHONUNBUFFERED", "PYTHONWARNINGS"):
+        del os.environ[_name]
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"  # where servers of tests are
 
 # What a test starts and waits for ends, whether the test says when or not.
 _run = subprocess.run
@@ -63,6 +72,31 @@ def on_a_leash(process: subprocess.Popen[Any], seconds: float = LONGEST) -> Iter
         if process.poll() is None:
             kill()
         process.wait(60)
+
+
+_T = TypeVar("_T")
+
+
+def wait_until(
+    condition: Callable[[], _T],
+    process: subprocess.Popen[Any] | None = None,
+    told: Callable[[], object] = lambda: "",
+) -> _T:
+    """Return what a condition gives, as soon as Python takes it for true, however long that takes.
+
+    Args:
+        condition: is asked again and again.
+        process: must not end before, if one is given.
+        told: is shown if it does, or nothing comes at all.
+    """
+    end = time.monotonic() + LONGEST
+    while True:
+        ended = process is not None and process.poll() is not None
+        if found := condition():
+            return found
+        assert not ended, told()
+        assert time.monotonic() < end, told()
+        time.sleep(0.02)
 
 
 # Timing is no matter of tests: a busy machine may take seconds for an example. And what fixtures hold here

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_npu import interruption
 from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import jsonl, windows
 from megatron_npu.preprocessing.sentences import Sentences
@@ -168,6 +169,8 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
         yield from map(Encoder(recipe).encode, batches)
         return
     pool = ProcessPoolExecutor(workers, _context(), _start_worker, (recipe,))
+    with interruption.deferred():  # which a worker that has just been forked would take for its own
+        pool.submit(os.getpid)  # the first task starts all of them
     try:
         yield from _in_order(pool, batches, 2 * workers)
     except BrokenProcessPool as error:

@@ -31,7 +31,6 @@ def train(*arguments: object, processes: int = 1, **environment: str) -> subproc
         modules=MODULES,
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
 

@@ -21,7 +21,7 @@ from megatron_npu.training.dashboard import snapshot
 from tests import warm
 from tests.acceleration import runs
 from tests.adaptors.megatron_core.upstream_tests.ports import free_port
-from tests.conftest import ROOT
+from tests.conftest import LONGEST, ROOT
 from tests.end_to_end import tiny
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -266,13 +266,13 @@ def test_ctrl_c_ends_all_ranks_and_says_what_is_saved(tmp_path: Path) -> None:
     flags = "2 --train-iters 5000 --micro-batch-size 4 --log-interval 1 --save-interval 2 --save".split()
     command, env = warm.ready([*command, *flags, str(tmp_path)], env=tiny.environment(), modules=runs.MODULES)
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    watchdog = threading.Timer(120, process.kill)
+    watchdog = threading.Timer(LONGEST, process.kill)
     watchdog.start()
     assert process.stdout is not None
     try:
         next(line for line in process.stdout if "saved" in line)
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=LONGEST)
     finally:
         watchdog.cancel()
     assert process.returncode == 130

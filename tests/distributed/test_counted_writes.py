@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_npu import devices
 from megatron_npu.devices.redirect import Redirection
 from megatron_npu.ops.attention.packed_mask import sequence_lengths
+from tests.conftest import LONGEST
 
 
 def mask_of(*lengths: int) -> Tensor:
@@ -53,7 +54,7 @@ WAYS = (_broadcast, _receive, _scatter, _exchange, _gather)
 def receive_twice(rank: int, store: Path, result: Path) -> None:
     """Fill one buffer in every way; write down what rank 1 reads from it."""
     Redirection(devices.CpuDevice()).on()
-    timeout = datetime.timedelta(seconds=60)
+    timeout = datetime.timedelta(seconds=LONGEST)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
     read = {}
     for way in WAYS:
@@ -81,6 +82,6 @@ def test_a_buffer_that_is_received_again_is_read_again(tmp_path: Path) -> None:
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(90)
+        process.join(LONGEST)
     assert [process.exitcode for process in ranks] == [0, 0]
     assert json.loads(result.read_text()) == {way.__name__: [3, 5] for way in WAYS}

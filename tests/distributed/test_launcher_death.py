@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import LONGEST
+
 MODULE = Path(__file__).resolve().parents[2] / "megatron_npu" / "watchdog" / "launcher.py"
 RANK = """
 import runpy, sys, time
@@ -46,7 +48,7 @@ def test_ranks_end_with_their_launcher_alone(environment: dict[str, str]) -> Non
         [process] = [each for each in started if RANK in each.cmdline()[2:3]]
         launcher.kill()
         try:
-            gone = not psutil.wait_procs([process], timeout=30 if environment else 0.5)[1]
+            gone = not psutil.wait_procs([process], timeout=LONGEST if environment else 0.5)[1]
             assert gone == bool(environment)
         finally:
             if not environment:

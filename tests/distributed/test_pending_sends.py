@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_npu import devices
 from megatron_npu.devices.redirect import Redirection
+from tests.conftest import LONGEST
 
 SIZE = 1 << 21  # 8 MiB: more than the sockets between the two processes can hold
 
@@ -24,7 +25,7 @@ def exchange(rank: int, folder: Path, redirected: bool) -> None:
     os.dup2(errors, 2)  # gloo's own thread tells the last words of an abort there
     if redirected:
         Redirection(devices.CpuDevice()).on()
-    timeout = datetime.timedelta(seconds=60)
+    timeout = datetime.timedelta(seconds=LONGEST)
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
     dist.barrier()
@@ -55,7 +56,7 @@ def outcome(folder: Path, redirected: bool) -> str:
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(90)
+        process.join(LONGEST)
     for process in ranks:
         process.kill()  # one that hangs must not outlive the test
         process.join()

@@ -17,7 +17,6 @@ def test_three_ranks_are_the_whole_sequence() -> None:
         env=tiny.environment(),
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -9,6 +9,7 @@ import pytest
 
 from tests import warm
 from tests.adaptors.megatron_core.upstream_tests import ports
+from tests.conftest import LONGEST
 from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")
@@ -25,7 +26,7 @@ def test_two_machines_train_as_two_processes_of_one(tmp_path):
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(ports.free_port())]
     machines = [_machine(number, meeting, [*flags, "--save", str(two)]) for number in range(2)]
     try:
-        told = [machine.communicate(timeout=300)[0] for machine in machines]
+        told = [machine.communicate(timeout=LONGEST)[0] for machine in machines]
     finally:
         for machine in machines:
             machine.kill()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -106,12 +105,10 @@ def test_a_killed_rank_is_out_of_memory_and_none_is_left(monkeypatch):
 
 
 def test_a_row_that_fails_otherwise_says_what_failed(monkeypatch, capsys):
-    begin = time.monotonic()
     outcome = ranks.run(replace(job(), workload="megatron:nothing"), lambda steps: None)
     assert outcome.kind == ranks.FAILED
     assert "AttributeError" in outcome.reason
     assert "Traceback" in outcome.log
-    assert time.monotonic() - begin < 60
     monkeypatch.setattr(command.ranks, "run", lambda job, follow: outcome)
     assert command.main(["--suite", "3d", "--devices", "1", *SIZE]) == 1
     assert "Traceback" in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import LONGEST, wait_until
 from tests.end_to_end import tiny
 
 
@@ -27,11 +27,7 @@ def started(*flags: str, seen: Path, text: str) -> Iterator[subprocess.Popen]:
         text=True,
     )
     try:
-        end = time.monotonic() + 120
-        while not (seen.exists() and text in seen.read_text()):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < end, f"no {text} in {seen}"
-            time.sleep(0.05)
+        wait_until(lambda: seen.exists() and text in seen.read_text(), process, lambda: process.communicate())
         yield process
     finally:
         process.kill()
@@ -48,11 +44,11 @@ def test_ctrl_c_is_one_line(endless: list[str], tmp_path: Path) -> None:
     with started(*saving, seen=tmp_path / "metrics.jsonl", text='"iteration": 3') as process:
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=LONGEST)
     assert process.returncode == 130
     (line,) = [line for line in err.splitlines() if "Warning" not in line and "warn(" not in line]
     assert f"pretrain: interrupted; the last checkpoint in {tmp_path} is of iteration" in line
-    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert not psutil.wait_procs(children, timeout=LONGEST)[1]
     assert not list(tmp_path.glob(".iter*"))
 
 
@@ -60,7 +56,7 @@ def test_ctrl_c_saves_where_the_run_was_told_so(endless: list[str], tmp_path: Pa
     saving = [*endless, "--exit-signal-handler"]
     with started(*saving, seen=tmp_path / "metrics.jsonl", text='"iteration": 2') as process:
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=LONGEST)
     assert process.returncode == 0, err
     assert json.loads((tmp_path / "summary.json").read_text())["ended_by"] == "signal"
     assert "ending at iteration" in out
@@ -71,9 +67,7 @@ def test_a_second_run_in_one_folder_is_refused_and_a_killed_one_is_not_in_the_wa
 ) -> None:
     short = tiny.command("pretrain", *flags("--save", tmp_path, "--eval-iters", 0))
     with started(*endless, seen=tmp_path / "metrics.jsonl", text='"iteration": 1') as process:
-        second = subprocess.run(
-            short, env=tiny.environment(), capture_output=True, text=True, timeout=120, check=False
-        )
+        second = subprocess.run(short, env=tiny.environment(), capture_output=True, text=True, check=False)
         assert second.returncode == 2
         assert "another run is writing there" in second.stderr.splitlines()[-1]
         process.kill()
@@ -82,9 +76,7 @@ def test_a_second_run_in_one_folder_is_refused_and_a_killed_one_is_not_in_the_wa
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"torn")
     (tmp_path / "latest_checkpointed_iteration.txt.1.partial").write_text("7")
-    third = subprocess.run(
-        short, env=tiny.environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+    third = subprocess.run(short, env=tiny.environment(), capture_output=True, text=True, check=False)
     assert third.returncode == 0, third.stderr
     assert f"removed {left}" in third.stdout
     assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))

@@ -64,7 +64,6 @@ def run_on_cpu(folder: Path, *arguments: str, **variables: str) -> subprocess.Co
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
         check=False,
     )
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.conftest import LONGEST, wait_until
 from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")
@@ -154,9 +153,10 @@ def test_sigterm_saves_and_ends(flags, tmp_path):
         tiny.command("pretrain", *long), env=tiny.environment(), stdout=subprocess.PIPE, text=True
     )
     try:
-        _wait_for(tmp_path / "metrics.jsonl", '"iteration": 3')
+        log = tmp_path / "metrics.jsonl"
+        wait_until(lambda: log.exists() and '"iteration": 3' in log.read_text(), process)
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=300)
+        out, _ = process.communicate(timeout=LONGEST)
     finally:
         process.kill()
     assert process.returncode == 0, out
@@ -164,15 +164,6 @@ def test_sigterm_saves_and_ends(flags, tmp_path):
     assert iteration >= 3
     assert (tmp_path / f"iter_{iteration:07d}" / "metadata.json").is_file()
     assert json.loads((tmp_path / "summary.json").read_text())["ended_by"] == "signal"
-
-
-def _wait_for(path: Path, text: str, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if path.exists() and text in path.read_text():
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"no {text} in {os.fspath(path)}")
 
 
 def test_a_finished_run_that_is_started_again_reports_the_same(train, tmp_path):

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +17,15 @@ import pytest
 
 from megatron_npu import cli
 from tests import browser, warm
+from tests.conftest import LONGEST, wait_until
 from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-POSITIONS = 4096
+POSITIONS = 32_768  # more than a test waits for: a stream lasts until somebody ends it
 # the likeliest tokens go round in circles; one that is drawn would be the end token soon
-LONG = {"prompt": "1 2 3", "max_tokens": 4000, "stream": True, "temperature": 0, "stop": ["no such text"]}
+LONG = {"prompt": "1 2 3", "max_tokens": 32_000, "stream": True, "temperature": 0, "stop": ["no such text"]}
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Server:
     port: int
 
     def connection(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=LONGEST)
 
     def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """Return status and JSON of an answer; a body that is no bytes is sent as JSON."""
@@ -65,13 +65,12 @@ class Server:
         assert answer.readline().startswith(b"data: ")
         return answer
 
+    def health(self) -> dict:
+        return self.ask("/health")[1]
+
     def idle(self) -> dict:
         """Wait until no request is under way; return the server's health."""
-        while True:
-            _, health = self.ask("/health")
-            if not health["requests"]:
-                return health
-            time.sleep(0.05)
+        return wait_until(lambda: [health for health in [self.health()] if not health["requests"]])[0]
 
 
 def started(folder: str, *flags: str) -> Server:
@@ -79,7 +78,7 @@ def started(folder: str, *flags: str) -> Server:
         tiny.command("serve", "--load", folder, "--port", "0", *flags), tiny.environment(), warm.DRIVER
     )
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    watchdog = threading.Timer(120, process.kill)
+    watchdog = threading.Timer(LONGEST, process.kill)
     watchdog.start()
     for line in process.stdout:
         if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
@@ -102,7 +101,7 @@ def server(trained) -> Iterator[Server]:
     running = started(trained, "--max-queue", "1")
     yield running
     running.process.send_signal(signal.SIGTERM)
-    out, err = running.process.communicate(timeout=60)
+    out, err = running.process.communicate(timeout=LONGEST)
     assert running.process.returncode == 0
     assert re.fullmatch(r"megatron-npu serve: stopped after \d+ requests and \d+ tokens\n", out)
     assert "Traceback" not in err
@@ -184,8 +183,8 @@ def test_a_stop_text_ends_a_text_and_is_not_part_of_it(server):
         (400, {"prompt": "word"}, "expected numbers"),
         (400, b'{"prompt": "\\ud800"}', "expected numbers"),
         (400, {"prompt": [256]}, "from 0 to 255"),
-        (400, {"prompt": "1 " * POSITIONS}, "at most 4095"),
-        (400, {"prompt": "1", "max_tokens": POSITIONS}, "4096 positions"),
+        (400, {"prompt": "1 " * POSITIONS}, f"at most {POSITIONS - 1}"),
+        (400, {"prompt": "1", "max_tokens": POSITIONS}, f"{POSITIONS} positions"),
         (400, {"prompt": "1", "max_tokens": "9"}, "max_tokens"),
         (400, {"prompt": "1", "n": 9}, "at most 8 a request"),
         (404, {"prompt": "1", "model": "gpt-5"}, "expected 'tiny-model'"),
@@ -214,14 +213,13 @@ def test_who_goes_away_ends_the_text_and_who_comes_too_late_is_told(server):
     second: queue.Queue[dict] = queue.Queue()
     waiter = threading.Thread(target=lambda: second.put(server.complete(prompt="1", max_tokens=2)))
     waiter.start()
-    while server.ask("/health")[1]["requests"] < 2:
-        time.sleep(0.02)
+    wait_until(lambda: server.health()["requests"] == 2)
     status, answer = server.ask("/v1/completions", {"prompt": "1"})
     assert (status, answer["error"]["type"]) == (429, "server_error")
     stream.close()
-    assert len(choices(second.get(timeout=120))) == 1
+    assert len(choices(second.get(timeout=LONGEST))) == 1
     waiter.join()
-    assert server.idle()["tokens"] - before < 3000, "nobody waited for the 4,000 tokens"
+    assert server.idle()["tokens"] - before < 30_000, "nobody waited for the 32,000 tokens"
 
 
 def test_the_end_cuts_what_is_drawn(trained):
@@ -231,8 +229,8 @@ def test_the_end_cuts_what_is_drawn(trained):
     found = pieces(stream)
     assert found[-1]["model"] == "other"
     assert found[-1]["choices"][0]["finish_reason"] == "length"
-    assert len(found) < 4000
-    out, err = server.process.communicate(timeout=60)
+    assert len(found) < 32_000
+    out, err = server.process.communicate(timeout=LONGEST)
     assert (server.process.returncode, out.count("\n")) == (0, 1), err
     assert "Traceback" not in err
 
@@ -267,7 +265,7 @@ def test_the_page_in_a_browser(server, tmp_path, width, dark):
         )
         page.wait("document.getElementById('status').textContent.includes('expected numbers')")
         page.value("document.getElementById('prompt').value = '1'")
-        page.value("document.getElementById('max_tokens').value = '4000'")
+        page.value("document.getElementById('max_tokens').value = '32000'")
         page.value("document.getElementById('temperature').value = '0'")
         page.value("document.getElementById('generate').click()")
         page.wait("document.getElementById('output').textContent.length > 9")

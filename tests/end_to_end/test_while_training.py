@@ -14,6 +14,7 @@ import pytest
 
 from megatron_npu.evaluation.generate import generate
 from megatron_npu.training import arguments, history, pretrain
+from tests.conftest import LONGEST
 from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")
@@ -148,7 +149,7 @@ def test_the_dashboard_follows_a_run_to_its_end_and_goes_with_it(train, tmp_path
     def look(iteration, model):
         if iteration == 2:
             held["at"] = shown(capsys)
-            held["connection"] = http.client.HTTPConnection(held["at"], timeout=60)
+            held["connection"] = http.client.HTTPConnection(held["at"], timeout=LONGEST)
             held["connection"].request("GET", "/events")
             held["events"] = held["connection"].getresponse()
 
@@ -166,7 +167,7 @@ def test_the_dashboard_tells_how_a_run_failed(train, tmp_path, capsys):
 
     def fail(iteration, model):
         if iteration == 3:
-            connection = http.client.HTTPConnection(shown(capsys), timeout=60)
+            connection = http.client.HTTPConnection(shown(capsys), timeout=LONGEST)
             connection.request("GET", "/events")
             held["connection"], held["events"] = connection, connection.getresponse()
             raise ZeroDivisionError("on purpose")

@@ -73,7 +73,6 @@ def run_python(argv: list[str], env: dict[str, str] | None = None) -> subprocess
         modules=warm.DRIVER,
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
 

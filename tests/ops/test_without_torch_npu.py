@@ -31,8 +31,6 @@ activation.bias_gelu(torch.ones(2, 3), torch.ones(3)).sum()
 print(len(ops.dispatch.OPERATIONS))
 """
     environment = {**os.environ, "MEGATRON_NPU_DEVICE": "cpu", "MEGATRON_NPU_AUTOLOAD": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 10

@@ -407,10 +407,18 @@ def coalesced() -> None:
     same(y, torch.full((6,), 2 * WORLD), "coalesced 2")
 
 
+def ready() -> torch.Tensor:
+    """Return ones, after a copy of them: what a first one takes must not be part of the delay."""
+    x = torch.ones(1000, device="npu")
+    x.clone()
+    torch.npu.synchronize()
+    return x
+
+
 @suite
 def without_wait_the_data_are_old() -> None:
     """Run with a delay: what is read before wait() has not been reduced yet; afterwards it has."""
-    x = torch.ones(1000, device="npu")
+    x = ready()
     work = dist.all_reduce(x, async_op=True)
     early = x.clone()
     work.wait()
@@ -423,9 +431,8 @@ def without_wait_the_data_are_old() -> None:
 @suite
 def other_streams_wait_for_themselves() -> None:
     """wait() makes the current stream wait, not the others and not the host."""
-    x = torch.ones(1000, device="npu")
+    x, side = ready(), torch.npu.Stream()
     work = dist.all_reduce(x, async_op=True)
-    side = torch.npu.Stream()
     with torch.npu.stream(side):
         work.wait()
     assert not work.is_completed(), "wait() must not block the host"

@@ -30,7 +30,7 @@ def on_cpu(*arguments: str) -> dict:
         "OMP_NUM_THREADS": "1",
     }
     result = subprocess.run(
-        [sys.executable, WORKER, *arguments], env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, WORKER, *arguments], env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
     return last_json(result.stdout)

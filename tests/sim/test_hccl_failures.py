@@ -35,7 +35,6 @@ def raw(simulated: Run, tmp_path_factory) -> Callable[..., Outcome]:
             env={**os.environ, "TIMEOUT": timeout},
             capture_output=True,
             text=True,
-            timeout=300,
             check=False,
         )
         outcomes = dict(map(json.loads, done.stdout.splitlines()))

@@ -24,7 +24,6 @@ def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
 

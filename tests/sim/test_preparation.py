@@ -16,6 +16,7 @@ from filelock import FileLock
 from megatron_npu import files
 from megatron_npu.errors import UsageError
 from megatron_npu.sim import build, cache, elf
+from tests.conftest import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +49,15 @@ def test_who_waits_for_another_process_says_so(own_cache, capsys):
     with FileLock(own_cache / "thing.lock"):
         waiting = threading.Thread(target=cache.prepared, args=("thing", _prepare_slowly))
         waiting.start()
-        said, end = "", time.monotonic() + 60
-        while "waiting for another process that prepares thing" not in said and time.monotonic() < end:
-            time.sleep(0.01)
-            said += capsys.readouterr().err
+        said: list[str] = []
+
+        def complains() -> bool:
             assert waiting.is_alive()
+            said.append(capsys.readouterr().err)
+            return "waiting for another process that prepares thing" in "".join(said)
+
+        wait_until(complains)
     waiting.join()
-    assert "waiting for another process" in said
     assert (own_cache / "attempts").read_text() == "x"
 
 

@@ -91,7 +91,7 @@ def test_the_page_lists_every_patch(name, page):
         str(ROOT / "docs" / page),
         "--check",
     ]
-    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"run it without --check: {done.stderr}"
 
 
@@ -102,7 +102,7 @@ def test_the_page_lists_every_patch(name, page):
 )
 def test_the_generated_page_is_up_to_date(script):
     command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), "--check"]
-    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"run scripts/{script}.py without --check: {done.stderr}"
 
 
@@ -257,7 +257,7 @@ def test_the_worked_adaptor_runs(tmp_path):
     script = tmp_path / "guide.py"
     script.write_text("\n".join(steps) + "\nprint('to the end')\n")
     done = subprocess.run(
-        [sys.executable, str(script)], env=tiny.environment(), capture_output=True, text=True, timeout=300
+        [sys.executable, str(script)], env=tiny.environment(), capture_output=True, text=True
     )
     assert done.stdout.endswith("to the end\n"), done.stderr
 
@@ -277,6 +277,6 @@ def test_the_worked_operation_runs(tmp_path):
     script = tmp_path / "squared_relu.py"
     script.write_text(block["text"] + CHECKED_OPERATION)
     done = subprocess.run(
-        [sys.executable, str(script)], env=tiny.environment(), capture_output=True, text=True, timeout=300
+        [sys.executable, str(script)], env=tiny.environment(), capture_output=True, text=True
     )
     assert done.stdout == "to the end\n", done.stderr

@@ -42,7 +42,6 @@ class Installed(NamedTuple):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_npu.adaptors.shared import rendezvous
 from tests.adaptors.megatron_core.upstream_tests import ports
-from tests.conftest import on_a_leash
+from tests.conftest import LONGEST, on_a_leash
 
 
 @pytest.fixture(autouse=True)
@@ -22,20 +22,27 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_port_is_free_and_not_one_that_connections_get() -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_is_for_a_server_and_not_one_that_connections_get(address: str) -> None:
     port = ports.free_port()
     assert 20_000 <= port < 32_000
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", port))
+    with socket.create_server((address, port)), socket.create_connection(("127.0.0.1", port)):
+        pass
 
 
 def test_taken_ports_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
         monkeypatch.setattr(ports, "_PORTS", range(taken, taken + 1))
         with pytest.raises(OSError, match=f"no free port of 127.0.0.1 from {taken} to {taken}"):
             ports.free_port()
+
+
+def test_a_port_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = ports.free_port()
+    monkeypatch.setattr(ports, "_PORTS", range(port, port + 1))
+    with pytest.raises(OSError, match="no free port"):
+        ports.free_port()
 
 
 def test_the_run_s_random_numbers_stay_as_they_are() -> None:
@@ -68,7 +75,7 @@ def test_processes_that_are_alone_do_not_meet() -> None:
         for process in (first, second):
             assert process.stdout.readline() == "met\n"
         for process in (first, second):
-            process.communicate("\n", timeout=60)
+            process.communicate("\n", timeout=LONGEST)
     assert (first.returncode, second.returncode) == (0, 0)
 
 

@@ -47,7 +47,6 @@ def test_the_script_and_its_children_are_armed_and_the_user_s_choice_stands(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.stdout.splitlines() == [f"True {value}"] * 2, done.stderr
@@ -75,7 +74,7 @@ def test_a_script_inside_a_tree_finds_what_lies_at_its_root(tree: Path) -> None:
     script = script_in(tree, "examples/inference/gpt/static.py", "import model_provider")
     command = [sys.executable, "-m", "megatron_npu", "run", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "found\n"), done.stderr
 
 
@@ -126,7 +125,6 @@ def test_a_program_without_megatron_is_redirected_with_its_children(tmp_path: Pa
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.stdout.splitlines() == ["3 cpu True True"] * 2, done.stderr
@@ -140,7 +138,6 @@ def test_flags_behind_the_script_are_the_script_s(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.stdout == "['--redirect', '--help', '--', '-h']\n", done.stderr

@@ -45,7 +45,6 @@ def test_a_spawned_child_is_armed_as_its_parent_is(tmp_path: Path, state: str, e
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.conftest import on_a_leash
+from tests.conftest import LONGEST, on_a_leash
 
 WAITS = """
 import signal, sys, threading
@@ -50,7 +50,7 @@ def test_stacks_on_demand(which: str) -> None:
         process.send_signal(signal.SIGUSR1)
         # before its input ends, with which the thread does
         printed = until_main_stands(process) if which == "free" else ""
-        out, rest = process.communicate(timeout=60)
+        out, rest = process.communicate(timeout=LONGEST)
     err = printed + rest
     assert process.returncode == 0
     assert out.splitlines()[-1] == "went on"

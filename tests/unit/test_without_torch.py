@@ -67,7 +67,6 @@ def bare(request: pytest.FixtureRequest, tmp_path: Path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
             check=False,
         )
 

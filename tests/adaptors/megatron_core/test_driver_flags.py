@@ -40,7 +40,7 @@ def stock():
     paths = os.pathsep.join([str(ROOT), tree])
     environment = {**tiny.environment(), "PYTHONPATH": paths, "MEGATRON_LM_PATH": tree}
     command = [sys.executable, "-B", "-c", ASK]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -134,7 +134,6 @@ def test_what_it_writes_is_private_without_any_command_of_ours(tree: Path, tmp_p
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
         umask=0o022,
     )
@@ -154,7 +153,6 @@ def test_no_command_is_needed_where_the_package_is_installed(tree: Path, tmp_pat
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     assert losses(done) == losses(single)

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from megatron_npu.preprocessing import command as preprocess
 from tests import warm
 from tests.adaptors.megatron_core.stock import learns_from_sentences, losses, pretrain, run_script
 from tests.adaptors.megatron_core.upstream_tests.ports import free_port
-from tests.conftest import checkout, on_a_leash
+from tests.conftest import LONGEST, checkout, on_a_leash, wait_until
 from tests.end_to_end import tiny
 from tests.sim.conftest import unavailable
 
@@ -100,10 +99,8 @@ def _ask_server(trained: Trained, folder: Path, prompt: str) -> dict:
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log)
     with on_a_leash(server):
-        while not _listens(port):
-            assert server.poll() is None, (folder / "log").read_text()[-4000:]
-            time.sleep(0.1)
-        with urllib.request.urlopen(request, timeout=300) as answer:
+        wait_until(lambda: _listens(port), server, lambda: (folder / "log").read_text()[-4000:])
+        with urllib.request.urlopen(request, timeout=LONGEST) as answer:
             return json.load(answer)
 
 
@@ -139,9 +136,7 @@ def test_the_examples_find_what_lies_at_the_root_of_their_tree(tmp_path: Path, n
     """No variable names the tree: the script lies in it."""
     script = checkout("megatron_core", "0.16.1") / f"examples/inference/gpt/gpt_{name}_inference.py"
     command = tiny.command("run", str(script), "--help")
-    done = subprocess.run(
-        command, env=tiny.environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run(command, env=tiny.environment(), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "--num-tokens-to-generate" in done.stdout
 
@@ -151,9 +146,7 @@ def test_the_converter_is_refused_where_its_script_starts(tmp_path: Path) -> Non
     tree = checkout("megatron_core", "0.16.1")
     flags = f"--model-type GPT --loader core --saver core --load-dir no --save-dir no --megatron-path {tree}"
     command = [sys.executable, "-c", PROGRAM, str(tree / "tools/checkpoint/convert.py"), *flags.split()]
-    done = subprocess.run(
-        command, env=tiny.environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run(command, env=tiny.environment(), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0
     assert "convert.py without TransformerEngine; expected" in done.stderr.splitlines()[-1]
 

@@ -59,7 +59,6 @@ def run(dropout, device="cpu", **variables):
         env={**os.environ, "MEGATRON_NPU_DEVICE": "cpu", **variables},
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
     )
 

@@ -139,4 +139,4 @@ def test_windows_where_upstream_refuses_them(tmp_path, root) -> None:
     """The local attention has had windows since 0.15 only."""
     environment = environment_of(root)
     command = [sys.executable, "-c", WINDOW, str(tmp_path / "store")]
-    warm.run(command, env=environment, modules=warm.DRIVER, check=True, timeout=120)
+    warm.run(command, env=environment, modules=warm.DRIVER, check=True)

@@ -32,7 +32,6 @@ def on_cpu(file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
         check=False,
     )
 

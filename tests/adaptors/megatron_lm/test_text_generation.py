@@ -6,7 +6,6 @@ import contextlib
 import json
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 
 from megatron_npu.preprocessing import indexed_dataset
 from tests.adaptors.megatron_lm import runs
+from tests.conftest import LONGEST, wait_until
 from tests.end_to_end import tiny
 from tests.sim.conftest import unavailable
 
@@ -85,16 +85,12 @@ def server(checkout: Path, flags: list[str], device: str, processes: int, log: P
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()  # torchrun gives each rank a session of its own
             process.kill()
-            process.wait(30)
+            process.wait(LONGEST)
 
 
 def wait_for_port(process: subprocess.Popen, log: Path) -> None:
     """Wait until somebody listens."""
-    deadline = time.monotonic() + 240
-    while listening() is False:
-        assert process.poll() is None, log.read_text()[-3000:]
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.2)
+    wait_until(listening, process, lambda: log.read_text()[-3000:])
 
 
 def listening() -> bool:
@@ -107,7 +103,7 @@ def ask(**request: object) -> dict:
     """Return what the server answers."""
     data = json.dumps(request).encode()
     put = urllib.request.Request(URL, data, {"Content-Type": "application/json"}, method="PUT")
-    with urllib.request.urlopen(put, timeout=240) as answer:
+    with urllib.request.urlopen(put, timeout=LONGEST) as answer:
         return json.load(answer)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from megatron_npu.preprocessing import indexed_dataset
 from tests import warm
 from tests.adaptors.megatron_lm import runs
 from tests.adaptors.megatron_lm.test_runs import TP2, deviation
-from tests.conftest import on_a_leash
+from tests.conftest import LONGEST, on_a_leash, wait_until
 from tests.end_to_end import tiny
 
 WORDS = 250
@@ -76,12 +75,9 @@ def test_a_termination_signal_saves(checkout, data, tmp_path):
     with log.open("w") as stream:
         process = subprocess.Popen(command, env=env, stdout=stream, stderr=subprocess.STDOUT)
     with on_a_leash(process):
-        deadline = time.monotonic() + 120
-        while "lm loss" not in log.read_text() and time.monotonic() < deadline:
-            assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.2)
+        wait_until(lambda: "lm loss" in log.read_text(), process, lambda: log.read_text()[-3000:])
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(LONGEST)
     assert "exiting program after receiving SIGTERM" in log.read_text()
     saved = (tmp_path / "latest_checkpointed_iteration.txt").read_text()
     assert (tmp_path / f"iter_{int(saved):07d}" / "mp_rank_00" / "model_optim_rng.pt").is_file()

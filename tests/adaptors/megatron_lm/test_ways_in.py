@@ -56,7 +56,6 @@ def test_way_in(checkout, data, tmp_path, way):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
         umask=0o022,
     )

@@ -36,7 +36,5 @@ assert device.overflowed() is False
 assert asked == ["npu_clear_float_status", "npu_get_float_status"], asked
 """
     environment = {**os.environ, "INF_NAN_MODE_FORCE_DISABLE": "1", "INF_NAN_MODE_ENABLE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -61,7 +61,6 @@ def test_children_are_patched(tmp_path: Path, method: str) -> None:
         env={"PYTHONPATH": str(REPOSITORY), "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     expected = (("wrapped", 2), ("wrapped", 2), "1 applied, 0 drifted, 0 skipped")
     assert done.stdout.strip() == repr(expected), done.stderr
@@ -77,6 +76,5 @@ def test_importing_the_engine_imports_neither_torch_nor_the_host() -> None:
         env={"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.stdout.strip() == "[]", done.stderr

@@ -63,7 +63,6 @@ def stock_tool(tmp_path: Path) -> Callable[..., Path]:
             [*command, "--output-prefix", str(tmp_path / "stock")],
             check=True,
             env={**os.environ, "MEGATRON_NPU_AUTOLOAD": "0", **environment},
-            timeout=120,
         )
         return tmp_path / f"stock_text_{level}"
 

@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +26,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import encoder, indexed_dataset, jsonl
 from megatron_npu.preprocessing.tokenizer_files import GPT2Files
 from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
-from tests.conftest import ROOT, Vocabulary, on_a_leash
+from tests.conftest import LONGEST, ROOT, Vocabulary, on_a_leash, wait_until
 from tests.unit.preprocessing.conftest import SAMPLE
 
 Write = Callable[..., Path]
@@ -269,7 +268,7 @@ def test_bar_on_a_terminal(tmp_path: Path, tiny: Vocabulary, corpus_file: Write)
     ]
     command += ["--output-prefix", str(tmp_path / "out"), "--vocab-file", str(tiny.vocab_file)]
     command += ["--merge-file", str(tiny.merge_file)]
-    subprocess.run(command, cwd=ROOT, stderr=terminal, check=True, timeout=300)
+    subprocess.run(command, cwd=ROOT, stderr=terminal, check=True)
     os.close(terminal)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
@@ -306,20 +305,15 @@ def test_stopped_half_way(
     command += ["--merge-file", str(tiny.merge_file)]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE)
     with on_a_leash(process):
-        while not any(path.stat().st_size for path in tmp_path.glob("out*.partial")):
-            assert process.poll() is None
-            time.sleep(0.01)
+        wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("out*.partial")), process)
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-        _, errors = process.communicate(timeout=200)
+        _, errors = process.communicate(timeout=LONGEST)
     assert process.returncode == code
     assert b"Traceback" not in errors
     assert not list(tmp_path.glob("out*.bin")) + list(tmp_path.glob("out*.idx"))
     if number != signal.SIGKILL:
         assert not list(tmp_path.glob("out*"))
-    end = time.monotonic() + 100
-    while _members(process.pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert _members(process.pid) == []
+    wait_until(lambda: not _members(process.pid))
     indexed_dataset.Writer(str(tmp_path / "out_text_document"), np.dtype(np.uint16)).__exit__(
         None, None, None
     )

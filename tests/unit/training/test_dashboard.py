@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -23,7 +22,7 @@ from megatron_npu.training.dashboard import command, snapshot
 from megatron_npu.web import address
 from megatron_npu.web.address import Address
 from tests import browser
-from tests.conftest import ROOT, on_a_leash
+from tests.conftest import LONGEST, ROOT, on_a_leash, wait_until
 
 PAGE = ROOT / "megatron_npu" / "training" / "dashboard" / "page"
 START = {
@@ -174,12 +173,12 @@ def served(metrics):
             yield sock.getsockname()[1]
         finally:
             running.should_exit = True
-            thread.join(30)
+            thread.join(LONGEST)
     assert not thread.is_alive()
 
 
 def ask(port, path, method="GET", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONGEST)
     connection.request(method, path, headers=headers)
     return connection.getresponse()
 
@@ -203,10 +202,15 @@ def test_a_client_that_goes_away_leaves_the_server_to_others(metrics):
         assert gone.readline().startswith(b"data: {")
         gone.close()
         events = ask(port, "/events")
-        assert json.loads(events.readline().removeprefix(b"data: "))["iteration"] == 2
+        assert told(events)["iteration"] == 2
         append(metrics, train_row(3, [3.5]))
-        events.readline()
-        assert json.loads(events.readline().removeprefix(b"data: "))["iteration"] == 3
+        assert told(events)["iteration"] == 3
+
+
+def told(events):
+    """Return the next state of a stream, which now and then says that there is nothing new."""
+    data = next(line for line in events if line.startswith(b"data: "))
+    return json.loads(data.removeprefix(b"data: "))
 
 
 _HOLDER = """
@@ -239,12 +243,9 @@ def test_the_server_is_gone_when_the_run_is_killed(metrics):
         events = ask(port, "/events")
         assert events.readline().startswith(b"data: ")
         run.send_signal(signal.SIGKILL)
-        run.wait(60)
+        run.wait(LONGEST)
     events.read()  # until the server closes the connection
-    end = time.monotonic() + 60
-    while listens(port):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: not listens(port))
     run.stdin.close()  # which ends what the run had forked
     run.stdout.close()
 
