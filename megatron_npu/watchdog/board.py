@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 _PATIENCE = timedelta(seconds=60)  # for an answer of the store
@@ -40,6 +41,15 @@ class Process:
         except OSError:  # no Linux: nobody watches its neighbours by number
             space = ""
         return Process(rank, socket.gethostname(), os.getpid(), space)
+
+    def listens(self, own: Process) -> bool:
+        """Return whether it can hear of anything, as far as ``own`` can see: not elsewhere."""
+        if not self.space or self.space != own.space:
+            return True
+        try:
+            return psutil.Process(self.pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, process {self.pid})"
@@ -115,6 +125,14 @@ class Board:
     def verdict(self) -> str | None:
         """Return what has happened to the run; None: nothing."""
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
+
+    def told(self) -> None:
+        """Say that one more rank knows the verdict."""
+        self._store.add("told", 1)
+
+    def knowing(self) -> int:
+        """Return how many ranks know the verdict."""
+        return int(self._store.add("told", 0))
 
     def ask_for_stacks(self, rank: int) -> None:
         """Have all ranks print where they stand, because a rank was asked to."""

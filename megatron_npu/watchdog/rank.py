@@ -24,6 +24,7 @@ _PERIOD = 1.0  # seconds between two words
 _TOGETHER = 0.02  # seconds in which a whole run that is being ended goes: then there is nothing to tell
 _LOOK = 2.5  # periods after which a rank that says nothing new is gone, where another has failed
 _PATIENCE = 5.0  # seconds for the main thread to end by itself after the verdict
+_HEARING = 20.0  # seconds at most for which rank 0 waits until all others know the verdict
 _TELLING = 10.0  # seconds from which on it is of interest for how long a rank has stood still
 _EXIT = 1
 
@@ -112,7 +113,7 @@ class Rank:
         self._deaths = Deaths()
         self._elsewhere = Elsewhere()
         self._stopping, self._failing = threading.Event(), threading.Event()
-        self._looked, self._told = threading.Event(), threading.Event()
+        self._looked, self._told, self._heard_by_all = (threading.Event() for _ in range(3))
         self._blamed = self._has_own_error = False
         self._former = sys.excepthook
         self._number = self._news = 0
@@ -152,8 +153,8 @@ class Rank:
             self._failing.set()
             self._deaths.wake()
             self._looked.wait(_LOOK * _PERIOD + _PATIENCE)
-        if self._told.is_set() and self._rank == 0:
-            time.sleep(2 * _PERIOD)  # it may hold the store, in which the others read what has happened
+        if self._told.is_set():
+            self._heard_by_all.wait(_HEARING)
         if not self._told.is_set():
             self._has_own_error = True
             lines = str(error).strip().splitlines()
@@ -263,6 +264,8 @@ class Rank:
             return
         before = self._board.beats([each.rank for each in others]) if others else []
         self._wait_and_beat(_LOOK * _PERIOD)
+        if self._told.is_set():
+            return
         after = self._board.beats([each.rank for each in others]) if others else []
         silent = [
             (process, beat)
@@ -276,9 +279,11 @@ class Rank:
 
     def _wait_and_beat(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while (now := time.monotonic()) < end and not self._stopping.is_set():
+        while (now := time.monotonic()) < end and not self._stopping.is_set() and not self._told.is_set():
             self._beat()
-            time.sleep(min(_PERIOD, end - now))
+            # the connections of one that ends are closed before the kernel tells of its end
+            for process in self._deaths.wait(min(_PERIOD, end - now)):
+                self._ended(process)
 
     def _next_neighbour(self) -> None:
         """Listen to the next rank that has not ended."""
@@ -333,8 +338,21 @@ class Rank:
             stacks.print_now()
         self._told.set()
         self._looked.set()
+        with contextlib.suppress(Exception):  # of a store that is gone
+            self._board.told()
+            if self._rank == 0:  # it may hold the store, in which the others read what has happened
+                self._wait_for_hearers()
+        self._heard_by_all.set()
         if not self._stopping.wait(_PATIENCE):
             os._exit(_EXIT)
+
+    def _wait_for_hearers(self) -> None:
+        """Wait until all ranks that can hear it know the verdict."""
+        end, own = time.monotonic() + _HEARING, Process.own(self._rank)
+        while time.monotonic() < end:
+            if self._board.knowing() >= sum(each.listens(own) for each in self._processes):
+                return
+            time.sleep(_TOGETHER)
 
     def _without_store(self, error: Exception) -> None:
         """Watch no longer; end the process if it waits in vain for whoever has held the store."""
