@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,43 @@ def grouped_matmul(input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return _GroupedMatmul.apply(input, weight, counts)
 
 
-def _by_row_reference(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(
+    input: Tensor,
+    weights: Sequence[Tensor],
+    counts: Tensor | Sequence[int],
+    biases: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Return the first ``counts[0]`` rows times ``weights[0]`` transposed, plus ``biases[0]``, the next …
+
+    As ``grouped_matmul``, for experts that each have a weight of their own: no copy is made of them.
+
+    Args:
+        input: ``[t, i]``, fp32, bf16 or fp16, the rows of each expert together.
+        weights: e of ``[o, i]``, of the dtype of ``input``.
+        counts: ``[e]``, integers, how many rows each expert has; their sum is t. 0 is allowed.
+        biases: e of ``[o]``, or None.
+
+    Returns:
+        ``[t, o]``. An expert without rows gets gradients of zeros.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    counts = torch.as_tensor(counts)
+    if len(weights) != len(counts) or input.dim() != 2 or {w.size(-1) for w in weights} != {input.size(1)}:
+        shapes = [tuple(weight.shape) for weight in weights]
+        raise ValueError(f"{len(counts)} experts and [t, i] do not fit: {tuple(input.shape)}, {shapes}")
+    output = _GroupedLinear.apply(input, counts, *weights)
+    if biases is None:
+        return output
+    counts = counts.to(output.device, non_blocking=True)
+    return output + torch.stack(list(biases)).repeat_interleave(counts, dim=0, output_size=output.size(0))
+
+
+Weights = Tensor | Sequence[Tensor]  # [e, k, n], or e of [k, n]
+
+
+def _by_row_reference(rows: Tensor, weight: Weights, counts: Tensor) -> Tensor:
     parts = rows.split(counts.tolist())
     return torch.cat([part @ each for part, each in zip(parts, weight, strict=True)])
 
@@ -46,7 +83,7 @@ def _by_expert_reference(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
     return torch.stack([part.t() @ of_part for part, of_part in pairs])
 
 
-# [t, k], [e, k, n] and [e] to [t, n]; and the gradient of the weights: [t, k], [t, n] and [e] to [e, k, n]
+# [t, k], weights and [e] to [t, n]; and the gradient of the weights: [t, k], [t, n] and [e] to [e, k, n]
 _by_row = Operation("grouped_matmul", _by_row_reference)
 _by_expert = Operation("grouped_matmul_weight_gradient", _by_expert_reference, group="grouped_matmul")
 
@@ -69,9 +106,28 @@ class _GroupedMatmul(torch.autograd.Function):
         return d_input, d_weight, None
 
 
+class _GroupedLinear(torch.autograd.Function):
+    """The same three, for weights ``[o, i]`` one by one; their gradients are views of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(input, counts, *weights)
+        return _by_row(input.contiguous(), [weight.t() for weight in weights], counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, counts, *weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        d_input = _by_row(grad, weights, counts) if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[2:]):
+            return d_input, None, *(None for _ in weights)
+        return d_input, None, *_by_expert(grad, input.contiguous(), counts)
+
+
 @_by_row.on("cpu", note="a product for each expert")
-def _by_row_cpu(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    output = rows.new_empty(rows.size(0), weight.size(2))
+def _by_row_cpu(rows: Tensor, weight: Weights, counts: Tensor) -> Tensor:
+    output = rows.new_empty(rows.size(0), weight[0].size(1))
     sizes = counts.tolist()
     for part, each, result in zip(rows.split(sizes), weight, output.split(sizes), strict=True):
         torch.mm(part, each, out=result)
@@ -87,8 +143,10 @@ def _by_expert_cpu(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
     return output
 
 
-def _beyond_cuda(rows: Tensor, other: Tensor, counts: Tensor) -> str | None:
-    """Return which limit of torch's ``grouped_mm`` (2.13) the call exceeds."""
+def _beyond_cuda(rows: Tensor, other: Weights, counts: Tensor) -> str | None:
+    """Return which limit of torch's ``grouped_mm`` (2.13) the call exceeds, where it is called."""
+    if not isinstance(other, Tensor):
+        return None
     if rows.dtype is not torch.bfloat16:
         return f"torch's grouped_mm on cuda takes bf16, not {rows.dtype}"
     if rows.size(1) % 8 or other.size(-1) % 8:
@@ -100,8 +158,15 @@ def _ends(counts: Tensor, device: torch.device) -> Tensor:
     return counts.to(device, non_blocking=True).cumsum(0, dtype=torch.int32)
 
 
-@_by_row.on("cuda", supports=_beyond_cuda, note="`F.grouped_mm`", limits="bf16, sizes in multiples of 8")
-def _by_row_cuda(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+@_by_row.on(
+    "cuda",
+    supports=_beyond_cuda,
+    note="`F.grouped_mm`; of weights one by one a product for each expert",
+    limits="bf16, sizes in multiples of 8",
+)
+def _by_row_cuda(rows: Tensor, weight: Weights, counts: Tensor) -> Tensor:
+    if not isinstance(weight, Tensor):
+        return _by_row_cpu(rows, weight, counts)
     return F.grouped_mm(rows, weight, offs=_ends(counts, rows.device))
 
 
@@ -112,32 +177,37 @@ def _by_expert_cuda(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
     return output.masked_fill_((counts == 0)[:, None, None], 0.0)  # nothing promises that those are written
 
 
-# torch_npu 2.13, npu_grouped_matmul: sizes of the last dimensions, and number of experts
-_NPU_SIZE, _NPU_EXPERTS = 65536, 1024
-_NPU_LIMITS = f"sizes below {_NPU_SIZE:,}, at most {_NPU_EXPERTS:,} experts, at least one row"
+# torch_npu 2.13, npu_grouped_matmul: sizes of the last dimensions, and number of experts; of a list, too
+_NPU_SIZE, _NPU_EXPERTS, _NPU_WEIGHTS = 65536, 1024, 128
+_NPU_LIMITS = (
+    f"sizes below {_NPU_SIZE:,}, at most {_NPU_EXPERTS:,} experts ({_NPU_WEIGHTS} with weights one by one), "
+    "at least one row"
+)
 
 
-def _beyond_npu(rows: Tensor, other: Tensor, counts: Tensor) -> str | None:
+def _beyond_npu(rows: Tensor, other: Weights, counts: Tensor) -> str | None:
     """Return which documented limit of ``npu_grouped_matmul`` (torch_npu 2.13) the call exceeds."""
-    if max(rows.size(1), other.size(-1)) >= _NPU_SIZE:
+    experts, factor = (_NPU_EXPERTS, other) if isinstance(other, Tensor) else (_NPU_WEIGHTS, other[0])
+    if max(rows.size(1), factor.size(-1)) >= _NPU_SIZE:
         return f"npu_grouped_matmul takes sizes below {_NPU_SIZE}"
-    if len(counts) > _NPU_EXPERTS:
-        return f"npu_grouped_matmul takes {_NPU_EXPERTS} experts, not {len(counts)}"
+    if len(counts) > experts:
+        return f"npu_grouped_matmul takes {experts} experts, not {len(counts)}"
     if not rows.size(0):
         return "npu_grouped_matmul is given no row"
     return unsupported_dtype("npu_grouped_matmul", rows.dtype)
 
 
-def _npu(left: Tensor, right: Tensor, counts: Tensor, group_type: int) -> Tensor:
+def _npu(left: Tensor, right: Weights, counts: Tensor, group_type: int) -> Tensor:
     import torch_npu
 
     counts = counts.to(left.device, torch.int64, non_blocking=True)
     options = {"split_item": 3, "group_type": group_type, "group_list_type": 1}
-    return torch_npu.npu_grouped_matmul([left], [right], group_list=counts, **options)[0]
+    factors = [right] if isinstance(right, Tensor) else list(right)
+    return torch_npu.npu_grouped_matmul([left], factors, group_list=counts, **options)[0]
 
 
 @_by_row.on("npu", supports=_beyond_npu, note="`npu_grouped_matmul`", limits=_NPU_LIMITS)
-def _by_row_npu(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def _by_row_npu(rows: Tensor, weight: Weights, counts: Tensor) -> Tensor:
     return _npu(rows, weight, counts, group_type=0)
 
 
@@ -150,3 +220,8 @@ def _by_expert_npu(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
 def _example(make: Make) -> Tensor:
     counts = torch.tensor([10, 0, 50, 36])  # an expert without rows is the case that goes wrong
     return grouped_matmul(make(96, 32), make(4, 32, 48), counts)
+
+
+@_by_row.example("weights one by one")
+def _example_of_weights(make: Make) -> Tensor:
+    return grouped_linear(make(96, 32), [make(48, 32) for _ in range(3)], [46, 0, 50])

@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megatron_npu.ops.grouped_matmul import grouped_matmul
+from megatron_npu.ops.grouped_matmul import grouped_linear, grouped_matmul
 from tests.ops.against_fp64 import RELAXED, check
 
 
@@ -29,6 +31,55 @@ def test_products_and_gradients(device, dtype, counts, inner, outer):
         torch.randn(len(counts), inner, outer, device=device),
     )
     check(lambda x, w: grouped_matmul(x, w, torch.tensor(counts)), formula, tensors, dtype)
+
+
+@RELAXED
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any),
+    inner=st.sampled_from([1, 8, 24]),
+    outer=st.sampled_from([1, 16, 40]),
+    bias=st.booleans(),
+)
+def test_weights_one_by_one(device, dtype, counts, inner, outer, bias):
+    """And biases; experts without rows included."""
+    experts = len(counts)
+
+    def formula(input, *parameters):
+        expert = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
+        output = torch.einsum("ti,toi->to", input, torch.stack(parameters[:experts])[expert])
+        return output + torch.stack(parameters[experts:])[expert] if bias else output
+
+    tensors = [torch.randn(sum(counts), inner, device=device)]
+    tensors += [torch.randn(outer, inner, device=device) for _ in counts]
+    tensors += [torch.randn(outer, device=device) for _ in counts] if bias else []
+
+    def operation(input, *parameters):
+        return grouped_linear(input, parameters[:experts], counts, parameters[experts:] or None)
+
+    check(operation, formula, tensors, dtype)
+
+
+def test_weights_one_by_one_are_not_copied(device):
+    """Only what comes out is new: a copy of the weights would be twelve times that."""
+    weights = [torch.randn(64, 48, device=device) for _ in range(4)]
+    rows = torch.randn(16, 48, device=device)
+    with NewBytes() as new:
+        output = grouped_linear(rows, weights, [4, 4, 4, 4])
+    assert new.largest == output.nbytes < weights[0].nbytes
+
+
+class NewBytes(TorchDispatchMode):
+    """The largest tensor that comes out of torch's functions and is no view."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, tensor.nbytes)
+        return result
 
 
 def test_no_row_at_all(device):
@@ -54,3 +105,5 @@ def test_gradients_without_strides(device):
 def test_shapes_that_do_not_fit(input, weight, counts):
     with pytest.raises(ValueError, match=r"do not fit|as many counts"):
         grouped_matmul(torch.ones(input), torch.ones(weight), torch.ones(counts, dtype=torch.int64))
+    with pytest.raises(ValueError, match="do not fit"):
+        grouped_linear(torch.ones(input), [torch.ones(4, 7)] * 2, [1] * counts)

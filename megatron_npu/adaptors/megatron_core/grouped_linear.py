@@ -10,12 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 from megatron_npu.adaptors.megatron_core.decorators import around
-from megatron_npu.ops.grouped_matmul import grouped_matmul
+from megatron_npu.ops.grouped_matmul import grouped_linear
 
 
 class GroupedLinear(Module):
@@ -72,15 +71,10 @@ class GroupedLinear(Module):
 
     def forward(self, rows: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, list[Tensor] | None]:
         """``[t, i]``, the rows of each expert together, to ``[t, o]``; and the biases that are not added."""
-        weight = torch.stack(self._each("weight")).transpose(1, 2)
-        counts = torch.tensor(tokens_per_expert)
-        output = grouped_matmul(rows, weight, counts)
-        if not self.use_bias:
-            return output, None
-        if self.skip_bias_add:
-            return output, self._each("bias")
-        rows_of_bias = torch.stack(self._each("bias")).repeat_interleave(counts.to(rows.device), dim=0)
-        return output + rows_of_bias, None
+        biases = self._each("bias") if self.use_bias else None
+        added = None if self.skip_bias_add else biases
+        output = grouped_linear(rows, self._each("weight"), tokens_per_expert, added)
+        return output, biases if self.skip_bias_add else None
 
     def backward_dw(self) -> None:
         """Do nothing: the gradients of the weights are there when the backward pass has ended."""

@@ -79,22 +79,11 @@ def permute(
 
 @_fused(f"{_MOE}.moe_utils:permute", versions=">=0.17")
 def permute_with_counts(
-    original: Callable[..., Any],
-    tokens: Tensor,
-    routing_map: Tensor,
-    probs: Tensor | None = None,
-    *args: Any,
-    tokens_per_expert: Tensor | None = None,
-    **kwargs: Any,
+    original: Callable[..., Any], *args: Any, tokens_per_expert: Tensor | None = None, **kwargs: Any
 ) -> Any:
     """As ``permute``; nothing is padded, and the counts of each expert's tokens are handed through."""
-    if getattr(routing_map, _COPIES, None) is None:
-        return original(tokens, routing_map, probs, *args, tokens_per_expert=tokens_per_expert, **kwargs)
-    return (
-        *permute_tokens(tokens, routing_map.bool(), probs, getattr(routing_map, _COPIES)),
-        None,
-        tokens_per_expert,
-    )
+    result = permute(partial(original, tokens_per_expert=tokens_per_expert), *args, **kwargs)
+    return (*result, None, tokens_per_expert) if len(result) == 3 else result  # upstream's own are five
 
 
 @_fused(f"{_MOE}.moe_utils:unpermute")

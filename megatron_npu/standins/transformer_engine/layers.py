@@ -107,35 +107,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
         name = [self.rng_tracker_name] if self.rng_tracker_name else []
         return self.get_rng_state_tracker().fork(*name)
 
-    def add_weights(
-        self,
-        number: str,
-        out_features: int,
-        in_features: int,
-        mode: str | None,
-        bias: bool,
-        fill: Initializer,
-    ) -> None:
-        """Register ``weight`` ``[o, i]`` and ``bias`` ``[o]``, marked with how ranks share them.
-
-        Args:
-            number: follows the names, in a layer of several.
-            out_features, in_features: of this rank.
-            mode: ``column``, ``row`` or None.
-        """
-        from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-
-        weight = self.add_parameter(f"weight{number}", (out_features, in_features), fill, random=True)
-        set_tensor_model_parallel_attributes(weight, True, 1 if mode == "row" else 0, 1)
-        if not bias:
-            setattr(self, f"bias{number}", torch.empty(0, dtype=self.params_dtype))
-            return
-        vector = self.add_parameter(f"bias{number}", (out_features,), torch.nn.init.zeros_, random=False)
-        if mode == "row":  # finalize_model_grads all-reduces these over the tensor-parallel group
-            vector.sequence_parallel = self.sequence_parallel
-        elif mode == "column":
-            set_tensor_model_parallel_attributes(vector, True, 0, 1)
-
 
 def _refuse_others(others: dict[str, Any]) -> None:
     for name in ("delay_wgrad_compute", "symmetric_ar_type"):
@@ -195,12 +166,35 @@ class Linear(TransformerEngineBaseModule):
         self.out_features = out_features // self.tp_size if parallel_mode == "column" else out_features
         self.sequence_parallel = self.sequence_parallel and parallel_mode is not None
         self._add_norm()
-        fill = init_method or normal_weights
-        self.add_weights("", self.out_features, self.in_features, parallel_mode, bias, fill)
+        self._add_weights(init_method or normal_weights)
         self.reset_parameters(defer_init=str(self.device) == "meta")
 
     def _add_norm(self) -> None:
         """Register what comes before the weight: nothing."""
+
+    def _add_weights(self, fill: Initializer) -> None:
+        """Register all weights and biases: one of each."""
+        self.add_weights("", fill)
+
+    def add_weights(self, number: str, fill: Initializer) -> None:
+        """Register ``weight`` ``[o, i]`` and ``bias`` ``[o]``, marked with how ranks share them.
+
+        Args:
+            number: follows the names, in a layer of several.
+        """
+        from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+        sizes, mode = (self.out_features, self.in_features), self.parallel_mode
+        weight = self.add_parameter(f"weight{number}", sizes, fill, random=True)
+        set_tensor_model_parallel_attributes(weight, True, 1 if mode == "row" else 0, 1)
+        if not self.use_bias:
+            setattr(self, f"bias{number}", torch.empty(0, dtype=self.params_dtype))
+            return
+        vector = self.add_parameter(f"bias{number}", sizes[:1], torch.nn.init.zeros_, random=False)
+        if mode == "row":  # finalize_model_grads all-reduces these over the tensor-parallel group
+            vector.sequence_parallel = self.sequence_parallel
+        elif mode == "column":
+            set_tensor_model_parallel_attributes(vector, True, 0, 1)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """``[s, b, i]`` to ``[s, b, o]``, each as the mode cuts it; with ``return_bias`` also the bias."""

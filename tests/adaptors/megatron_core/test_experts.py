@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -108,6 +110,21 @@ def test_fused_permutation_is_the_plain_one(monkeypatch):
         for out, layer in zip(results, (fused, plain), strict=True)
     ]
     torch.testing.assert_close(*grads)
+
+
+def test_the_counts_of_newer_versions_are_handed_through():
+    """0.17's permutation returns two values more; a map that carries no number of experts is upstream's."""
+    from megatron_npu.adaptors.megatron_core import token_permutation
+
+    tokens, counts = torch.randn(3, 4, device=here()), torch.tensor([2, 1])
+    routing = torch.tensor([[True, False], [False, True], [True, False]], device=here())
+    permute = partial(token_permutation.permute_with_counts, lambda *args, **kwargs: (args, kwargs, 0, 0, 0))
+    args, kwargs, *_ = permute(tokens, routing, None, tokens_per_expert=counts, fused=False)
+    assert (args[0] is tokens, kwargs) == (True, {"tokens_per_expert": counts, "fused": False})
+    setattr(routing, token_permutation._COPIES, 1)
+    rows, probs, _, padding, handed = permute(tokens, routing, tokens_per_expert=counts)
+    torch.testing.assert_close(rows, tokens[[0, 2, 1]])
+    assert (probs, padding, handed) == (None, None, counts)
 
 
 def test_permutation_that_cannot_be_fused_is_plain_and_said():

@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 from tests.end_to_end import tiny
 
 VERSIONS = ["0.12.1", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"]
-SHARED = ("0.12.1", "0.19.2")  # tried with two tensor-parallel processes as well
+SHARED = "0.16.1"  # tried with two tensor-parallel processes as well
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -29,7 +29,7 @@ def test_losses_gradients_and_checkpoints_are_those_of_local_layers(version: str
         pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
     path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
     environment = {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root), "MEGATRON_NPU_TE": "local"}
-    for processes in (1, 2) if version in SHARED else (1,):
+    for processes in (1, 2) if version == SHARED else (1,):
         done = warm.run(
             [
                 sys.executable,
