@@ -1,6 +1,6 @@
 """The processes that write a checkpoint: none outlives the training, and training outlives each of them.
 
-Connects ``megatron.core.dist_checkpointing.strategies.filesystem_async`` and ``async_utils``.
+Connects ``megatron.core.dist_checkpointing.strategies.filesystem_async``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import queue
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from megatron_npu import interruption
-from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, replace
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, replace
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
@@ -166,7 +166,7 @@ def _write(number: int, bucket: Any, transforms: Any, keywords: dict[str, Any], 
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the training decides
-    _end_with_parent()  # else it fills the disk for a training that is no more
+    end_with_parent()  # else it fills the disk for a training that is no more
     FileSystemWriterAsync.write_preloaded_data(
         transforms, number, bucket, _Sender(sender), _Counter(), True, **keywords
     )
@@ -178,7 +178,7 @@ def _received(process: Any, receiver: Connection, path: Any) -> Any:
         _, outcome = receiver.recv()
     except EOFError:
         process.join()
-        outcome = RuntimeError(f"the process that writes {path} {_end(process.exitcode)}")
+        outcome = RuntimeError(f"the process that writes {path} {end_of(process.exitcode)}")
     process.join()
     return outcome
 
@@ -192,7 +192,8 @@ def _end_all(writers: list[tuple[Any, Connection]]) -> None:
         receiver.close()
 
 
-def _end(code: int) -> str:
+def end_of(code: int) -> str:
+    """Return how a process with this exit code has ended, in words."""
     if code >= 0:
         return f"ended with {code}"
     name = signal.Signals(-code).name
@@ -216,19 +217,8 @@ class _Counter:
         """Count one as done."""
 
 
-@around(
-    "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.async_loop",
-    upstream_bug=True,
-    until=NOT_FIXED,
-    why="the persistent worker outlives a training that is killed, and waits for its next checkpoint",
-)
-def end_with_training(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Have the kernel end this process when the one that started it ends."""
-    _end_with_parent()
-    return original(*args, **kwargs)
-
-
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Have the kernel end this process when the one that started it ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         parent = multiprocessing.parent_process()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from megatron_npu.adaptors.megatron_core import persistent_worker
 from megatron_npu.adaptors.megatron_core.checkpoint_writers import ResultsFile
 
 LARGE = b"x" * 1_000_000  # more than a pipe holds
@@ -88,3 +90,40 @@ def test_what_was_read_takes_no_room() -> None:
         _put(results, LARGE, LARGE)
         assert (results.get_nowait(), results.get_nowait()) == (LARGE, LARGE)
         assert os.fstat(results._file.fileno()).st_size == 0
+
+
+@pytest.fixture
+def orphaned(single_process: None) -> Any:
+    """Return a caller of the persistent worker whose worker was killed while it wrote."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    caller = PersistentAsyncCaller()
+    caller.process = multiprocessing.get_context("fork").Process(target=_die)
+    caller.process.start()
+    caller.queue.put("a request")
+    return caller
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_persistent_worker_that_was_killed_is_named(orphaned: Any, blocking: bool) -> None:
+    """Stock polls for its word for ever, and waits for it at the end."""
+    number = orphaned.process.pid
+    orphaned.process.join()
+    with pytest.raises(RuntimeError, match=rf"process {number}\) was killed by SIGKILL.*--load"):
+        orphaned.is_current_async_call_done(blocking=blocking)
+    orphaned.close()
+    assert orphaned.process is None
+
+
+def test_the_last_word_of_a_persistent_worker_counts(orphaned: Any) -> None:
+    orphaned.process.join()
+    orphaned.comp_q.put(0)
+    while orphaned.comp_q.empty():  # a thread puts it
+        time.sleep(0.01)
+    assert orphaned.is_current_async_call_done(blocking=True)
+
+
+def test_nobody_waits_for_a_dead_worker_to_copy(orphaned: Any) -> None:
+    orphaned.preload_q.put(0)
+    with persistent_worker._waiting_for_living(orphaned):
+        orphaned.preload_q.join()
