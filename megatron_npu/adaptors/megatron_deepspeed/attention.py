@@ -10,7 +10,7 @@ from torch import Tensor, cat
 
 from megatron_npu.adaptors.megatron_deepspeed.decorators import around, replace
 from megatron_npu.adaptors.shared.arguments import add_attention_flags
-from megatron_npu.adaptors.shared.core_attention import attend
+from megatron_npu.adaptors.shared.core_attention import attend, more_is_masked_than_the_future, scale_of
 from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import softmax
@@ -80,12 +80,11 @@ def forward(
             key,
             value,
             shape_order=flags.shape_order,
-            # apply_query_key_layer_scaling divides by the layer's number and multiplies by it again
-            scale=(self.scale_mask_softmax.scale or 1.0) / self.norm_factor,
+            scale=scale_of(self),
             causal=causal,
             window=(None, None) if crossing else flags.window,
             offset=0 if crossing else keys - queries,
-            mask=attention_mask if not causal or _more_is_masked_than_the_future() else None,
+            mask=attention_mask if not causal or more_is_masked_than_the_future() else None,
             dropout_p=dropout_p,
         )
     output, bias = self.dense(context.flatten(2))
@@ -112,17 +111,6 @@ def _turn(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
         rotary_by_tables(query, cosine[behind:], sine[behind:]),
         rotary_by_tables(key, cosine, sine),
     )
-
-
-def _more_is_masked_than_the_future() -> bool:
-    """Return whether a causal layer's mask holds more than the causal triangle.
-
-    So it is with ``--reset-attention-mask`` (documents in one sample) and in T5's decoder (padding).
-    """
-    from megatron import get_args
-
-    args = get_args()
-    return args.reset_attention_mask or args.decoder_seq_length is not None
 
 
 @replace(

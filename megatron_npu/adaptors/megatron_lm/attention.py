@@ -8,50 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_lm.decorators import around, replace
-from megatron_npu.adaptors.shared.core_attention import attend, dropout_generator, forward_fused_softmax
+from megatron_npu.adaptors.megatron_lm.decorators import around, records, replace
+from megatron_npu.adaptors.shared import core_attention
+from megatron_npu.adaptors.shared.core_attention import attend
 from megatron_npu.attention_flags import AttentionFlags
 
 _MODULE = "megatron.model.transformer"
 
-
-@replace(
-    f"{_MODULE}:CoreAttention.forward",
-    why="upstream materialises the scores [b, n, sq, sk]; the device has fused attention",
-)
-def forward(
-    self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None
-) -> Tensor:
-    """``[sq, b, n, d]`` and ``[sk, b, n, d]`` to ``[sq, b, n * d]``."""
-    flags: AttentionFlags = getattr(self, "attention_flags", AttentionFlags())  # see initialise_fused
-    causal = self.attn_mask_type.name == "causal"
-    dropout_p = self.attention_dropout.p if self.training else 0.0
-    with dropout_generator(dropout_p, self.sequence_parallel):
-        return attend(
-            query_layer,
-            key_layer,
-            value_layer,
-            shape_order=flags.shape_order,
-            # apply_query_key_layer_scaling divides by the layer's number and multiplies by it again
-            scale=(self.scale_mask_softmax.scale or 1.0) / self.norm_factor,
-            causal=causal,
-            window=flags.window,
-            offset=key_layer.size(0) - query_layer.size(0) if causal else 0,
-            mask=attention_mask if not causal or _more_is_masked_than_the_future() else None,
-            dropout_p=dropout_p,
-        ).flatten(2)
-
-
-def _more_is_masked_than_the_future() -> bool:
-    """Return whether a causal layer's mask holds more than the causal triangle.
-
-    So it is with ``--reset-attention-mask`` (documents in one sample) and in T5's decoder (padding).
-    """
-    from megatron import get_args
-
-    args = get_args()
-    model_type = getattr(args, "model_type", None)  # set by get_model; absent where a layer is built alone
-    return args.reset_attention_mask or getattr(model_type, "name", "") == "encoder_and_decoder"
+core_attention.connect(records)
 
 
 @replace(
@@ -121,20 +85,6 @@ def initialise_fused(original: Callable[..., None], self: Any, *positional: Any,
     self.core_attention.attention_flags = flags
     if flash:  # nothing of size [s, s] is kept, so there is nothing to gain from recomputing it
         self.checkpoint_core_attention = False
-
-
-_WHY_SOFTMAX = "upstream's kernels are CUDA extensions that it compiles at start"
-
-
-@replace("megatron.model.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available", why=_WHY_SOFTMAX)
-def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-    """Return whether ``forward_fused_softmax`` means the same as upstream's torch path for this call."""
-    return self.scaled_masked_softmax_fusion and (self.attn_mask_type.name != "causal" or sq == sk)
-
-
-replace("megatron.model.fused_softmax:FusedScaleMaskSoftmax.forward_fused_softmax", why=_WHY_SOFTMAX)(
-    forward_fused_softmax
-)
 
 
 @around(

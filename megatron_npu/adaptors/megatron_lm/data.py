@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_npu.adaptors.megatron_lm.decorators import constant, replace
-from megatron_npu.adaptors.shared import safe_numpy
-from megatron_npu.adaptors.shared.start import compile_no_helpers
+from megatron_npu.adaptors.megatron_lm.decorators import records
+from megatron_npu.adaptors.shared import data
 
-_WITH_INDEX_FILES = (
-    "megatron.data.gpt_dataset",
-    "megatron.data.dataset_utils",
-    "megatron.data.biencoder_dataset_utils",
-    "megatron.data.realm_dataset_utils",
+data.connect(
+    records,
+    ("gpt_dataset", "dataset_utils", "biencoder_dataset_utils", "realm_dataset_utils"),
+    until="285068c8 is frozen: for ever (0.16 still passes allow_pickle=True)",
 )
-for _module in _WITH_INDEX_FILES:
-    constant(
-        f"{_module}:np",
-        safe_numpy,
-        why="upstream loads index files with allow_pickle=True, which runs whatever code they hold, and "
-        "writes them in place",
-        upstream_bug=True,
-        until="285068c8 is frozen: for ever (0.16 still passes allow_pickle=True)",
-    )
-
-replace(
-    "megatron.data.dataset_utils:compile_helper",
-    why="it runs make inside the checkout, for whichever python3 is first on the path, and ends the process "
-    "if that fails; megatron.data.helpers is Python here",
-)(compile_no_helpers)

@@ -7,8 +7,72 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.ops import softmax
 from megatron_npu.ops.attention import attention
+from megatron_npu.patching.registry import Recorder
+
+_WHY_SOFTMAX = "upstream's kernels are CUDA extensions that it compiles at start"
+
+
+def connect(recorder: Recorder) -> None:
+    """Record the core attention of a tree with ``CoreAttention`` in ``megatron/model/transformer.py``.
+
+    Also the softmax, for what does not go through it.
+
+    Args:
+        recorder: that of the tree.
+    """
+    recorder.replace(
+        "megatron.model.transformer:CoreAttention.forward",
+        why="upstream materialises the scores [b, n, sq, sk]; the device has fused attention",
+    )(forward)
+    softmax_class = "megatron.model.fused_softmax:FusedScaleMaskSoftmax"
+    recorder.replace(f"{softmax_class}.is_kernel_available", why=_WHY_SOFTMAX)(is_kernel_available)
+    recorder.replace(f"{softmax_class}.forward_fused_softmax", why=_WHY_SOFTMAX)(forward_fused_softmax)
+
+
+def forward(
+    self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None
+) -> Tensor:
+    """``[sq, b, n, d]`` and ``[sk, b, n, d]`` to ``[sq, b, n * d]``.
+
+    The layer has the window and the layout in its ``attention_flags``; without them the flags' defaults hold.
+    """
+    flags: AttentionFlags = getattr(self, "attention_flags", AttentionFlags())
+    causal = self.attn_mask_type.name == "causal"
+    dropout_p = self.attention_dropout.p if self.training else 0.0
+    with dropout_generator(dropout_p, self.sequence_parallel):
+        return attend(
+            query_layer,
+            key_layer,
+            value_layer,
+            shape_order=flags.shape_order,
+            scale=scale_of(self),
+            causal=causal,
+            window=flags.window,
+            offset=key_layer.size(0) - query_layer.size(0) if causal else 0,
+            mask=attention_mask if not causal or more_is_masked_than_the_future() else None,
+            dropout_p=dropout_p,
+        ).flatten(2)
+
+
+def scale_of(layer: Any) -> float:
+    """Return the factor of the scores; --apply-query-key-layer-scaling divides by one and restores it."""
+    return (layer.scale_mask_softmax.scale or 1.0) / layer.norm_factor
+
+
+def more_is_masked_than_the_future() -> bool:
+    """Return whether a causal layer's mask holds more than the causal triangle.
+
+    So it is with ``--reset-attention-mask`` (documents in one sample) and in T5's decoder (padding).
+    """
+    from megatron import get_args
+
+    args = get_args()
+    # get_model sets the model's type: it is absent where a layer is built alone, and in bigscience's tree
+    encoding = getattr(getattr(args, "model_type", None), "name", "") == "encoder_and_decoder"
+    return args.reset_attention_mask or encoding or args.decoder_seq_length is not None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, shape_order: str, **kwargs: Any) -> Tensor:
@@ -36,6 +100,11 @@ def dropout_generator(dropout_p: float, sequence_parallel: bool) -> contextlib.A
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     return get_cuda_rng_tracker().fork()
+
+
+def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
+    """Return whether ``forward_fused_softmax`` means the same as upstream's torch path for this call."""
+    return self.scaled_masked_softmax_fusion and (self.attn_mask_type.name != "causal" or sq == sk)
 
 
 def forward_fused_softmax(self: Any, input: Tensor, mask: Tensor | None) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from megatron_npu import devices
+from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
+from megatron_npu.patching.registry import Recorder
 
 WHY_DTYPE = (
     "upstream compares with torch.cuda's tensor types as they were when it was imported; the dtype says it "
@@ -20,6 +22,31 @@ SCHEDULES = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
+
+
+def connect(recorder: Recorder, optimizer: str) -> None:
+    """Record all of it for a tree with ``megatron/schedules.py``.
+
+    Args:
+        recorder: that of the tree.
+        optimizer: the class in ``megatron.optimizer.optimizer`` that unscales gradients.
+    """
+    for convert in (fp32_to_float16, float16_to_fp32):
+        recorder.replace(f"megatron.model.module:{convert.__name__}", devices=WITHOUT_CUDA, why=WHY_DTYPE)(
+            convert
+        )
+    connect_overflow_check(recorder, optimizer)
+    for name in SCHEDULES:
+        recorder.around(f"megatron.schedules:{name}", devices=("npu",), why=WHY_CLEAR)(clear_overflow_first)
+
+
+def connect_overflow_check(recorder: Recorder, optimizer: str) -> None:
+    """Record that the check of the class ``optimizer`` heeds the device's flag."""
+    recorder.around(
+        f"megatron.optimizer.optimizer:{optimizer}._unscale_main_grads_and_check_for_nan",
+        devices=("npu",),
+        why=WHY_FLAG,
+    )(heed_overflow_flag)
 
 
 def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -39,6 +66,16 @@ def _convert(val: Any, dtypes: tuple[torch.dtype, ...], convertor: Callable[...,
         return convertor(leaf) if isinstance(leaf, torch.Tensor) and leaf.dtype in dtypes else leaf
 
     return conversion_helper(val, convert)
+
+
+def heed_overflow_flag(original: Callable[..., bool], self: Any) -> bool:
+    """Make an overflow that only the device's flag knows of visible to upstream's check."""
+    if devices.current().overflowed():
+        # upstream resets its own flag first; these gradients are thrown away in any case
+        groups = self.optimizer.param_groups
+        grads = (parameter.grad for group in groups for parameter in group["params"])
+        next(grad for grad in grads if grad is not None).fill_(float("inf"))
+    return original(self)
 
 
 def clear_overflow_first(

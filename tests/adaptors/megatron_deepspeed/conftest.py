@@ -21,10 +21,7 @@ def checkout() -> Path:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
     """A folder with a vocabulary and a GPT dataset."""
-    folder = tmp_path_factory.mktemp("data")
-    runs.write_vocabulary(folder)
-    runs.write_dataset(folder / "text")
-    return folder
+    return runs.write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from megatron_npu import devices
 from megatron_npu.adaptors.megatron_deepspeed import unsupported_options
 from megatron_npu.errors import UsageError
 
@@ -27,7 +28,7 @@ def arguments(**changes: object) -> argparse.Namespace:
     ],
 )
 def test_configurations_that_cannot_work(tmp_path, monkeypatch, text, zero_stage, message):
-    monkeypatch.setattr(unsupported_options.devices, "current", lambda: argparse.Namespace(name="cpu"))
+    monkeypatch.setattr(devices, "current", lambda: argparse.Namespace(name="cpu"))
     path = tmp_path / "ds.json"
     if text is not None:
         path.write_text(text)

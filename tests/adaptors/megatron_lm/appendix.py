@@ -5,8 +5,10 @@ from __future__ import annotations
 _CROSS_ENTROPY = "megatron.core.tensor_parallel.cross_entropy:_VocabParallelCrossEntropy"
 _DISTRIBUTED = "megatron.optimizer.distrib_optimizer:DistributedOptimizer"
 _OPTIMIZER = "megatron.optimizer.optimizer"
+_CHECK = f"{_OPTIMIZER}:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan"
 
-# the adaptor's file as the guide calls it -> function -> the room that connects it today
+# the adaptor's file as the guide calls it -> function -> the room that connects it today, beside this
+# upstream's others or in shared/
 LISTED: dict[str, dict[str, str]] = {
     "adaptor_arguments": {
         "megatron.arguments:_add_training_args": "arguments",
@@ -35,17 +37,17 @@ LISTED: dict[str, dict[str, str]] = {
         "megatron.model.fused_layer_norm:MixedFusedLayerNorm.forward": "norm",
     },
     "adaptor_model_fused_softmax": {
-        "megatron.model.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available": "attention",
-        "megatron.model.fused_softmax:FusedScaleMaskSoftmax.forward_fused_softmax": "attention",
+        "megatron.model.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available": "shared/core_attention",
+        "megatron.model.fused_softmax:FusedScaleMaskSoftmax.forward_fused_softmax": "shared/core_attention",
     },
     "adaptor_model_module": {
-        "megatron.model.module:fp32_to_float16": "mixed_precision",
-        "megatron.model.module:float16_to_fp32": "mixed_precision",
+        "megatron.model.module:fp32_to_float16": "shared/mixed_precision",
+        "megatron.model.module:float16_to_fp32": "shared/mixed_precision",
     },
     "adaptor_model_transformer": {
         "megatron.model.transformer:ParallelMLP.__init__": "unpatched",
         "megatron.model.transformer:ParallelMLP.forward": "unpatched",
-        "megatron.model.transformer:CoreAttention.forward": "attention",
+        "megatron.model.transformer:CoreAttention.forward": "shared/core_attention",
         "megatron.model.transformer:FlashSelfAttention": "attention",
         "megatron.model.transformer:ParallelAttention.__init__": "attention",
         "megatron.model.transformer:ParallelAttention.forward": "unpatched",
@@ -58,7 +60,7 @@ LISTED: dict[str, dict[str, str]] = {
         f"{_DISTRIBUTED}.build_model_and_main_param_groups": "unpatched",
     },
     "adaptor_optimizer_optimizer": {
-        f"{_OPTIMIZER}:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan": "mixed_precision",
+        _CHECK: "shared/mixed_precision",
         "megatron.optimizer:Adam": "unpatched",
         f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.__init__": "unpatched",
     },
@@ -67,7 +69,7 @@ LISTED: dict[str, dict[str, str]] = {
     },
     "adaptor_schedules": {
         "megatron.schedules:backward_step": "unpatched",
-        "megatron.schedules:forward_backward_no_pipelining": "mixed_precision",
+        "megatron.schedules:forward_backward_no_pipelining": "shared/mixed_precision",
         "megatron.schedules:deallocate_output_tensor": "unpatched",
     },
 }

@@ -53,6 +53,13 @@ def write_dataset(prefix: Path, documents: int = 200, seed: int = 0) -> Path:
     return prefix
 
 
+def write_data(folder: Path) -> Path:
+    """Write a vocabulary and a GPT dataset, which ``flags`` names; return the folder."""
+    write_vocabulary(folder)
+    write_dataset(folder / "text")
+    return folder
+
+
 def flags(folder: Path) -> list[str]:
     """Return the flags of the run with the data of ``folder``; later flags on a command line win."""
     return [

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from megatron_npu import devices
-from megatron_npu.adaptors.megatron_lm import mixed_precision
 from megatron_npu.adaptors.shared import mixed_precision as shared_precision
 from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.errors import UsageError
@@ -219,7 +218,7 @@ def check_overflow_flag_of_the_device(training, monkeypatch, flag):
     optimizer = fp16_optimizer(training)
     monkeypatch.setattr(devices.current(), "overflowed", lambda: flag)
     check = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
-    assert mixed_precision.heed_overflow_flag(check, optimizer) == flag
+    assert shared_precision.heed_overflow_flag(check, optimizer) == flag
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -1,0 +1,31 @@
+"""``megatron.data`` of the older trees: index files built without a compiler and read without pickle."""
+
+from __future__ import annotations
+
+from megatron_npu.adaptors.shared import safe_numpy
+from megatron_npu.adaptors.shared.start import compile_no_helpers
+from megatron_npu.patching.registry import Recorder
+
+
+def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
+    """Record both.
+
+    Args:
+        recorder: that of the tree.
+        modules: those of ``megatron.data`` that read index files.
+        until: when the first may be removed.
+    """
+    for module in modules:
+        recorder.constant(
+            f"megatron.data.{module}:np",
+            safe_numpy,
+            why="upstream loads index files with allow_pickle=True, which runs whatever code they hold, and "
+            "writes them in place",
+            upstream_bug=True,
+            until=until,
+        )
+    recorder.replace(
+        "megatron.data.dataset_utils:compile_helper",
+        why="it runs make inside the checkout, for whichever python3 is first on the path, and ends the "
+        "process if that fails; megatron.data.helpers is Python here",
+    )(compile_no_helpers)
