@@ -75,8 +75,8 @@ def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``left · rightᵀ + bias`` of matrices, by the faster library."""
-    if not faster_than_torch(left.dtype):
+    """Return ``left · rightᵀ + bias`` of matrices on any device, on a CPU by the faster library."""
+    if left.device.type != "cpu" or not faster_than_torch(left.dtype):
         return F.linear(left, right, bias)
     if torch.compiler.is_compiling():
         return _by_onednn(left, right, bias)

@@ -15,6 +15,7 @@ STARTING_OTHERS = ("other_versions", "stock_script", "every_mask_and_window", "o
 # files, what selects their tests of the npu, and how many there are at least
 SUITES = {
     "operations": (["tests/ops"], ["-k", "npu"], 400),
+    "swapped losses": (["tests/ops/test_swapping.py"], ["-k", "autocast or makes_no_logits"], 5),
     "adaptors of megatron-core": (
         [
             f"{CORE}/{name}.py"

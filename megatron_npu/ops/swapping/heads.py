@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from megatron_npu.ops.linear_cross_entropy import linear_cross_entropy
@@ -40,7 +42,7 @@ class Unmade(Tensor):
     _layer: nn.Module
     _hidden: Tensor
     _weight: Tensor
-    _seen: int
+    _seen: tuple[int, int]
     _made: Tensor | None
 
     @staticmethod
@@ -49,7 +51,7 @@ class Unmade(Tensor):
         shape = (*hidden.shape[:-1], weight.size(0))
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
         made._layer, made._hidden, made._weight, made._made = layer, hidden, weight, None
-        made._seen = weight._version
+        made._seen = _changes(weight)
         return made
 
     @classmethod
@@ -92,7 +94,7 @@ class Unmade(Tensor):
         """
         if self._made is None:
             weight = self._weight
-            if self._seen != weight._version or not weight.untyped_storage().size():  # a shard put away
+            if self._seen != _changes(weight) or not weight.untyped_storage().size():  # a shard put away
                 raise RuntimeError(
                     "the logits of this training step were not asked for, and are no longer to be had: the "
                     "weights have changed since. Read them before optimizer.step()."
@@ -101,6 +103,29 @@ class Unmade(Tensor):
             with torch.enable_grad():
                 self._made = F.linear(self._hidden, weight)
         return self._made
+
+
+_steps = [0]  # of all optimizers of this process
+
+
+@functools.cache
+def _count_steps() -> None:
+    def count(*_: Any) -> None:
+        _steps[0] += 1
+
+    register_optimizer_step_post_hook(count)
+
+
+def _changes(weight: Tensor) -> tuple[int, int]:
+    """Return what is another after a change of the weight.
+
+    Functions of torch_npu 2.13 for many tensors (``_foreach_add_``), which optimizers call, do not count as
+    changes in ``_version``: there any optimizer's step is one.
+    """
+    if weight.device.type != "npu":
+        return weight._version, 0
+    _count_steps()
+    return weight._version, _steps[0]
 
 
 def _between(target: Tensor, words: int) -> Tensor:
