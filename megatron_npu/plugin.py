@@ -9,7 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_npu import deepspeed_device, one_line_end, settings, spawned_processes, stacks, stock_tools
+from megatron_npu import (
+    deepspeed_device,
+    early_import,
+    one_line_end,
+    settings,
+    spawned_processes,
+    stacks,
+    stock_tools,
+)
 from megatron_npu.errors import UsageError
 from megatron_npu.patching import banner
 from megatron_npu.patching.engine import Engine
@@ -44,6 +52,7 @@ def install() -> None:
     """Arm the engine, and patch what was imported before it."""
     if not engine().armed:
         engine().arm()
+        early_import.arm(engine().activate)
         engine().apply_loaded()
         spawned_processes.arm()
 
@@ -60,6 +69,7 @@ def uninstall() -> None:
 
     engine().undo()
     engine().disarm()
+    early_import.disarm()
     spawned_processes.disarm()
     standins.remove()
     one_line_end.disarm()

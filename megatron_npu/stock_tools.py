@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
+from megatron_npu import early_import
 from megatron_npu.errors import UsageError
 
 _DEEPEST = 5  # folders between a tree and a script of it, examples/inference/gpt among them
@@ -29,7 +29,7 @@ def refuse(script: Path) -> None:
         return
     if script.resolve() != tree / "tools" / "checkpoint" / "convert.py":
         return
-    if importlib.util.find_spec("transformer_engine") is None:
+    if early_import.is_absent("transformer_engine"):
         raise UsageError(
             f"{script} without TransformerEngine",
             "the package, whose version its saver asks for whatever the flags",

@@ -103,12 +103,21 @@ ROOMS = (
         "which Megatron is on the path, and its version, without importing it",
         "errors settings",
     ),
-    Room("stock_tools.py", "scripts inside a Megatron-LM tree: their path, and those refused", "errors"),
+    Room(
+        "early_import.py",
+        "`transformer_engine` for a library that imports it before Megatron",
+        "errors settings upstream",
+    ),
+    Room(
+        "stock_tools.py",
+        "scripts inside a Megatron-LM tree: their path, and those refused",
+        "early_import errors",
+    ),
     Room(
         "standins/",
         "modules in place of absent packages that upstream imports (apex, amp_C, …), and layers under "
         "TransformerEngine's names",
-        "devices errors ops settings upstream",
+        "devices early_import errors ops settings upstream",
         ("torch", "megatron"),
     ),
     Room(
@@ -126,7 +135,7 @@ ROOMS = (
     Room(
         "plugin.py",
         "the wiring: arms the hook; at the first import of Megatron puts the rooms above to work",
-        "adaptors deepspeed_device devices errors one_line_end ops patching replicas settings "
+        "adaptors deepspeed_device devices early_import errors one_line_end ops patching replicas settings "
         "spawned_processes stacks standins stock_tools torch_readers upstream",
     ),
     Room(

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,56 @@ def hold_sent_memory(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(tensor.detach(), *args, **kwargs)
 
     return isend
+
+
+def scatter_whole_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``scatter`` that takes views with gaps, the columns of a matrix for instance.
+
+    gloo sends memory from a tensor's first element on, gaps and all, and says nothing (torch 2.13). Where
+    there is a device, a library that moves such a view to it has it copied together on the way.
+    """
+
+    @functools.wraps(original)
+    def scatter(
+        tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        _require_no_gaps("scatter", tensor)
+        whole = scatter_list and [part.contiguous() for part in scatter_list]
+        return original(tensor, whole, *args, **kwargs)
+
+    return scatter
+
+
+def refuse_gaps(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``all_reduce`` or ``broadcast`` that refuses a tensor with gaps, as NCCL does.
+
+    gloo reads and writes memory from its first element on: wrong numbers, silently (torch 2.13).
+    """
+
+    @functools.wraps(original)
+    def collective(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        _require_no_gaps(original.__name__, tensor)
+        return original(tensor, *args, **kwargs)
+
+    return collective
+
+
+def _require_no_gaps(name: str, tensor: Any) -> None:
+    """Check that memory holds the elements of ``tensor`` and nothing between them.
+
+    Raises:
+        ValueError: it has gaps, or elements lie upon each other.
+    """
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_contiguous():
+        return
+    dense = 1  # the stride of the next dimension, from the innermost on
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != dense:
+            raise ValueError(
+                f"{name}: a tensor of shape {list(tensor.shape)} with strides {list(tensor.stride())}; "
+                "Tensors must be contiguous"  # the words of NCCL's backend
+            )
+        dense *= size
 
 
 def drop_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:

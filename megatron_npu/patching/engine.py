@@ -89,7 +89,7 @@ class Engine:
         ):
             return
         self._incomplete = True
-        self._activate()
+        self.activate()
         for name in self.registry.modules():
             self._catch_up(name)
         self._incomplete = False
@@ -145,7 +145,7 @@ class Engine:
             return run(module)
         self._running.add(id(module))
         try:
-            self._activate()
+            self.activate()
             if self._incomplete:
                 self.apply_loaded()
             self._forget(module)
@@ -161,7 +161,8 @@ class Engine:
         for patch in self.registry.for_module(module.__name__):
             self._ledger.row(patch).settle("pending")
 
-    def _activate(self) -> None:
+    def activate(self) -> None:
+        """Get ready once, as the first import of upstream does: ``on_first``, and what it imported."""
         with self._lock:
             if self._context is not None or self._activating:
                 return

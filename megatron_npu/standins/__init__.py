@@ -6,7 +6,6 @@ Each has only the names that the upstream uses, and never takes the place of the
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy
 
-from megatron_npu import settings
+from megatron_npu import early_import, settings
 from megatron_npu.upstream import Upstream
 
 
@@ -118,6 +117,13 @@ STAND_INS = (
         "the package for absent then",
     ),
     StandIn(
+        "mcore_bridge.model.modules.kernels.qsa_block_sparse_attn",
+        "megatron_npu.standins.qsa_triton_kernel",
+        "triton",
+        ("megatron_core",),
+        "mcore-bridge 1.6.5 imports it always, and it imports triton",
+    ),
+    StandIn(
         "megatron.core.transformer.moe.paged_stash",
         "megatron_npu.standins.paged_stash",
         "triton",
@@ -219,7 +225,7 @@ def _absent(package: str) -> bool:
     if not package:
         return True
     try:
-        return importlib.util.find_spec(package) is None
+        return early_import.is_absent(package)
     except ModuleNotFoundError:  # its parent is absent, or not a package
         return True
 

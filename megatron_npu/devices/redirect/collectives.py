@@ -13,18 +13,24 @@ from megatron_npu.devices import gloo, hccl, version_counters
 from megatron_npu.devices.base import Device, Replacement
 from megatron_npu.devices.device_names import target_on
 
+_GAPS = {"broadcast": gloo.refuse_gaps, "scatter": gloo.scatter_whole_memory}
+
 
 def replacements(device: Device) -> Iterator[Replacement]:
     """Yield what makes process groups, and the collectives with which the backend needs help."""
     yield dist, "init_process_group", _init_process_group(device)
     yield from _in_both_modules("new_group", _new_group(device))
     for name in version_counters.WITHOUT_BUMP:
-        yield from _in_both_modules(name, version_counters.bump_version(getattr(dist, name)))
+        collective = getattr(dist, name)
+        if device.backend == "gloo" and name in _GAPS:
+            collective = _GAPS[name](collective)
+        yield from _in_both_modules(name, version_counters.bump_version(collective))
     if device.backend == "hccl":
         yield from _in_both_modules("all_reduce", hccl.all_reduce_float64(dist.all_reduce))
     if device.backend == "gloo":
         for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
             yield from _in_both_modules(name, gloo.ignore_shape(getattr(dist, name)))
+        yield from _in_both_modules("all_reduce", gloo.refuse_gaps(dist.all_reduce))
         yield from _in_both_modules("isend", gloo.hold_sent_memory(dist.isend))
         yield dist, "barrier", gloo.drop_device_ids(dist.barrier)
 

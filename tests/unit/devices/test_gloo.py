@@ -49,6 +49,27 @@ def test_keywords_are_passed_on(group):
     assert whole.equal(torch.ones(3))
 
 
+def test_columns_of_a_matrix_are_scattered_as_they_are(group):
+    columns = torch.arange(6.0).view(2, 3)[:, 1:]
+    mine = torch.empty(2, 2)
+    dist.scatter(mine, [columns], src=0)
+    assert mine.equal(columns)
+    dist.scatter(tensor=mine, scatter_list=[columns + 1])
+    assert mine.equal(columns + 1)
+    assert dist.scatter(mine, [columns], async_op=True).wait()
+    assert mine.equal(columns)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "scatter"])
+def test_a_tensor_with_gaps_is_refused_where_it_would_be_written_wrongly(group, name):
+    more = {"all_reduce": {}, "broadcast": {"src": 0}, "scatter": {"scatter_list": [torch.ones(2, 2)]}}[name]
+    with pytest.raises(ValueError, match=rf"{name}: .* strides \[3, 1\]; Tensors must be contiguous"):
+        getattr(dist, name)(torch.zeros(2, 3)[:, 1:], **more)
+    dense = torch.ones(2, 3).t()  # in another order, without gaps: as with NCCL
+    getattr(dist, name)(dense, **(more if name != "scatter" else {"scatter_list": [torch.ones(3, 2)]}))
+    assert dense.equal(torch.ones(3, 2))
+
+
 # The switch interval keeps gloo's thread from the interpreter's lock until the main thread gives it away.
 ENDS_AT_ONCE = """
 import sys

@@ -1,0 +1,83 @@
+"""``transformer_engine`` imported before Megatron: found where our layers are asked for, absent elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_npu import early_import
+from megatron_npu.errors import UsageError
+from megatron_npu.upstream import Upstream
+from tests.end_to_end import tiny
+
+LIBRARY = """
+import importlib.util
+import sys
+import torch
+assert importlib.util.find_spec("transformer_engine") is not None
+assert not any(name.split(".")[0] == "transformer_engine" for name in sys.modules), "only asked"
+import transformer_engine
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import Linear
+assert "megatron.core" not in sys.modules
+from megatron.core.extensions.transformer_engine import HAVE_TE, TELinear
+assert HAVE_TE
+assert issubclass(TELinear, Linear)
+assert transformer_engine.pytorch is te
+"""
+CORE = Upstream("megatron_core", "0.16.1", Path())
+
+
+def test_a_library_may_import_it_before_megatron() -> None:
+    environment = tiny.environment() | {"MEGATRON_NPU_TE": "local"}
+    done = subprocess.run(
+        [sys.executable, "-c", LIBRARY], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture
+def activated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The finder alone, in place; what its activation has done."""
+    done: list[str] = []
+    early_import.disarm()
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setenv("MEGATRON_NPU_TE", "local")
+    monkeypatch.setattr(early_import.upstream, "find", lambda: CORE)
+    early_import.arm(lambda: done.append("activated"))
+    early_import.arm(lambda: done.append("again"))
+    return done
+
+
+def test_asking_changes_nothing_and_an_import_activates_once(activated: list[str]) -> None:
+    assert importlib.util.find_spec("transformer_engine") is not None
+    assert importlib.util.find_spec("transformer_engine_torch") is None
+    assert activated == []
+    with pytest.raises(ImportError, match="no stand-in for transformer_engine"):
+        import transformer_engine  # noqa: F401
+    assert activated == ["activated"]
+
+
+@pytest.mark.parametrize("reason", ["not asked for", "another Megatron", "no Megatron", "disarmed"])
+def test_elsewhere_it_is_absent(activated: list[str], monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    def none_there() -> Upstream:
+        raise UsageError("no Megatron", "one", "Install one.")
+
+    old = Upstream("megatron_lm", "285068c8", Path())
+    match reason:
+        case "not asked for":
+            monkeypatch.delenv("MEGATRON_NPU_TE")
+        case "another Megatron":
+            monkeypatch.setattr(early_import.upstream, "find", lambda: old)
+        case "no Megatron":
+            monkeypatch.setattr(early_import.upstream, "find", none_there)
+        case "disarmed":
+            early_import.disarm()
+    assert importlib.util.find_spec("transformer_engine") is None
+    with pytest.raises(ModuleNotFoundError):
+        import transformer_engine  # noqa: F401
+    assert activated == []
