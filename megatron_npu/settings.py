@@ -133,6 +133,13 @@ KEEP_MEMORY = Variable(
     "On a cpu: keep freed memory for the next tensors instead of giving it back to the system.",
     ("0", "1"),
 )
+SHARE_CORES = Variable(
+    "MEGATRON_NPU_SHARE_CORES",
+    "1",
+    "On a cpu: give each of several ranks as many threads as it has cores, where OMP_NUM_THREADS does not "
+    "say, and bind it to them, where nobody else uses the machine.",
+    ("0", "1"),
+)
 BACKPORT = Variable(
     "MEGATRON_NPU_BACKPORT",
     "0",

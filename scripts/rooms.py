@@ -55,6 +55,7 @@ ROOMS = (
         ("torch",),
     ),
     Room("interruption.py", "Ctrl-C that is heard, whatever the process is doing"),
+    Room("elastic_agent.py", "the process that has started this rank: torchrun's, for instance"),
     Room("stacks.py", "where every thread of a process stands, on SIGUSR1"),
     Room("one_line_end.py", "a user's mistake ends a process in one line, whoever started it"),
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
@@ -77,7 +78,12 @@ ROOMS = (
     ),
     Room("replicas.py", "whether data-parallel ranks hold the same bits", heavy=("torch", "megatron")),
     Room("web/", "where the servers of the project listen, and what their answers say", "arg_parser errors"),
-    Room("watchdog/", "names the rank that a run waits for in vain", "errors settings stacks", ("torch",)),
+    Room(
+        "watchdog/",
+        "names the rank that a run waits for in vain",
+        "elastic_agent errors settings stacks",
+        ("torch",),
+    ),
     Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
     Room("switches.py", "the words that switch accelerations on", "arg_parser"),
     Room("switch_rules.py", "which of them go together, for which models, where", "errors switches"),
@@ -88,7 +94,7 @@ ROOMS = (
     Room(
         "devices/",
         "npu, cuda, cpu behind one interface; what `torch.cuda` means here",
-        "errors settings visible_devices",
+        "elastic_agent errors settings visible_devices",
         ("torch", "torch_npu"),
     ),
     Room(

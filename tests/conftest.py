@@ -39,6 +39,7 @@ _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 for _name in [*os.environ]:
     if _name.startswith("TORCHELASTIC_") or _name in (*_LAUNCHERS, "PYTHONUNBUFFERED", "PYTHONWARNINGS"):
         del os.environ[_name]
+os.environ.setdefault("OMP_PROC_BIND", "false")  # on a quiet machine ranks would be bound to cores
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"  # where servers of tests are
 
 # What a test starts and waits for ends, whether the test says when or not.

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_npu import devices, visible_devices
 from megatron_npu.acceleration.ranks import from_environment
+from megatron_npu.devices import cores
 from megatron_npu.errors import UsageError
 
 _SECONDS = 900  # for the other machines to come
@@ -61,8 +62,7 @@ def start(argv: Sequence[str], processes: int) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _silence_agent()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores.threads(processes)))
     program = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
     config = LaunchConfig(
         min_nodes=machines(),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_npu import devices
-from megatron_npu.benching.ranks import threads
+from megatron_npu.devices import cores
 
 _BF16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}  # as /proc/cpuinfo names them on x86-64 and on Arm
 _FP16 = {"avx512_fp16", "amx_fp16", "fphp", "asimdhp"}
@@ -99,7 +99,7 @@ class Machine:
     def _cores(self, ranks: int) -> list[str]:
         if ranks == 1:
             return []
-        each = threads(ranks)
+        each = cores.threads(ranks)
         return [
             f"{ranks} ranks share {self.cores} cores, {each} thread{'s' * (each > 1)} each (unless "
             "OMP_NUM_THREADS says otherwise), and one memory: what several devices gain in time cannot show."

@@ -21,6 +21,7 @@ import psutil
 import megatron_npu
 from megatron_npu.benching import rank
 from megatron_npu.benching.job import Job
+from megatron_npu.devices import cores
 from megatron_npu.training import host_memory
 
 MEASURED, OOM, NA, FAILED = "measured", "OOM", "NA", "failed"
@@ -107,7 +108,7 @@ def _start(job: Job, folder: Path, number: int, port: int) -> subprocess.Popen[b
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": 0,
     }
-    environment = {"OMP_NUM_THREADS": str(threads(job.ranks)), **os.environ}
+    environment = {"OMP_NUM_THREADS": str(cores.threads(job.ranks)), **os.environ}
     environment |= {name: str(value) for name, value in place.items()}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
     with open(folder / f"rank{number}.log", "wb") as log:
@@ -119,11 +120,6 @@ def _start(job: Job, folder: Path, number: int, port: int) -> subprocess.Popen[b
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is ours to handle
         )
-
-
-def threads(ranks: int) -> int:
-    """Return the threads of each rank on this machine's cores, where OMP_NUM_THREADS does not say."""
-    return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], steps: Path, follow: Callable[[int], None]) -> str | None:

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from megatron_npu import settings, visible_devices
-from megatron_npu.devices import cpu_cuda_api, device_monitor, malloc
+from megatron_npu.devices import cores, cpu_cuda_api, device_monitor, malloc
 from megatron_npu.devices.base import Device, MemoryStatistics
 
 _CPU = torch.device("cpu")
@@ -108,6 +108,7 @@ class CpuDevice(Device):
 
     def prepare(self) -> None:
         malloc.keep_freed_memory()
+        cores.share()
 
     def release(self) -> None:
         malloc.return_freed_memory()

@@ -8,9 +8,8 @@ import select
 import sys
 import threading
 
-import psutil
+from megatron_npu import elastic_agent
 
-_RUN = "TORCHELASTIC_RUN_ID"  # what the agent (torchrun, `train`, accelerate) tells its ranks
 _EXIT = 1
 
 _watched_in = 0  # the process in which the thread runs; a forked child has none
@@ -23,7 +22,7 @@ def end_with_launcher() -> None:
     starts outlives its parent on purpose. A second call does nothing.
     """
     global _watched_in
-    launcher = _launcher() if _watched_in != os.getpid() else None
+    launcher = elastic_agent.find() if _watched_in != os.getpid() else None
     if launcher is None:
         return
     try:
@@ -34,17 +33,6 @@ def end_with_launcher() -> None:
     threading.Thread(
         target=_wait, args=(descriptor, launcher.pid), name="megatron_npu launcher", daemon=True
     ).start()
-
-
-def _launcher() -> psutil.Process | None:
-    """Return the nearest ancestor that is no part of the run: shells may stand between it and the rank."""
-    run = os.environ.get(_RUN)
-    if run is None or not sys.platform.startswith("linux"):
-        return None
-    try:
-        return next((each for each in psutil.Process().parents() if each.environ().get(_RUN) != run), None)
-    except (psutil.Error, OSError):
-        return None
 
 
 def _wait(descriptor: int, launcher: int) -> None:

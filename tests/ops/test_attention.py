@@ -8,10 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.ops.attention import PackedSequences, attention
+from tests.ops.against_fp64 import EXAMPLES
 from tests.ops.attention_formula import LAYOUTS, formula, in_layout, packed_formula, visible
 from tests.ops.tolerances import assert_near
 
-RELAXED = settings(max_examples=20)
+RELAXED = settings(max_examples=EXAMPLES)
 SCALE = 0.3
 
 sizes = st.integers(1, 19)

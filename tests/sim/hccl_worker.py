@@ -206,7 +206,7 @@ def reductions(dtype: torch.dtype, *, average: bool) -> tuple[dist.ReduceOp, ...
 
 
 @suite
-def random_sequence(steps: int = min(150, 600 // WORLD)) -> None:
+def random_sequence(steps: int = min(150, 400 // WORLD)) -> None:
     """Collectives drawn at random, on groups that overlap; fewer where many ranks share the cores."""
     draw = random.Random(20)
     for step in range(steps):

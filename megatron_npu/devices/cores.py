@@ -1,0 +1,125 @@
+"""The cores of a machine among the ranks of a run on the CPU: how many threads each has, and where.
+
+torchrun gives each of several ranks one thread, unless OMP_NUM_THREADS says otherwise: on a machine with more
+cores than ranks most of them idle. And the kernel moves threads between cores, from warm caches and, on
+machines with several sockets, away from their memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from megatron_npu import elastic_agent, settings
+from megatron_npu.devices import gloo
+
+_THREADS = "OMP_NUM_THREADS"
+_PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+_BUSY = 0.5  # of the cores' time: a rank that is bound to a core cannot go where it is quiet
+_TASKS = Path("/proc/self/task")
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+@functools.cache
+def share() -> None:
+    """Give this rank its part of the machine's cores, once; rank 0 prints a line about it.
+
+    Nothing happens with one rank, with fewer cores than ranks, or where MEGATRON_NPU_SHARE_CORES=0. A number
+    of threads that the user has given counts, and so does a place: OpenMP's variables for it, or cores that
+    are not the launcher's. On a machine that others use no rank is bound.
+    """
+    ranks, rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    cores = available()
+    if ranks < 2 or len(cores) < ranks or not settings.SHARE_CORES.enabled():
+        return
+    own = part(cores, rank, ranks)
+    launcher = elastic_agent.find()
+    said = _threads_said(launcher, len(own))
+    if not said:
+        torch.set_num_threads(len(own))
+        gloo.copy_with_one_thread()  # which has been undone by that
+    reason = _why_not_bound(cores, launcher)
+    if not reason:
+        _bind([cpu for core in own for cpu in core])
+    if os.environ.get("RANK", "0") == "0":
+        print(_line(ranks, cores, said, reason), flush=True)
+
+
+def available() -> list[tuple[int, ...]]:
+    """Return the cores that this process may use, each with its hardware threads, socket by socket."""
+    if not hasattr(os, "sched_getaffinity"):  # macOS
+        return [(cpu,) for cpu in range(os.cpu_count() or 1)]
+    cores: dict[tuple[int, ...], list[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        cores.setdefault(_place(cpu), []).append(cpu)
+    return [tuple(cores[place]) for place in sorted(cores)]
+
+
+def _place(cpu: int) -> tuple[int, ...]:
+    """Return (socket, core) of a hardware thread; without a word of the kernel's each is a core."""
+    folder = _TOPOLOGY / f"cpu{cpu}" / "topology"
+    try:
+        return tuple(int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))
+    except (OSError, ValueError):
+        return (0, cpu)
+
+
+def part(cores: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Sequence[tuple[int, ...]]:
+    """Return the cores of one of ``ranks``: as many for each, those beside each other."""
+    each = len(cores) // ranks
+    return cores[rank * each : (rank + 1) * each]
+
+
+def threads(ranks: int) -> int:
+    """Return the threads of each of ``ranks`` ranks on this machine, at least one."""
+    return max(1, len(available()) // ranks)
+
+
+def _threads_said(launcher: psutil.Process | None, own: int) -> str:
+    """Return the number of threads that the user has given; empty: none.
+
+    torchrun itself gives its ranks one, and `train` as many as they have cores (``own``); that the launcher
+    was started without the variable shows whose number it is.
+    """
+    given = os.environ.get(_THREADS, "")
+    if launcher is not None and given in ("1", str(own)):
+        with contextlib.suppress(psutil.Error, OSError):
+            return launcher.environ().get(_THREADS, "")
+    return given
+
+
+def _why_not_bound(cores: Sequence[tuple[int, ...]], launcher: psutil.Process | None) -> str:
+    """Return why this rank is not bound to its cores; empty: it is."""
+    if not _TASKS.is_dir():
+        return "only Linux binds threads to cores"
+    named = [name for name in _PLACES if name in os.environ]
+    if named:
+        return f"{named[0]} says where"
+    with contextlib.suppress(psutil.Error, OSError):
+        if launcher is not None and set(launcher.cpu_affinity()) != os.sched_getaffinity(0):
+            return "the launcher has bound them"
+    load = os.getloadavg()[0]
+    if load > _BUSY * len(cores):
+        return f"others use the machine, load {load:.1f}"
+    return ""
+
+
+def _bind(cpus: list[int]) -> None:
+    """Let all threads of this process, and those that they start, run on these processors alone."""
+    for task in _TASKS.iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(task.name), cpus)
+
+
+def _line(ranks: int, cores: Sequence[object], said: str, reason: str) -> str:
+    each = said or str(len(cores) // ranks)
+    why = f"{_THREADS}={said}" if said else f"{_THREADS} is not set; torchrun's own 1 does not count"
+    where = f"not bound to cores: {reason}" if reason else "each on cores of its own"
+    plural = "" if each == "1" else "s"
+    return f"megatron_npu: {ranks} ranks on {len(cores)} cores: {each} thread{plural} each ({why}), {where}"
