@@ -65,6 +65,7 @@ class Beat:
         still: seconds for which its main thread has not moved.
         phase, collective, place: as ``place.Place`` has them, the last one whole as text.
         frames: of its stack, the innermost first.
+        file: of a save that stands still, the one that it writes, with its size; empty: none is known.
     """
 
     number: int
@@ -74,6 +75,7 @@ class Beat:
     collective: str
     place: str
     frames: tuple[str, ...]
+    file: str
 
 
 class Board:

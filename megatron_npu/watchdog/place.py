@@ -20,6 +20,7 @@ _PHASED = (
 _PHASES = {
     "save_checkpoint": "saving",
     "_save": "saving",
+    "maybe_finalize_async_save": "saving",
     "_export": "saving",
     "evaluate": "evaluating",
     "_evaluate": "evaluating",

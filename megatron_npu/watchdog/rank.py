@@ -19,6 +19,7 @@ from megatron_npu.watchdog import place
 from megatron_npu.watchdog.board import Beat, Board, Process, connect
 from megatron_npu.watchdog.deaths import Deaths
 from megatron_npu.watchdog.elsewhere import Elsewhere
+from megatron_npu.watchdog.writing import Writing, current_file
 
 _PERIOD = 1.0  # seconds between two words
 _TOGETHER = 0.02  # seconds in which a whole run that is being ended goes: then there is nothing to tell
@@ -27,6 +28,7 @@ _PATIENCE = 5.0  # seconds for the main thread to end by itself after the verdic
 _HEARING = 20.0  # seconds at most for which rank 0 waits until all others know the verdict
 _TELLING = 10.0  # seconds from which on it is of interest for how long a rank has stood still
 _EXIT = 1
+_SAVING = "saving"  # see ``place``
 
 _step = 0
 _runs = 0
@@ -92,6 +94,10 @@ def watching() -> Iterator[None]:
     end()
 
 
+class _StoreEndedError(Exception):
+    """The process that held the store has ended."""
+
+
 class Rank:
     """One rank that watches the others.
 
@@ -111,10 +117,10 @@ class Rank:
         self._owner = os.getpid()
         self._processes: list[Process] = []
         self._deaths = Deaths()
-        self._elsewhere = Elsewhere()
+        self._elsewhere, self._writing = Elsewhere(), Writing()
         self._stopping, self._failing = threading.Event(), threading.Event()
         self._looked, self._told, self._heard_by_all = (threading.Event() for _ in range(3))
-        self._blamed = self._has_own_error = False
+        self._blamed = self._has_own_error = self._alone = False
         self._former = sys.excepthook
         self._number = self._news = 0
         self._mark: tuple[object, ...] = ()
@@ -186,8 +192,9 @@ class Rank:
         self._beat()
         if not self._processes:
             self._meet()
-        for process in self._deaths.wait(_PERIOD):
-            self._ended(process)
+        self._hear_of_ends(_PERIOD)
+        if self._failing.is_set():  # connections are closed before the kernel tells of an end
+            self._hear_of_ends(_PERIOD / 4)
         if self._stopping.is_set():
             return
         if self._has_own_error:  # which is told by the main thread: all ranks may have the same
@@ -221,12 +228,19 @@ class Rank:
         if (stands.mark, step) != (self._mark, self._step):
             self._mark, self._step, self._moved = stands.mark, step, now
             self._elsewhere.forget()
-        elif now - self._moved > self._limit / 10 and self._elsewhere.computes():
+            self._writing.forget()
+        elif now - self._moved > self._limit / 10 and self._is_at_work(stands.phase):
             self._moved = now
         still = now - self._moved
-        beat = Beat(self._number, step, still, stands.phase, stands.collective, str(stands), stands.frames)
+        file = current_file() if stands.phase == _SAVING and still > self._limit / 2 else ""
+        words = (stands.phase, stands.collective, str(stands), stands.frames, file)
+        beat = Beat(self._number, step, still, *words)
         self._board.beat(self._rank, beat)
         self._number += 1
+
+    def _is_at_work(self, phase: str) -> bool:
+        """Return whether others compute for the main thread, which stands still, or a save gets on."""
+        return self._elsewhere.computes() or (phase == _SAVING and self._writing.gets_on())
 
     def _meet(self) -> None:
         """Find out who the others are, once all have said so."""
@@ -240,6 +254,17 @@ class Rank:
         if self._stopping.is_set() or self._failing.is_set():
             self._deaths.wake()
         self._next_neighbour()
+
+    def _hear_of_ends(self, seconds: float) -> None:
+        """Wait, and see to processes of this machine that have ended.
+
+        Raises:
+            _StoreEndedError: the store went with one. Asking it would print a page of torch's C++.
+        """
+        for process in self._deaths.wait(seconds):
+            if process.rank == 0 and _rank_0_holds_store():
+                raise _StoreEndedError
+            self._ended(process)
 
     def _ended(self, process: Process) -> None:
         """See why a process has ended."""
@@ -282,8 +307,7 @@ class Rank:
         while (now := time.monotonic()) < end and not self._stopping.is_set() and not self._told.is_set():
             self._beat()
             # the connections of one that ends are closed before the kernel tells of its end
-            for process in self._deaths.wait(min(_PERIOD, end - now)):
-                self._ended(process)
+            self._hear_of_ends(min(_PERIOD, end - now))
 
     def _next_neighbour(self) -> None:
         """Listen to the next rank that has not ended."""
@@ -311,12 +335,12 @@ class Rank:
         return None
 
     def _see_whether_anybody_moves(self) -> None:
-        """Name those that the others wait for where nobody has moved for too long; a save may take longer."""
+        """Name those that the others wait for where nobody has moved for too long."""
         if time.monotonic() - self._moved < self._limit or not self._processes:
             return
         living = [each for each in self._processes if self._board.left(each.rank) is None]
         beats = self._board.beats([each.rank for each in living])
-        if any(beat.still < self._limit - 2 * _PERIOD or beat.phase == "saving" for beat in beats):
+        if any(beat.still < self._limit - 2 * _PERIOD for beat in beats):
             return
         least = min(beat.step for beat in beats)
         waited_for = [
@@ -338,10 +362,11 @@ class Rank:
             stacks.print_now()
         self._told.set()
         self._looked.set()
-        with contextlib.suppress(Exception):  # of a store that is gone
-            self._board.told()
-            if self._rank == 0:  # it may hold the store, in which the others read what has happened
-                self._wait_for_hearers()
+        if not self._alone:
+            with contextlib.suppress(Exception):  # of a store that goes just now
+                self._board.told()
+                if self._rank == 0:  # it may hold the store, in which the others read what has happened
+                    self._wait_for_hearers()
         self._heard_by_all.set()
         if not self._stopping.wait(_PATIENCE):
             os._exit(_EXIT)
@@ -356,21 +381,37 @@ class Rank:
 
     def _without_store(self, error: Exception) -> None:
         """Watch no longer; end the process if it waits in vain for whoever has held the store."""
-        held = self._processes[0] if self._processes else "rank 0"
+        self._alone = True
+        first = self._processes[0] if self._processes else "rank 0"
+        gone = isinstance(error, _StoreEndedError)
         stands, since = place.of_main_thread(), time.monotonic()
-        while not self._stopping.wait(_PERIOD):
+        while not self._stopping.is_set():
+            gone = self._first_ends(_PERIOD) or gone
             now = place.of_main_thread()
             if now.mark != stands.mark or not now.collective:
                 stands, since = now, time.monotonic()
-            if self._failing.is_set() or time.monotonic() - since > _PATIENCE:
-                kind = type(error).__name__
-                return self._tell(f"the store of the run is gone, and with it perhaps {held} ({kind})")
+            if self._has_own_error or not (self._failing.is_set() or time.monotonic() - since > _PATIENCE):
+                continue
+            if gone or self._first_ends(_PERIOD / 4):  # as in ``_look``
+                how = "has ended (killed, or with an error of its own), and the store of the run with it"
+                return self._tell(f"{first} {how}")
+            kind = type(error).__name__
+            return self._tell(f"the store of the run is gone, and with it perhaps {first} ({kind})")
         return None
+
+    def _first_ends(self, seconds: float) -> bool:
+        """Return whether rank 0 ends in this time, or until this thread is woken, and the store with it."""
+        return any(process.rank == 0 for process in self._deaths.wait(seconds)) and _rank_0_holds_store()
+
+
+def _rank_0_holds_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun's agent: it outlives the ranks
 
 
 def _words(beat: Beat) -> str:
     long = f", for {beat.still:.0f} s" if beat.still >= _TELLING else ""
-    return f"{beat.place} (step {beat.step}){long}"
+    file = f", and does not get on with {beat.file}" if beat.file else ""
+    return f"{beat.place} (step {beat.step}){long}{file}"
 
 
 def _stack(beat: Beat) -> str:

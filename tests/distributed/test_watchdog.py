@@ -21,13 +21,15 @@ RANKS = 3
 LIMIT = 6  # seconds, instead of the 300 of a user: enough for ranks to say a word on a busy machine
 HERE = Path(__file__).parent
 RANK_1 = rf"rank 1 \({re.escape(socket.gethostname())}, process \d+\)"
+SAVE = r"saving, at megatron\.training\.training:\d+ in save_checkpoint \(step 20\)"
+FILE = r"\S+/saved-\w+ \(1,048,576 bytes\)"
 STEP = r"training, at megatron\.training\.training:\d+ in train_step \(step 20\)"
 
 
-def ranks(scenario: str, limit: int = LIMIT) -> dict[int, tuple[int, str]]:
+def ranks(scenario: str, limit: int = LIMIT, **more: str) -> dict[int, tuple[int, str]]:
     """Start the ranks one by one, without a launcher that would end them; return exit codes and errors."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
-    settings = {**tiny.environment(), **meeting, "MEGATRON_NPU_WATCHDOG": str(limit)}
+    settings = {**tiny.environment(), **meeting, "MEGATRON_NPU_WATCHDOG": str(limit), **more}
     started = []
     for rank in range(RANKS):
         command = [sys.executable, str(HERE / "watched_worker.py"), scenario]
@@ -51,11 +53,15 @@ def ranks(scenario: str, limit: int = LIMIT) -> dict[int, tuple[int, str]]:
         ("error", rf"{RANK_1} ended with ValueError: bad luck; last seen {STEP}"),
         ("stop", rf"{RANK_1} has said nothing for \d+ s: it is stopped, .*; last seen {STEP}"),
         ("deadlock", rf"no rank has moved for {LIMIT} s: {RANK_1} is {STEP}"),
+        (
+            "stuck_save",
+            rf"no rank has moved for {LIMIT} s: {RANK_1} is {SAVE}, and does not get on with {FILE}",
+        ),
     ],
 )
-def test_the_rank_that_is_missed_is_named(scenario: str, told: str) -> None:
-    hangs = scenario in ("stop", "deadlock")
-    ends = ranks(scenario, LIMIT if hangs else LONGEST)
+def test_the_rank_that_is_missed_is_named(scenario: str, told: str, tmp_path: Path) -> None:
+    hangs = scenario in ("stop", "deadlock", "stuck_save")
+    ends = ranks(scenario, LIMIT if hangs else LONGEST, TMPDIR=str(tmp_path))
     for rank in (0, 2):
         code, err = ends[rank]
         assert code == 1, err
@@ -63,7 +69,7 @@ def test_the_rank_that_is_missed_is_named(scenario: str, told: str) -> None:
         assert "Traceback (most recent call last)" not in err  # of gloo, which names nobody
     assert ("in all_reduce" in ends[0][1]) == hangs  # where this rank stands
     if hangs:
-        line = "wait_for_ever" if scenario == "deadlock" else "<lambda>"
+        line = {"deadlock": "wait_for_ever", "stuck_save": "write_in_vain"}.get(scenario, "<lambda>")
         assert f":{line}" in ends[0][1] or f"in {line}" in ends[0][1]  # where that one stands
     if scenario == "deadlock":
         assert "rank 0, as rank 1 was asked:\n" in ends[0][1]
@@ -78,7 +84,7 @@ def test_the_rank_that_held_the_store_is_named_too() -> None:
         code, err = ends[rank]
         assert code == 1, err
         first = RANK_1.replace("rank 1", "rank 0")
-        assert re.search(rf"^megatron_npu: rank {rank} ends: .*{first}", err, re.MULTILINE), err
+        assert re.search(rf"^megatron_npu: rank {rank} ends: {first} has ended", err, re.MULTILINE), err
 
 
 @pytest.mark.parametrize("scenario", ["slow_save", "compile"])

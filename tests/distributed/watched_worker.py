@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -48,6 +50,28 @@ while time.monotonic() < end:
 """
 
 
+def write_in_vain() -> None:
+    """Hold on to a file that one cannot get any further with, as on a disk that hangs."""
+    with tempfile.NamedTemporaryFile(prefix="saved-") as file, open(file.name) as other:
+        file.write(bytes(2**20))
+        file.flush()
+        fcntl.flock(other, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def write_slowly() -> None:
+    """Wait for a child that writes for longer than a rank may stand still; neither computes."""
+    with tempfile.TemporaryFile() as file:
+        writer = os.fork()  # which has nothing to start
+        if not writer:
+            for _ in range(80):
+                os.write(file.fileno(), bytes(100_000))
+                time.sleep(0.1)
+            os._exit(0)
+        os.waitpid(writer, 0)
+    all_reduce()
+
+
 VICTIM = {"kill_first": 0}  # which holds the store
 
 
@@ -76,9 +100,10 @@ def main(scenario: str) -> None:
             watchdog.step(step)
             megatron["train_step"](all_reduce)
             if step == AT and scenario == "slow_save":  # longer than is allowed, but it is a save
-                rest = all_reduce if rank else lambda: (time.sleep(8), all_reduce())
-                megatron["save_checkpoint"](rest)
+                megatron["save_checkpoint"](all_reduce if rank else write_slowly)
                 break
+            if (step, rank, scenario) == (AT, 1, "stuck_save"):
+                megatron["save_checkpoint"](write_in_vain)
             if step == AT and scenario == "compile":  # a rank waits for a child at work, the others for it
                 megatron["train_step"](compile_long if rank == 1 else all_reduce)
                 break

@@ -89,8 +89,8 @@ def close_living(original: Callable[..., None], self: Any, *args: Any, **kwargs:
     """Let the worker end; forget one that is dead: that has been told, if a checkpoint was lost with it."""
     if _is_dead(self):
         return _forget(self)
-    if self.process is None:
-        return original(self, *args, **kwargs)
+    if self.process is None:  # which upstream only logs, with a rank that there may not be any more
+        return None
     with _waiting_for_living(self):
         return original(self, *args, **kwargs)
 

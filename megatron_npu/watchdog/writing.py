@@ -1,0 +1,120 @@
+"""Whether a save gets on, and with which file it does not: by what this process and its children write.
+
+A disk that hangs, a network file system without its server, a lock that nobody gives back: the save waits, in
+one line of Python and without processor time. So does one that is only slow, but bytes go out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+_LEAST = 64 * 2**10  # bytes: less may be a log's
+_LEAST_TO_DISK = 64 * 2**20  # of the whole machine, for one that waits for its disk: others write, too
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+@dataclass
+class Writing:
+    """Compares what was written with what had been when a save last got on."""
+
+    _own: dict[int, int] | None = field(default=None)
+    _to_disk: int = 0
+
+    def forget(self) -> None:
+        """Begin anew: the main thread has moved."""
+        self._own = None
+
+    def gets_on(self) -> bool:
+        """Return whether enough has gone out since the call that returned so, or since the first one."""
+        processes = _processes()
+        own, to_disk = {pid: _written_by(pid) for pid in processes}, _written_to_disk()
+        if self._own is None:
+            self._own, self._to_disk = own, to_disk
+            return False
+        more = sum(max(0, count - self._own.get(pid, 0)) for pid, count in own.items())
+        synced = to_disk - self._to_disk >= _LEAST_TO_DISK and any(map(_waits_for_disk, processes))
+        if more < _LEAST and not synced:
+            return False
+        self._own, self._to_disk = own, to_disk
+        return True
+
+
+def current_file() -> str:
+    """Return the file that is being written, with its size: that of a call that waits, else the newest.
+
+    Empty: none is open.
+    """
+    found: dict[str, os.stat_result] = {}
+    for pid in _processes():
+        files = dict(_open_files(pid))
+        for waits_with in _descriptors_waited_with(pid):
+            if waits_with in files:
+                return _said(*files[waits_with])
+        found.update(files.values())
+    return _said(*max(found.items(), key=lambda each: each[1].st_mtime_ns)) if found else ""
+
+
+def _said(path: str, status: os.stat_result) -> str:
+    return f"{path} ({status.st_size:,} bytes)"
+
+
+def _processes() -> list[int]:
+    with contextlib.suppress(psutil.Error, OSError):
+        return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+    return [os.getpid()]
+
+
+def _written_by(pid: int) -> int:
+    """Return how many bytes a process has written, to files or their memory; its ended children count."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("wchar:", "write_bytes:")))
+    return 0
+
+
+def _written_to_disk() -> int:
+    """Return how many bytes the machine has brought to its disks and network file systems."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("nr_written "):
+                return int(line.split()[1]) * _PAGE
+    return 0
+
+
+def _threads(pid: int) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    return []
+
+
+def _waits_for_disk(pid: int) -> bool:
+    for thread in _threads(pid):
+        with contextlib.suppress(OSError, IndexError):
+            if (thread / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "D":
+                return True
+    return False
+
+
+def _descriptors_waited_with(pid: int) -> Iterator[int]:
+    """Yield the first argument of the system calls that a process's threads are in: of a write, the file."""
+    for thread in _threads(pid):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # one that runs is in none
+            yield int((thread / "syscall").read_text(encoding="ascii").split()[1], 16)
+
+
+def _open_files(pid: int) -> Iterator[tuple[int, tuple[str, os.stat_result]]]:
+    """Yield the files that a process has open for writing, by descriptor, but the three standard streams."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError, ValueError):
+                number, path, status = int(entry.name), os.readlink(entry.path), os.stat(entry.path)
+                writes = stat.S_IMODE(entry.stat(follow_symlinks=False).st_mode) & stat.S_IWUSR
+                if number > 2 and writes and stat.S_ISREG(status.st_mode) and status.st_nlink:
+                    yield number, (path, status)
