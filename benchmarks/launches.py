@@ -5,7 +5,8 @@
 
 Forward, backward and optimizer step of a GPT in bf16, GPT style (LayerNorm, GELU, learned positions, biases)
 and, not with the tree of 2023, Llama style (RMSNorm, SwiGLU, rotary positions, grouped queries), and a
-mixture of eight such experts, two for a token; the project with --moe-permute-fusion --moe-grouped-gemm.
+mixture of eight such experts, two for a token; the project with gradient accumulation fused into the weight
+gradients, as Megatron's scripts have it by default, and with --moe-permute-fusion --moe-grouped-gemm.
 Three variants: the redirection alone, which lets stock Megatron run on an NPU as torch_npu's transfer_to_npu
 does, the whole project, and that with layers under TransformerEngine's names (MEGATRON_NPU_TE=local). The
 mixture and the tree of 2023 have the first two; that tree has stand-ins for apex in both, without which it
@@ -55,6 +56,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 NEEDED = ("megatron.core.jit", "megatron.core.tensor_parallel.random")
 ROUTER = "megatron.core.transformer.moe.moe_utils:router_gating_linear"  # which 0.15 and 0.16 do not find
 
+# On by default in Megatron's scripts; redirected alone, it asks for a kernel of apex.
+FUSED = {"gradient_accumulation_fusion": True}
 # Of the mixture; redirected alone, megatron-core 0.16 has neither of the fusions.
 EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
 FUSED_EXPERTS = {"moe_permute_fusion": True, "moe_grouped_gemm": True}
@@ -205,7 +208,8 @@ def measure(style: str, variant: str, layers: int, arguments: argparse.Namespace
     if arguments.megatron:
         training = prepare_megatron_lm(layers, arguments.sequence)
     else:
-        options = FUSED_EXPERTS if style == "moe" and variant == "project" else {}
+        options = {} if variant == "redirection" else dict(FUSED)
+        options |= FUSED_EXPERTS if style == "moe" and variant == "project" else {}
         training = prepare_megatron_core(style, layers, arguments.sequence, **options)
     for _ in range(2):
         for forget in training.forget:
@@ -230,7 +234,7 @@ def measure_optimizer(name: str, sequence: int) -> dict[str, float]:
         option: getattr(torch, value) if isinstance(value, str) else value
         for option, value in OPTIMIZERS[name].items()
     }
-    training = prepare_megatron_core("gpt", 2, sequence, optimizer=options)
+    training = prepare_megatron_core("gpt", 2, sequence, optimizer=options, **FUSED)
     for _ in range(2):
         for forget in training.forget:
             forget()

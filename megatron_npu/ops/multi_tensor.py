@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatron_npu.ops.dispatch import Make, Operation
 
@@ -126,7 +127,45 @@ def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None
     if overflow_buf is not None:
         overflow_buf.fill_(0)
     if this:
-        torch._foreach_copy_(local_parts(that), local_parts(this))
+        with torch.no_grad():
+            torch._foreach_copy_(local_parts(that), local_parts(this))
+
+
+class CopiesTogether(TorchFunctionMode):
+    """While it is entered ``copy_`` and ``float`` of tensors wait; leaving it does them in one call for all.
+
+    For loops over parameters that are not ours: a launch for each of them becomes one. Who enters it knows
+    that nothing inside reads what is written there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Let what copies wait, and answer with the tensor that it will have written."""
+        if func is Tensor.copy_ and not kwargs and _alike(*args):
+            self._rows.append((args[0], args[1]))
+            return args[0]
+        if func is Tensor.float and not kwargs and args[0].dtype is not torch.float32:
+            target = torch.empty_like(args[0], dtype=torch.float32)
+            self._rows.append((target, args[0]))
+            return target
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None:
+            for targets, sources in group_by_dtypes(self._rows):
+                copy_all(sources, targets)
+
+
+def _alike(target: Tensor, source: Any, *rest: Any) -> bool:
+    """Return whether a ``copy_`` can be one of many: within a device, nothing to be broadcast."""
+    is_tensor = isinstance(source, Tensor) and not rest
+    return is_tensor and target.device == source.device and target.shape == source.shape
 
 
 def local_parts(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:

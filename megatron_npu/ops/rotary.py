@@ -154,9 +154,14 @@ def _npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tens
 
     size = cosine.size(-1)
     mode = "interleave" if interleaved else "half"
-    tables = (cosine.to(input.dtype), sine.to(input.dtype))
+    tables = (_in_dtype(cosine, input.dtype), _in_dtype(sine, input.dtype))
     turned = torch_npu.npu_rotary_mul(input[..., :size].contiguous(), *tables, mode)
     return turned if size == input.size(-1) else torch.cat((turned, input[..., size:]), -1)
+
+
+def _in_dtype(table: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a table in the dtype of the input; kept with it, as both are the same in every layer."""
+    return cache_on_tensor(table, "rotary_table", lambda: table.to(dtype), dtype)
 
 
 @_rotary.example()

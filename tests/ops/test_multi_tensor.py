@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_npu.ops.multi_tensor import (
+    CopiesTogether,
     MultiTensorApply,
     multi_tensor_l2norm,
     multi_tensor_scale,
@@ -142,3 +143,34 @@ def test_unscale(device, dtype):
     values[3][-1] = float("nan")
     unscale(values, found, 1.0)
     assert found.item() == 1
+
+
+def test_copies_wait_for_the_end_of_a_loop(device):
+    half = [torch.full((n,), float(n), dtype=torch.float16, device=device) for n in (1, 3)]
+    row, table = torch.ones(3, device=device), torch.zeros(2, 3, device=device)
+    target, kept = torch.zeros(3, dtype=torch.bfloat16, device=device), row.float()
+    with CopiesTogether():
+        wide = [t.float() for t in half]
+        assert row.float() is row  # as torch has it
+        assert target.copy_(half[1]) is target
+        table.copy_(row)  # is broadcast: at once
+        assert table.sum() == 6
+        assert not target.any()
+    assert all(
+        w.dtype is torch.float32 and torch.equal(w, t.float()) for w, t in zip(wide, half, strict=True)
+    )
+    assert target.tolist() == [3.0] * 3
+    assert kept is row
+
+
+def test_copies_of_a_loop_that_fails_are_not_done(device):
+    target = torch.zeros(2, device=device)
+
+    def loop():
+        with CopiesTogether():
+            target.copy_(torch.ones(2, device=device))
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        loop()
+    assert not target.any()

@@ -32,6 +32,7 @@ SUITES = {
                 "test_diagnostics",
                 "test_experts",
                 "test_inference_mode",
+                "test_many_tensors",
                 "test_sharding_options",
                 "test_start",
                 "test_te_fallback",
@@ -39,7 +40,7 @@ SUITES = {
             )
         ],
         ["-k", f"not ({' or '.join(STARTING_OTHERS)})"],
-        175,
+        187,
     ),
     "what torch's names for CUDA mean": (
         [

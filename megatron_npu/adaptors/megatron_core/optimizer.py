@@ -20,6 +20,7 @@ from megatron_npu.adaptors.megatron_core.decorators import (
     fused_optimizer_present,
     replace,
 )
+from megatron_npu.adaptors.shared import optimizer
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import multi_tensor
 from megatron_npu.ops.adam import FusedAdam
@@ -113,3 +114,12 @@ replace(
     f"{_OPTIMIZER}.optimizer:_multi_tensor_copy_this_to_that",
     why="upstream copies tensor by tensor, bf16 always: a launch for each parameter of the model",
 )(multi_tensor.copy_all)
+
+# Without TransformerEngine nothing in these loops is fp8.
+_together = functools.partial(around, condition=fused_optimizer_present, why=optimizer.WHY)
+for _target in (
+    "distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params",
+    "distrib_optimizer:DistributedOptimizer._copy_model_grads_to_main_grads",
+    "optimizer:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads",
+):
+    _together(f"{_OPTIMIZER}.{_target}")(optimizer.copy_together)

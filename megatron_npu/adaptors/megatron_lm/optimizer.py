@@ -9,12 +9,20 @@ from typing import Any
 import torch
 
 from megatron_npu.adaptors.megatron_lm.decorators import around, replace
+from megatron_npu.adaptors.shared import optimizer
 from megatron_npu.ops import multi_tensor
 
 replace(
     "megatron.optimizer.optimizer:_multi_tensor_copy_this_to_that",
     why="upstream copies bf16 tensor by tensor: a launch for each parameter of the model",
 )(multi_tensor.copy_all)
+
+for _target in (
+    "distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params",
+    "distrib_optimizer:DistributedOptimizer._copy_model_grads_to_main_grads",
+    "optimizer:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads",
+):
+    around(f"megatron.optimizer.{_target}", why=optimizer.WHY)(optimizer.copy_together)
 
 
 @around(

@@ -1,0 +1,23 @@
+"""The mixed-precision optimizers of both trees: loops over parameters that copy or cast one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu.ops.multi_tensor import CopiesTogether
+
+WHY = "upstream copies or casts in a launch for each parameter"
+
+
+def copy_together(original: Callable[[Any], None], self: Any) -> None:
+    """Let every copy of upstream's loop wait for its end, and do them in one call.
+
+    Gradients outside of a buffer, which upstream frees one by one, are left to it.
+    """
+    groups = getattr(self, "float16_groups", ())  # of the optimizer that is not distributed
+    if all(hasattr(parameter, "main_grad") for group in groups for parameter in group):
+        with CopiesTogether():
+            original(self)
+    else:
+        original(self)
