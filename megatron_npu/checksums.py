@@ -1,13 +1,17 @@
-"""Checksums of a checkpoint's files: written with it, compared before it is loaded.
+"""Checksums of a checkpoint's files: written with it, compared while it is loaded.
 
 They find damage (a disk, a copy that was cut off), not malice: who can change a file can change its checksum.
 XXH3 with 128 bits, as the package xxhash computes it: more than 10 GB/s; the disk is what takes time.
+Sizes and small files are compared first; large ones by threads beside the loading, which has ended only when
+they are as they were saved.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ NAME = "checksums.json"
 ALGORITHM = "xxh3_128"
 _BLOCK = 1 << 20  # bytes read at a time
 _AT_ONCE = 4  # files: one is hashed while the disk brings others
+_SMALL = 1 << 22  # bytes of a file that is compared before anything is loaded
 
 Entries = dict[str, list[int | str]]  # of each file its bytes and digest
 
@@ -74,18 +79,44 @@ def renew(path: Path) -> None:
 _WHOLE = "--load-last-good takes the newest checkpoint there that is whole."
 
 
-def verify(folder: Path, remedy: str = _WHOLE) -> None:
-    """Compare all files with their checksums, each rank a part of them. All ranks must call this.
+@contextlib.contextmanager
+def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
+    """Compare the files with their checksums beside what the block does. All ranks must call this.
+
+    Each rank compares a part of them. What the block has loaded counts only when it has ended: a damaged file
+    ends it with its error. Where the block fails on some ranks, each of these says what it knows of its part.
 
     Args:
-        folder: of the checkpoint.
-        remedy: what to do where one is damaged.
+        folder: of the checkpoint; without checksums nothing is compared.
+        remedy: what to do where a file is damaged.
 
     Raises:
-        UsageError: on every rank, naming what is damaged.
+        UsageError: naming what is damaged; on every rank, unless the block has failed.
     """
     rank, ranks = _place()
-    found = sorted(set().union(*_gathered(damaged(folder, rank, ranks), ranks)))
+    entries, faults = _entries(folder)
+    own = sorted(entries)[rank::ranks]
+    large = [name for name in own if int(entries[name][0]) > _SMALL]
+    faults += _faults(folder, entries, set(own) - set(large))
+    faults += [f"{name} {fault}" for name in large if (fault := _size_fault(folder / name, entries[name]))]
+    _require_none(folder, _gathered(faults, ranks), remedy)
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(_faults, folder, entries, large, stop)
+        try:
+            yield
+            found = _gathered(later.result(), ranks)
+        except (KeyboardInterrupt, GeneratorExit):
+            stop.set()
+            raise
+        except BaseException:  # CheckpointException of torch is no Exception
+            _require_none(folder, [later.result()], remedy)
+            raise
+    _require_none(folder, found, remedy)
+
+
+def _require_none(folder: Path, faults: Iterable[list[str]], remedy: str) -> None:
+    found = sorted(set().union(*faults))
     if found:
         raise UsageError(
             f"the checkpoint {folder} is damaged: {'; '.join(found)}",
@@ -94,22 +125,30 @@ def verify(folder: Path, remedy: str = _WHOLE) -> None:
         )
 
 
-def damaged(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Return what is wrong with the files of a checkpoint, nothing if it has no checksums.
+def damaged(folder: Path) -> list[str]:
+    """Return what is wrong with the files of a checkpoint, nothing if it has no checksums."""
+    entries, faults = _entries(folder)
+    return faults + _faults(folder, entries, sorted(entries))
 
-    Args:
-        part, parts: look at every ``parts``-th file only, beginning with number ``part``.
-    """
+
+def _entries(folder: Path) -> tuple[Entries, list[str]]:
+    """Return the recorded checksums, none where there are none; and what is wrong with the record itself."""
     if not (folder / NAME).is_file():
-        return []
+        return {}, []
     try:
-        entries = _read(folder)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return [f"{NAME} cannot be read ({error})"]
-    names = sorted(entries)[part::parts]
-    with ThreadPoolExecutor(_AT_ONCE) as pool:  # reading and hashing do not hold the interpreter's lock
-        faults = pool.map(lambda name: _fault(folder / name, entries[name]), names)
-        return [f"{name} {fault}" for name, fault in zip(names, faults, strict=True) if fault]
+        return _read(folder), []
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return {}, [f"{NAME} cannot be read ({error})"]
+
+
+def _faults(
+    folder: Path, entries: Entries, names: Iterable[str], stop: threading.Event | None = None
+) -> list[str]:
+    """Return what is wrong with these files; reading and hashing do not hold the interpreter's lock."""
+    ordered = sorted(names)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        faults = pool.map(lambda name: _fault(folder / name, entries[name], stop), ordered)
+        return [f"{name} {fault}" for name, fault in zip(ordered, faults, strict=True) if fault]
 
 
 def newest_verified(root: Path) -> tuple[int | None, list[int]]:
@@ -176,27 +215,37 @@ def _read(folder: Path) -> Entries:
     return {name: [int(size), str(digest)] for name, (size, digest) in content["files"].items()}
 
 
-def _fault(path: Path, entry: list[int | str]) -> str | None:
+def _fault(path: Path, entry: list[int | str], stop: threading.Event | None) -> str | None:
     try:
-        size = path.stat().st_size
-        if size != entry[0]:
-            return f"has {size} bytes instead of {entry[0]}"
-        return None if _digest(path) == entry[1] else "has other content than was saved"
-    except FileNotFoundError:
-        return "is missing"
+        return _size_fault(path, entry) or _content_fault(path, entry, stop)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
 
 
+def _size_fault(path: Path, entry: list[int | str]) -> str | None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return "is missing"
+    return None if size == entry[0] else f"has {size} bytes instead of {entry[0]}"
+
+
+def _content_fault(path: Path, entry: list[int | str], stop: threading.Event | None) -> str | None:
+    return None if _digest(path, stop) in (entry[1], None) else "has other content than was saved"
+
+
 def _entry(path: Path) -> list[int | str]:
-    return [path.stat().st_size, _digest(path)]
+    return [path.stat().st_size, str(_digest(path))]
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, stop: threading.Event | None = None) -> str | None:
+    """Return the checksum of a file, None if it is wanted no more."""
     import xxhash
 
     digest, block = xxhash.xxh3_128(), bytearray(_BLOCK)
     with open(path, "rb", buffering=0) as stream:
         while count := stream.readinto(block):
+            if stop is not None and stop.is_set():
+                return None
             digest.update(memoryview(block)[:count])
     return digest.hexdigest()

@@ -71,7 +71,14 @@ def read(file: Path, harmless: frozenset[str]) -> Any:
     Raises:
         UsageError: it is broken, or names something else.
     """
-    return _read(file, file, harmless, mmap=zipfile.is_zipfile(file))
+    return _read(file, file, harmless, mmap=_is_archive(file))
+
+
+def _is_archive(file: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(file)
+    except zipfile.BadZipFile:  # of several disks, it says
+        return False
 
 
 def read_part(content: bytes, file: Path, harmless: frozenset[str]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import random
 from argparse import Namespace
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from megatron_npu import checksums, devices, files, settings, torch_readers
+from megatron_npu import checksums, devices, files, safe_load, settings, torch_readers
 from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_failures, checkpoint_files, checkpoint_folder
@@ -76,7 +77,6 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     found = _description(place)
     _require_same_data(args, found["arguments"], place)
     _require_same_engine(prepared.description(), found, place)
-    checksums.verify(place)
     said = [f"loaded {place}; going on from iteration {found['iteration']}"]
     content: dict[str, Any] = {"train": prepared.state_dict()}
     same_ranks = found["arguments"].get("world_size") == args.world_size
@@ -84,7 +84,7 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
         content["random"] = {str(args.rank): _random_states()}
     else:
         said.append("the number of ranks has changed: random numbers start again from --seed")
-    with _reading(place):
+    with checksums.verifying(place), _reading(place):
         reader = FileSystemReader(place)
         if "model" in content["train"]:
             _require_same_weights(reader, content["train"]["model"], place)
@@ -188,6 +188,8 @@ def _reading(place: Path) -> Iterator[None]:
         yield
     except UsageError:
         raise
+    except pickle.UnpicklingError as error:
+        raise torch_readers.refusal(f"the checkpoint {place}", safe_load.refused_name(error)) from error
     # a torn file is a ValueError to JSON, a RuntimeError or EOFError to torch
     except (OSError, CheckpointException, ValueError, RuntimeError, EOFError, KeyError) as error:
         refused = torch_readers.last_refusal()

@@ -39,7 +39,10 @@ _ELSEWHERE = {
     "amp": "Use bf16 or fp16 in the file, or --mixed-precision.",
     "elasticity": "Give the batch sizes.",
     "autotuning": "Try sizes with `megatron-npu bench`.",
+    "nebula": "Checkpoints are written by this project, with checksums.",
+    "datastates_ckpt": "Checkpoints are written by this project, with checksums.",
 }
+_OF_CHECKPOINTS = ("writer", "load_universal")  # a process that writes when a save has ended; another format
 
 
 def read(path: Path) -> Config:
@@ -62,6 +65,10 @@ def read(path: Path) -> Config:
     for name, remedy in _ELSEWHERE.items():
         if _enabled(config.get(name)):
             raise _wrong(path, f'"{name}"', "a file without it", remedy)
+    for name in _OF_CHECKPOINTS:
+        if _enabled(config.get("checkpoint", {}).get(name)):
+            remedy = "Checkpoints are written and read as a whole, with checksums."
+            raise _wrong(path, f'"checkpoint.{name}"', "a file without it", remedy)
     return config
 
 

@@ -105,8 +105,9 @@ class DeepSpeedPrepared(Prepared):
 
     def load_beside(self, place: Path) -> None:
         """Read it."""
-        self.engine.checkpoint_engine.load = _read  # its own runs what a file says
-        self.engine.load_checkpoint(str(place / FOLDER), tag=TAG)
+        self.engine.checkpoint_engine.load = _read  # its own runs what a file says,
+        with safe_load.weights_only():  # and so do further readers, of universal checkpoints for one
+            self.engine.load_checkpoint(str(place / FOLDER), tag=TAG)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return all weights and buffers, whole, in fp32 where there are main weights, and on the host."""

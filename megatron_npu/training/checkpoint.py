@@ -6,6 +6,7 @@ tracker follows. The keys are those of Megatron-LM's own checkpoints.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -107,13 +108,16 @@ def load(args: Namespace, state: State) -> Position:
         UsageError: files of the checkpoint are missing or broken; the schedule differs from its schedule and
             no flag says which one counts.
     """
+    found = stock_checkpoints.existing(args.load, args.ckpt_step)
+    reading = _load_own if found.is_own else _load_stock
+    with checksums.verifying(found.path) if args.verify_checkpoint else contextlib.nullcontext():
+        return reading(args, state, found)
+
+
+def _load_own(args: Namespace, state: State, found: checkpoint_files.CheckpointInfo) -> Position:
+    """Load what this driver has saved."""
     from megatron.core import dist_checkpointing
 
-    found = stock_checkpoints.existing(args.load, args.ckpt_step)
-    if args.verify_checkpoint:
-        checksums.verify(found.path)
-    if not found.is_own:
-        return _load_stock(args, state, found)
     path = str(found.path)
     with checkpoint_failures.reading(path):
         metadata = dist_ckpt_versions.saved_metadata(path, found.optimizer_sharding)

@@ -82,8 +82,8 @@ def restored(
                 parameter.data = torch.empty_like(parameter, dtype=stored)
         _require_memory(gpt, load)
         gpt = model.on_device(args, config, gpt)
-        checksums.verify(found.path)
-        checkpoint.load_weights([gpt], found.path)
+        with checksums.verifying(found.path):
+            checkpoint.load_weights([gpt], found.path)
         yield args, gpt.eval(), tokenizer
 
 

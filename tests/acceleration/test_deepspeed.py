@@ -12,12 +12,13 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_npu import cli
-from megatron_npu.acceleration import arguments, deepspeed_config, ranks
+from megatron_npu import checksums, cli
+from megatron_npu.acceleration import arguments, deepspeed_config, deepspeed_engine, ranks
 from megatron_npu.errors import UsageError
 from tests.acceleration import deepspeed_stacks, runs, training
 from tests.conftest import LONGEST, ROOT
@@ -159,6 +160,41 @@ def test_a_file_that_would_run_something_is_not_read(saved, tmp_path, monkeypatc
     assert not (tmp_path / "told").exists()
 
 
+class Marks:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_what_deepspeed_reads_without_its_checkpoint_engine_runs_nothing(tmp_path):
+    """As readers of its optimizers do; the environment has the last word in torch.load."""
+    torch.save(Marks(tmp_path / "mark"), tmp_path / "file")
+
+    def load_checkpoint(folder: str, tag: str) -> None:
+        torch.load(tmp_path / "file", weights_only=False)
+
+    engine = SimpleNamespace(checkpoint_engine=SimpleNamespace(), load_checkpoint=load_checkpoint)
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir"):
+        deepspeed_engine.DeepSpeedPrepared.load_beside(SimpleNamespace(engine=engine), tmp_path)
+    assert not (tmp_path / "mark").exists()
+
+
+@needs_deepspeed
+def test_damage_in_the_engines_files_is_found(saved, tmp_path):
+    """Flipped in the middle: DeepSpeed itself goes on with other numbers."""
+    folder = begun(saved, tmp_path / "begun")
+    place = folder / f"iter_{SAVED:07d}"
+    file = max((place / "deepspeed").rglob("*optim_states.pt"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert checksums.damaged(place) == [f"{file.relative_to(place)} has other content than was saved"]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -168,6 +204,11 @@ def test_a_file_that_would_run_something_is_not_read(saved, tmp_path, monkeypatc
         ('{"zero_optimization": 2}', "zero_optimization 2; expected an object"),
         ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}}', "bf16 and fp16; expected one of them"),
         ('{"amp": {"enabled": true}}', '"amp"; expected a file without it'),
+        (
+            '{"checkpoint": {"load_universal": true}}',
+            '"checkpoint.load_universal"; expected a file without it',
+        ),
+        ('{"checkpoint": {"writer": {"decoupled": true}}}', '"checkpoint.writer"; expected'),
         ('{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}', "offload_optimizer.device nvme"),
     ],
 )

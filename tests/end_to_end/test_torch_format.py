@@ -105,11 +105,16 @@ def test_training_goes_on_where_a_stock_script_saved(version, dataset, tmp_path,
         "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --train-iters 3 --eval-iters 0 --split 90,10,0"
     )
     saved = tmp_path / "saved"
-    saving = f"--ckpt-format torch --save {saved} --save-interval 2 --tensor-model-parallel-size 2"
-    words = f"{model} {run} {saving}".split()
+    saving = f"--ckpt-format torch --save {saved} --save-interval 1 --tensor-model-parallel-size 2"
+    retains = version != "0.12.1"  # which has no such flag
+    words = f"{model} {run} {saving} {'--save-retain-interval 2' * retains}".split()
     tree = checkout("megatron_core", version)
     expected = stock.losses(stock.pretrain(tree, tmp_path, *words, processes=2, data=dataset))
-    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    tracker = saved / "latest_checkpointed_iteration.txt"
+    assert tracker.read_text() == "3"
+    kept = [f"iter_000000{number}" for number in (1, 2, 3) if number > 1 or not retains]
+    assert sorted(path.name for path in saved.glob("[!.]*")) == [*kept, tracker.name]
+    tracker.write_text("2")
     sums = json.loads((saved / "iter_0000002" / checksums.NAME).read_text())["files"]
     assert [*sums] == [f"mp_rank_0{rank}/model_optim_rng.pt" for rank in (0, 1)]
     log = tmp_path / "log.json"

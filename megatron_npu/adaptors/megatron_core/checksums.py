@@ -1,14 +1,17 @@
-"""Checksums in the checkpoints of stock scripts: written with each, compared before it is loaded.
+"""Checksums in the checkpoints of stock scripts: written with each, compared while it is loaded.
 
 Connects ``megatron.core.dist_checkpointing.serialization`` and ``megatron.training``. Those of the format
 ``torch_dist`` are written when upstream declares its files complete: with its metadata, before the tracker;
-those of the format ``torch`` when it has saved. The driver, which saves through the same functions, writes
-its own.
+those of other formats when it has saved, and the tracker gets its name after them. The driver, which saves
+through the same functions, writes its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,9 @@ from megatron_npu import checksums
 from megatron_npu.adaptors.megatron_core.decorators import around
 from megatron_npu.adaptors.shared import checksums as of_scripts
 
+_OF_DIST_CHECKPOINTING = ("torch_dist", "zarr")  # what ``write_checksums`` sees, and
+_DECLARED = "metadata.json"  # which they alone have
+_afterwards: list[Callable[[], None]] = []  # what is to be done when the tracker has its name
 _in_script = False  # while a stock script saves or loads
 
 around("megatron.training.arguments:add_megatron_arguments", why=of_scripts.WHY_FLAGS)(of_scripts.add_flags)
@@ -27,20 +33,62 @@ def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any
     """Have checksums written with what the script saves."""
     from megatron.training.global_vars import get_args
 
+    given = get_args()
     with _of_script() as verifies:
         if kwargs.get("non_persistent_ckpt"):  # which has another place
             return original(iteration, *args, **kwargs)
-        place = of_scripts.folder(get_args().save, iteration)
-        of_scripts.begin_save(place)
-        result = original(iteration, *args, **kwargs)
-        if verifies:
-            of_scripts.write(place)
-        return result
+        place = of_scripts.folder(given.save, iteration, release=kwargs.get("release", False))
+        if given.ckpt_format in _OF_DIST_CHECKPOINTING:
+            of_scripts.begin_save(place)
+            return original(iteration, *args, **kwargs)
+        former = of_scripts.of_tracker(given.save)
+        with of_scripts.saving(given.save, place, verifies=verifies):
+            result = original(iteration, *args, **kwargs)
+        _retire(former, place, getattr(given, "save_retain_interval", None))
+    do_afterwards()
+    return result
+
+
+def do_afterwards() -> None:
+    """Do what has waited for the tracker's name."""
+    while _afterwards:
+        _afterwards.pop()()
+
+
+def _retire(former: Path | None, place: Path, interval: int | None) -> None:
+    """Remove the checkpoint before, as upstream with the flag, which has not seen the tracker's own name."""
+    if not interval or former is None or former in (place, place.with_name(of_scripts.RELEASE)):
+        return
+    if (
+        of_scripts.is_first()
+        and not former.is_symlink()
+        and int(former.name.removeprefix("iter_")) % interval
+    ):
+        threading.Thread(target=shutil.rmtree, args=(former, True)).start()
+
+
+around(
+    "megatron.training.checkpointing:get_checkpoint_tracker_filename",
+    why="upstream names a checkpoint of the format torch as the newest before its checksums are there",
+)(of_scripts.tracker_to_write)
+
+
+@around(
+    "megatron.training.wandb_utils:on_save_checkpoint_success",
+    why="it takes up the tracker, which has its name a moment later",
+)
+def log_when_named(original: Callable[..., None], checkpoint_path: str, tracker: str, *rest: Any) -> None:
+    """Wait until the tracker has its name."""
+    named = of_scripts.named(tracker)
+    if named == tracker:
+        original(checkpoint_path, tracker, *rest)
+    else:
+        _afterwards.append(functools.partial(original, checkpoint_path, named, *rest))
 
 
 @around("megatron.training.checkpointing:load_checkpoint", why=of_scripts.WHY)
 def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Have checksums compared before the script loads, and another one loaded if the flag says so."""
+    """Have checksums compared while the script loads, and another one loaded if the flag says so."""
     from megatron.training.global_vars import get_args
 
     given = get_args()
@@ -49,18 +97,16 @@ def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any)
         try:
             if root and getattr(given, "load_last_good", False):
                 given.ckpt_step = checksums.newest_whole(root) or step
-            if root and verifies:
-                _verify_ranks(root, given.ckpt_step)
-            return original(*args, **kwargs)
+            with of_scripts.verifying(_of_ranks(root, given.ckpt_step) if root and verifies else None):
+                return original(*args, **kwargs)
         finally:
             given.ckpt_step = step  # of this call alone: it is a flag, which checkpoints keep
 
 
-def _verify_ranks(root: str, step: int | None) -> None:
-    """Compare a checkpoint of the format torch; ``compare_checksums`` does the others."""
+def _of_ranks(root: str, step: int | None) -> Path | None:
+    """Return the checkpoint to be loaded, None for one that ``compare_checksums`` sees."""
     place = of_scripts.folder(root, step) if step else of_scripts.of_tracker(root)
-    if place is not None and of_scripts.holds_ranks(place):
-        of_scripts.verify(place)
+    return None if place is None or (place / _DECLARED).is_file() else place
 
 
 @contextlib.contextmanager
@@ -95,7 +141,6 @@ def write_checksums(
 def compare_checksums(
     original: Callable[..., Any], content: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Compare them first; a checkpoint without any is loaded as it is."""
-    if _in_script:
-        of_scripts.verify(Path(checkpoint_dir))
-    return original(content, checkpoint_dir, *args, **kwargs)
+    """Compare them meanwhile; a checkpoint without any is loaded as it is."""
+    with of_scripts.verifying(Path(checkpoint_dir) if _in_script else None):
+        return original(content, checkpoint_dir, *args, **kwargs)

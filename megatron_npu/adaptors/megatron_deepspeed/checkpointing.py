@@ -1,4 +1,4 @@
-"""``megatron.checkpointing``: checkpoints, also of DeepSpeed's engine, read without running code."""
+"""``megatron.checkpointing``: checkpoints, also of DeepSpeed's engine: no code is run, damage is found."""
 
 from __future__ import annotations
 

@@ -7,15 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron_npu import checksums, files, safe_load
+from megatron_npu import checksums, files
 from megatron_npu.adaptors.megatron_lm.decorators import around
 from megatron_npu.adaptors.shared import checksums as of_scripts
-from megatron_npu.adaptors.shared.checkpoint_values import harmless
+from megatron_npu.adaptors.shared.checkpoint_values import data_only
 from megatron_npu.errors import UsageError
-
-_TRACKER_FILE = "latest_checkpointed_iteration.txt"
 
 
 @around(
@@ -25,28 +21,10 @@ _TRACKER_FILE = "latest_checkpointed_iteration.txt"
 )
 def load_data_only(original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
     """Read tensors, numbers and arguments, nothing that runs; say what is wrong with a bad file."""
-    with safe_load.allowing(*_harmless()), safe_load.weights_only():
-        try:
-            return original(load_dir, *args, **kwargs)
-        except SystemExit as stop:
-            # upstream: print_rank_0(error); sys.exit()
-            cause = stop.__context__
-            raise UsageError(
-                f"the checkpoint in {load_dir} cannot be read ({type(cause).__name__}: {_first(cause)})",
-                "a checkpoint of Megatron-LM that holds tensors and arguments only",
-                "Check that its files are complete; never load one from a source that you do not trust.",
-            ) from cause
-
-
-def _first(error: BaseException | None) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
-def _harmless() -> list[Any]:
-    """Return what a checkpoint of this tree holds besides tensors: arguments, enums, numpy's RNG state."""
     from megatron.model import enums
 
-    return [enums.ModelType, *harmless()]
+    with data_only(load_dir, enums.ModelType):
+        return original(load_dir, *args, **kwargs)
 
 
 @around(
@@ -57,19 +35,15 @@ def _harmless() -> list[Any]:
     until="upstream refreshes them with --bf16, too (by megatron-core 0.12); 285068c8 is frozen",
 )
 def refresh_main_weights(
-    original: Callable[..., int],
-    model: Any,
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    load_arg: str = "load",
-    strict: bool = True,
+    original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
     """Copy the loaded weights to the optimizer's fp32 ones with ``--bf16``, as upstream with ``--fp16``."""
     from megatron import get_args
 
-    iteration = original(model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
+    iteration = original(model, optimizer, *rest, **kwargs)
     args = get_args()
-    without_state = args.finetune or args.no_load_optim or _is_release(getattr(args, load_arg))
+    released = of_scripts.is_release(_directory(*rest, **kwargs)[1])
+    without_state = args.finetune or args.no_load_optim or released
     if args.bf16 and optimizer is not None and without_state:
         optimizer.reload_model_params()
     return iteration
@@ -83,24 +57,28 @@ def refresh_main_weights(
     until="upstream has --exit-on-missing-checkpoint (by megatron-core 0.12); 285068c8 is frozen",
 )
 def require_what_is_evaluated(
-    original: Callable[..., int],
-    model: Any,
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    load_arg: str = "load",
-    strict: bool = True,
+    original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
     """Refuse to evaluate a model that was never loaded; a training may begin so, and has an optimizer."""
-    from megatron import get_args
-
-    directory = getattr(get_args(), load_arg)
-    if optimizer is None and not Path(directory, _TRACKER_FILE).is_file():
+    load_arg, directory = _directory(*rest, **kwargs)
+    if optimizer is None and not Path(directory, of_scripts.TRACKER).is_file():
         raise UsageError(
-            f"--{load_arg.replace('_', '-')} {directory}: no checkpoint there (no {_TRACKER_FILE})",
+            f"--{load_arg.replace('_', '-')} {directory}: no checkpoint there (no {of_scripts.TRACKER})",
             "a folder that a training wrote with --save",
             "Correct the path; without weights there is nothing to evaluate.",
         )
-    return original(model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
+    return original(model, optimizer, *rest, **kwargs)
+
+
+def _directory(scheduler: Any = None, load_arg: str = "load", strict: bool = True) -> tuple[str, str]:
+    """Return which argument names the checkpoint, and its value.
+
+    Args:
+        scheduler, load_arg, strict: what ``load_checkpoint`` is called with behind model and optimizer.
+    """
+    from megatron import get_args
+
+    return load_arg, getattr(get_args(), load_arg)
 
 
 around("megatron.arguments:_add_checkpointing_args", why=of_scripts.WHY_FLAGS)(of_scripts.add_flags)
@@ -109,26 +87,20 @@ _chosen: int | None = None  # by --load-last-good, while load_checkpoint runs
 
 @around("megatron.checkpointing:load_checkpoint", why=of_scripts.WHY)
 def compare_checksums(
-    original: Callable[..., int],
-    model: Any,
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    load_arg: str = "load",
-    strict: bool = True,
+    original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
-    """Compare the files of the checkpoint with their checksums first, another one's if the flag says so."""
+    """Compare the files of the checkpoint with their checksums, another one's if the flag says so."""
     global _chosen
     from megatron import get_args
 
     args = get_args()
-    root = getattr(args, load_arg)
+    _, root = _directory(*rest, **kwargs)
     try:
         if getattr(args, "load_last_good", False):
             _chosen = checksums.newest_whole(root)
         place = of_scripts.folder(root, _chosen) if _chosen else of_scripts.of_tracker(root)
-        if place is not None and getattr(args, "verify_checkpoint", True):
-            of_scripts.verify(place)
-        return original(model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
+        with of_scripts.verifying(place if getattr(args, "verify_checkpoint", True) else None):
+            return original(model, optimizer, *rest, **kwargs)
     finally:
         _chosen = None
 
@@ -142,24 +114,12 @@ def name_the_chosen(original: Callable[..., tuple[int, bool]], tracker_filename:
     return original(tracker_filename) if _chosen is None else (_chosen, False)
 
 
-def _is_release(directory: str) -> bool:
-    tracker = Path(directory, _TRACKER_FILE)
-    return tracker.is_file() and tracker.read_text().strip() == "release"
-
-
-_saving = False  # while upstream's save_checkpoint runs, the tracker is written under another name
-
-
-@around(
+around(
     "megatron.checkpointing:get_checkpoint_tracker_filename",
     why="upstream opens the tracker for writing in place: killed then, it leaves an empty one",
     upstream_bug=True,
     until="285068c8 is frozen: for ever (0.16 still writes it in place)",
-)
-def name_unfinished_tracker(original: Callable[..., str], checkpoints_path: str) -> str:
-    """Return the name to write to while a checkpoint is being saved."""
-    name = original(checkpoints_path)
-    return str(files.partial_file(Path(name))) if _saving else name
+)(of_scripts.tracker_to_write)
 
 
 @around(
@@ -168,22 +128,13 @@ def name_unfinished_tracker(original: Callable[..., str], checkpoints_path: str)
 )
 def save_privately(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
     """Save private files; write their checksums, and rename the tracker when all is written."""
-    global _saving
     from megatron import get_args
 
-    tracker = Path(get_args().save, _TRACKER_FILE)
-    place = of_scripts.folder(get_args().save, iteration)
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    if rank == 0:
-        files.remove_abandoned(tracker)  # of runs that were killed while they saved
-    of_scripts.begin_save(place)
-    mask, _saving = files.tighten_umask(), True
+    given = get_args()
+    place = of_scripts.folder(given.save, iteration)
+    mask = files.tighten_umask()
     try:
-        original(iteration, *args, **kwargs)
-        if getattr(get_args(), "verify_checkpoint", True):
-            of_scripts.write(place)
+        with of_scripts.saving(given.save, place, verifies=getattr(given, "verify_checkpoint", True)):
+            original(iteration, *args, **kwargs)
     finally:
-        _saving = False
         os.umask(mask)
-    if rank == 0:
-        files.partial_file(tracker).replace(tracker)

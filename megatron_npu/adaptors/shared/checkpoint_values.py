@@ -1,11 +1,42 @@
-"""What checkpoints of Megatron's older trees hold beside tensors."""
+"""Checkpoints of Megatron's older trees, read without running code: what they hold beside tensors."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
+
+from megatron_npu import safe_load
+from megatron_npu.errors import UsageError
+
+
+@contextlib.contextmanager
+def data_only(load_dir: str, *kinds: Any) -> Iterator[None]:
+    """Let upstream read a checkpoint in the block: tensors, numbers and arguments, nothing that runs.
+
+    Args:
+        load_dir: the folder of the checkpoint.
+        kinds: classes that this tree keeps besides (``harmless``).
+
+    Raises:
+        UsageError: it holds something else, or cannot be read; upstream prints the error and ends with
+            exit code 0.
+    """
+    with safe_load.allowing(*harmless(), *kinds), safe_load.weights_only():
+        try:
+            yield
+        except (SystemExit, pickle.UnpicklingError, EOFError) as error:
+            cause = error.__context__ if isinstance(error, SystemExit) else error
+            reason = safe_load.refused_name(cause) if cause else "upstream has said why"
+            raise UsageError(
+                f"the checkpoint in {load_dir} cannot be read ({type(cause).__name__}: {reason})",
+                "a checkpoint of this Megatron that holds tensors and arguments only",
+                "Check that its files are complete; never load one from a source that you do not trust.",
+            ) from cause
 
 
 def harmless() -> list[Any]:

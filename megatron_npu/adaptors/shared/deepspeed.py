@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
+import functools
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_npu import deepspeed_device, devices, files, safe_load
+from megatron_npu import deepspeed_device, devices, files
+from megatron_npu.adaptors.shared import checksums as of_scripts
 from megatron_npu.adaptors.shared import rendezvous
-from megatron_npu.adaptors.shared.checkpoint_values import harmless
+from megatron_npu.adaptors.shared.checkpoint_values import data_only
 from megatron_npu.adaptors.shared.start import announce_first, connect_old_tree
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.registry import Recorder
@@ -54,55 +57,94 @@ def meet(original: Callable[..., None]) -> None:
 # --- checkpoints ------------------------------------------------------------------------------------
 
 
+_TAG = "latest"  # the tracker of DeepSpeed's engine: the name of a folder beside it
+_REMEDY = f"Name an older one in {of_scripts.TRACKER}, or with --deepspeed in {_TAG}."
+
+
 def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[ModuleType]]) -> None:
-    """Record that checkpoints, also of DeepSpeed's engine, are read without running code, and written 640.
+    """Record that checkpoints, also of DeepSpeed's engine, run no code, have checksums, and are private.
 
     Args:
         recorder: that of the tree.
         enumerations: returns the modules whose enumerations the saved arguments name.
     """
+    recorder.around("megatron.arguments:_add_checkpointing_args", why=of_scripts.WHY_VERIFY)(
+        of_scripts.add_verify_flag
+    )
+    recorder.around(
+        "megatron.checkpointing:get_checkpoint_tracker_filename",
+        why="upstream names a checkpoint as the newest before its checksums are there",
+    )(of_scripts.tracker_to_write)
 
     @recorder.around(
         "megatron.checkpointing:load_checkpoint",
         why="torch.load of today refuses argparse.Namespace, and upstream then ends the process with exit "
-        "code 0; DeepSpeed's engine, and torch.load of 2.5 and before, run whatever code the file holds",
+        "code 0; DeepSpeed's engine, and torch.load of 2.5 and before, run whatever code the file holds; "
+        "files with flipped bits load without a word",
     )
     def load_data_only(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
         """Read tensors, numbers and arguments, nothing that runs; say what is wrong with a bad file."""
+        from megatron import get_args
+
+        given = get_args()
+        root = getattr(given, _load_arg(*args, **kwargs))
         kinds = [kind for module in enumerations() for kind in vars(module).values()]
         named = [kind for kind in kinds if isinstance(kind, enum.EnumMeta)]
-        with (
-            safe_load.allowing(*harmless(), *named, *deepspeed_device.harmless()),
-            safe_load.weights_only(),
-        ):
-            try:
-                return original(*args, **kwargs)
-            except SystemExit as stop:  # upstream: print_rank_0(error); sys.exit()
-                raise _unreadable(stop.__context__) from stop.__context__
+        place = _newest(given, root) if getattr(given, "verify_checkpoint", True) else None
+        with of_scripts.verifying(place, _REMEDY), data_only(root, *named, *deepspeed_device.harmless()):
+            return original(*args, **kwargs)
 
-    recorder.around("megatron.checkpointing:save_checkpoint", why="files are to be 640, folders 750")(
-        save_privately
-    )
+    recorder.around(
+        "megatron.checkpointing:save_checkpoint",
+        why="files are to be 640, folders 750, to have checksums, and to be named as the newest after that",
+    )(save_privately)
 
 
-def _unreadable(cause: BaseException | None) -> UsageError:
+def _load_arg(
+    model: Any, optimizer: Any, scheduler: Any, load_arg: str = "load", *rest: Any, **kwargs: Any
+) -> str:
+    """Return which argument names the checkpoint, of those that ``load_checkpoint`` is called with."""
+    return load_arg
+
+
+def _newest(given: argparse.Namespace, root: str) -> Path | None:
+    """Return the checkpoint that is to be loaded, None if the trackers name none."""
+    if not given.deepspeed:
+        return of_scripts.of_tracker(root)
+    tracker = Path(root, _TAG)
+    tag = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
+    return Path(root, tag) if tag else None
+
+
+def save_privately(
+    original: Callable[..., None], iteration: int, model: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Save private files with their checksums, then let the tracker name them."""
     from megatron import get_args
 
-    reason = str(cause).strip().partition("\n")[0]
-    return UsageError(
-        f"the checkpoint in {get_args().load} cannot be read ({type(cause).__name__}: {reason})",
-        "a checkpoint of Megatron-DeepSpeed that holds tensors and arguments only",
-        "Check that its files are complete; never load one from a source that you do not trust.",
-    )
-
-
-def save_privately(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Save private files."""
+    given = get_args()
+    verifies = getattr(given, "verify_checkpoint", True)
     mask = files.tighten_umask()
     try:
-        original(*args, **kwargs)
+        with _tagged_afterwards(model[0], given.save) if given.deepspeed else contextlib.nullcontext() as tag:
+            place = Path(given.save, tag) if tag else of_scripts.folder(given.save, iteration)
+            with of_scripts.saving(given.save, place, verifies=verifies):
+                original(iteration, model, *args, **kwargs)
     finally:
         os.umask(mask)
+
+
+@contextlib.contextmanager
+def _tagged_afterwards(engine: Any, root: str) -> Iterator[str]:
+    """Give the name of the folder that the engine saves into, and name it as the newest behind the block."""
+    tag = f"global_step{engine.global_steps}"
+    engine.save_checkpoint = functools.partial(engine.save_checkpoint, tag=tag, save_latest=False)
+    try:
+        yield tag
+    finally:
+        del engine.save_checkpoint
+    if of_scripts.is_first():
+        files.write(Path(root, _TAG), tag)
 
 
 # --- what cannot work -------------------------------------------------------------------------------

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+from pathlib import Path
 
-from megatron_npu import patch_commands, upstream
-from tests.adaptors.megatron_deepspeed.pretraining import ITERATIONS, TP2, engine, split_into_stages, train
+import pytest
+import torch
+
+from megatron_npu import checksums, patch_commands, upstream
+from tests.adaptors.megatron_deepspeed.pretraining import (
+    ITERATIONS,
+    TP2,
+    engine,
+    split_into_stages,
+    steps,
+    train,
+)
+from tests.adaptors.megatron_lm import runs
 
 pytest.importorskip("deepspeed")
 
@@ -28,12 +40,43 @@ def test_it_trains_like_megatron_lm(checkout, data, expected, changes, stage, pr
     assert train(checkout, data, changes, processes=processes) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [None, 1], ids=["upstream's", "engine's"])
-def test_it_goes_on_from_its_checkpoint(checkout, data, expected, stage, tmp_path):
+class Marks:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize(
+    ("stage", "place"),
+    [(None, f"iter_{SAVED:07d}"), (1, f"global_step{SAVED}")],
+    ids=["upstream's", "engine's"],
+)
+def test_it_goes_on_from_its_checkpoint(checkout, data, expected, stage, place, tmp_path):
+    """Not from one that is damaged, or holds what would run."""
     changes = "" if stage is None else engine(data, stage)
     train(checkout, data, changes, f"--save {tmp_path} --save-interval {SAVED} --exit-interval {SAVED}")
+    tracker = "latest_checkpointed_iteration.txt" if stage is None else "latest"
+    assert (tmp_path / tracker).read_text() == (str(SAVED) if stage is None else place)
+    assert not [*tmp_path.glob("*.partial")]
     found = train(checkout, data, changes, f"--load {tmp_path}")
     assert found == pytest.approx({i: expected[i] for i in range(SAVED + 1, ITERATIONS + 1)}, rel=1e-5)
+
+    script, *flags = steps(checkout, data, changes, f"--load {tmp_path}")
+    file = max((tmp_path / place).rglob("*.pt"), key=lambda path: path.stat().st_size)
+    torch.save({"args": Marks(tmp_path / "mark")}, file)
+    if stage is not None:  # both trackers lead to the same comparison
+        damaged = runs.run(Path(script), flags)
+        assert damaged.returncode == 2, damaged.stderr
+        assert f"is damaged: {file.relative_to(tmp_path / place)}" in damaged.stderr.splitlines()[-1]
+    (tmp_path / place / checksums.NAME).unlink()
+    refused = runs.run(Path(script), flags)
+    assert refused.returncode == 2, refused.stderr
+    assert "it names posix.mkdir" in refused.stderr.splitlines()[-1]
+    assert not (tmp_path / "mark").exists()
 
 
 def test_a_pipeline_clips_by_the_norm_of_all_stages(checkout, data, tmp_path):

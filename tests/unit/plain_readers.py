@@ -1,0 +1,154 @@
+"""Readers of files that are no pickles, each with a file that is whole: for tests/campaign/fuzz.py.
+
+A reader takes the path of a file, and puts beside it what else it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models
+
+from megatron_npu import checksums
+from megatron_npu.acceleration import deepspeed_config
+from megatron_npu.conversion import config, hf_files
+from megatron_npu.preprocessing import indexed_dataset
+from megatron_npu.tokenization.bert_wordpiece import BertWordPieceTokenizer
+from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
+from megatron_npu.tokenization.hf import HuggingFaceTokenizer
+from megatron_npu.training import checkpoint_files
+from tests.adaptors.megatron_lm import runs
+
+Reader = Callable[[Path], object]
+TENSORS = {"w": torch.ones(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
+
+
+def named(file: Path, name: str) -> Path:
+    """Return a copy of a file under the name that its reader expects, alone in a folder."""
+    folder = file.with_name(f"{file.name}-folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return Path(shutil.copy(file, folder / name))
+
+
+def read_checksums(file: Path) -> object:
+    return checksums.damaged(named(file, checksums.NAME).parent)
+
+
+def read_description(file: Path) -> object:
+    return checkpoint_files._read(named(file, checkpoint_files.DESCRIPTION).parent)
+
+
+def read_dataset_index(file: Path) -> object:
+    index = named(file, "text.idx")
+    index.with_suffix(".bin").write_bytes(np.arange(12, dtype="<u2").tobytes())
+    prefix = index.with_suffix("")
+    return indexed_dataset.validate(prefix, 300), list(indexed_dataset.sequence_lengths(prefix))
+
+
+def read_vocabulary(file: Path) -> object:
+    vocabulary = named(file, "vocab.json")
+    vocabulary.with_name("merges.txt").write_text("#version: 0.2\n")
+    return GPT2Tokenizer(vocabulary, vocabulary.with_name("merges.txt")).encode("a b")
+
+
+def read_merges(file: Path) -> object:
+    folder = named(file, "given.txt").parent
+    vocabulary, _ = runs.write_vocabulary(folder, merges=["a b"])
+    return GPT2Tokenizer(vocabulary, folder / "given.txt").encode("a b")
+
+
+def read_words(file: Path) -> object:
+    return BertWordPieceTokenizer(file, lower_case=True).encode("a b")
+
+
+def read_tokenizer(file: Path) -> object:
+    folder = named(file, "tokenizer.json").parent
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    return HuggingFaceTokenizer(folder).encode("a b")
+
+
+def read_config(file: Path) -> object:
+    return config.read(named(file, config.NAME).parent)
+
+
+def _tensors(folder: Path) -> object:
+    source = hf_files.Source(folder)
+    return [(source.dtype(name), source.numel(name), source.read(name)) for name in source.names()]
+
+
+def read_safetensors(file: Path) -> object:
+    return _tensors(named(file, hf_files.SINGLE).parent)
+
+
+def read_pytorch_bin(file: Path) -> object:
+    return _tensors(named(file, hf_files.PICKLED).parent)
+
+
+def read_shards(file: Path) -> object:
+    from safetensors.torch import save_file
+
+    folder = named(file, hf_files.INDEX).parent
+    save_file(TENSORS, folder / "part.safetensors")
+    return _tensors(folder)
+
+
+def read_deepspeed_config(file: Path) -> object:
+    return deepspeed_config.read(file)
+
+
+def whole() -> dict[str, tuple[Reader, bytes]]:
+    """Return each reader with a file that is whole."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        made = _made(folder)
+    finally:
+        shutil.rmtree(folder)
+    return {name.removeprefix("read_").replace("_", "-"): (READS[name], made[name]) for name in READS}
+
+
+def _made(folder: Path) -> dict[str, bytes]:
+    """Return whole files, by the name of their reader."""
+    from safetensors.torch import save_file
+
+    runs.write_vocabulary(folder, merges=["a b"])
+    save_file(TENSORS, folder / "w.safetensors")
+    torch.save(TENSORS, folder / "w.bin")
+    lengths = np.array([3, 4, 5], np.int32)
+    with indexed_dataset.Writer(str(folder / "text"), np.dtype(np.uint16)) as writer:
+        writer.add(np.arange(12, dtype=np.uint16).tobytes(), lengths, np.array([2, 1], np.int64))
+        writer.finish()
+        indexed_dataset.publish([writer])
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    texts = {
+        "read_checksums": {"algorithm": checksums.ALGORITHM, "files": {"weights": [7, "0" * 32]}},
+        "read_description": {"iteration": 3, "consumed_train_samples": 12, "consumed_valid_samples": 0}
+        | {"has_optimizer": True, "has_rng": True, "optimizer_sharding": None}
+        | {"arguments": {"num_layers": 2, "hidden_size": 32}},
+        "read_config": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "torch_dtype": "float32"},
+        "read_shards": {"weight_map": {"w": "part.safetensors", "b": "part.safetensors"}},
+        "read_deepspeed_config": {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0},
+    }
+    names = {
+        "read_vocabulary": "vocab.json",
+        "read_merges": "merges.txt",
+        "read_dataset_index": "text.idx",
+        "read_tokenizer": "tokenizer.json",
+        "read_safetensors": "w.safetensors",
+        "read_pytorch_bin": "w.bin",
+    }
+    words = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"])
+    return (
+        {name: json.dumps(values).encode() for name, values in texts.items()}
+        | {name: (folder / file).read_bytes() for name, file in names.items()}
+        | {"read_words": words.encode()}
+    )
+
+
+READS: dict[str, Reader] = {name: value for name, value in globals().items() if name.startswith("read_")}
