@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,18 +16,9 @@ pytest.importorskip("transformers")
 from megatron_npu.acceleration import pretrained
 from megatron_npu.errors import UsageError
 from tests.acceleration import tiny_models
+from tests.payload import Runs
 
 CODE = "import os\nos.mkdir({mark!r})\nfrom transformers import GPT2Config as C, GPT2LMHeadModel as M\n"
-
-
-class Runs:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 def changed(folder: Path, file: str = "config.json", **values: object) -> None:

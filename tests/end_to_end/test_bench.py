@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron_npu.benching import command, ranks
 from megatron_npu.benching.job import Job
@@ -18,6 +19,7 @@ from megatron_npu.benching.sizes import BERT, GPT, parameters
 from megatron_npu.training import host_memory
 from tests import warm
 from tests.end_to_end import tiny
+from tests.payload import Runs
 
 SIZE = "--model 2x32x4 --seq-length 16 --vocab-size 256".split()
 
@@ -70,6 +72,14 @@ def test_a_table_of_transformers(tmp_path, monkeypatch):
     assert [row["outcome"] for row in found["rows"]] == ["measured"]
     size = BERT.size("2x32x4", seq_length=16, vocabulary=256)
     assert found["parameters"] == parameters(BERT, size)
+
+
+def test_a_folder_is_no_size_and_nothing_in_it_is_read(tmp_path, refused):
+    """Models of the tables are made of sizes: ``bench`` has no reader of anybody's files."""
+    torch.save({"weight": Runs(tmp_path / "mark")}, tmp_path / "pytorch_model.bin")
+    line = "bench --suite mixed-precision --devices 1 --model".split()
+    assert "LAYERSxHIDDEN" in refused(*line, tmp_path)
+    assert not (tmp_path / "mark").exists()
 
 
 def test_a_rank_beyond_its_limit_is_a_row():

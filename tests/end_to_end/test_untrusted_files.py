@@ -6,7 +6,6 @@ The payload makes a folder: ``os.mkdir``, in a pickle wherever a checkpoint or a
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -19,18 +18,9 @@ from megatron_npu import checksums, cli
 from tests.adaptors.megatron_core import stock
 from tests.conftest import checkout
 from tests.end_to_end import tiny
+from tests.payload import Runs
 
 pytest.importorskip("megatron.core")
-
-
-class Runs:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from tests.adaptors.megatron_deepspeed.pretraining import (
     train,
 )
 from tests.adaptors.megatron_lm import runs
+from tests.payload import Runs
 
 pytest.importorskip("deepspeed")
 
@@ -40,16 +40,6 @@ def test_it_trains_like_megatron_lm(checkout, data, expected, changes, stage, pr
     assert train(checkout, data, changes, processes=processes) == pytest.approx(expected, rel=1e-5)
 
 
-class Marks:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 @pytest.mark.parametrize(
     ("stage", "place"),
     [(None, f"iter_{SAVED:07d}"), (1, f"global_step{SAVED}")],
@@ -67,7 +57,7 @@ def test_it_goes_on_from_its_checkpoint(checkout, data, expected, stage, place, 
 
     script, *flags = steps(checkout, data, changes, f"--load {tmp_path}")
     file = max((tmp_path / place).rglob("*.pt"), key=lambda path: path.stat().st_size)
-    torch.save({"args": Marks(tmp_path / "mark")}, file)
+    torch.save({"args": Runs(tmp_path / "mark")}, file)
     if stage is not None:  # both trackers lead to the same comparison
         damaged = runs.run(Path(script), flags)
         assert damaged.returncode == 2, damaged.stderr

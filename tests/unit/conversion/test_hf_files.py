@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import weakref
 
@@ -15,6 +14,7 @@ pytest.importorskip("huggingface_hub")
 
 from megatron_npu.conversion import hf_files
 from megatron_npu.errors import UsageError
+from tests.payload import Runs
 
 TENSORS = {"b": torch.arange(6.0), "a": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.zeros(3)}
 
@@ -82,16 +82,6 @@ def test_older_files_of_torch(tmp_path):
     source = hf_files.Source(tmp_path)
     assert torch.equal(source.read("b"), TENSORS["b"])
     assert source.dtype("a") == "bfloat16"
-
-
-class Runs:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 def test_what_would_run_is_refused(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from argparse import Namespace
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import serialization
 from megatron_npu import safe_load
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_failures, checkpoint_files, stock_arguments, stock_checkpoints
+from tests.payload import Runs
 
 STOCK = {
     "num_layers": 2,
@@ -39,16 +39,6 @@ STOCK = {
     "num_experts": None,
     "add_position_embedding": True,
 }
-
-
-class Runs:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 def write(root: Path, args: object) -> Path:

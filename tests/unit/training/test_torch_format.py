@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from megatron_npu.errors import UsageError
 from megatron_npu.training import stock_checkpoints, torch_format
 from megatron_npu.training.torch_format import names, shards
+from tests.payload import Runs
 
 LAYERS, HIDDEN, HEADS, ROWS = 4, 128, 2, 96
 ARGS = {
@@ -168,16 +168,6 @@ def test_joining_is_the_inverse_of_cutting():
     up, gate = torch.arange(4), torch.arange(4, 8)
     parts = shards.cut("decoder.layers.0.mlp.linear_fc1.bias", torch.cat([up, gate]), 2, gated=True)
     assert parts[0].tolist() == [0, 1, 4, 5]  # each rank computes with a part of both
-
-
-class Runs:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 @pytest.mark.parametrize("zipped", [True, False])

@@ -19,18 +19,9 @@ from megatron_npu.errors import UsageError
 from megatron_npu.ops.adam import FusedAdam
 from tests.adaptors.comparison import here, leaf
 from tests.adaptors.megatron_lm import runs
+from tests.payload import Runs
 
 DATA = Path(os.environ["CHECK_DATA"])
-
-
-class Evil:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (self.path, "w")
 
 
 # -- arguments --------------------------------------------------------------------------------------
@@ -107,8 +98,8 @@ def check_index_files(tmp_path):
     assert len(files) == 3
     assert not any(name.endswith(".partial") for name in files)
     trap = tmp_path / "trapped"
-    next(tmp_path.glob("*_doc_idx.npy")).write_bytes(pickle.dumps(Evil(str(trap))))
-    with pytest.raises(UsageError, match=r"holds a pickle that names io\.open"):
+    next(tmp_path.glob("*_doc_idx.npy")).write_bytes(pickle.dumps(Runs(trap)))
+    with pytest.raises(UsageError, match=r"holds a pickle that names posix\.mkdir"):
         gpt_dataset._build_index_mappings(*arguments)
     assert not trap.exists()
 
@@ -335,7 +326,7 @@ def check_bad_checkpoint_is_refused(checkpoint, tmp_path, damage):
     folder, file = checkpoint
     trap = tmp_path / "trapped"
     if damage == "malicious":
-        torch.save({"model": Evil(str(trap))}, file)
+        torch.save({"model": Runs(trap)}, file)
     else:
         file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(UsageError, match=r"cannot be read.*source that you do not trust"):
