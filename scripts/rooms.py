@@ -50,7 +50,7 @@ ROOMS = (
     Room("extension_locks.py", "locks that interrupted compilations have left in torch's cache"),
     Room(
         "checksums.py",
-        "of a checkpoint's files: written with it, compared before it is loaded",
+        "of a checkpoint's files: written with it, compared while it is loaded",
         "errors files",
         ("torch",),
     ),
