@@ -246,7 +246,8 @@ def join(args: Namespace) -> None:
     """Join the group of all processes, which watch each other; one that is alone needs no address.
 
     Raises:
-        UsageError: the others are not there; torchrun has restarted the run in a way that they cannot meet.
+        UsageError: the others are not there; torchrun has restarted the run in a way that they cannot
+            meet, or they may open too few files for it.
     """
     if dist.is_initialized():
         return
@@ -259,6 +260,7 @@ def join(args: Namespace) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     watchdog.require_fresh_store()
+    watchdog.require_open_files(args.world_size)
     try:
         dist.init_process_group(backend, timeout=timeout)
     except RuntimeError as error:  # another rank is gone already, and tells why

@@ -66,7 +66,8 @@ def _init_process_group(args: Namespace) -> None:
     """Join the group of all processes; a process that is alone needs no address.
 
     Raises:
-        UsageError: torchrun has restarted the run in a way that they cannot meet.
+        UsageError: torchrun has restarted the run in a way that they cannot meet, or they may open too few
+            files for it.
     """
     backend = devices.current().backend
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -74,6 +75,7 @@ def _init_process_group(args: Namespace) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         watchdog.require_fresh_store()
+        watchdog.require_open_files(args.world_size)
         dist.init_process_group(backend, timeout=timeout)
 
 

@@ -15,7 +15,17 @@ one rank lets each print where all its threads stand.
 """
 
 from megatron_npu.watchdog.launcher import end_with_launcher
+from megatron_npu.watchdog.open_files import require_open_files
 from megatron_npu.watchdog.rank import begin, end, failed, step, watching
 from megatron_npu.watchdog.restarts import require_fresh_store
 
-__all__ = ["begin", "end", "end_with_launcher", "failed", "require_fresh_store", "step", "watching"]
+__all__ = [
+    "begin",
+    "end",
+    "end_with_launcher",
+    "failed",
+    "require_fresh_store",
+    "require_open_files",
+    "step",
+    "watching",
+]

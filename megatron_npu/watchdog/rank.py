@@ -27,6 +27,7 @@ _LOOK = 2.5  # periods after which a rank that says nothing new is gone, where a
 _PATIENCE = 5.0  # seconds for the main thread to end by itself after the verdict
 _HEARING = 20.0  # seconds at most for which rank 0 waits until all others know the verdict
 _TELLING = 10.0  # seconds from which on it is of interest for how long a rank has stood still
+_SHOWN = 8  # stacks in one verdict
 _EXIT = 1
 _SAVING = "saving"  # see ``place``
 
@@ -349,7 +350,7 @@ class Rank:
             if not beat.collective or beat.step == least < max(other.step for other in beats)
         ] or list(zip(living, beats, strict=True))
         told = "; ".join(f"{process} is {_words(beat)}" for process, beat in waited_for)
-        self._judge(f"no rank has moved for {self._limit:.0f} s: {told}{_stack(waited_for[0][1])}")
+        self._judge(f"no rank has moved for {self._limit:.0f} s: {told}{_stacks(waited_for)}")
 
     def _judge(self, verdict: str) -> None:
         if not self._stopping.is_set():
@@ -412,6 +413,14 @@ def _words(beat: Beat) -> str:
     long = f", for {beat.still:.0f} s" if beat.still >= _TELLING else ""
     file = f", and does not get on with {beat.file}" if beat.file else ""
     return f"{beat.place} (step {beat.step}){long}{file}"
+
+
+def _stacks(waited_for: list[tuple[Process, Beat]]) -> str:
+    """Return where ranks stand; where a host waits for its device, only that tells who keeps the others."""
+    if len(waited_for) == 1:
+        return _stack(waited_for[0][1])
+    shown = "".join(f"\n rank {process.rank}:{_stack(beat)}" for process, beat in waited_for[:_SHOWN])
+    return shown + ("\n …" if len(waited_for) > _SHOWN else "")
 
 
 def _stack(beat: Beat) -> str:

@@ -201,9 +201,10 @@ def _require_unharmed(trial: Trial) -> None:
 
 
 def starve(trial: Trial, phase: str) -> None:
-    """Few open files: what cannot be opened ends the run, in whatever place."""
+    """Few open files, from the start on or later: what cannot be opened ends the run, in whatever place."""
     trial.start()
-    trial.until(lambda: trial.launcher() is not None, 0.0005)
+    early = trial.rng.random() < 0.5
+    trial.until((lambda: trial.launcher() is not None) if early else trial.iterations(1), 0.0005)
     limit = trial.rng.randint(12, 60)
     for each in trial.processes():
         with contextlib.suppress(psutil.Error):

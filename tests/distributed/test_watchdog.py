@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -103,6 +104,25 @@ def test_a_restart_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) 
         watchdog.require_fresh_store()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     watchdog.require_fresh_store()
+
+
+def test_too_few_open_files_are_raised_or_refused() -> None:
+    """Else ranks try for ten minutes to reach a store that may open no connection."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/dev/fd"))
+    if hard < used + 80:  # or -1: infinite
+        pytest.skip(f"the case: a hard limit of open files that is no more than {hard}")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, hard))
+        watchdog.require_open_files(1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == used + 10
+        watchdog.require_open_files(2)
+        assert used + 60 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] < used + 80
+        with pytest.raises(UsageError, match=rf"a limit of {hard} open files .* {64 + 2 * hard} more"):
+            watchdog.require_open_files(hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_restarted_run_ends_as_if_no_rank_had_been_killed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,12 @@ def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any,
         get_args: upstream's.
 
     Raises:
-        UsageError: torchrun has restarted the run in a way that they cannot meet; another run writes into
-            ``--save``.
+        UsageError: torchrun has restarted the run in a way that they cannot meet, or they may open too few
+            files for it; another run writes into ``--save``.
     """
     watchdog.end_with_launcher()
     watchdog.require_fresh_store()
+    watchdog.require_open_files(int(os.environ.get("WORLD_SIZE", "1")))
     result = original(*args, **kwargs)
     watchdog.begin(lambda: getattr(get_args(), "curr_iteration", -1) + 1)  # upstream's counts from 0
     _hold_save_folder(get_args())

@@ -1,0 +1,55 @@
+"""Whether ranks may open the connections that they meet by."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from megatron_npu.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+_OWN = 64  # files of a rank's own: libraries, data, checkpoints, pipes
+_PER_RANK = 2  # connections to the store, in the rank that holds it: torch's and the watchdog's
+
+
+def require_open_files(ranks: int) -> None:
+    """Raise the limit of open files to what ranks need at least for their meeting, if it is lower.
+
+    Where the store may open none, torch's clients try again for ten minutes, and print a page each time.
+
+    Args:
+        ranks: of the run; one alone meets nobody.
+
+    Raises:
+        UsageError: the hard limit is lower, too.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    if ranks == 1:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used, more = _used(soft), _OWN + _PER_RANK * ranks
+    if _allows(soft, used + more):
+        return
+    if not _allows(hard, used + more):
+        raise UsageError(
+            f"a limit of {hard} open files (ulimit -Hn), {used} of which are in use",
+            f"{more} more for {ranks} ranks",
+            "Raise it where the run is started: ulimit -n, limits.conf, docker run --ulimit nofile=65536.",
+        )
+    logger.info("the limit of open files is %d now; it was %d", used + more, soft)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, hard))
+
+
+def _used(limit: int) -> int:
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:  # not even the folder can be opened
+        return limit
+
+
+def _allows(limit: int, files: int) -> bool:
+    return limit < 0 or limit >= files  # RLIM_INFINITY is -1
