@@ -14,7 +14,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.dispatch import FallbackForbiddenError
 from tests.adaptors.megatron_core.conftest import make_config
-from tests.adaptors.megatron_core.stock import losses, pretrain
+from tests.adaptors.megatron_core.stock import losses, norms, pretrain
 from tests.conftest import checkout
 
 GRAPHS = [
@@ -93,12 +93,14 @@ def test_switches_of_transformer_engine_are_left_alone(monkeypatch, caplog) -> N
     assert all("--attention-backend" in line for line in caplog.messages)
 
 
-def test_the_stock_script_trains_without_graphs(tmp_path: Path) -> None:
+def test_the_stock_script_trains_without_graphs_and_twice_alike(tmp_path: Path) -> None:
     tree = checkout("megatron_core", "0.16.1")
     graphs = "--enable-cuda-graph --te-rng-tracker --transformer-impl inference_optimized".split()
     few = "--deterministic-mode --train-iters 2 --eval-iters 0".split()
     done = pretrain(tree, tmp_path, *graphs, *few, **SWITCHES)
+    again = pretrain(tree, tmp_path, *graphs, *few, **SWITCHES)
     assert len(losses(done)) == 2
+    assert (losses(again), norms(again)) == (losses(done), norms(done))  # to the digits that it prints
     said = done.stdout + done.stderr
     assert "NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=1: without TransformerEngine" in said
     for option in ("enable-cuda-graph", "te-rng-tracker"):
