@@ -54,6 +54,14 @@ class NameStandIn:
 _APEX = "megatron.optimizer, megatron.utils and clip_grads of Megatron-LM import apex and amp_C always"
 _LM = ("megatron_lm", "megatron_deepspeed")  # megatron-core looks for apex and goes on without
 
+_MAMBA = "megatron_npu.standins.mamba_ssm"
+_MAMBA_MODULES = {  # of the package, and ours
+    "mamba_ssm": _MAMBA,
+    "mamba_ssm.ops": _MAMBA,
+    "mamba_ssm.ops.triton": _MAMBA,
+    "mamba_ssm.ops.triton.layernorm_gated": f"{_MAMBA}.layernorm_gated",
+    "mamba_ssm.ops.triton.ssd_combined": f"{_MAMBA}.ssd_combined",
+}
 _TE = "megatron_npu.standins.transformer_engine"
 _TE_MODULES = (
     "transformer_engine",
@@ -150,6 +158,17 @@ STAND_INS = (
         )
         for name in _TE_MODULES
     ),
+    *(
+        StandIn(
+            name,
+            source,
+            "mamba_ssm",
+            ("megatron_core",),
+            "MEGATRON_NPU_TE=local: what Mamba's layers, which are made of TransformerEngine's, take from it",
+            te="local",
+        )
+        for name, source in _MAMBA_MODULES.items()
+    ),
     StandIn(
         "megatron.model.vision.knn_monitor",
         "megatron_npu.standins.knn_monitor",
@@ -218,7 +237,16 @@ def is_needed(stand_in: StandIn, upstream: Upstream) -> bool:
 
 def te_layers() -> bool:
     """Return whether our layers are under TransformerEngine's names in this process."""
-    return getattr(sys.modules.get("transformer_engine"), "__name__", "") == _TE
+    return _stands_for("transformer_engine", _TE)
+
+
+def mamba_kernels() -> bool:
+    """Return whether our scan is under mamba_ssm's name in this process."""
+    return _stands_for("mamba_ssm", _MAMBA)
+
+
+def _stands_for(package: str, source: str) -> bool:
+    return getattr(sys.modules.get(package), "__name__", "") == source
 
 
 def _absent(package: str) -> bool:

@@ -197,9 +197,15 @@ def configure_without_cuda_graphs(original: Callable[[Any], None], self: Any) ->
     original(self)
 
 
+def _mamba_present() -> str | None:
+    """Return why Mamba's layers are not refused: mamba_ssm is there, or our scan stands under its name."""
+    ours = "MEGATRON_NPU_TE=local: the scan of megatron_npu under mamba_ssm's name"
+    return ours if standins.mamba_kernels() else installed("mamba_ssm")
+
+
 _without_mamba_ssm = partial(
     around,
-    condition=partial(installed, "mamba_ssm"),
+    condition=_mamba_present,
     why="its layers are mamba_ssm's kernels, which are CUDA's: without the package an AttributeError of None "
     "or an ImportError in the middle of the model, by version",
 )
@@ -211,6 +217,6 @@ def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: An
     """Refuse before anything is built; a hybrid since 0.18, when the first of its Mamba layers is."""
     raise UsageError(
         "a Mamba model without the packages mamba-ssm and causal-conv1d, which are for CUDA",
-        "a model whose layers have kernels here",
-        "Train a transformer (pretrain_gpt.py), or use CUDA and install them.",
+        "those, or MEGATRON_NPU_TE=local, which has its layers in plain torch",
+        "Set MEGATRON_NPU_TE=local.",
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +202,8 @@ def together(folder: Path) -> None:
         torch.testing.assert_close(gradient, whole, rtol=2e-4, atol=2e-6, msg=f"another gradient of {name}")
 
 
-def main() -> None:
-    """Compare what the number of processes is for."""
+def main(run: Callable[[Path], None]) -> None:
+    """Run a comparison in the folder of the command line, and demand that all patches fit."""
     import megatron_npu
 
     megatron_npu.install()
@@ -212,11 +213,11 @@ def main() -> None:
     dist.init_process_group("nccl")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    (alone if dist.get_world_size() == 1 else together)(folder)
+    run(folder)
     bad = [row for row in megatron_npu.ledger().rows if row.state in ("failed", "drifted")]
     assert not bad, bad
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(lambda folder: (alone if dist.get_world_size() == 1 else together)(folder))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 import torch
 
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.dispatch import FallbackForbiddenError
-from tests import warm
 from tests.adaptors.comparison import here
+from tests.adaptors.megatron_core import on_version
 from tests.adaptors.megatron_core import te_fallback_worker as worker
 from tests.adaptors.megatron_core.conftest import make_config
-from tests.conftest import ROOT
-from tests.end_to_end import tiny
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -35,19 +30,7 @@ def test_berts_layer_is_the_local_one() -> None:
 
 @pytest.mark.parametrize("version", ["0.12.1", "0.13.1", "0.14.0", "0.15.3"])
 def test_other_versions(version: str) -> None:
-    root = ROOT / "checkouts" / f"megatron_core-{version}"
-    if not root.is_dir():
-        pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
-    path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
-    done = warm.run(
-        [sys.executable, "-m", "tests.adaptors.megatron_core.te_fallback_worker"],
-        env=tiny.environment() | {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_version.run("te_fallback_worker", version)
 
 
 def model(block, config):

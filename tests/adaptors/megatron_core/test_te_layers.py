@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +12,7 @@ import torch
 from megatron_npu import standins
 from megatron_npu.errors import UsageError
 from megatron_npu.standins.transformer_engine import pytorch, recipe
-from tests import warm
-from tests.conftest import ROOT
-from tests.end_to_end import tiny
+from tests.adaptors.megatron_core import on_version
 
 VERSIONS = ["0.12.1", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"]
 SHARED = "0.16.1"  # tried with two tensor-parallel processes as well
@@ -24,27 +21,10 @@ SHARED = "0.16.1"  # tried with two tensor-parallel processes as well
 @pytest.mark.parametrize("version", VERSIONS)
 def test_losses_gradients_and_checkpoints_are_those_of_local_layers(version: str, tmp_path: Path) -> None:
     """Of a plain GPT, one of Llama's kind, and experts; bit for bit, but where ranks share a layer."""
-    root = ROOT / "checkouts" / (f"core_v{version}" if version == "0.16.1" else f"megatron_core-{version}")
-    if not root.is_dir():
-        pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
-    path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
-    environment = {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root), "MEGATRON_NPU_TE": "local"}
     for processes in (1, 2) if version == SHARED else (1,):
-        done = warm.run(
-            [
-                sys.executable,
-                *tiny.torchrun(processes),
-                "-m",
-                "tests.adaptors.megatron_core.te_layers_worker",
-                str(tmp_path),
-            ],
-            env=tiny.environment() | environment,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
+        on_version.run(
+            "te_layers_worker", version, str(tmp_path), processes=processes, MEGATRON_NPU_TE="local"
         )
-        assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_nothing_stands_under_the_name_unless_it_is_asked_for() -> None:

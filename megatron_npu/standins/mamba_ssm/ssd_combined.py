@@ -1,0 +1,100 @@
+"""``mamba_ssm.ops.triton.ssd_combined``: the scan of a Mamba-2 layer, alone and with its convolution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_npu.errors import UsageError
+from megatron_npu.ops.state_space import causal_convolution, selective_scan
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803  # the package's names
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    chunk_size: int,
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    **others: Any,
+) -> Tensor:
+    """``[b, s, heads, p]`` to the same: scan, plus ``D x``, times ``silu(z)``.
+
+    Args:
+        x, dt, A, B, C: those of ``ops.state_space.selective_scan``.
+        chunk_size: steps computed together.
+        D: ``[heads]`` or ``[heads, p]``.
+        z: ``[b, s, heads, p]``.
+        dt_bias: ``[heads]``, added to ``dt``.
+        dt_softplus: then its softplus is taken.
+        others: states of generation, packed sequences, limits of dt: refused.
+
+    Raises:
+        UsageError: one of them is given.
+    """
+    _refuse(others)
+    step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    step = F.softplus(step) if dt_softplus else step
+    output = selective_scan(x, step, A, B, C, chunk_size)
+    if D is not None:
+        output = output + (x * (D if D.dim() == 2 else D[:, None]).float()).to(x.dtype)
+    return output if z is None else output * F.silu(z)
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,  # noqa: N803  # the package's names
+    D: Tensor,  # noqa: N803
+    chunk_size: int,
+    activation: str = "silu",
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+    **others: Any,
+) -> Tensor:
+    """All that a layer's first product gives, to what its last one takes: ``[b, s, heads p]``.
+
+    Args:
+        zxbcdt: ``[b, s, 2 heads p + 2 groups n + heads]``: gate, values, b, c and steps, side by side.
+        conv1d_weight, conv1d_bias: ``[d, w]`` and ``[d]``, d those of values, b and c.
+        dt_bias, A, D, chunk_size: those of ``mamba_chunk_scan_combined``.
+        headdim: p; None: it is the second size of ``D``.
+        ngroups: of b and c.
+        norm_before_gate: for a norm in between, which no caller here asks for.
+        others: refused, as there; also the weights of that norm and of the last product.
+
+    Raises:
+        UsageError: one of them is given, or an activation that is not silu.
+    """
+    _refuse(others | ({} if activation in ("silu", "swish") else {"activation": activation}))
+    heads, width = D.size(0), D.size(1) if headdim is None else headdim
+    inner = heads * width
+    state = (zxbcdt.size(-1) - 2 * inner - heads) // 2
+    z, convolved, dt = zxbcdt.split([inner, inner + 2 * state, heads], -1)
+    convolved = causal_convolution(convolved, conv1d_weight, conv1d_bias)
+    x, b, c = convolved.split([inner, state, state], -1)
+    b, c = (part.unflatten(-1, (ngroups, -1)) for part in (b, c))
+    x, z = (part.unflatten(-1, (heads, width)) for part in (x, z))
+    return mamba_chunk_scan_combined(
+        x, dt, A, b, c, chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=True
+    ).flatten(-2)
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    given = [name for name, value in others.items() if torch.is_tensor(value) or value not in (None, False)]
+    if given:
+        raise UsageError(
+            f"{given[0]} of a Mamba layer without the packages mamba-ssm and causal-conv1d",
+            "training, and text, of whole sequences that are not packed",
+            "Leave out packing and the cache of generation.",
+        )

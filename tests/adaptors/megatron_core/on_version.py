@@ -1,0 +1,39 @@
+"""Workers of these tests on a megatron-core that is not the installed one."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from tests import warm
+from tests.conftest import ROOT
+from tests.end_to_end import tiny
+
+
+def run(worker: str, version: str, *arguments: str, processes: int = 0, **variables: str) -> None:
+    """Run a module of this folder, by itself or in the processes of a group, and demand that it succeeds.
+
+    Args:
+        worker: the module.
+        version: of megatron-core; it is taken from checkouts/, and the test skipped where it is absent.
+        arguments: of the module.
+        processes: torchrun's; 0: none.
+        variables: of the environment, besides those that find the version.
+    """
+    root = ROOT / "checkouts" / (f"core_v{version}" if version == "0.16.1" else f"megatron_core-{version}")
+    if not root.is_dir():
+        pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
+    common = tiny.environment()
+    path = os.pathsep.join([str(root), common["PYTHONPATH"]])
+    launcher = tiny.torchrun(processes) if processes else []
+    done = warm.run(
+        [sys.executable, *launcher, "-m", f"tests.adaptors.megatron_core.{worker}", *arguments],
+        env=common | {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)} | variables,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,43 @@
+"""Hybrids of Mamba-2 and attention train without mamba_ssm, whose names our scan stands under."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_npu.errors import UsageError
+from megatron_npu.standins.mamba_ssm import layernorm_gated, ssd_combined
+from tests.adaptors.megatron_core import on_version
+
+
+@pytest.mark.parametrize(("version", "most"), [("0.16.1", 2), ("0.19.2", 1)])
+def test_a_hybrid_trains_and_is_the_same_in_two_tensor_parallel_ranks(
+    version: str, most: int, tmp_path: Path
+) -> None:
+    """And the scan of its first layer is what upstream's own steps of generation give (0.16)."""
+    for processes in range(1, most + 1):
+        on_version.run("mamba_worker", version, str(tmp_path), processes=processes, MEGATRON_NPU_TE="local")
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_gated_norm(before: bool) -> None:
+    norm = layernorm_gated.RMSNorm(8, group_size=4, norm_before_gate=before)
+    torch.nn.init.normal_(norm.weight)
+    x, z = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    gate = F.silu(z)
+    taken = x if before else x * gate
+    halves = [F.rms_norm(half, (4,), eps=1e-5) for half in taken.chunk(2, -1)]
+    expected = torch.cat(halves, -1) * norm.weight * (gate if before else 1.0)
+    torch.testing.assert_close(norm(x, z), expected)
+
+
+def test_what_only_its_kernels_can_do_is_refused() -> None:
+    x, dt, a, b = torch.randn(1, 4, 2, 3), torch.rand(1, 4, 2), -torch.ones(2), torch.randn(1, 4, 1, 5)
+    whole = ssd_combined.mamba_chunk_scan_combined(x, dt, a, b, b, 2, seq_idx=None, return_final_states=False)
+    assert whole.shape == x.shape
+    for given in ({"seq_idx": torch.zeros(1, 4)}, {"return_final_states": True}, {"dt_limit": (0.0, 1.0)}):
+        with pytest.raises(UsageError, match=next(iter(given))):
+            ssd_combined.mamba_chunk_scan_combined(x, dt, a, b, b, 2, **given)
