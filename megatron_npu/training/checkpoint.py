@@ -25,6 +25,7 @@ from megatron_npu.training import (
     checkpoint_files,
     checkpoint_folder,
     dist_ckpt_versions,
+    row_shards,
     sharded_weights,
     stock_checkpoints,
     torch_format,
@@ -127,7 +128,8 @@ def _load_own(args: Namespace, state: State, found: checkpoint_files.CheckpointI
         content = dist_checkpointing.load(wanted, path)
     _load_weights(state.model, content)
     if args.load_optim:
-        state.optimizer.load_state_dict(content["optimizer"])
+        optimizer = row_shards.shared_out(content["optimizer"], state.optimizer.state_dict())
+        state.optimizer.load_state_dict(optimizer)
         _load_schedule(state.schedule, content["opt_param_scheduler"])
     else:
         _begin_optimizer(args, state, found)
@@ -168,7 +170,7 @@ def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
     if torch_format.holds_ranks(Path(path)):
         return torch_format.load_weights(model, Path(path))
     metadata = dist_ckpt_versions.module_metadata({})
-    wanted = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(model).items()}
+    wanted = _cut_weights(model, metadata)
     with checkpoint_failures.reading(path):
         _require_all_used(wanted, str(path))
         sharded_weights.read_in_place(wanted)
@@ -201,7 +203,8 @@ def _of_all_ranks(keys: set[str]) -> set[str]:
 
 def _load_weights(model: Sequence[torch.nn.Module], content: dict[str, Any]) -> None:
     for key, chunk in _chunks(model).items():
-        chunk.load_state_dict(content[key])
+        own = dict(chunk.named_parameters(remove_duplicate=False))
+        chunk.load_state_dict(row_shards.shared_out(content[key], own))
 
 
 def _load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) -> None:
@@ -223,13 +226,19 @@ def _chunks(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return {f"model{number}": unwrap(chunk) for number, chunk in enumerate(model)}
 
 
+def _cut_weights(model: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return what each chunk has of the weights, as parts of the whole ones."""
+    return {
+        key: row_shards.cut_as_rows(chunk, chunk.sharded_state_dict(metadata=metadata))
+        for key, chunk in _chunks(model).items()
+    }
+
+
 def _state_dict(
     state: State, metadata: dict[str, Any], *, optimizer: bool, rng: bool, loading: bool = False
 ) -> dict[str, Any]:
     asked = dist_ckpt_versions.module_metadata(metadata)
-    content: dict[str, Any] = {
-        key: chunk.sharded_state_dict(metadata=asked) for key, chunk in _chunks(state.model).items()
-    }
+    content = _cut_weights(state.model, asked)
     if optimizer:
         content["optimizer"] = state.optimizer.sharded_state_dict(
             content, is_loading=loading, **dist_ckpt_versions.optimizer_keywords(metadata)

@@ -25,6 +25,7 @@ from megatron_npu.training import (
     log,
     loop,
     model,
+    row_shards,
     save_folder,
     sinks,
     validation,
@@ -157,6 +158,8 @@ def train_chunks(
     state = checkpoint.State(chunks, optimizer, model.schedule(args, optimizer))
     model.connect(args, config, chunks, optimizer)
     size = model.count(args, chunks)
+    if args.fully_sharded == "torch" and (args.save or args.load_from):
+        row_shards.require_even(chunks)
     position = checkpoint.load(args, state) if args.load_from else checkpoint.Position()
     journal = journal_of(args, position.iteration)
     try:

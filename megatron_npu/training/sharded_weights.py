@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -53,6 +54,10 @@ class GivenAway:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Return the model's."""
+        return self._model.parameters()
 
     def sharded_state_dict(self, *, metadata: Any = None) -> dict[str, Any]:
         """Return what the model's method does, every tensor in memory of its own."""

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from megatron_npu.training import row_shards
 from megatron_npu.training.model import unwrap
 
 
@@ -47,9 +49,13 @@ def fill(model: Sequence[torch.nn.Module], saved_rows: int, vocab_size: int) -> 
 
 
 def _fill_shard(weight: torch.Tensor, saved_rows: int, vocab_size: int) -> None:
-    """Fill the part [rows, h] of this tensor-parallel rank."""
+    """Fill the part [rows, h] of this tensor-parallel rank, or of a rank of torch's FSDP."""
     from megatron.core import parallel_state
 
-    first = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
-    group = parallel_state.get_tensor_model_parallel_group()
-    weight[max(saved_rows - first, 0) :] = mean_row(weight[: max(vocab_size - first, 0)], vocab_size, group)
+    if isinstance(weight, DTensor):
+        rows, where = row_shards.rows_of_rank(weight)
+        first, group = where.start, weight.device_mesh.get_group()
+    else:
+        rows, first = weight, parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
+        group = parallel_state.get_tensor_model_parallel_group()
+    rows[max(saved_rows - first, 0) :] = mean_row(rows[: max(vocab_size - first, 0)], vocab_size, group)

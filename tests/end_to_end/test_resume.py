@@ -38,7 +38,10 @@ def test_one_process(train, tmp_path, kind):
     _same(whole, halves)
 
 
-KINDS = {"plain": "", "distributed": "--use-distributed-optimizer"}
+FSDP = "--fsdp-memory-optimization --swiglu"
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+WIDER = f"--finetune {NO_DROPOUT} --make-vocab-size-divisible-by 300 --train-iters 1 --eval-iters 0"
+KINDS = {"plain": "", "distributed": "--use-distributed-optimizer", "fsdp": f"{FSDP} --bf16"}
 
 
 def saving(folder: Path, *words: str) -> str:
@@ -48,8 +51,15 @@ def saving(folder: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def of_two(dataset, tmp_path_factory) -> Path:
-    """A folder with the runs of two processes: KIND-whole, and KIND-halves of two starts."""
-    folder, first, rest = tmp_path_factory.mktemp("two"), {}, {}
+    """A folder with the runs of two processes: KIND-whole, and KIND-halves of two starts.
+
+    And of the fully sharded: ``start``, before the first iteration, and ``wider``, which goes on from there
+    with a larger vocabulary.
+    """
+    folder = tmp_path_factory.mktemp("two")
+    start = folder / "start"
+    first = {"start": f"{FSDP} --save {start} --train-iters 0"}
+    rest = {"wider": f"{FSDP} {WIDER} --load {start} --json-log {folder / 'wider'}"}
     for kind, words in KINDS.items():
         first[f"{kind}-whole"] = saving(folder / f"{kind}-whole", LAST, words)
         first[f"{kind}-half"] = saving(folder / f"{kind}-halves", "--exit-interval 3", words)
@@ -62,6 +72,17 @@ def of_two(dataset, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_data_parallel_processes(of_two, kind):
     _same(of_two / f"{kind}-whole", of_two / f"{kind}-halves")
+
+
+def test_what_fsdp_saves_is_what_one_process_saves(of_two, train, tmp_path):
+    """Gated MLPs, too, whose rows megatron-core would mix up."""
+    train("--save", tmp_path / "one", "--swiglu", "--train-iters", 0)
+    assert tiny.differences(of_two / "start" / "iter_0000000", tmp_path / "one" / "iter_0000000") == []
+
+
+def test_fsdp_pads_the_vocabulary_of_what_it_loads(of_two, train, tmp_path):
+    train("--load", of_two / "start", "--swiglu", *WIDER.split(), "--json-log", tmp_path / "one")
+    assert tiny.losses(of_two / "wider") == pytest.approx(tiny.losses(tmp_path / "one"), rel=1e-5)
 
 
 def _same(whole, halves):
@@ -98,10 +119,11 @@ def test_finetune_takes_the_weights_alone(train, tmp_path):
 
 def test_layout_may_change_on_the_way(flags, train, tmp_path):
     """A checkpoint of one process goes on with two, and theirs with one, optimizer included."""
-    quiet = ("--attention-dropout", 0, "--hidden-dropout", 0, "--eval-iters", 0, "--no-plot")
+    quiet: tuple = (*NO_DROPOUT.split(), "--eval-iters", 0, "--no-plot")
     quiet += ("--make-vocab-size-divisible-by", 64)
     train("--json-log", tmp_path / "whole", *quiet)
     layouts = {"tp": "--tensor-model-parallel-size 2", "pp": "--pipeline-model-parallel-size 2", "dp": ""}
+    layouts["fsdp"] = "--fsdp-memory-optimization"
     saves = {name: tmp_path / name for name in layouts}
     for save in saves.values():
         train("--save", save, "--exit-interval", 2, *quiet)

@@ -1,13 +1,14 @@
 """Fully sharded data parallelism: ``--use-megatron-fsdp``, ``--use-custom-fsdp`` and ``--use-torch-fsdp2``.
 
 Connects ``distributed.fsdp`` (before 0.14 ``distributed.custom_fsdp``),
-``distributed.torch_fully_sharded_data_parallel`` and ``distributed.data_parallel_base`` of ``megatron.core``.
+``distributed.torch_fully_sharded_data_parallel``, ``distributed.data_parallel_base`` and, for checkpoints,
+``dist_checkpointing.optimizer`` of ``megatron.core``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -114,3 +115,17 @@ def accept_force_all_reduce(
 ) -> None:
     """Take the argument, which means nothing where nothing is reduced."""
     original(self)
+
+
+@around(
+    "megatron.core.dist_checkpointing.optimizer:get_optim_param_to_id_map",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="parameters of torch's FSDP are found again by the identity of their shards, and since torch 2.13 "
+    "to_local makes a new parameter of a shard: an optimizer cannot be saved (ValueError)",
+)
+def know_shards_again(
+    original: Callable[[Iterable[Tensor]], dict[int, int]], optim_params_iter: Iterable[Tensor]
+) -> dict[int, int]:
+    """Hand over the shards themselves, as the weights do."""
+    return original([getattr(parameter, "_local_tensor", parameter) for parameter in optim_params_iter])

@@ -102,6 +102,14 @@ def _megatron_fsdp(args: Namespace, flag: str, strategy: str, what: str) -> None
             "0.16 or newer, whose FSDP reduces the right gradients",
             "Use --fsdp-memory-optimization, which is torch's, --zero-1-memory-optimization, or install it.",
         )
+    for word in ("--save", "--load"):
+        if getattr(args, word.removeprefix("--")):
+            raise UsageError(
+                f"{word} with {flag}",
+                "a run without checkpoints: megatron-core saves the shards of its own FSDP as fsdp_dtensor "
+                "alone, which no other layout, generate or convert reads",
+                "Use --fsdp-memory-optimization, whose checkpoints every layout reads.",
+            )
     _begin_sharding(args, flag, "megatron")
     args.fsdp_strategy, args.use_distributed_optimizer = strategy, True
     _say(args, f"{flag} is Megatron's FSDP ({strategy}) here: shares out {what}")
@@ -116,14 +124,8 @@ def _torch_fsdp(args: Namespace, flag: str) -> None:
 
 def _begin_sharding(args: Namespace, flag: str, kind: str) -> None:
     """Let a wrapper of this kind shard the model, if no other flag speaks against it."""
-    checkpoints = (
-        "a run without checkpoints: megatron-core writes such shards in formats of their own (fsdp_dtensor, "
-        "torch_dcp), which no other layout, generate or convert reads"
-    )
     overlaps = "no flag of overlapping: FSDP overlaps by itself"
     for word, expected, remedy in (
-        ("--save", checkpoints, "Use --zero-1-memory-optimization, whose checkpoints every layout reads."),
-        ("--load", checkpoints, "Use --zero-1-memory-optimization, which reads every layout's checkpoints."),
         (
             "--num-experts",
             "a dense model: experts have ranks of their own",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.errors import UsageError
+from megatron_npu.training import row_shards
 from megatron_npu.training.model import unwrap
 from megatron_npu.training.torch_format import files, names, shards
 
@@ -210,7 +211,8 @@ def _copy(parameter: Tensor, part: Tensor, name: str, path: Path) -> None:
             f"{list(parameter.shape)}, as its arguments say",
             "Load another checkpoint.",
         )
-    parameter.copy_(part)
+    rows, where = row_shards.rows_of_rank(parameter)
+    rows.copy_(part[where])
 
 
 def _require_all_used(rest: set[str], path: Path) -> None:
