@@ -112,7 +112,9 @@ def main(argv: list[str] | None = None) -> int:
         if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
             settings.check()
         with interruption.heard(), _packages_for(argv):
-            return _run(argv)
+            code = _run(argv)
+            sys.stdout.flush()  # Python does so at its end, where nobody hears that a reader is gone
+            return code
     except BrokenPipeError:  # the reader (head, say) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         return 1
