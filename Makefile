@@ -1,6 +1,7 @@
 # Two commands do everything on a new machine: `make demo` and `make test`.
 #   make demo            set up, get data, pre-train a small GPT; again: goes on where it stopped
 #   make demo CLEAN=1    the same from the beginning
+#   make pythons         import, doctor, check and the unit tests without torch, with every Python that is here
 #   make test            set up and run the whole suite; clones the Megatron trees that it runs, if it can
 # VENV: the virtual environment; PYTHON: what makes it; TORCH: installed only if PYTHON has no torch.
 
@@ -9,7 +10,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 
-.PHONY: demo test megatron lint clean
+.PHONY: demo test megatron pythons lint clean
 
 demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python demo/run.py $(if $(CLEAN),--clean)
@@ -26,6 +27,9 @@ test: $(VENV)/test.stamp
 
 megatron: $(VENV)/test.stamp
 	PYTHON=$(VENV)/bin/python timeout 300 bash scripts/get_megatron.sh
+
+pythons:
+	$(PYTHON) scripts/every_python.py
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check --fix .

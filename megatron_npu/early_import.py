@@ -2,15 +2,19 @@
 
 A finder at the end of ``sys.meta_path``, so that a real package is found first. It answers only where
 ``MEGATRON_NPU_TE=local`` asks for our layers and the Megatron on the path is megatron-core; elsewhere the
-package is as absent as it is.
+package is as absent as it is. While our layers stand there, who asks packages' metadata for the version of
+transformer-engine, as the LoRA of Megatron-Bridge 0.3.1 does, is told theirs.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +22,24 @@ from megatron_npu import settings, upstream
 from megatron_npu.errors import UsageError
 
 _NAME = "transformer_engine"
+_DISTRIBUTION = "transformer-engine"
+_OURS = "megatron_npu.standins.transformer_engine"
+
+
+class _Metadata(metadata.Distribution):
+    """What ``importlib.metadata`` is told of our layers: name and version."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    def read_text(self, filename: str) -> str | None:
+        """Return the text of ``METADATA``; there is no other file."""
+        text = f"Metadata-Version: 2.1\nName: {_DISTRIBUTION}\nVersion: {self._version}\n"
+        return text if filename == "METADATA" else None
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Any:
+        """Return the path: there are no files."""
+        return Path(path)
 
 
 class _Finder:
@@ -46,6 +68,12 @@ class _Finder:
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: the body of the stand-in has run."""
+
+    def find_distributions(self, context: metadata.DistributionFinder.Context) -> Iterator[_Metadata]:
+        """Yield the package, while our layers stand for it, to who asks for it by name; it is in no list."""
+        module = sys.modules.get(_NAME)
+        if context.name == _DISTRIBUTION and module is not None and module.__name__ == _OURS:
+            yield _Metadata(module.__version__)
 
 
 def _on_megatron_core() -> bool:

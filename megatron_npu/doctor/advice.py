@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_npu.doctor import others
+
 Report = dict[str, Any]
 
 # Below this a data loader's workers, gloo and NCCL run out of it: a container's default is 64 MiB.
@@ -20,6 +22,7 @@ def advice(report: Report) -> list[str]:
         *_of_package(report.get("package", {})),
         *_of_megatron(report.get("megatron", {})),
         *_of_versions(versions, devices),
+        *others.advice(report.get("others", {})),
         *_of_extensions(report.get("extensions", {})),
         *_of_devices(versions, devices),
         *_of_ledger(report.get("ledger", {})),

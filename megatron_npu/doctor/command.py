@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_npu import settings
 from megatron_npu.arg_parser import Parser
-from megatron_npu.doctor import bugs, copies, environment, software
+from megatron_npu.doctor import bugs, copies, environment, others, software
 from megatron_npu.doctor.advice import Report, advice
 from megatron_npu.errors import UsageError
 
@@ -64,6 +64,7 @@ def inspect(megatron: str | None = None, *, quick: bool) -> Report:
         "versions": software.versions(),
         "package": package,
         "megatron": {**environment.megatron(pins=torch_error is None), "patched_by": software.patched_by()},
+        "others": others.others(),
         "environment": environment.environment(),
         "extensions": software.extensions(),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,9 @@ from megatron.core.extensions.transformer_engine import HAVE_TE, TELinear
 assert HAVE_TE
 assert issubclass(TELinear, Linear)
 assert transformer_engine.pytorch is te
+from importlib import metadata
+assert metadata.version("transformer-engine") == transformer_engine.__version__
+assert "transformer-engine" not in {each.name for each in metadata.distributions()}
 """
 CORE = Upstream("megatron_core", "0.16.1", Path())
 
@@ -56,6 +60,8 @@ def activated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_asking_changes_nothing_and_an_import_activates_once(activated: list[str]) -> None:
     assert importlib.util.find_spec("transformer_engine") is not None
     assert importlib.util.find_spec("transformer_engine_torch") is None
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("transformer-engine")
     assert activated == []
     with pytest.raises(ImportError, match="no stand-in for transformer_engine"):
         import transformer_engine  # noqa: F401

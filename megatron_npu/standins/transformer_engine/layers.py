@@ -283,3 +283,18 @@ class LayerNormLinear(Linear):
             whole = self.return_layernorm_output_gathered and self.sequence_parallel
             results.append(parallel.gathered(normed, self.tp_group) if whole else normed)
         return tuple(results) if len(results) > 1 else results[0]
+
+
+class LayerNormMLP(TransformerEngineBaseModule):
+    """A norm and two linear layers in one: a name that peft 0.20 compares layers with; it cannot be made.
+
+    Raises:
+        UsageError: it is made.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise UsageError(
+            "transformer_engine.pytorch.LayerNormMLP without TransformerEngine",
+            "megatron-core's MLP of the layers that are here",
+            "Use megatron.core.transformer.mlp.MLP.",
+        )

@@ -7,7 +7,7 @@ from megatron_npu.standins.transformer_engine.attention import DotProductAttenti
 from megatron_npu.standins.transformer_engine.distributed import checkpoint
 from megatron_npu.standins.transformer_engine.fp8 import fp8_autocast, fp8_model_init
 from megatron_npu.standins.transformer_engine.grouped import GroupedLinear
-from megatron_npu.standins.transformer_engine.layers import LayerNormLinear, Linear
+from megatron_npu.standins.transformer_engine.layers import LayerNormLinear, LayerNormMLP, Linear
 from megatron_npu.standins.transformer_engine.norms import LayerNorm, RMSNorm
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "RMSNorm",
     "attention",

@@ -91,6 +91,7 @@ def test_what_its_kernels_alone_can_do_is_refused() -> None:
         recipe.DelayedScaling,
         pytorch.fp8_autocast,
         pytorch.DotProductAttention,
+        pytorch.LayerNormMLP,
         pytorch.distributed.CudaRNGStatesTracker,
         pytorch.ops.Sequential,
         pytorch.tensor.QuantizedTensor,

@@ -1,0 +1,37 @@
+"""Packages that take the place of Megatron's layers or functions, too, and who wins where both are there."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import packages_distributions, version
+
+from megatron_npu import early_import, settings
+
+_LAYERS = f"megatron-core takes its layers where it is there; {settings.TE.name}=local changes nothing"
+_PATCHES = "in a script that imports it its patches win: it sets them after those of this package"
+# By the names of their modules. Ascend's TransformerEngineNPU has the name of NVIDIA's package.
+_KNOWN = {"transformer_engine": _LAYERS, "mindspeed": _PATCHES, "megatron_adaptor": _PATCHES}
+
+
+def others() -> dict[str, str]:
+    """Return those that are installed by the names of their modules: whose they are, and who wins."""
+    present = [name for name in _KNOWN if not early_import.is_absent(name)]
+    owners = packages_distributions() if present else {}
+    return {name: f"{_owner(name, owners.get(name, []))}: {_KNOWN[name]}" for name in present}
+
+
+def _owner(name: str, distributions: list[str]) -> str:
+    if distributions:
+        return ", ".join(f"{each} {version(each)}" for each in dict.fromkeys(distributions))
+    spec = importlib.util.find_spec(name)
+    return f"not with pip, {spec.origin}" if spec is not None and spec.origin else "not with pip"
+
+
+def advice(found: dict[str, str]) -> list[str]:
+    """Return what to do about two packages that patch the same Megatron."""
+    return [
+        f"{name} patches Megatron as this package does: use one of them in a run. "
+        f"{settings.AUTOLOAD.name}=0 leaves a script to {name}."
+        for name in found
+        if _KNOWN[name] is _PATCHES
+    ]

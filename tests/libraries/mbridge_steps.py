@@ -1,0 +1,35 @@
+"""mbridge, as its README uses it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from mbridge import AutoBridge
+from megatron.core import parallel_state, tensor_parallel
+
+STATE: dict[str, Any] = {}
+
+
+def start(*, tensor: int) -> None:
+    """Make the groups."""
+    torch.distributed.init_process_group("nccl")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
+    tensor_parallel.model_parallel_cuda_manual_seed(42)
+
+
+def load(path: Path, *, lora: bool) -> tuple[list[Any], Any]:
+    """Return the models on this rank and their config."""
+    assert not lora, "mbridge offers none"
+    bridge = AutoBridge.from_pretrained(str(path), dtype=torch.float32)
+    models = bridge.get_model(bf16=False)
+    bridge.load_weights(models, str(path))
+    STATE.update(bridge=bridge, models=models)
+    return models, bridge.config
+
+
+def export(path: Path, _: Path) -> bool:
+    """Write a Transformers model; return that it is no adapter."""
+    STATE["bridge"].save_weights(STATE["models"], str(path))
+    return False
