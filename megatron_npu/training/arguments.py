@@ -228,6 +228,12 @@ def _training(add: Add) -> None:
     )
     add("--exit-signal-handler", action="store_true", help="save and end after SIGTERM or Ctrl-C")
     add("--seed", type=integer, default=1234, help="of weights, dropout and the order of samples")
+    add(
+        "--deterministic-mode",
+        action="store_true",
+        help="operations that give the same bits each time, slower ones if need be; one without such a form "
+        "ends the run",
+    )
     add("--recompute-activations", action="store_true", help="= --recompute-granularity selective")
     add(
         "--recompute-granularity",

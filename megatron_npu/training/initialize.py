@@ -62,6 +62,24 @@ def session(args: Namespace) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def deterministic(asked: bool) -> Iterator[None]:
+    """Let torch take deterministic algorithms in the block, if ``asked``.
+
+    Two variables are set that are not: cuBLAS is deterministic only with such a workspace (torch refuses it
+    otherwise), and NCCL's order of summation depends on its algorithm.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    if asked:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def _init_process_group(args: Namespace) -> None:
     """Join the group of all processes; a process that is alone needs no address.
 

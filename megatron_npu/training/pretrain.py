@@ -124,7 +124,8 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     plugin.install()
     args = validation.check(args)
     config = model.transformer_config(args)
-    with save_folder.owned(args), _dashboard(args), initialize.session(args):
+    repeatable = initialize.deterministic(args.deterministic_mode)
+    with save_folder.owned(args), _dashboard(args), initialize.session(args), repeatable:
         chunks = model.build(args, config)
         datasets = data.datasets(args) if args.has_data else data.Datasets(None, None, None)
         trainer = functools.partial(loop.Trainer, on_gradients=on_gradients)

@@ -249,7 +249,7 @@ def second(trial: Trial, phase: str) -> None:
     trial.start()
     trial.until(trial.iterations(1))
     other = trial.start(aside="second-")
-    code = other.wait(120)
+    code = trial.wait(other)
     told = (trial.folder / "second-errors.txt").read_text() + (trial.folder / "second-log.txt").read_text()
     unharmed = trial.process is not None and trial.process.poll() is None
     if "another run is writing there" not in told and unharmed:

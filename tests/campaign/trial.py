@@ -18,7 +18,7 @@ from tests import warm
 from tests.campaign.ways import Way
 from tests.end_to_end import tiny
 
-PATIENCE = 120.0  # seconds until what does not end counts as hung
+PATIENCE = 120.0  # seconds until what does not end counts as hung, on a machine with a core for each
 SETTLING = 15.0  # seconds in which children may end behind their parents
 SHARED = Path("/dev/shm")
 _AGENT = "torch/distributed/elastic/multiprocessing/api.py:"  # torch's log of how a rank has ended
@@ -83,12 +83,7 @@ class Trial:
         """Wait until it has ended; return its exit code. Nothing of it may run any more then."""
         process = process or self.process
         assert process is not None
-        try:
-            code = process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            stacks = self._stacks()
-            self.kill_all()
-            raise FaultError("hung", f"{PATIENCE:.0f} s after the harm: {stacks}") from None
+        code = self.wait(process)
         end = time.monotonic() + SETTLING
         while left := self.processes():
             if time.monotonic() > end:
@@ -97,6 +92,19 @@ class Trial:
                 raise FaultError("left behind", f"processes: {names}")
             time.sleep(0.02)
         return code
+
+    def wait(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait until a run has ended; return its exit code."""
+        begun = time.monotonic()
+        while True:
+            try:
+                return process.wait(1)
+            except subprocess.TimeoutExpired:
+                if not _is_late(begun):
+                    continue
+            stacks = self._stacks()
+            self.kill_all()
+            raise FaultError("hung", f"{time.monotonic() - begun:.0f} s after the harm: {stacks}")
 
     def _stacks(self) -> str:
         """Return which processes there are, and what they print on SIGUSR1, which may end them."""
@@ -150,9 +158,9 @@ class Trial:
     def until(self, happens: Callable[[], bool], pause: float = 0.004) -> bool:
         """Wait for something; return whether the run is still there then."""
         assert self.process is not None
-        end = time.monotonic() + PATIENCE
+        begun = time.monotonic()
         while self.process.poll() is None and not happens():
-            if time.monotonic() > end:
+            if _is_late(begun):
                 stacks = self._stacks()
                 self.kill_all()
                 raise FaultError("hung", f"nothing moves: {stacks}")
@@ -244,6 +252,12 @@ class Trial:
         """End and remove everything."""
         self.kill_all()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _is_late(begun: float) -> bool:
+    """Return whether something takes too long, on a machine that may have much else to do."""
+    busy = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return time.monotonic() - begun > PATIENCE * max(1.0, busy)
 
 
 def _is_ours(path: Path) -> bool:

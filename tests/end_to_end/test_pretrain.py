@@ -48,6 +48,24 @@ def test_every_loss_is_kept_whatever_the_log_interval(train, tmp_path):
     assert len(each) == 6
 
 
+def test_a_deterministic_run_is_the_same_to_the_bit(train, tmp_path):
+    """Dropout, and an embedding whose gradient is summed: weights of two runs."""
+    weights = []
+
+    def look(iteration, model):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert model[0].config.deterministic_mode
+        weights.append([parameter.detach().clone() for parameter in model[0].parameters()])
+
+    flags = "--deterministic-mode --train-iters 2 --eval-iters 0 --attention-dropout 0.1".split()
+    for _ in range(2):
+        train(*flags, on_gradients=look)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.equal(weights[0][0], weights[1][0])  # it has learnt
+    for first, again in zip(weights[0] + weights[1], weights[2] + weights[3], strict=True):
+        assert torch.equal(first, again)
+
+
 def test_parameters_are_counted_as_they_are(train, tmp_path):
     seen = {}
 
