@@ -24,6 +24,14 @@ _around = partial(around, condition=fused_optimizer_present)
 _NAME = "transformer_engine.pytorch.optimizers"
 
 
+class _OursToKeep(int):
+    """``store_param_remainders`` that upstream switched off and our Adam keeps: false, as upstream has it.
+
+    As a field of the configuration it goes into every copy of that (``dataclasses.replace``).
+    """
+
+
+
 @contextmanager
 def _importable_from_transformer_engine() -> Iterator[None]:
     """Let the body import ``FusedAdam`` from where TransformerEngine, which is absent, would have it."""
@@ -53,10 +61,11 @@ def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
         original(self)
         return
     refuse_fp8_states(self)
-    remainders = getattr(self, "store_param_remainders", True)  # a field since 0.13; 0.12 always does
+    asked = getattr(self, "store_param_remainders", None)  # a field since 0.13; 0.12 always does
     with _importable_from_transformer_engine():
         original(self)
-    self.megatron_npu_remainders = remainders
+    if asked or isinstance(asked, _OursToKeep):
+        self.store_param_remainders = _OursToKeep()
 
 
 @_around(
@@ -84,7 +93,8 @@ def ask_for_remainders(original: Callable[..., Any], config: Any, *args: Any, **
     result = original(config, *args, **kwargs)
     adam = getattr(result, "optimizer", None)
     if isinstance(adam, FusedAdam) and adam.use_decoupled_grad:
-        adam.store_param_remainders = getattr(config, "megatron_npu_remainders", False)
+        kept = getattr(config, "store_param_remainders", _OursToKeep())
+        adam.store_param_remainders = isinstance(kept, _OursToKeep)
     return result
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.adaptors.comparison import here
+
 pytest.importorskip("torch")
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
@@ -45,3 +47,17 @@ def make_config(kind=None, **changes):
         "hidden_dropout": 0.0,
     }
     return (kind or TransformerConfig)(**{**values, **changes})
+
+
+def make_ddp(layers=1, **options):
+    """Return Megatron's DDP around layers of a weight and two vectors, bf16 all."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(
+        *(m for _ in range(layers) for m in (torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)))
+    )
+    for parameter in model.parameters():
+        parameter.sequence_parallel = False
+    ddp = DistributedDataParallelConfig(**options)
+    return DistributedDataParallel(make_config(), ddp, model.to(here(), torch.bfloat16))

@@ -9,23 +9,9 @@ import torch
 
 from megatron_npu.adaptors.shared import optimizer
 from tests.adaptors.comparison import here
-from tests.adaptors.megatron_core.conftest import make_config
+from tests.adaptors.megatron_core.conftest import make_ddp
 
 pytestmark = pytest.mark.usefixtures("single_process")
-
-
-def _ddp(layers=1, **options):
-    """Return Megatron's DDP around layers of a weight and two vectors, bf16 all."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    torch.manual_seed(2)
-    model = torch.nn.Sequential(
-        *(m for _ in range(layers) for m in (torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)))
-    )
-    for parameter in model.parameters():
-        parameter.sequence_parallel = False
-    ddp = DistributedDataParallelConfig(**options)
-    return DistributedDataParallel(make_config(), ddp, model.to(here(), torch.bfloat16))
 
 
 def _backward(model, seed):
@@ -37,7 +23,7 @@ def _backward(model, seed):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fp32", [False, True])
 def test_gradients_of_two_passes_add_up_to_the_bit(fp32, overlap):
-    model = _ddp(grad_reduce_in_fp32=fp32, overlap_grad_reduce=overlap)
+    model = make_ddp(grad_reduce_in_fp32=fp32, overlap_grad_reduce=overlap)
     plain = [p.detach().clone().requires_grad_() for p in model.parameters()]
     expected = [torch.zeros_like(p, dtype=torch.float32 if fp32 else p.dtype) for p in plain]
     for seed in (3, 4):
@@ -79,7 +65,7 @@ def test_copies_in_one_call_are_the_same_to_the_bit(fp32, distributed, monkeypat
     results = []
     for together in (optimizer.CopiesTogether, contextlib.nullcontext):
         monkeypatch.setattr(optimizer, "CopiesTogether", together)
-        model = _ddp(2, grad_reduce_in_fp32=fp32, use_distributed_optimizer=distributed)
+        model = make_ddp(2, grad_reduce_in_fp32=fp32, use_distributed_optimizer=distributed)
         before = [p.detach().clone() for p in model.parameters()]
         for step in _steps(model, distributed):
             assert step()[0]
@@ -97,7 +83,7 @@ def test_launches_do_not_grow_with_the_number_of_parameters(fp32, distributed):
 
     launches = []
     for layers in (1, 4):
-        model = _ddp(layers, grad_reduce_in_fp32=fp32, use_distributed_optimizer=distributed)
+        model = make_ddp(layers, grad_reduce_in_fp32=fp32, use_distributed_optimizer=distributed)
         for step in _steps(model, distributed):
             with counting() as counts:
                 step()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_npu.adaptors.megatron_core import precision_aware_optimizer
 from megatron_npu.errors import UsageError
+from tests.adaptors.megatron_core.conftest import make_ddp
 from tests.adaptors.megatron_core.stock import losses, norms, pretrain
 from tests.conftest import checkout
 
@@ -34,7 +37,7 @@ def test_upstreams_configuration_takes_our_adam():
         optimizer="adam", bf16=True, use_distributed_optimizer=True, use_precision_aware_optimizer=True,
         exp_avg_dtype=torch.bfloat16,
     )  # fmt: skip
-    assert made.megatron_npu_remainders
+    assert not made.store_param_remainders  # upstream's own, for TransformerEngine
     with pytest.raises(
         UsageError, match="--exp-avg-dtype fp8 without TransformerEngine; expected fp32, bf16"
     ):
@@ -44,6 +47,22 @@ def test_upstreams_configuration_takes_our_adam():
         )  # fmt: skip
     with pytest.raises(ImportError):  # what stood in for it is gone again
         __import__("transformer_engine")
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_copy_of_the_configuration_keeps_remainders(asked):
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(
+        optimizer="adam", lr=0.1, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
+        use_precision_aware_optimizer=True, store_param_remainders=asked,
+    )  # fmt: skip
+    copies = (config, replace(config, lr=0.2), copy.deepcopy(replace(replace(config), lr=0.2)))
+    for each in copies:
+        model = make_ddp(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        (built,) = get_megatron_optimizer(each, [model]).chained_optimizers
+        assert built.optimizer.store_param_remainders is asked
 
 
 PLAIN = {
