@@ -31,7 +31,6 @@ class _OursToKeep(int):
     """
 
 
-
 @contextmanager
 def _importable_from_transformer_engine() -> Iterator[None]:
     """Let the body import ``FusedAdam`` from where TransformerEngine, which is absent, would have it."""
