@@ -12,6 +12,7 @@ import collections
 import json
 import random
 import re
+import shutil
 import time
 import warnings
 from pathlib import Path
@@ -98,6 +99,7 @@ def main() -> int:
                 found = True
                 Path(f"fuzz-{name}-{given.seed}-{result}-{said[result]}").write_bytes(content)
         last.unlink(missing_ok=True)
+        shutil.rmtree(plain_readers.folder_of(last), ignore_errors=True)
         print(name, sum(said.values()), dict(said.most_common()), flush=True)
     return 1 if found else 0
 

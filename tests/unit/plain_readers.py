@@ -29,9 +29,14 @@ Reader = Callable[[Path], object]
 TENSORS = {"w": torch.ones(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
 
 
+def folder_of(file: Path) -> Path:
+    """Return where a copy of a file lies alone."""
+    return file.with_name(f"{file.name}-folder")
+
+
 def named(file: Path, name: str) -> Path:
     """Return a copy of a file under the name that its reader expects, alone in a folder."""
-    folder = file.with_name(f"{file.name}-folder")
+    folder = folder_of(file)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return Path(shutil.copy(file, folder / name))

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from megatron_npu import safe_load, torch_readers
 from megatron_npu.adaptors.shared import safe_numpy
 from megatron_npu.errors import UsageError
+from tests.unit import plain_readers
 
 reached: list[object] = []
 
@@ -145,6 +146,19 @@ def test_what_is_whole_is_read(name, tmp_path):
     reader, whole = READERS[name]
     (tmp_path / "file").write_bytes(whole)
     assert reader(tmp_path / "file") is not None
+
+
+def test_what_is_no_pickle_is_read_and_refused(tmp_path):
+    """The readers that fuzz.py has besides take what is whole, and refuse half of it or say what is wrong."""
+    pytest.importorskip("safetensors")
+    for name, (reader, whole) in plain_readers.whole().items():
+        file = tmp_path / name
+        file.write_bytes(whole)
+        assert reader(file) is not None
+        if name not in ("checksums", "merges"):  # which is a list of faults; of which half is one, too
+            file.write_bytes(whole[: len(whole) // 2])
+            with pytest.raises(UsageError):
+                reader(file)
 
 
 @pytest.mark.parametrize("name", READERS)
