@@ -173,7 +173,9 @@ def _split(name: str, train: Dataset, fraction: float, seed: int) -> tuple[Datas
     return both["train"], both["test"]
 
 
-def _refused(name: str, config: str | None, error: Exception) -> UsageError:
+def _refused(name: str, config: str | None, error: BaseException) -> UsageError:
+    if type(error).__name__ == "DatasetGenerationError":  # which says no more than that there was an error
+        error = error.__cause__ or error
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     # what datasets 5 says of a part without rows: in a file, in a folder of save_to_disk
     if "corresponds to no data" in reason or isinstance(error, IndexError):
@@ -181,7 +183,7 @@ def _refused(name: str, config: str | None, error: Exception) -> UsageError:
     return UsageError(
         f"--data-path {name}{f' --data-name {config}' if config else ''}: {reason}",
         f"a file or a folder of {', '.join(_FORMATS)}, or a data set of the hub",
-        "Correct the name; a data set of the hub needs a connection to it, or to be in its cache already.",
+        "Correct name or file. A data set of the hub needs a connection, or to be in its cache already.",
     )
 
 

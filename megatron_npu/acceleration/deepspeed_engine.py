@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import pickle
+import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ def load(log_level: str = "info") -> Any:
     deepspeed_device.choose(devices.current().name)
     deepspeed = importlib.import_module("deepspeed")
     deepspeed_device.compile_nothing()
+    # DeepSpeed 0.19 calls torch 2.13's collectives by names that are to go
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.INFO if log_level == "debug" else logging.ERROR)
     return deepspeed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_npu import files
-from megatron_npu.acceleration.prepare import Prepared
+from megatron_npu.acceleration.prepare import FUSED_OPS, Prepared
 
 if TYPE_CHECKING:
     from megatron_npu.acceleration.outcome import Outcome
@@ -73,8 +73,13 @@ def _training(args: Namespace, prepared: Prepared) -> Iterator[str]:
     paths = args.data_path if isinstance(args.data_path, list) else [args.data_path]
     names = ", ".join(f"`{Path(path).name}`" for path in paths if path)
     yield f"- data: {names or 'not named'}{f', {args.data_name}' if args.data_name else ''}"
+    fused = [line for line in prepared.ledger if line.startswith(FUSED_OPS)]
+    operations = {line.rpartition(": ")[2].partition(",")[0] for line in fused if " stays: " not in line}
+    if operations:
+        yield f"- {FUSED_OPS}{', '.join(sorted(operations))}"
     for line in prepared.ledger:
-        yield f"- {line}"
+        if line not in fused:
+            yield f"- {line}"
 
 
 def _results(outcome: Outcome) -> Iterator[str]:

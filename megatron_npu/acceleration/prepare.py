@@ -33,6 +33,7 @@ from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.switches import FULLY, Switches
 
 OptimizerFn = Callable[[Iterable[Any]], torch.optim.Optimizer]
+FUSED_OPS = "fused ops: "  # how a line of the ledger begins that says where an operation is
 SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
@@ -237,7 +238,7 @@ def accelerated(model: nn.Module, switches: Switches) -> tuple[nn.Module, list[s
         ledger.append(line)
     leave_caches_to_generation(model)
     if switches.fused_ops:
-        ledger.extend(f"fused ops: {line}" for line in swap(model).lines())
+        ledger.extend(FUSED_OPS + line for line in swap(model).lines())
     if switches.checkpoint_activations:
         ledger.append(checkpoint_activations(model))
     if switches.graph_optimization:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -13,6 +15,7 @@ import torch
 import transformers
 from torch.nn.utils import clip_grad_norm_
 
+from megatron_npu.acceleration import model_card
 from tests.acceleration import runs, tiny_models
 from tests.end_to_end import tiny
 
@@ -127,6 +130,14 @@ def test_the_folder_at_the_end_is_transformers(finetuned: Path) -> None:
     assert "accuracy on the test data" in card
     assert str(finetuned.parent) not in card
     assert not list(finetuned.glob("*.partial"))
+
+
+def test_a_card_has_one_line_for_all_fused_operations() -> None:
+    lines = ["fused ops: norm a (12): layer_norm", "fused ops: norm b: layer_norm", "fused ops: c stays: d"]
+    prepared = SimpleNamespace(ledger=[*lines, "fused ops: loss the model: cross_entropy, of 256", "ZeRO 1"])
+    none = dict.fromkeys([*model_card._FLAGS, "data_path", "data_name"])
+    *_, fused, other = model_card._training(Namespace(**none), prepared)
+    assert (fused, other) == ("- fused ops: cross_entropy, layer_norm", "- ZeRO 1")
 
 
 def test_a_loop_of_one_s_own_shares_the_data_and_averages_gradients(

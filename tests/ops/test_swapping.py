@@ -456,6 +456,19 @@ def test_what_stays_is_named_with_the_reason():
     assert any(line.startswith("norm no_bias stays: ") for line in ops.swap(model).lines())
 
 
+def test_a_loss_over_few_classes_stays():
+    def loss_of(head: str, **options) -> tuple[str, str]:
+        ledger = ops.swap(of("Bert", head, **ENCODER, **options)).ledger
+        return next((entry.by, entry.why_not) for entry in ledger if entry.what == "loss")
+
+    assert loss_of("SequenceClassification", num_labels=2) == (
+        "",
+        "its classes are 2, and below 256 torch's own is as good",
+    )
+    assert loss_of("TokenClassification", num_labels=300)[0].startswith("cross_entropy")
+    assert loss_of("QuestionAnswering")[0].startswith("cross_entropy")  # over the places of a text
+
+
 def test_attention_weights_are_still_to_be_had(monkeypatch):
     """The operation has none: torch's own layer runs, and the ledger says so."""
     monkeypatch.setattr(dispatch, "fallbacks", {})

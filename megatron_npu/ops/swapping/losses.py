@@ -33,6 +33,9 @@ def recognise(module: Any) -> Found:
         return Left("loss", reason) if reason else Replacement("loss", _BY, _with_our_loss)
     names = names_in_forward(module)
     if names & {"CrossEntropyLoss", "cross_entropy"}:
+        classes = getattr(module, "num_labels", None)  # of a head of Transformers
+        if isinstance(classes, int) and classes < _SMALLEST and "split" not in names:  # into starts and ends
+            return Left("loss", f"its classes are {classes}, and below {_SMALLEST} torch's own is as good")
         return Replacement("loss", _BY, _with_our_loss)
     return None
 
