@@ -1,6 +1,7 @@
 # Two commands do everything on a new machine: `make demo` and `make test`.
 #   make demo            set up, get data, pre-train a small GPT; again: goes on where it stopped
 #   make demo CLEAN=1    the same from the beginning
+#   make gpu             on a machine with a GPU: tests and benchmarks that need one (docs/gpu.md)
 #   make pythons         import, doctor, check and the unit tests without torch, with every Python that is here
 #   make test            set up and run the whole suite; clones the Megatron trees that it runs, if it can
 # VENV: the virtual environment; PYTHON: what makes it; TORCH: installed only if PYTHON has no torch.
@@ -9,8 +10,9 @@ VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+PIECES ?=
 
-.PHONY: demo test megatron pythons lint clean
+.PHONY: demo test gpu megatron pythons lint clean
 
 demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python demo/run.py $(if $(CLEAN),--clean)
@@ -24,6 +26,9 @@ test: $(VENV)/test.stamp
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 	@# last: what it finds may hang on the version of torch
 	$(VENV)/bin/mypy
+
+gpu: $(VENV)/test.stamp
+	$(VENV)/bin/python benchmarks/gpu_day.py $(PIECES)
 
 megatron: $(VENV)/test.stamp
 	PYTHON=$(VENV)/bin/python timeout 300 bash scripts/get_megatron.sh

@@ -6,7 +6,9 @@
 after the first of both count. "redirection" is Megatron's own code with what makes it run and no more;
 "huggingface" a GPT-2 of Transformers and "nanogpt" one in sixty lines of plain torch, both also under
 torch.compile, warm. Beside the rates stand the seconds from the start of the process to the end of the first
-step (compiling included), and the largest resident set.
+step (compiling included), and the largest resident set; on a GPU the most that its tensors took, and the
+share of its peak rate (MFU: 6 operations for a parameter and a token, 12 for a pair of tokens and a hidden
+unit of a layer, as PaLM counts; positions are no such parameters).
 
 Each variant runs in a process of its own, in turn, round by round, so that a machine whose speed drifts
 treats them alike; quote the ratios. Needs the extras core and hf. Results go to benchmarks/results/.
@@ -33,7 +35,13 @@ import report
 MODELS = {
     "demo": {"layers": 8, "hidden": 320, "heads": 5, "seq": 256, "batch": 4},
     "gpt2-124m": {"layers": 12, "hidden": 768, "heads": 12, "seq": 512, "batch": 2},
+    # for a GPU of 80 GB
+    "gpt-345m": {"layers": 24, "hidden": 1024, "heads": 16, "seq": 1024, "batch": 16},
+    "gpt-1.3b": {"layers": 24, "hidden": 2048, "heads": 16, "seq": 2048, "batch": 4},
+    "tiny": {"layers": 1, "hidden": 32, "heads": 2, "seq": 16, "batch": 1},
 }
+# operations in a second of dense bf16, by what is in a device's name: from NVIDIA's data sheets
+PEAKS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 VOCABULARY = 50304
 VARIANTS = (
     *("project", "whole run", "redirection", "huggingface", "huggingface compiled"),
@@ -64,12 +72,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--variant", choices=VARIANTS, help="measure this one in this process")
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, help="measure these; write nothing")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, help="measure these; write to --output alone")
+    parser.add_argument("--output", type=Path, help="instead of a file in benchmarks/results/")
     arguments = parser.parse_args()
     if arguments.variant:
         rate, started = MEASURES[arguments.variant](MODELS[arguments.model], arguments)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps({"tokens_per_second": rate, "start_seconds": started, "peak_bytes": peak}))
+        found = {"tokens_per_second": rate, "start_seconds": started, "peak_bytes": peak_bytes()}
+        print(json.dumps(found))
         return
     variants = arguments.only or VARIANTS
     found: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
@@ -83,8 +92,42 @@ def main() -> None:
                 f"{one['peak_bytes'] / 2**20:6.0f} MiB",
                 flush=True,
             )
-    if not arguments.only:
+    if arguments.output or not arguments.only:
         write(arguments, found)
+
+
+def peak_bytes() -> int:
+    """Return the largest resident set of this process; on a GPU what its tensors took at most."""
+    from megatron_npu import devices
+
+    device = devices.current()
+    if device.is_host:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return device.memory().peak
+
+
+def device_name() -> str:
+    """Return the name of the hardware; empty on a CPU, which the report names."""
+    import torch
+
+    from megatron_npu import devices
+
+    device = devices.current()
+    return "" if device.is_host else torch.get_device_module(device.name).get_device_name()
+
+
+def shares_of_peak(rates: dict[str, float], model: dict) -> dict[str, float]:
+    """Return the MFU of each variant from its tokens per second; nothing for unknown hardware."""
+    name = device_name()
+    peak = next((peak for chip, peak in PEAKS.items() if chip in name), None)
+    return {} if peak is None else {key: rate * operations_of(model) / peak for key, rate in rates.items()}
+
+
+def operations_of(model: dict) -> float:
+    """Return the floating-point operations that a step takes for a token."""
+    hidden, layers = model["hidden"], model["layers"]
+    parameters = layers * (12 * hidden**2 + 13 * hidden) + VOCABULARY * hidden + 2 * hidden
+    return 6 * parameters + 12 * layers * hidden * model["seq"]
 
 
 def run_child(variant: str, arguments: argparse.Namespace) -> dict[str, float]:
@@ -99,22 +142,27 @@ def write(arguments: argparse.Namespace, found: dict[str, list[dict[str, float]]
     """Print the medians and ratios and write them, with the machine, as JSON."""
     import transformers
 
-    from megatron_npu import upstream
+    from megatron_npu import devices, upstream
 
     by_name = {
-        name: {variant: [one[name] for one in found[variant]] for variant in VARIANTS}
+        name: {variant: [one[name] for one in rows] for variant, rows in found.items()}
         for name in ("tokens_per_second", "start_seconds", "peak_bytes")
     }
     medians = {variant: statistics.median(rates) for variant, rates in by_name["tokens_per_second"].items()}
-    ratios = {other: medians["project"] / medians[other] for other in VARIANTS[1:]}
+    others = [variant for variant in found if variant != "project"]
+    ratios = {other: medians["project"] / medians[other] for other in others}
+    device = devices.current()
     results = {
         "model": {"name": arguments.model, **MODELS[arguments.model]},
         "dtype": arguments.dtype,
         **by_name,
         "project_over": ratios,
     }
+    if not device.is_host:
+        results |= {"device": device_name(), "mfu": shares_of_peak(medians, MODELS[arguments.model])}
     versions = {"megatron_core": upstream.find().version, "transformers": transformers.__version__}
-    report.write(report.RESULTS / f"train-{arguments.model}-{arguments.dtype}-cpu.json", results, **versions)
+    default = report.RESULTS / f"train-{arguments.model}-{arguments.dtype}-{device.name}.json"
+    report.write(arguments.output or default, results, **versions)
     for other, ratio in ratios.items():
         print(f"project / {other:<21} {ratio:.2f}")
 
@@ -127,10 +175,13 @@ def since_start() -> float:
 
 def timed(step: Callable[[], Any], model: dict, steps: int) -> tuple[float, float]:
     """Return tokens per second of the median step, and when the first ended; the first two warm up."""
+    from megatron_npu import devices
+
     times, started = [], 0.0
     for number in range(steps + 2):
         start = time.perf_counter()
         step()
+        devices.current().synchronize()
         times.append(time.perf_counter() - start)
         started = started if number else since_start()
     return model["batch"] * model["seq"] / statistics.median(times[2:]), started
@@ -241,12 +292,16 @@ def plain_training(
     """Train with torch's fused AdamW; bf16 through autocast."""
     import torch
 
+    from megatron_npu import devices
+
+    device = devices.current().torch_device()
+    network.to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(VOCABULARY, (model["batch"], model["seq"]))
+    tokens = torch.randint(VOCABULARY, (model["batch"], model["seq"]), device=device)
     run = torch.compile(network) if compiled else network
 
     def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=arguments.dtype == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=arguments.dtype == "bf16"):
             loss = loss_of(run, tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0, foreach=True)
@@ -260,16 +315,16 @@ def measure_floor(model: dict, arguments: argparse.Namespace) -> tuple[float, fl
     """Only the matrix products of the step: forward, gradient of the input, gradient of the weight."""
     import torch
 
+    from megatron_npu import devices
+
     dtype = torch.bfloat16 if arguments.dtype == "bf16" else torch.float32
+    make = functools.partial(torch.randn, dtype=dtype, device=devices.current().torch_device())
     hidden, tokens = model["hidden"], model["batch"] * model["seq"]
     sizes = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden)]
     products = [(*size, model["layers"]) for size in sizes] + [(hidden, VOCABULARY, 1)]
-    operands = [
-        [torch.randn(shape, dtype=dtype) for shape in ((tokens, i), (o, i), (tokens, o))]
-        for i, o, _ in products
-    ]
-    heads = torch.randn(model["batch"] * model["heads"], model["seq"], hidden // model["heads"], dtype=dtype)
-    scores = torch.randn(model["batch"] * model["heads"], model["seq"], model["seq"], dtype=dtype)
+    operands = [[make(shape) for shape in ((tokens, i), (o, i), (tokens, o))] for i, o, _ in products]
+    heads = make(model["batch"] * model["heads"], model["seq"], hidden // model["heads"])
+    scores = make(model["batch"] * model["heads"], model["seq"], model["seq"])
 
     def step() -> None:
         for (x, weight, grad), (_, _, times) in zip(operands, products, strict=True):

@@ -197,14 +197,33 @@ def two_authors(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
         yield f"- {side}: {', '.join(f'{100 * value:.1f} %' for value in values)}"
 
 
-def preprocess(name: str, data: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each number of workers; no goal was set."""
+def preprocess(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
+    """Yield a line for each number of workers; beside Megatron's own tool no goal was set."""
+    if "gigatoken" in data["versions"]:
+        yield from _beside_gigatoken(data)
+        return
     for run in data["runs"]:
         speed, times = run["megabytes_per_second_without_start"], run["times_faster_without_start"]
         equal = "equal byte for byte" if run["outputs_equal"] else "different"
         yield (
             f"- workers: {run['workers']}, {speed['ours']:.1f} MB/s of JSON lines, Megatron's own tool "
             f"{speed['stock']:.1f} MB/s ({times:.1f} times), the outputs {equal}"
+        )
+
+
+def _beside_gigatoken(data: dict[str, Any]) -> Iterator[Goal | str]:
+    """Yield the goal, and a line, for each number of workers, of processor time."""
+    for run in data["runs"]:
+        rate = run["megabytes_per_processor_second_without_start"]
+        start = {name: statistics.median(run["processor_seconds"][f"{name}_start"]) for name in rate}
+        megabytes, version = data["corpus_bytes"] / 1e6, data["versions"]["gigatoken"]
+        times = rate["gigatoken"] / rate["ours"]
+        yield Goal("JSON lines in a second of a processor, over gigatoken", 1 / times, least=1.0)
+        yield (
+            f"- workers: {run['workers']}, {megabytes:.0f} MB of JSON lines; in a second of a processor "
+            f"{rate['ours']:.1f} MB, gigatoken {version} {rate['gigatoken']:.1f} MB ({times:.1f} times as "
+            f"many); to start {start['ours']:.2f} s, gigatoken {start['gigatoken']:.2f} s; the outputs equal "
+            "byte for byte"
         )
 
 

@@ -149,7 +149,9 @@ class _Call:
     def _output_grad(self, index: int, grad: Tensor) -> None:
         self.output_grads[index] = grad.detach().clone()
 
-    def _input_grad(self, index: int, grad: Tensor) -> None:
+    def _input_grad(self, index: int, grad: Tensor | None) -> None:
+        if grad is None:  # added to a buffer instead, by an operation that is compared itself
+            return
         if self.right_grads is None:
             leaves = [copy for copy in self.copies if copy.requires_grad]
             pairs = [(self.expected[i], grad.to(self.expected[i])) for i, grad in self.output_grads.items()]

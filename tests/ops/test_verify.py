@@ -14,6 +14,7 @@ from megatron_npu import devices, settings
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch, verify
 from megatron_npu.ops.dispatch import Operation
+from megatron_npu.ops.linear_cross_entropy import linear_cross_entropy
 from tests.conftest import ROOT
 
 
@@ -247,6 +248,21 @@ def test_in_place_the_limit_is_that_of_the_least_precise_tensor(monkeypatch, fac
     total, value = torch.zeros(4), torch.ones(4, dtype=torch.bfloat16)
     assert bound(monkeypatch, add_too_much, add)(total, value) is None
     assert found("total").beyond == beyond
+
+
+def test_a_weight_whose_gradient_goes_into_a_buffer_has_none(monkeypatch):
+    """As in every training by the driver: the output layer and its loss in one, with ``main_grad``."""
+    monkeypatch.setenv("MEGATRON_NPU_VERIFY", "all")
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    main_grad, target = torch.zeros(20, 8), torch.arange(6)
+    for operation in dispatch.OPERATIONS:
+        operation.bind("cpu")
+    linear_cross_entropy(hidden, weight, target, main_grad=main_grad).sum().backward()
+    assert weight.grad is None
+    assert main_grad.any()
+    compared = {what for name, _, what in verify.findings if name == "linear_cross_entropy"}
+    assert compared == {"output", "gradient of hidden"}
+    assert not any(finding.beyond for finding in verify.findings.values())
 
 
 def test_tensors_in_a_named_tuple_are_compared_too(monkeypatch):

@@ -1,0 +1,286 @@
+"""Everything that needs a GPU, on a machine with one: make gpu.
+
+    python benchmarks/gpu_day.py [PIECE ...] [--dry-run] [--rehearse]
+
+A piece is a few commands that end within eight minutes, or are ended; each can be run alone. What they print
+goes to benchmarks/results/gpu/PIECE.log, what they measure into JSON files beside it, and
+scripts/gpu_page.py makes docs/gpu.md of all of them. A piece that fails does not end the others; the exit
+code tells. Without a GPU nothing runs but ``--dry-run``, which prints the commands, and ``--rehearse``, which
+runs them on the CPU with small sizes in a folder of its own: it shows that they start, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+LIMIT = 8 * 60.0  # seconds of a piece
+TREES = ("core_v0.16.1", "core_v0.12.1", "285068c8")  # whose stock scripts run, where checkouts/ has them
+SUITES = ("mixed-precision", "sharding", "3d", "graph")  # the tables of document 001
+_NO_GPU, LATE, BEYOND = 2, 124, 125
+WRONG = re.compile(rb"comparisons, [1-9]\d* beyond the limit")  # as verify mode tells, which ends no run
+# a vocabulary of bytes and documents that count up, as the tests have them
+WRITE_DATA = """
+import sys
+from pathlib import Path
+from tests.adaptors.megatron_lm import runs
+folder = Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
+runs.write_vocabulary(folder)
+runs.write_dataset(folder / "text")
+"""
+LEGACY = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
+    "--micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --train-iters 20 --lr-decay-iters 20 "
+    "--log-interval 1 --eval-iters 1 --eval-interval 1000 --split 90,5,5 --num-workers 0 --bf16 "
+    "--vocab-file {0}/vocab.json --merge-file {0}/merges.txt --data-path {0}/text"
+)
+_TINY_MODEL = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+_MODEL = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024"
+
+
+@dataclass(frozen=True)
+class Day:
+    """How the pieces run.
+
+    Attributes:
+        rehearsal: on the CPU with small sizes.
+        results: the folder of their files.
+    """
+
+    rehearsal: bool
+    results: Path
+
+    @property
+    def device(self) -> str:
+        """The device, by the name of MEGATRON_NPU_DEVICE."""
+        return "cpu" if self.rehearsal else "cuda"
+
+
+Command = list[str]
+PYTHON = sys.executable
+
+
+def tests(day: Day) -> list[Command]:
+    """Every operation against fp64, and the adaptors of attention, on the device."""
+    files = (
+        ["tests/ops/test_norm.py"]
+        if day.rehearsal
+        else ["tests/ops", "tests/unit/devices/test_torch_itself.py"]
+    )
+    pytest = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    return [[*pytest, *files, "-k", day.device], [PYTHON, "-m", "megatron_npu", "doctor"]]
+
+
+def model_flags(day: Day, iterations: int) -> list[str]:
+    """Return the flags of a GPT on made-up data, in bf16."""
+    sizes = _TINY_MODEL if day.rehearsal else _MODEL
+    words = (
+        f"{sizes} --max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 8 --lr 1e-4 "
+        f"--mock-data --train-iters {iterations} --log-interval 1 --eval-iters 1 --eval-interval 1000 --bf16 "
+        "--tokenizer-type NullTokenizer --vocab-size 1023 --split 90,5,5"
+    )
+    return words.split()
+
+
+def stock_scripts(day: Day) -> list[Command]:
+    """The driver, and the stock scripts of the trees that are there, unedited."""
+    run, iterations = [PYTHON, "-m", "megatron_npu"], 2 if day.rehearsal else 20
+    flags = model_flags(day, iterations)
+    commands = [[*run, "pretrain", *flags, "--no-plot"]]
+    for name in TREES[:1] if day.rehearsal else TREES:
+        tree = ROOT / "checkouts" / name
+        if not tree.is_dir():
+            print(f"gpu: no {tree.relative_to(ROOT)}: its scripts do not run (make megatron)")
+        elif name.startswith("core"):
+            commands.append([*run, "run", str(tree / "pretrain_gpt.py"), *flags])
+        else:  # it makes up no data
+            data = str(day.results / "counting")
+            commands.append([PYTHON, "-c", WRITE_DATA, data])
+            commands.append([*run, "run", str(tree / "pretrain_gpt.py"), *LEGACY.format(data).split()])
+    return commands
+
+
+def verify(day: Day) -> list[Command]:
+    """Training in which each operation is compared with its formula, forward and backward."""
+    flags = model_flags(day, 2 if day.rehearsal else 10)
+    return [["env", "MEGATRON_NPU_VERIFY=all", PYTHON, "-m", "megatron_npu", "pretrain", *flags, "--no-plot"]]
+
+
+def operations(day: Day) -> list[Command]:
+    """Each operation beside flash-attn, cuDNN, Liger and torch.compile."""
+    small = ["--tiny", "--repeat", "1", "--only", "norm"] if day.rehearsal else []
+    output = ["--output", str(day.results / "operations.json")]
+    return [[PYTHON, "benchmarks/gpu_ops.py", *small, *output]]
+
+
+def steps(model: str) -> Callable[[Day], list[Command]]:
+    """Return the piece that trains a model: the driver beside nanoGPT's code under torch.compile."""
+
+    def piece(day: Day) -> list[Command]:
+        size = "tiny" if day.rehearsal else model
+        variants = ["project", "nanogpt", *([] if day.rehearsal else ["nanogpt compiled", "floor"])]
+        count = ["--rounds", "1", "--steps", "2" if day.rehearsal else "10"]
+        line = [
+            PYTHON,
+            "benchmarks/train.py",
+            "--model",
+            size,
+            "--dtype",
+            "bf16",
+            *count,
+            "--only",
+            *variants,
+        ]
+        return [[*line, "--output", str(day.results / f"train-{model}.json")]]
+
+    piece.__doc__ = (
+        f"Whole steps of {model} in bf16 beside nanoGPT's under torch.compile: tokens/s, MFU, memory."
+    )
+    return piece
+
+
+def tables(*suites: str) -> Callable[[Day], list[Command]]:
+    """Return the piece that makes some of document 001's tables."""
+
+    def piece(day: Day) -> list[Command]:
+        count = "--devices 1 --steps 1 --repeat 2" if day.rehearsal else "--devices 1 --steps 5 --repeat 3"
+        tiny = "--model 2x32x4 --seq-length 16 --vocab-size 256 --micro-batch-size 2" if day.rehearsal else ""
+        bench = [PYTHON, "-m", "megatron_npu", "bench", *count.split(), *tiny.split()]
+        return [
+            [*bench, "--suite", suite, "--json", str(day.results / f"bench-{suite}.json")] for suite in suites
+        ]
+
+    piece.__doc__ = f"Tables of document 001: {', '.join(suites)}."
+    return piece
+
+
+PIECES: dict[str, Callable[[Day], list[Command]]] = {
+    "tests": tests,
+    "stock-scripts": stock_scripts,
+    "verify": verify,
+    "operations": operations,
+    "gpt-345m": steps("gpt-345m"),
+    "gpt-1.3b": steps("gpt-1.3b"),
+    "tables": tables(*SUITES[:2]),
+    "more-tables": tables(*SUITES[2:]),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run pieces; return 0 if all went well, 1 if one did not, 2 if there is no GPU."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pieces", nargs="*", metavar="PIECE", help=", ".join(PIECES))
+    parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with small sizes")
+    arguments = parser.parse_args(argv)
+    if unknown := [piece for piece in arguments.pieces if piece not in PIECES]:
+        parser.error(f"{unknown[0]}: expected {', '.join(PIECES)}")
+    chosen = arguments.pieces or [*PIECES]
+    if arguments.dry_run:
+        show(chosen, Day(arguments.rehearse, RESULTS))
+        return 0
+    if arguments.rehearse:
+        with tempfile.TemporaryDirectory() as folder:
+            return run_all(chosen, Day(True, Path(folder)))
+    if reason := why_no_gpu():
+        print(
+            f"gpu: {reason}; expected a CUDA GPU and a torch for it. --dry-run shows what would run.",
+            file=sys.stderr,
+        )
+        return _NO_GPU
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    failed = run_all(chosen, Day(False, RESULTS))
+    subprocess.run([PYTHON, str(ROOT / "scripts" / "gpu_page.py")], check=True)
+    return failed
+
+
+def why_no_gpu() -> str:
+    """Return why nothing can run here; empty: it can."""
+    import torch
+
+    if not torch.version.cuda:
+        return f"torch {torch.__version__} is built without CUDA"
+    return "" if torch.cuda.is_available() else "torch sees no GPU"
+
+
+def show(chosen: Sequence[str], day: Day) -> None:
+    """Print what each piece is, and its commands."""
+    for name in chosen:
+        print(f"# {name}: {PIECES[name].__doc__}")
+        for command in PIECES[name](day):
+            print(shlex.join(command))
+
+
+def run_all(chosen: Sequence[str], day: Day) -> int:
+    """Run pieces one after another; return 1 if a command of one has failed."""
+    failed = 0
+    for name in chosen:
+        outcome = run(name, day)
+        (day.results / f"{name}.piece.json").write_text(json.dumps(outcome, indent=1) + "\n")
+        worst = next((row for row in outcome["commands"] if row["exit_code"]), None)
+        failed |= worst is not None
+        print(f"gpu: {name}: {outcome['seconds']:.0f} s, {told(worst)}", flush=True)
+    return int(failed)
+
+
+def told(row: dict | None) -> str:
+    """Return what to say of the first command that has failed; None: none has."""
+    if row is None:
+        return "well"
+    whys = {LATE: "no end in time", BEYOND: "operations beyond their limits"}
+    why = whys.get(row["exit_code"], f"exit code {row['exit_code']}")
+    return f"{why}: {row['command']}\n{row['end']}"
+
+
+def run(name: str, day: Day) -> dict:
+    """Run a piece to its end, or to the end of its time; return what became of its commands."""
+    begin, rows = time.monotonic(), []
+    environment = {**os.environ, "MEGATRON_NPU_DEVICE": day.device, "PYTHONPATH": str(ROOT)}
+    with open(day.results / f"{name}.log", "w") as log:
+        for command in PIECES[name](day):
+            left = LIMIT - (time.monotonic() - begin)
+            start = log.tell()
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=max(1.0, left),
+                )
+                code = done.returncode
+            except subprocess.TimeoutExpired:
+                code = LATE
+            log.seek(0, os.SEEK_END)
+            if not code and WRONG.search(Path(log.name).read_bytes()[start:]):
+                code = BEYOND
+            rows.append(
+                {"command": shlex.join(command), "exit_code": code, "end": tail(Path(log.name), start)}
+            )
+    return {"piece": name, "seconds": time.monotonic() - begin, "commands": rows}
+
+
+def tail(log: Path, start: int) -> str:
+    """Return the last lines of what a command has written."""
+    text = log.read_bytes()[start:].decode(errors="replace")
+    return "\n".join(text.splitlines()[-12:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
