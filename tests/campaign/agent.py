@@ -77,6 +77,8 @@ def main() -> int:
         return 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
+    except KeyboardInterrupt:  # before torch has a handler: torchrun's traceback would be its own
+        return 130
     return 0
 
 
