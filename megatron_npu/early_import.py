@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -84,13 +84,19 @@ def _on_megatron_core() -> bool:
 
 
 def is_absent(package: str) -> bool:
-    """Return whether nobody but this finder finds a package.
+    """Return whether nobody but this finder finds a package; none of its parents is imported.
 
-    Raises:
-        ModuleNotFoundError: its parent is absent, or no package.
+    DeepSpeed, for one, looks for apex while it is imported.
     """
-    spec = importlib.util.find_spec(package)
-    return spec is None or isinstance(spec.loader, _Finder)
+    top, *rest = package.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or isinstance(spec.loader, _Finder):
+        return True
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return True
+        spec = PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+    return spec is None
 
 
 def arm(activate: Callable[[], None]) -> None:

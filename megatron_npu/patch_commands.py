@@ -126,7 +126,7 @@ def _parser(command: str, function: object, codes: str) -> argparse.ArgumentPars
     parser.add_argument(
         "--upstream",
         metavar="NAME",
-        help="megatron_core, megatron_lm or megatron_deepspeed (default: told by its files)",
+        help=f"{', '.join(upstream.NAMES)} (default: told by its files)",
     )
     parser.add_argument("--host", dest="upstream", help=argparse.SUPPRESS)  # its name until November 2026
     return parser

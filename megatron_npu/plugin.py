@@ -154,9 +154,9 @@ def _activate() -> Context:
     found.require_supported()
     stock_tools.refuse(Path(getattr(sys.modules["__main__"], "__file__", None) or ""))
     device = _redirect_torch()
-    standins.install(found)
-    if found.name == "megatron_deepspeed":
+    if found.name.startswith("megatron_deepspeed"):
         deepspeed_device.choose(device.name)
+    standins.install(found)
     engine().ledger.fallbacks = dispatch.fallbacks
     engine().ledger.about = {
         "upstream": found.name,

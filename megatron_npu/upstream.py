@@ -16,16 +16,18 @@ from megatron_npu.errors import UsageError
 
 _logger = logging.getLogger(__name__)
 
-NAMES = ("megatron_core", "megatron_lm", "megatron_deepspeed")
+NAMES = ("megatron_core", "megatron_lm", "megatron_deepspeed", "megatron_deepspeed_core")
 # Tested versions of megatron-core: first that works, first that is not yet supported.
 OLDEST_CORE, FIRST_TOO_NEW_CORE = (0, 12), (0, 20)
 LEGACY_VERSION = "285068c8"
 BIGSCIENCE_VERSION = "8387ae17"
+DEEPSPEEDAI_VERSION = "4efb479d"
 # These trees state no version: they are recognised by the SHA-256 of these files, concatenated.
 _LEGACY_FILES = ("model/transformer.py", "schedules.py", "optimizer/optimizer.py", "arguments.py")
 _BY_DIGEST = {
     "ea09827de4da290fe48eaaec8f60cb95ed25031b179df8bd0469a805e8f372d6": LEGACY_VERSION,
     "f73edf7a672785bbcc21d3670744fa99d88734a30a15bf40512fbbc431cbc31b": BIGSCIENCE_VERSION,
+    "a216689b4ea84c86853c3aa6e964338c6c0f5f4cbe7de21f8f6426de18ea4738": DEEPSPEEDAI_VERSION,
 }
 
 
@@ -34,8 +36,9 @@ class Upstream:
     """A Megatron on disk.
 
     Attributes:
-        name: ``megatron_core`` or ``megatron_lm`` (the tree of January 2023).
-        version: of megatron-core, ``0.16.1``; of megatron_lm, its commit ``285068c8``, or ``unknown`` for
+        name: ``megatron_core``, ``megatron_lm`` (the tree of January 2023), ``megatron_deepspeed``
+            (bigscience's) or ``megatron_deepspeed_core`` (deepspeedai's, with a megatron-core in it).
+        version: of megatron-core, ``0.16.1``; of the others, their commit, ``285068c8``, or ``unknown`` for
             another tree of that time (the pins then tell what differs).
         root: the folder that holds the ``megatron`` package.
         shadowed: other folders on the path that hold one too, with their versions.
@@ -50,19 +53,13 @@ class Upstream:
         """Check the version and that no second Megatron mixes in.
 
         Raises:
-            UsageError: too old, too new (unless ``MEGATRON_NPU_DRIFT=warn``, which says so and goes on),
-                Megatron-DeepSpeed, or two different versions on the path.
+            UsageError: too old, too new (unless ``MEGATRON_NPU_DRIFT=warn``, which says so and goes on), or
+                two different versions on the path.
         """
         if self.name == "megatron_core":
             self._require_supported_version()
             self._require_alone()
-        elif self.name == "megatron_deepspeed" and (self.root / "megatron" / "core").is_dir():
-            raise UsageError(
-                f"a Megatron-DeepSpeed with megatron-core in it in {self.root}, which is not supported yet",
-                f"bigscience's at {BIGSCIENCE_VERSION}, or Megatron-LM {LEGACY_VERSION}",
-                "Check one of them out, and see docs/megatron-deepspeed.md.",
-            )
-        # The tree of 2023 is a regular package: nothing on the path can mix into it.
+        # The trees of old are regular packages: nothing on the path can mix into them.
 
     def _require_supported_version(self) -> None:
         release = tuple(int(part) for part in self.version.split(".")[:2])
@@ -168,18 +165,19 @@ def _inspect(root: Path) -> Upstream | None:
     """Return the Megatron whose ``megatron`` folder lies in ``root``."""
     package = root / "megatron"
     if (package / "model" / "transformer.py").is_file():
-        name = "megatron_deepspeed" if _imports_deepspeed(root) else "megatron_lm"
-        return Upstream(name, _legacy_version(package), root)
+        return Upstream(_legacy_name(root), _legacy_version(package), root)
     if not (package / "core").is_dir():
         return None
     version = _core_version(package / "core" / "package_info.py")
     return None if version is None else Upstream("megatron_core", version, root)
 
 
-def _imports_deepspeed(root: Path) -> bool:
-    """Say whether a tree of old is one of those that are named Megatron-DeepSpeed."""
+def _legacy_name(root: Path) -> str:
+    """Say whether a tree of old is one of those that are named Megatron-DeepSpeed, and which."""
     model = root / "megatron" / "model" / "gpt_model.py"
-    return model.is_file() and "from deepspeed" in model.read_text(encoding="utf-8", errors="replace")
+    if not model.is_file() or "from deepspeed" not in model.read_text(encoding="utf-8", errors="replace"):
+        return "megatron_lm"
+    return "megatron_deepspeed" + ("_core" if (root / "megatron" / "core").is_dir() else "")
 
 
 def _legacy_version(package: Path) -> str:

@@ -33,6 +33,7 @@ _NOT_PUBLIC = re.compile(
 PURPOSES = {
     "https://github.com/NVIDIA/Megatron-LM": "code of Megatron-LM, to be cloned",
     "https://github.com/bigscience-workshop/Megatron-DeepSpeed": "code of Megatron-DeepSpeed, to be cloned",
+    "https://github.com/deepspeedai/Megatron-DeepSpeed": "code of Megatron-DeepSpeed, to be cloned",
     "https://pytorch.org": "how to install torch; to be read",
     "https://download.pytorch.org": "wheels of torch for a CPU, through pip",
     "https://github.com/pytorch/pytorch/issues": "reports about torch; to be read",

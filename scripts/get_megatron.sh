@@ -19,6 +19,7 @@ trees=(
 # other repositories, too, when they are named: folder name, commit, where it is cloned from
 elsewhere=(
     "8387ae17 8387ae17c4704f6579f88a84500b535d19d7fbbf https://github.com/bigscience-workshop/Megatron-DeepSpeed"
+    "4efb479d 4efb479d5317ce9b86096b9d8e3e8030b0b5263b https://github.com/deepspeedai/Megatron-DeepSpeed"
 )
 on_request=(core_v0.13.1 core_v0.14.0 core_v0.15.3 core_v0.17.1 core_v0.18.2 core_v0.19.0)
 

@@ -52,7 +52,11 @@ class NameStandIn:
 
 
 _APEX = "megatron.optimizer, megatron.utils and clip_grads of Megatron-LM import apex and amp_C always"
-_LM = ("megatron_lm", "megatron_deepspeed")  # megatron-core looks for apex and goes on without
+_LM = (
+    "megatron_lm",
+    "megatron_deepspeed",
+    "megatron_deepspeed_core",
+)  # megatron-core looks for apex and goes on without
 
 _MAMBA = "megatron_npu.standins.mamba_ssm"
 _MAMBA_MODULES = {  # of the package, and ours
@@ -97,7 +101,7 @@ STAND_INS = (
         "fused_weight_gradient_mlp_cuda",
         "megatron_npu.standins.fused_weight_gradient_mlp_cuda",
         "fused_weight_gradient_mlp_cuda",
-        ("megatron_lm", "megatron_core"),
+        ("megatron_lm", "megatron_core", "megatron_deepspeed_core"),
         "--gradient-accumulation-fusion is on by default and needs this extension of apex",
     ),
     StandIn(
@@ -177,6 +181,13 @@ STAND_INS = (
         "megatron.training imports it always, and it imports torchvision",
     ),
     StandIn(
+        "deepspeed.compression.compress",
+        "megatron_npu.standins.deepspeed_compression",
+        "deepspeed.compression.compress",
+        ("megatron_deepspeed_core",),
+        "megatron.training of deepspeedai's tree imports it always; DeepSpeed 0.19.8 no longer has it",
+    ),
+    StandIn(
         "megatron.data.helpers",
         "megatron_npu.standins.dataset_helpers",
         "",
@@ -250,12 +261,7 @@ def _stands_for(package: str, source: str) -> bool:
 
 
 def _absent(package: str) -> bool:
-    if not package:
-        return True
-    try:
-        return early_import.is_absent(package)
-    except ModuleNotFoundError:  # its parent is absent, or not a package
-        return True
+    return not package or early_import.is_absent(package)
 
 
 def remove() -> None:

@@ -81,6 +81,7 @@ def test_the_index_lists_every_page():
         ("megatron_lm", "megatron-lm.md"),
         ("megatron_core", "megatron-core.md"),
         ("megatron_deepspeed", "megatron-deepspeed.md"),
+        ("megatron_deepspeed_core", "megatron-deepspeed-core.md"),
     ],
 )
 def test_the_page_lists_every_patch(name, page):

@@ -58,15 +58,16 @@ def test_finds_the_legacy_tree(tmp_path):
     assert (found.name, found.version) == ("megatron_lm", "unknown"), "its files are not those of the commit"
 
 
-def test_megatron_deepspeed_is_known_and_its_younger_kin_refused(tmp_path):
+def test_both_megatron_deepspeeds_are_known(tmp_path):
     root = make_legacy(tmp_path)
     (root / "megatron" / "model" / "gpt_model.py").write_text("from deepspeed.pipe import PipelineModule\n")
     found = upstream.find(root)
     assert (found.name, found.version) == ("megatron_deepspeed", "unknown")
     found.require_supported()  # the pins tell what differs
     (root / "megatron" / "core").mkdir()
-    with pytest.raises(UsageError, match=r"Megatron-DeepSpeed with .* expected bigscience's at 8387ae17"):
-        upstream.find(root).require_supported()
+    found = upstream.find(root)
+    assert (found.name, found.version) == ("megatron_deepspeed_core", "unknown")
+    found.require_supported()
 
 
 def test_the_legacy_tree_wins_wherever_it_is_on_the_path(tmp_path, path):

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, cat
 
-from megatron_npu.adaptors.megatron_deepspeed.decorators import around, replace
-from megatron_npu.adaptors.shared.arguments import add_attention_flags
+from megatron_npu.adaptors.megatron_deepspeed.decorators import around, records, replace
+from megatron_npu.adaptors.shared.arguments import connect_attention_flags
 from megatron_npu.adaptors.shared.core_attention import attend, more_is_masked_than_the_future, scale_of
 from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.errors import UsageError
@@ -18,10 +18,7 @@ from megatron_npu.ops.rotary import rotary_by_tables
 
 Cache = tuple[Tensor, Tensor]  # keys and values [sk, b, n, d], before rotary embedding
 
-around(
-    "megatron.arguments:_add_training_args",
-    why="--pre-tockens, --next-tockens and --shape-order of the fused attention",
-)(add_attention_flags)
+connect_attention_flags(records)
 
 
 @around(

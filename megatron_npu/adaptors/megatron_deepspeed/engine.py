@@ -1,68 +1,8 @@
-"""DeepSpeed's engine, which trains with ``--deepspeed``, as today's DeepSpeed takes it."""
+"""DeepSpeed's engine, which trains with ``--deepspeed``."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from typing import Any
+from megatron_npu.adaptors.megatron_deepspeed.decorators import records
+from megatron_npu.adaptors.shared import deepspeed_engine
 
-import torch
-
-from megatron_npu.adaptors.megatron_deepspeed.decorators import around
-
-
-@around(
-    "megatron.training:setup_model_and_optimizer",
-    why="it hands deepspeed.initialize the configuration twice, as values and by the name of its file, which "
-    "DeepSpeed refuses since 0.7; and DeepSpeed 0.19.8 clips fp32 gradients of a pipeline by a wrong norm",
-)
-def initialise_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Hide the file's name from DeepSpeed, which has its values; let its engine clip as one process does."""
-    deepspeed: Any = importlib.import_module("deepspeed")
-    real = deepspeed.initialize
-
-    def initialize(*, args: Any, **given: Any) -> Any:
-        path, args.deepspeed_config = args.deepspeed_config, None
-        try:
-            engine, *others = real(args=args, **given)
-        finally:
-            args.deepspeed_config = path
-        engine.clip_fp32_gradients = lambda: clip_fp32_gradients(engine)
-        return engine, *others
-
-    deepspeed.initialize = initialize
-    try:
-        return original(*args, **kwargs)
-    finally:
-        deepspeed.initialize = real
-
-
-@torch.no_grad()
-def clip_fp32_gradients(engine: Any) -> None:
-    """Scale the gradients so that their norm over all stages is at most the configuration's.
-
-    What DeepSpeed 0.19.8 computes with ZeRO 0 (``runtime/utils.py``, ``clip_grad_norm_``) counts the tied
-    embedding once for each stage that has it, and the biases and norms of the first stage alone.
-
-    Args:
-        engine: of DeepSpeed, without an optimizer of its own (fp32, ZeRO 0).
-    """
-    from megatron import mpu
-
-    parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
-    grads = [parameter.grad for parameter in parameters]
-    counted = [parameter.grad for parameter in parameters if _counts_here(parameter)]
-    # a stage of nothing but what another one counts adds zero
-    norms = torch._foreach_norm(counted) if counted else [grads[0].new_zeros(())]
-    total = torch.stack(norms).square().sum()
-    torch.distributed.all_reduce(total, group=mpu.get_model_parallel_group())
-    torch._foreach_mul_(grads, torch.clamp(engine.gradient_clipping() / (total.sqrt() + 1e-6), max=1.0))
-
-
-def _counts_here(parameter: torch.nn.Parameter) -> bool:
-    """Return whether this process adds the parameter to the norm, as one of all that have it does."""
-    from megatron import mpu
-
-    split = getattr(parameter, "tensor_model_parallel", False)
-    of_another_stage = getattr(parameter, "ds_pipe_replicated", False)  # tied: the embedding of the last
-    return not of_another_stage and (split or mpu.get_tensor_model_parallel_rank() == 0)
+deepspeed_engine.connect(records, "megatron.mpu")

@@ -15,6 +15,7 @@ from megatron_npu.ops import activation
 from megatron_npu.ops.rotary import rotary_by_tables
 
 fusions.connect(records)
+fusions.connect_gelu(records)
 
 
 def liglu(input: Tensor) -> Tensor:
@@ -59,15 +60,3 @@ def apply_rotary_pos_emb(
 def _turn(input: Tensor, cosine: Tensor, sine: Tensor, offset: int) -> Tensor:
     rows = slice(offset, offset + input.size(0))
     return rotary_by_tables(input[:, None], cosine[rows, None], sine[rows, None]).squeeze(1)
-
-
-@replace("megatron.model.utils:gelu_impl", why=fusions.COMPILED_ANEW)
-def gelu_impl(x: Tensor) -> Tensor:
-    """``gelu(x)``, tanh form (Hendrycks and Gimpel 2016), ``[...]``."""
-    return activation.bias_gelu(x)
-
-
-@replace("megatron.model.utils:erf_gelu", why=fusions.COMPILED_ANEW)
-def erf_gelu(x: Tensor) -> Tensor:
-    """``gelu(x)``, exact form, ``[...]``; upstream writes the root of 2 with five decimals."""
-    return activation.gelu(x)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_deepspeed.decorators import around, replace
-from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel
-from megatron_npu.ops import norm
+from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel, mixed_layer_norm
 
 _NORM = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
 _WHY = "upstream's kernel is a CUDA extension that it compiles at start"
@@ -24,8 +23,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
     """``[..., h]`` to ``[..., h]`` in the dtype of the weight, as upstream's mixed-precision kernel."""
     if self.layernorm_tp_auto_sync:
         _average_over_tensor_parallel_ranks(self.weight, self.bias)
-    weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
-    return norm.layer_norm(input, weight, bias, self.eps).to(self.weight.dtype)
+    return mixed_layer_norm(input, self.weight, self.bias, self.eps)
 
 
 @torch.no_grad()

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
-from megatron_npu.adaptors.megatron_deepspeed.decorators import around
-from megatron_npu.adaptors.shared.deepspeed import refuse_configuration
+from megatron_npu.adaptors.megatron_deepspeed.decorators import records
+from megatron_npu.adaptors.shared.deepspeed import connect_refusals, refuse_configuration
 from megatron_npu.errors import UsageError
-
-
-@around(
-    "megatron.arguments:parse_args",
-    why="what DeepSpeed or this tree does not do with these flags is an assertion of every rank, after the "
-    "model is built",
-)
-def parse_and_refuse(original: Callable[..., argparse.Namespace], *args: Any, **kwargs: Any) -> Any:
-    """Parse; refuse what would fail later."""
-    parsed = original(*args, **kwargs)
-    refuse(parsed)
-    return parsed
 
 
 def refuse(args: argparse.Namespace) -> None:
@@ -39,3 +25,6 @@ def refuse(args: argparse.Namespace) -> None:
     if args.deepspeed:
         remedy = "Take stage 1; gradients and weights are sharded by megatron-npu train --deepspeed-config."
         refuse_configuration(args, pipeline=True, remedy=remedy)
+
+
+connect_refusals(records, refuse)

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_npu.adaptors.megatron_lm.decorators import around
-from megatron_npu.adaptors.shared.arguments import accept_local_rank_with_a_dash, add_attention_flags
+from megatron_npu.adaptors.shared.arguments import (
+    WHY_FLAGS,
+    accept_local_rank_with_a_dash,
+    add_attention_flags,
+)
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 
-around(
-    "megatron.arguments:_add_training_args",
-    why="--pre-tockens, --next-tockens and --shape-order of the fused attention",
-)(add_attention_flags)
+around("megatron.arguments:_add_training_args", why=WHY_FLAGS)(add_attention_flags)
 
 
 @around(

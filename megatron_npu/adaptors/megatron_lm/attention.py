@@ -67,23 +67,11 @@ class FlashSelfAttention(torch.nn.Module):
     why="--use-flash-attn asks for two packages and takes a path that ignores masks; CoreAttention is fused",
 )
 def initialise_fused(original: Callable[..., None], self: Any, *positional: Any, **keywords: Any) -> None:
-    """Build the layer without upstream's flash path, which CoreAttention makes superfluous.
-
-    The layer takes the window and the layout from the flags as they are now; cross-attention has no window.
-    """
-    from megatron import get_args
-
-    args = get_args()
-    flash, args.use_flash_attn = args.use_flash_attn, False
-    try:
+    """Build the layer without upstream's flash path, which CoreAttention makes superfluous."""
+    with core_attention.without_flash("use_flash_attn") as asked:
         original(self, *positional, **keywords)
-    finally:
-        args.use_flash_attn = flash
-    flags = AttentionFlags.from_args(args)
-    if self.attention_type.name == "cross_attn":
-        flags = AttentionFlags(shape_order=flags.shape_order)
-    self.core_attention.attention_flags = flags
-    if flash:  # nothing of size [s, s] is kept, so there is nothing to gain from recomputing it
+    core_attention.give_flags(self, self.core_attention)
+    if asked:  # nothing of size [s, s] is kept, so there is nothing to gain from recomputing it
         self.checkpoint_core_attention = False
 
 

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_lm.decorators import around, replace
-from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel
-from megatron_npu.ops import norm
+from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel, mixed_layer_norm
 
 _TARGET = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
 
@@ -20,13 +19,9 @@ around(f"{_TARGET}.__init__", why="it imports a CUDA extension, which the forwar
 
 @replace(f"{_TARGET}.forward", why="upstream's kernel is a CUDA extension that it compiles at start")
 def forward(self: Any, input: Tensor) -> Tensor:
-    """``[..., h]`` to ``[..., h]`` in the dtype of the weight, as upstream's mixed-precision kernel.
-
-    The two dtypes differ with ``--fp32-residual-connection``.
-    """
+    """``[..., h]`` to ``[..., h]`` in the dtype of the weight, as upstream's mixed-precision kernel."""
     from megatron.core.utils import make_viewless_tensor
 
-    weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
-    output = norm.layer_norm(input, weight, bias, self.eps).to(self.weight.dtype)
+    output = mixed_layer_norm(input, self.weight, self.bias, self.eps)
     # the output of a pipeline stage is freed by its .data, which must not be a view of something else
     return make_viewless_tensor(output, requires_grad=input.requires_grad, keep_graph=True)

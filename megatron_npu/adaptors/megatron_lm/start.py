@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_npu.adaptors.megatron_lm.decorators import around, records, replace
+from megatron_npu.adaptors.megatron_lm.decorators import around, records
 from megatron_npu.adaptors.shared import rendezvous
-from megatron_npu.adaptors.shared.start import announce_first, connect_old_tree
+from megatron_npu.adaptors.shared.start import announce_first, connect_old_tree, keep_fusers
 
 connect_old_tree(records)
+keep_fusers(records)
 
 around(
     "megatron.schedules:get_forward_backward_func",
@@ -24,12 +25,3 @@ def meet_oneself(original: Callable[..., None]) -> None:
     """Give a process that runs alone an address to meet at."""
     rendezvous.provide_address()
     original()
-
-
-@replace(
-    "megatron.initialize:set_jit_fusion_options",
-    why="it switches TorchScript's own fusers off in favour of nvfuser, which torch 2.2 removed, and warms "
-    "up functions that are operations here",
-)
-def set_jit_fusion_options() -> None:
-    """Leave torch's defaults."""

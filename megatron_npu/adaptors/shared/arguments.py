@@ -7,6 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_npu import attention_flags
+from megatron_npu.patching.registry import Recorder
+
+WHY_FLAGS = "--pre-tockens, --next-tockens and --shape-order of the fused attention"
+
+
+def connect_attention_flags(recorder: Recorder) -> None:
+    """Record them for a tree with ``megatron/arguments.py``."""
+    recorder.around("megatron.arguments:_add_training_args", why=WHY_FLAGS)(add_attention_flags)
 
 
 def add_attention_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -55,6 +56,33 @@ def forward(
             mask=attention_mask if not causal or more_is_masked_than_the_future() else None,
             dropout_p=dropout_p,
         ).flatten(2)
+
+
+@contextlib.contextmanager
+def without_flash(*names: str) -> Iterator[bool]:
+    """Turn the flags of upstream's flash attention off while a layer is built; give whether one was on."""
+    from megatron import get_args
+
+    args = vars(get_args())
+    asked = {name: args[name] for name in names}
+    args.update(dict.fromkeys(names, False))
+    try:
+        yield any(asked.values())
+    finally:
+        args.update(asked)
+
+
+def give_flags(layer: Any, core: Any) -> None:
+    """Let the core attention of a ``ParallelAttention`` have the window and the layout of the flags.
+
+    They are those in force now; cross-attention has no window.
+    """
+    from megatron import get_args
+
+    flags = AttentionFlags.from_args(get_args())
+    if layer.attention_type.name == "cross_attn":
+        flags = AttentionFlags(shape_order=flags.shape_order)
+    core.attention_flags = flags
 
 
 def scale_of(layer: Any) -> float:

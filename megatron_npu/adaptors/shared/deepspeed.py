@@ -112,7 +112,9 @@ def _newest(given: argparse.Namespace, root: str) -> Path | None:
     if not given.deepspeed:
         return of_scripts.of_tracker(root)
     tracker = Path(root, _TAG)
-    tag = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
+    tag = getattr(given, "load_tag", None)  # deepspeedai's --load-tag
+    if tag is None and tracker.is_file():
+        tag = tracker.read_text(encoding="utf-8", errors="replace").strip()
     return Path(root, tag) if tag else None
 
 
@@ -148,6 +150,26 @@ def _tagged_afterwards(engine: Any, root: str) -> Iterator[str]:
 
 
 # --- what cannot work -------------------------------------------------------------------------------
+
+
+def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], None]) -> None:
+    """Record that options are refused as soon as they are parsed.
+
+    Args:
+        recorder: that of the tree.
+        refuse: raises a UsageError about options that cannot work.
+    """
+
+    @recorder.around(
+        "megatron.arguments:parse_args",
+        why="what DeepSpeed or this tree does not do with these flags is an assertion of every rank, after "
+        "the model is built",
+    )
+    def parse_and_refuse(original: Callable[..., argparse.Namespace], *args: Any, **kwargs: Any) -> Any:
+        """Parse; refuse what would fail later."""
+        parsed = original(*args, **kwargs)
+        refuse(parsed)
+        return parsed
 
 
 def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: str) -> None:

@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
+from megatron_npu.ops import norm
+
 _NORM = "fused_mix_prec_layer_norm_cuda"
 
 
@@ -15,6 +19,15 @@ def initialise_without_kernel(original: Callable[..., None], self: Any, *args: A
     """Run ``MixedFusedLayerNorm.__init__`` while the name of its extension can be imported."""
     with _importable(_NORM):
         original(self, *args, **kwargs)
+
+
+def mixed_layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return the layer norm ``[..., h]`` in the dtype of the weight, as apex's mixed-precision kernel.
+
+    The two dtypes differ with ``--fp32-residual-connection``.
+    """
+    output = norm.layer_norm(input, weight.to(input.dtype), bias.to(input.dtype), eps)
+    return output.to(weight.dtype)
 
 
 @contextlib.contextmanager

@@ -34,17 +34,37 @@ def connect(recorder: Recorder) -> None:
     )
 
 
-def bias_dropout_add_fused_train(x: Tensor, bias: Tensor, residual: Tensor, prob: float) -> Tensor:
+def connect_gelu(recorder: Recorder) -> None:
+    """Record the two GELUs that Megatron-DeepSpeed compiles for models without the fused one."""
+    recorder.replace("megatron.model.utils:gelu_impl", why=COMPILED_ANEW)(gelu_impl)
+    recorder.replace("megatron.model.utils:erf_gelu", why=COMPILED_ANEW)(erf_gelu)
+
+
+def gelu_impl(x: Tensor) -> Tensor:
+    """``gelu(x)``, tanh form (Hendrycks and Gimpel 2016), ``[...]``."""
+    return activation.bias_gelu(x)
+
+
+def erf_gelu(x: Tensor) -> Tensor:
+    """``gelu(x)``, exact form, ``[...]``; upstream writes the root of 2 with five decimals."""
+    return activation.gelu(x)
+
+
+def bias_dropout_add_fused_train(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:
     """``residual + dropout(x + bias)``, ``[s, b, h]`` throughout; no random number is drawn for prob 0."""
     return _bias_dropout_add(x, bias, residual, prob, True)
 
 
-def bias_dropout_add_fused_inference(x: Tensor, bias: Tensor, residual: Tensor, prob: float) -> Tensor:
+def bias_dropout_add_fused_inference(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:
     """``residual + x + bias``, ``[s, b, h]`` throughout."""
     return _bias_dropout_add(x, bias, residual, prob, False)
 
 
-def _bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, prob: float, training: bool) -> Tensor:
+def _bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, training: bool
+) -> Tensor:
+    if bias is None:  # without biases, in deepspeedai's tree
+        return bias_dropout_add(x, None, residual, prob, training)
     # upstream hands over bias.expand_as(residual), whose base is the parameter [h] itself
     base = bias._base
     if base is not None and base.shape == bias.shape[-1:] and not any(bias.stride()[:-1]):

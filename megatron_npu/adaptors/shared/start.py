@@ -89,6 +89,19 @@ def announce_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return original(*args, **kwargs)
 
 
+def keep_fusers(recorder: Recorder) -> None:
+    """Record that TorchScript's fusers stay as they are."""
+    recorder.replace(
+        "megatron.initialize:set_jit_fusion_options",
+        why="it switches TorchScript's own fusers off in favour of nvfuser, which torch 2.2 removed, and "
+        "warms up functions that are operations here",
+    )(set_jit_fusion_options)
+
+
+def set_jit_fusion_options() -> None:
+    """Leave torch's defaults."""
+
+
 def load_no_kernels(args: Any) -> None:
     """Stand in for ``fused_kernels.load``, which compiles CUDA kernels inside the checkout."""
 

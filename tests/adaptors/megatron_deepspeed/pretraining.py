@@ -34,8 +34,13 @@ def engine(folder: Path, stage: int) -> str:
 
 
 def split_into_stages(tree: Path, checkpoint: Path, stages: int) -> None:
-    """Call ``stages.py`` where ``megatron`` is the tree, whose enumerations a checkpoint names."""
-    command = [sys.executable, str(Path(__file__).with_name("stages.py")), str(checkpoint), str(stages)]
+    """Call ``stages.py``."""
+    call_in_tree(tree, "stages.py", checkpoint, stages)
+
+
+def call_in_tree(tree: Path, script: str, *arguments: object) -> None:
+    """Call a script of this folder where ``megatron`` is the tree, whose enumerations a checkpoint names."""
+    command = [sys.executable, str(Path(__file__).parent / script), *map(str, arguments)]
     result = warm.run(
         command, env=runs.environment(PYTHONPATH=str(tree)), modules=warm.STOCK, tree=tree, check=False
     )

@@ -21,7 +21,7 @@ LISTED: dict[str, dict[str, str]] = {
         "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward": "loss_and_embedding",
     },
     "adaptor_core_tensor_parallel": {
-        "megatron.core.tensor_parallel.random:_set_cuda_rng_state": "random",
+        "megatron.core.tensor_parallel.random:_set_cuda_rng_state": "shared/random",
     },
     "adaptor_core_utils": {
         "megatron.core.utils:_kernel_make_viewless_tensor": "unpatched",
@@ -30,7 +30,7 @@ LISTED: dict[str, dict[str, str]] = {
         "megatron.data.gpt_dataset:_build_index_mappings": "unpatched",
     },
     "adaptor_initialize": {
-        "megatron.initialize:set_jit_fusion_options": "start",
+        "megatron.initialize:set_jit_fusion_options": "shared/start",
     },
     "adaptor_model_fused_layer_norm": {
         "megatron.model.fused_layer_norm:MixedFusedLayerNorm.__init__": "norm",

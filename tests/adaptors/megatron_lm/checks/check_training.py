@@ -78,7 +78,7 @@ def check_start_compiles_nothing():
 
     assert fused_kernels.load(None) is None
     assert megatron.training.set_jit_fusion_options is set_jit_fusion_options
-    assert set_jit_fusion_options.__module__.endswith("megatron_lm.start")
+    assert set_jit_fusion_options.__module__.endswith("shared.start")
     assert helpers.__name__ == "megatron_npu.standins.dataset_helpers"
 
 

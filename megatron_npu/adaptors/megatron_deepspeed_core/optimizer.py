@@ -1,0 +1,79 @@
+"""``megatron.optimizer``: without CUDA the same Adam and the same clipping as with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_deepspeed_core.decorators import constant, replace
+from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
+from megatron_npu.ops import multi_tensor
+from megatron_npu.ops.adam import FusedAdam
+
+constant(
+    "megatron.optimizer:Adam",
+    FusedAdam,
+    devices=WITHOUT_CUDA,
+    why="without CUDA upstream takes torch's Adam, which adds weight decay to the gradient; apex's, taken "
+    "with CUDA, decouples it: another training with the same flags",
+    upstream_bug=True,
+    until="4efb479d is its last commit: for ever",
+)
+
+replace(
+    "megatron.optimizer.optimizer:_multi_tensor_copy_this_to_that",
+    why="upstream copies bf16, and everything without CUDA, tensor by tensor: a launch for each parameter",
+)(multi_tensor.copy_all)
+
+
+@replace(
+    "megatron.optimizer.clip_grads:clip_grad_norm_fp32",
+    devices=WITHOUT_CUDA,
+    why="without CUDA it asks a Python float for .to(), and compares with a type of tensor that is not one",
+    upstream_bug=True,
+    until="4efb479d is its last commit: for ever",
+)
+def clip_grad_norm_fp32(
+    parameters: Tensor | Iterable[Tensor],
+    grads_for_norm: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2,
+    model_parallel_group: Any = None,
+) -> float:
+    """Scale the fp32 gradients of ``parameters`` so that their norm is at most ``max_norm``; return the norm.
+
+    Args:
+        parameters: those whose gradients are scaled.
+        grads_for_norm: the gradients that this process adds to the norm.
+        max_norm: the largest norm that is left alone.
+        norm_type: its order; may be inf.
+        model_parallel_group: the processes whose gradients make one norm.
+    """
+    order = float(norm_type)
+    given = _listed(parameters)
+    counted = _listed(grads_for_norm)
+    if order == 2:
+        none = given[0].new_zeros(1, dtype=torch.int32)
+        total = multi_tensor.multi_tensor_l2norm(0, none, [counted])[0]
+    else:
+        norms = torch._foreach_norm(counted, order) if counted else [given[0].new_zeros(())]
+        total = torch.linalg.vector_norm(torch.stack(norms), order).reshape(1)
+    if order == torch.inf:
+        torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX, model_parallel_group)
+    else:
+        total = total**order
+        torch.distributed.all_reduce(total, group=model_parallel_group)
+        total = total ** (1 / order)
+    norm = float(total)
+    factor = max_norm / (norm + 1e-6)
+    grads = [parameter.grad for parameter in given if parameter.grad is not None]
+    if factor < 1 and grads:
+        torch._foreach_mul_(grads, factor)
+    return norm
+
+
+def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

@@ -1,0 +1,23 @@
+"""Stand-in for ``deepspeed.compression.compress``, which DeepSpeed 0.19.8 no longer has."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from megatron_npu.errors import UsageError
+
+
+def init_compression(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse to compress a model.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError(
+        'a "compression_training" in DeepSpeed\'s configuration, which DeepSpeed no longer has',
+        "a configuration without",
+        "Leave it out.",
+    )
+
+
+redundancy_clean = init_compression
