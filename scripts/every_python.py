@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 MINORS = ("3.10", "3.11", "3.12", "3.13")
 PLACE = ROOT / "runs" / "pythons"  # where the environments are kept
-NEEDED = ("hypothesis", "pytest", "setuptools")  # by the tests, beside what the package itself declares
+NEEDED = ("hypothesis", "pytest", "setuptools>=77")  # by the tests, beside what the package itself declares
 # These run torch or Megatron in another process, whose words are not in their failure.
 HIDDEN = (
     "test_bytes_of_the_stock_tool",
@@ -79,7 +79,8 @@ def unit_tests(python: str) -> tuple[bool, str]:
             if absent or str(case.get("name")).startswith(HIDDEN):
                 lacking[(absent and absent[1]) or "torch"] += 1
             else:
-                failed.append(f"{case.get('classname')}::{case.get('name')}\n{(child.text or '')[-1500:]}")
+                last = (child.text or "").strip().splitlines()[-4:]
+                failed.append("\n".join([f"{case.get('classname')}::{case.get('name')}", *last]))
     wanting = ", ".join(f"{count} for want of {name}" for name, count in lacking.items())
     passed = len(cases) - sum(outcomes.values())
     text = (
