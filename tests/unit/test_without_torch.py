@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,9 @@ import pytest
 from megatron_npu import cli, upstream
 from megatron_npu.errors import UsageError
 from tests.conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import every_python
 
 MINORS = (10, 11, 12, 13)
 HELPS = """
@@ -43,11 +45,8 @@ print(json.dumps(found))
 
 
 def interpreter(minor: int) -> str:
-    """Return this Python, another on the path, or one that is installed beside it (as pyenv and uv do)."""
-    if sys.version_info[:2] == (3, minor):
-        return sys.executable
-    beside = sorted(Path(sys.base_prefix).parent.glob(f"*3.{minor}.*/bin/python"))
-    found = next(iter(map(str, beside)), None) or shutil.which(f"python3.{minor}")
+    """Return this Python, or another that is installed; skip where there is none."""
+    found = every_python.interpreter(f"3.{minor}")
     if found is None:
         pytest.skip(f"Python 3.{minor} is not installed")
     return found
