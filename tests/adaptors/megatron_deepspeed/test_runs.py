@@ -76,5 +76,6 @@ def test_a_pipeline_clips_by_the_norm_of_all_stages(checkout, data, tmp_path):
     changes += f" --load {tmp_path}/saved --finetune --no-load-optim --no-load-rng"
     whole = train(checkout, data, changes)
     split_into_stages(checkout, tmp_path / "saved", 2)
-    parts = train(checkout, data, changes, "--pipeline-model-parallel-size 2", processes=2)
+    rewritten = "--no-verify-checkpoint"  # by the line above
+    parts = train(checkout, data, changes, rewritten, "--pipeline-model-parallel-size 2", processes=2)
     assert parts == pytest.approx(whole, rel=1e-6)
