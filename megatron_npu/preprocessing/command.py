@@ -20,7 +20,7 @@ from megatron_npu.preprocessing import corpus, indexed_dataset, tokenizer_files,
 from megatron_npu.preprocessing.encoder import Recipe, Result, encode_all
 from megatron_npu.preprocessing.partitions import Dealer
 from megatron_npu.preprocessing.sentences import Sentences
-from megatron_npu.tokenization import flags
+from megatron_npu.tokenization import flags, gigatoken_bpe
 
 
 def parser() -> argparse.ArgumentParser:
@@ -164,6 +164,8 @@ def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
         UsageError: flags that contradict each other; unfit files of the tokenizer; no model of the sentences.
     """
     tokenizer = tokenizer_files.named_by(arguments)
+    if isinstance(tokenizer, tokenizer_files.GPT2Files):
+        print(gigatoken_bpe.said(), file=sys.stderr)
     dtype = indexed_dataset.token_type(tokenizer.build().vocab_size)
     sentences = Sentences(arguments.lang, arguments.keep_newlines) if arguments.split_sentences else None
     if sentences is not None:

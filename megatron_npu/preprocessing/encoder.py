@@ -19,6 +19,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import jsonl, windows
 from megatron_npu.preprocessing.sentences import Sentences
 from megatron_npu.preprocessing.tokenizer_files import HuggingFaceFiles, TokenizerFiles
+from megatron_npu.tokenization import gigatoken_bpe
 from megatron_npu.tokenization.bert_wordpiece import BertWordPieceTokenizer
 from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.tokenization.hf import HuggingFaceTokenizer
@@ -96,6 +97,9 @@ def _text_encoder(
     tokenizer: WordTokenizer | HuggingFaceTokenizer, special: bool, dtype: np.dtype
 ) -> Callable[[str], bytes]:
     """Return a function: a text -> the bytes of its tokens, with what is put around it if ``special``."""
+    if isinstance(tokenizer, GPT2Tokenizer) and gigatoken_bpe.is_used():
+        encode = gigatoken_bpe.encoder(tokenizer)
+        return lambda text: encode(text).astype(dtype).tobytes()
     if isinstance(tokenizer, WordTokenizer):
         bytes_of, words = _WordCache(tokenizer, dtype).__getitem__, tokenizer.words
         return lambda text: b"".join(map(bytes_of, words(text)))

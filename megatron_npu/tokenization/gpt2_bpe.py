@@ -84,6 +84,13 @@ class GPT2Tokenizer:
             unicode_text.require(text)
             raise
 
+    def as_json(self) -> str:
+        """Return the same tokenizer as a ``tokenizer.json``, whose reader has to cut texts into words."""
+        whole = Tokenizer(self._tokenizer.model)
+        whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        whole.decoder = decoders.ByteLevel()
+        return whole.to_str()
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids.
 
