@@ -10,9 +10,11 @@ from tests.fake_cuda.ranks import OPERATIONS
 
 LAYOUTS = ("tp2-pp2-dp2", "cp2")
 # what has no fake kernel in torch 2.13, or reads the number of tokens of each expert from the device
-BEYOND_FAKE = {f"sgd in {dtype}" for dtype in dispatch.KERNEL_DTYPES} | {
-    f"grouped_matmul in {dtype}" for dtype in dispatch.KERNEL_DTYPES[::2]
-}
+BEYOND_FAKE = {
+    f"{name} in {dtype}"
+    for name in ("sgd", "grouped_matmul, weights one by one")
+    for dtype in dispatch.KERNEL_DTYPES
+} | {f"grouped_matmul in {dtype}" for dtype in dispatch.KERNEL_DTYPES[::2]}
 
 
 @pytest.fixture(scope="module")
