@@ -12,10 +12,12 @@ runs them on the CPU with small sizes in a folder of its own: it shows that they
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
@@ -255,18 +258,7 @@ def run(name: str, day: Day) -> dict:
         for command in PIECES[name](day):
             left = LIMIT - (time.monotonic() - begin)
             start = log.tell()
-            try:
-                done = subprocess.run(
-                    command,
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    timeout=max(1.0, left),
-                )
-                code = done.returncode
-            except subprocess.TimeoutExpired:
-                code = LATE
+            code = exit_code(command, environment, log, left)
             log.seek(0, os.SEEK_END)
             if not code and WRONG.search(Path(log.name).read_bytes()[start:]):
                 code = BEYOND
@@ -274,6 +266,24 @@ def run(name: str, day: Day) -> dict:
                 {"command": shlex.join(command), "exit_code": code, "end": tail(Path(log.name), start)}
             )
     return {"piece": name, "seconds": time.monotonic() - begin, "commands": rows}
+
+
+def exit_code(command: Command, environment: dict[str, str], log: IO[str], seconds: float) -> int:
+    """Run a command to its end, or to the end of its time, with all that it has started; return how it ended.
+
+    Ranks that outlive whoever has started them would keep the GPU's memory from the pieces that follow.
+    """
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        return process.wait(max(1.0, seconds))
+    except subprocess.TimeoutExpired:
+        return LATE
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def tail(log: Path, start: int) -> str:

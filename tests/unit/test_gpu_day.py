@@ -6,10 +6,11 @@ import json
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from megatron_npu import cli
-from tests.conftest import ROOT
+from tests.conftest import ROOT, wait_until
 from tests.end_to_end import tiny
 
 
@@ -80,6 +81,26 @@ def test_a_command_that_fails_or_takes_too_long_ends_neither_its_piece_nor_the_o
     monkeypatch.setattr(day, "PIECES", {"slow": lambda day: [[*python, "import time; time.sleep(600)"]]})
     assert day.run_all(["slow"], day.Day(True, tmp_path)) == 1
     assert "no end in time" in capsys.readouterr().out
+
+
+def test_what_a_command_has_started_ends_with_it(day, monkeypatch, tmp_path) -> None:
+    """Ranks of a benchmark that is ended, for instance."""
+    start = f"""
+import subprocess, sys
+rank = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+open({str(tmp_path / "rank")!r}, "w").write(str(rank.pid))
+"""
+    monkeypatch.setattr(day, "PIECES", {"leaves": lambda day: [[sys.executable, "-S", "-c", start]]})
+    assert day.run_all(["leaves"], day.Day(True, tmp_path)) == 0
+    rank = int((tmp_path / "rank").read_text())
+    wait_until(lambda: not is_running(rank))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_operations_are_measured_beside_what_is_there(tmp_path) -> None:
