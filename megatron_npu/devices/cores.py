@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,10 +63,14 @@ def available() -> list[tuple[int, ...]]:
 
 
 def _place(cpu: int) -> tuple[int, ...]:
-    """Return (socket, core) of a hardware thread; without a word of the kernel's each is a core."""
+    """Return (socket, first hardware thread of its core) of a hardware thread; unknown, it is a core.
+
+    Not by ``core_id``, which cores of several dies or clusters may have in common.
+    """
     folder = _TOPOLOGY / f"cpu{cpu}" / "topology"
     try:
-        return tuple(int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))
+        socket = int((folder / "physical_package_id").read_text())
+        return socket, int(re.split("[,-]", (folder / "thread_siblings_list").read_text())[0])
     except (OSError, ValueError):
         return (0, cpu)
 

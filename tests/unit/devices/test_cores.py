@@ -77,10 +77,10 @@ def test_parts_are_equal_and_do_not_overlap() -> None:
 def test_hardware_threads_of_a_core_belong_together(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cores, "_TOPOLOGY", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 7})
-    for cpu, (socket, core) in enumerate([(0, 0), (1, 0), (0, 0), (1, 0)]):
+    for cpu, (socket, siblings) in enumerate([(0, "0,2"), (1, "1,3"), (0, "0,2"), (1, "1,3")]):
         (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}" / "topology" / "physical_package_id").write_text(f"{socket}\n")
-        (tmp_path / f"cpu{cpu}" / "topology" / "core_id").write_text(f"{core}\n")
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{siblings}\n")
     assert cores.available() == [(0, 2), (7,), (1, 3)]  # nothing is known of 7
     assert (cores.threads(1), cores.threads(2), cores.threads(9)) == (3, 1, 1)
 
