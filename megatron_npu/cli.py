@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 
-from megatron_npu import __version__, files, inert_packages, interruption, settings
+from megatron_npu import __version__, errors, files, inert_packages, interruption, settings
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
@@ -131,6 +131,11 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, DriftError, PinError) as error:
         print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if argv[0] == "run" or not errors.is_of_files(error):  # a script keeps its traceback
+            raise
+        print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
+        return 1
 
 
 def _write_whole_lines() -> None:

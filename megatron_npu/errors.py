@@ -1,6 +1,27 @@
-"""The one error that a user can cause: what was given, what was expected, what to do."""
+"""The one error that a user can cause: what was given, what was expected, what to do. And those of disks."""
 
 from __future__ import annotations
+
+import errno
+
+# What a file system says no with: a reason that a user can act on, whose place in the code tells nothing.
+_OF_FILES = (
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EISDIR,
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
+
+
+def is_of_files(error: OSError) -> bool:
+    """Return whether a file system has refused something: a full disk, a folder of somebody else."""
+    return error.errno in _OF_FILES
 
 
 class UsageError(Exception):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
+from megatron_npu import errors
 from megatron_npu.replicas import ReplicasDifferError
 from megatron_npu.training import checkpoint_files
 from megatron_npu.training.checkpoint_failures import UnsavedError
@@ -16,19 +16,6 @@ from megatron_npu.training.divergence import DivergedError
 
 FAILURES = (DivergedError, ReplicasDifferError, UnsavedError, OSError)  # what ``tell`` is for
 
-# What a file system says no with: a reason that a user can act on, whose place in the code tells nothing.
-_OUTSIDE = (
-    errno.EACCES,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.EISDIR,
-    errno.ENOENT,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-)
 _SECONDS = 10.0  # for rank 0 to tell what all ranks have found
 
 
@@ -44,7 +31,7 @@ def tell(command: str, failure: BaseException) -> int:
     """
     if not isinstance(failure, OSError):
         print(f"megatron-npu {command}: {failure}", file=sys.stderr)
-    elif failure.errno in _OUTSIDE:
+    elif errors.is_of_files(failure):
         print(f"megatron-npu {command}: error: {failure}", file=sys.stderr)
     else:
         raise failure

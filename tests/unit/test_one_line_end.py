@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 
 import pytest
 
-from megatron_npu import one_line_end
+from megatron_npu import cli, one_line_end
 from megatron_npu.errors import UsageError
 
 
@@ -28,6 +30,24 @@ def test_a_mistake_is_one_line_and_other_errors_are_none_of_ours(reached, capsys
     other = ValueError("else")
     sys.excepthook(ValueError, other, None)
     assert reached == [other]
+
+
+@pytest.mark.parametrize("command", ["convert", "run"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOTCONN])
+def test_a_full_disk_is_one_line_of_every_command(command, number, monkeypatch, capsys) -> None:
+    """Found by the campaign: in ``generate --output`` and ``convert``. A stock script keeps its traceback."""
+
+    def run(argv: list[str]) -> int:
+        raise OSError(number, os.strerror(number), "model.safetensors")
+
+    monkeypatch.setattr(cli, "_run", run)
+    if command == "run" or number == errno.ENOTCONN:
+        with pytest.raises(OSError, match="model"):
+            cli.main([command])
+    else:
+        assert cli.main([command]) == 1
+        told = "megatron-npu convert: error: [Errno 28] No space left on device: 'model.safetensors'\n"
+        assert capsys.readouterr().err == told
 
 
 def test_the_hook_before_comes_back(reached) -> None:
