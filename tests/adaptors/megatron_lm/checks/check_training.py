@@ -135,6 +135,19 @@ def fill(model, value):
         parameter.main_grad.fill_(value)
 
 
+@pytest.mark.parametrize(("iteration", "expected"), [(12, 16), (11, 24)])
+def check_a_run_that_has_ended_validates_on_the_same_samples(args, iteration, expected):
+    """Found by the campaign: started again a few times it would end in StopIteration."""
+    from megatron.training import build_train_valid_test_data_iterators
+
+    given = args(
+        train_iters=12, eval_interval=6, eval_iters=1, global_batch_size=8, consumed_train_samples=96
+    )
+    given = args(iteration=iteration, consumed_valid_samples=24, do_train=0, do_valid=0, do_test=0)
+    build_train_valid_test_data_iterators(lambda sizes: (None, None, None))
+    assert given.consumed_valid_samples == expected
+
+
 def check_adam_is_ours():
     from megatron.optimizer import Adam
 
