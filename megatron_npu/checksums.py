@@ -83,8 +83,9 @@ _WHOLE = "--load-last-good takes the newest checkpoint there that is whole."
 def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
     """Compare the files with their checksums beside what the block does. All ranks must call this.
 
-    Each rank compares a part of them. What the block has loaded counts only when it has ended: a damaged file
-    ends it with its error. Where the block fails on some ranks, each of these says what it knows of its part.
+    Each rank compares a part of them (``_readers``). What the block has loaded counts only when it has ended:
+    a damaged file ends it with its error. Where the block fails on some ranks, each of these says what it
+    knows of its part.
 
     Args:
         folder: of the checkpoint; without checksums nothing is compared.
@@ -95,7 +96,7 @@ def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
     """
     rank, ranks = _place()
     entries, faults = _entries(folder)
-    own = sorted(entries)[rank::ranks]
+    own = [name for name, reader in _readers(entries, ranks).items() if reader == rank]
     large = [name for name in own if int(entries[name][0]) > _SMALL]
     faults += _faults(folder, entries, set(own) - set(large))
     faults += [f"{name} {fault}" for name in large if (fault := _size_fault(folder / name, entries[name]))]
@@ -198,12 +199,28 @@ def _all(folder: Path) -> Iterable[Path]:
 
 def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:
     """Return the rank that hashes a file of those found: see ``write``."""
-    number = path.name.removeprefix("__").split("_")[0]
-    if path.suffix == ".distcp" and number.isdecimal():
-        return int(number) % ranks
+    if (number := _number(path)) is not None:
+        return number % ranks
     if path.parent.name.startswith("mp_rank_"):
         return [*found.values()].index(path) % ranks
     return 0
+
+
+def _number(path: Path) -> int | None:
+    """Return the rank that has written a shard of torch_dist, by its name; None: it is none."""
+    number = path.name.removeprefix("__").split("_")[0]
+    return int(number) if path.suffix == ".distcp" and number.isdecimal() else None
+
+
+def _readers(names: Iterable[str], ranks: int) -> dict[str, int]:
+    """Return the rank that compares each file: the one that has written it, if as many ranks have.
+
+    It loads that file, too, so that it comes to its machine once. Otherwise ranks take turns.
+    """
+    found = {name: Path(name) for name in sorted(names)}
+    if {_number(path) for path in found.values()} - {None} == {*range(ranks)}:
+        return {name: _writer(path, found, ranks) for name, path in found.items()}
+    return {name: turn % ranks for turn, name in enumerate(found)}
 
 
 def _read(folder: Path) -> Entries:

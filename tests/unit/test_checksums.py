@@ -94,6 +94,15 @@ def test_who_interrupts_the_loading_does_not_wait_for_the_files(saved, monkeypat
     assert stopped == [True, True]
 
 
+def test_a_rank_compares_what_it_loads() -> None:
+    shards = [f"__{rank}_{part}.distcp" for rank in range(3) for part in range(2)]
+    readers = checksums._readers([*shards, "common.pt"], 3)
+    assert readers == {"common.pt": 0, **{name: int(name[2]) for name in shards}}
+    assert sorted(checksums._readers(shards, 2).values()) == [0, 0, 0, 1, 1, 1]  # written by others
+    assert set(checksums._readers(["mp_rank_00/a.pt", "mp_rank_01/a.pt"], 2).values()) == {0, 1}
+    assert set(checksums._readers(["model.safetensors"], 1).values()) == {0}
+
+
 def test_a_checkpoint_without_checksums_is_loaded(tmp_path) -> None:
     with checksums.verifying(tmp_path / "nothing"):
         pass
