@@ -1,16 +1,24 @@
-"""What a stranger's pickle may hold: ``Runs`` leaves a mark where it is unpickled without restraint."""
+"""What a stranger's pickle may hold: it leaves a mark where it is unpickled without restraint."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
-class Runs:
+class Calls:
+    """Calls a function when it is unpickled; a reader that refuses it names that function."""
+
+    def __init__(self, function: Callable[..., object], *given: object) -> None:
+        self.call = function, given
+
+    def __reduce__(self):
+        return self.call
+
+
+class Runs(Calls):
     """Makes a folder when it is unpickled; a reader that refuses it names ``posix.mkdir``."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
+        super().__init__(os.mkdir, str(path))

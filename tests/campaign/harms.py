@@ -8,7 +8,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -147,7 +147,21 @@ def signals(trial: Trial, phase: str) -> None:
     """SIGINT, SIGTERM or SIGHUP, to everything, as a terminal sends it, or to the first process alone."""
     number = trial.rng.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     saves = trial.way.progress is not None and trial.way.own and trial.rng.random() < 0.4
-    trial.start(*(["--exit-signal-handler"] if saves else []))
+    _signal(trial, phase, number, ["--exit-signal-handler"] if saves else [])
+
+
+def terminate(trial: Trial, phase: str) -> None:
+    """SIGTERM, as a batch system sends it."""
+    _signal(trial, phase, signal.SIGTERM)
+
+
+def hang_up(trial: Trial, phase: str) -> None:
+    """SIGHUP, as a terminal that is closed sends it."""
+    _signal(trial, phase, signal.SIGHUP)
+
+
+def _signal(trial: Trial, phase: str, number: signal.Signals, more: Sequence[str] = ()) -> None:
+    trial.start(*more)
     if until(trial, phase):
         first = trial.launcher()
         for each in trial.processes() if trial.rng.random() < 0.5 else [first] if first else []:
@@ -259,6 +273,6 @@ def second(trial: Trial, phase: str) -> None:
 
 Harm = Callable[[Trial, str], None]
 KILLS: tuple[Harm, ...] = (kill, kill_launcher, kill_writer, restart)
-BY_SIGNAL: tuple[Harm, ...] = (signals, freeze)
+BY_SIGNAL: tuple[Harm, ...] = (signals, terminate, hang_up, freeze)
 EVERYWHERE: tuple[Harm, ...] = (kill, signals, full_disk, freeze)
 OTHERS: tuple[Harm, ...] = (signals, freeze, full_disk, slow_disk, clock, starve, corrupt, second)

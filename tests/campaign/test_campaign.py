@@ -22,6 +22,8 @@ TRIALS = [
     ("pretrain, 2 ranks", harms.restart, "training"),
     ("train, 2 ranks", harms.kill, "training"),
     ("preprocess", harms.kill, "anywhere"),
+    ("pretrain", harms.terminate, "saving"),
+    ("pretrain", harms.hang_up, "saving"),
 ]
 
 

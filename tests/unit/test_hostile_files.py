@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from megatron_npu import safe_load, torch_readers
 from megatron_npu.adaptors.shared import safe_numpy
 from megatron_npu.errors import UsageError
+from tests.payload import Calls
 from tests.unit import plain_readers
 
 reached: list[object] = []
@@ -33,16 +34,11 @@ def mark(*given: object) -> None:
     reached.append(given)
 
 
-class Runs:
-    def __reduce__(self):
-        return mark, ("ran",)
-
-
 HERE = mark.__module__
 # Each names the function in another way, of another protocol.
 CORPUS = [
-    *(pickle.dumps(Runs(), protocol) for protocol in range(6)),
-    pickle.dumps([{"a": Runs()}, torch.float32], 4),
+    *(pickle.dumps(Calls(mark, "ran"), protocol) for protocol in range(6)),
+    pickle.dumps([{"a": Calls(mark, "ran")}, torch.float32], 4),
     f"c{HERE}\nmark\n)R.".encode(),
     f"(S'x'\ni{HERE}\nmark\n.".encode(),
     b"cos\nsystem\n(S'true'\ntR.",
