@@ -170,8 +170,8 @@ TE = Variable(
 WATCHDOG = Variable(
     "MEGATRON_NPU_WATCHDOG",
     "300",
-    "Seconds for which a rank may say nothing, or all ranks may stand still, before it is named and the run "
-    "ends; a rank that dies is named at once. 0: no watchdog.",
+    "Seconds for which a rank may say nothing, or all ranks, or a run of one process, may stand still, until "
+    "that is said and the run ends; a rank that dies is named at once. 0: no watchdog.",
     type=whole,
 )
 MEGATRON_PATH = Variable(

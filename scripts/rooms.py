@@ -80,7 +80,7 @@ ROOMS = (
     Room("web/", "where the servers of the project listen, and what their answers say", "arg_parser errors"),
     Room(
         "watchdog/",
-        "names the rank that a run waits for in vain",
+        "names the rank that a run waits for in vain, and ends one that hangs",
         "elastic_agent errors settings stacks",
         ("torch",),
     ),

@@ -258,6 +258,7 @@ def join(args: Namespace) -> None:
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     if args.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        watchdog.begin()
         return
     watchdog.require_fresh_store()
     watchdog.require_open_files(args.world_size)

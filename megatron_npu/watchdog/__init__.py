@@ -8,7 +8,8 @@ thread stands (``place``, ``board``); no port is opened, and no collective is ma
 - a rank elsewhere that ended: its peers fail, and look whose word has stopped;
 - a rank that is stopped, or whose machine is gone: its word stops for ``MEGATRON_NPU_WATCHDOG`` seconds;
 - ranks that wait for each other: none has moved for as long;
-- the launcher that ended (``launcher``): its ranks do, too.
+- the launcher that ended (``launcher``): its ranks do, too;
+- a run of one process that has not moved for as long (``alone``).
 
 The first rank that knows writes it into the store for all; they print it and end with exit code 1. SIGUSR1 to
 one rank lets each print where all its threads stand.

@@ -14,6 +14,7 @@ import psutil
 import torch.distributed as dist
 
 _PATIENCE = timedelta(seconds=60)  # for an answer of the store
+_TELLING = 10.0  # seconds from which on it is of interest for how long a rank has stood still
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,15 @@ class Beat:
     place: str
     frames: tuple[str, ...]
     file: str
+
+    def __str__(self) -> str:
+        long = f", for {self.still:.0f} s" if self.still >= _TELLING else ""
+        file = f", and does not get on with {self.file}" if self.file else ""
+        return f"{self.place} (step {self.step}){long}{file}"
+
+    def stack(self) -> str:
+        """Return its frames, each on a line of its own, with a line break before it."""
+        return "".join(f"\n  {frame}" for frame in self.frames)
 
 
 class Board:

@@ -34,6 +34,8 @@ _PHASES = {
     "_iterate": "between two steps",
     "train": "between two steps",
 }
+# Who is in one of these waits for people: at a debugger's or an interpreter's prompt, or for a request.
+_OUTSIDE = ("IPython", "_pyrepl", "asyncio", "bdb", "code", "pdb", "socketserver")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Place:
         call: the innermost function of Megatron, the driver or `train`, as ``module:line in function``.
         frames: the innermost frames, the last one first.
         mark: differs from an earlier one if the thread has moved meanwhile, or has computed for 0.1 s.
+        outside: whether it waits for people, who may take as long as they like.
     """
 
     phase: str
@@ -53,6 +56,7 @@ class Place:
     call: str
     frames: tuple[str, ...]
     mark: tuple[object, ...]
+    outside: bool = False
 
     def __str__(self) -> str:
         within = f"in {self.collective}, called " if self.collective else ""
@@ -74,7 +78,15 @@ def of_main_thread() -> Place:
         next((_said(each) for each in frames if _is_of_the_run(each)), ""),
         tuple(_said(each) for each in frames[:_SHOWN]),
         (round(used, 1), *((id(each.f_code), each.f_lasti) for each in frames)),
+        _waits_for_people(frames),
     )
+
+
+def _waits_for_people(frames: list[FrameType]) -> bool:
+    """Return whether a server waits for requests, or a prompt or a debugger for a user."""
+    if not frames or "pydevd" in sys.modules:  # a plain prompt has no frame; editors hide theirs
+        return True
+    return any(_module(each).partition(".")[0] in _OUTSIDE for each in frames)
 
 
 def _phase(frames: list[FrameType]) -> str:

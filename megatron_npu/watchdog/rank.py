@@ -16,24 +16,22 @@ import torch.distributed as dist
 
 from megatron_npu import settings, stacks
 from megatron_npu.watchdog import place
+from megatron_npu.watchdog.alone import Alone
 from megatron_npu.watchdog.board import Beat, Board, Process, connect
 from megatron_npu.watchdog.deaths import Deaths
-from megatron_npu.watchdog.elsewhere import Elsewhere
-from megatron_npu.watchdog.writing import Writing, current_file
+from megatron_npu.watchdog.stillness import Stillness
 
 _PERIOD = 1.0  # seconds between two words
 _TOGETHER = 0.02  # seconds in which a whole run that is being ended goes: then there is nothing to tell
 _LOOK = 2.5  # periods after which a rank that says nothing new is gone, where another has failed
 _PATIENCE = 5.0  # seconds for the main thread to end by itself after the verdict
 _HEARING = 20.0  # seconds at most for which rank 0 waits until all others know the verdict
-_TELLING = 10.0  # seconds from which on it is of interest for how long a rank has stood still
 _SHOWN = 8  # stacks in one verdict
 _EXIT = 1
-_SAVING = "saving"  # see ``place``
 
 _step = 0
 _runs = 0
-_current: Rank | None = None
+_current: Rank | Alone | None = None
 
 
 def step(number: int) -> None:
@@ -43,7 +41,7 @@ def step(number: int) -> None:
 
 
 def begin(step_now: Callable[[], int] = lambda: _step) -> None:
-    """Watch from now on until the process ends, if there are other ranks. All ranks must call this.
+    """Watch from now on until the process ends: other ranks, or itself if there are none. All must call this.
 
     A second call does nothing.
 
@@ -51,10 +49,16 @@ def begin(step_now: Callable[[], int] = lambda: _step) -> None:
         step_now: returns the number of the step that this rank is in.
     """
     global _current, _runs
-    if _current is not None or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
+    if isinstance(_current, Alone) and not _current.watches:
+        _current = None  # of an earlier run in this process
     limit = float(str(settings.WATCHDOG.value()))
-    store = connect() if limit else None
+    if _current is not None or not dist.is_initialized() or not limit:
+        return
+    if dist.get_world_size() == 1:
+        _current = Alone(limit, step_now)
+        _current.start()
+        return
+    store = connect()
     if store is None:
         return
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -92,7 +96,11 @@ def watching() -> Iterator[None]:
     except Exception as error:
         failed(error)
         raise
-    end()
+    else:
+        end()
+    finally:
+        if isinstance(_current, Alone):  # ranks are watched while they end with an error
+            end()
 
 
 class _StoreEndedError(Exception):
@@ -113,20 +121,16 @@ class Rank:
         self, board: Board, rank: int, ranks: int, limit: float, step_now: Callable[[], int]
     ) -> None:
         self._board, self._rank, self._ranks, self._limit = board, rank, ranks, limit
-        self._step_now = step_now
         self._thread = threading.Thread(target=self._run, name="megatron_npu watchdog", daemon=True)
         self._owner = os.getpid()
         self._processes: list[Process] = []
         self._deaths = Deaths()
-        self._elsewhere, self._writing = Elsewhere(), Writing()
+        self._stillness = Stillness(limit, step_now)
         self._stopping, self._failing = threading.Event(), threading.Event()
         self._looked, self._told, self._heard_by_all = (threading.Event() for _ in range(3))
         self._blamed = self._has_own_error = self._alone = False
         self._former = sys.excepthook
-        self._number = self._news = 0
-        self._mark: tuple[object, ...] = ()
-        self._step = -1
-        self._moved = time.monotonic()
+        self._news = 0
         self._neighbour, self._heard = rank, (-1, 0.0)
 
     def start(self) -> None:
@@ -225,23 +229,7 @@ class Rank:
             stacks.print_now()
 
     def _beat(self) -> None:
-        now, stands, step = time.monotonic(), place.of_main_thread(), self._step_now()
-        if (stands.mark, step) != (self._mark, self._step):
-            self._mark, self._step, self._moved = stands.mark, step, now
-            self._elsewhere.forget()
-            self._writing.forget()
-        elif now - self._moved > self._limit / 10 and self._is_at_work(stands.phase):
-            self._moved = now
-        still = now - self._moved
-        file = current_file() if stands.phase == _SAVING and still > self._limit / 2 else ""
-        words = (stands.phase, stands.collective, str(stands), stands.frames, file)
-        beat = Beat(self._number, step, still, *words)
-        self._board.beat(self._rank, beat)
-        self._number += 1
-
-    def _is_at_work(self, phase: str) -> bool:
-        """Return whether others compute for the main thread, which stands still, or a save gets on."""
-        return self._elsewhere.computes() or (phase == _SAVING and self._writing.gets_on())
+        self._board.beat(self._rank, self._stillness.look())
 
     def _meet(self) -> None:
         """Find out who the others are, once all have said so."""
@@ -275,7 +263,7 @@ class Rank:
         time.sleep(_TOGETHER)
         (beat,) = self._board.beats([process.rank])
         how = f"ended with {error}" if error else "ended without a word (killed?)"
-        self._judge(f"{process} {how}; last seen {_words(beat)}")
+        self._judge(f"{process} {how}; last seen {beat}")
 
     def _find_silent(self) -> None:
         """Name the ranks that failed or say nothing any more, where a collective has failed in this one."""
@@ -299,7 +287,7 @@ class Rank:
             if beat.number == later.number and self._board.left(process.rank) is None
         ]
         if silent:
-            self._judge("; ".join(f"{who} is gone, last seen {_words(beat)}" for who, beat in silent))
+            self._judge("; ".join(f"{who} is gone, last seen {beat}" for who, beat in silent))
         self._failing.clear()
         self._looked.set()
 
@@ -331,13 +319,13 @@ class Rank:
             silence = time.monotonic() - self._heard[1]
             self._judge(
                 f"{self._processes[self._neighbour]} has said nothing for {silence:.0f} s: it is stopped, or "
-                f"its machine is gone; last seen {_words(beat)}{_stack(beat)}"
+                f"its machine is gone; last seen {beat}{beat.stack()}"
             )
         return None
 
     def _see_whether_anybody_moves(self) -> None:
         """Name those that the others wait for where nobody has moved for too long."""
-        if time.monotonic() - self._moved < self._limit or not self._processes:
+        if self._stillness.still < self._limit or not self._processes:
             return
         living = [each for each in self._processes if self._board.left(each.rank) is None]
         beats = self._board.beats([each.rank for each in living])
@@ -349,7 +337,7 @@ class Rank:
             for process, beat in zip(living, beats, strict=True)
             if not beat.collective or beat.step == least < max(other.step for other in beats)
         ] or list(zip(living, beats, strict=True))
-        told = "; ".join(f"{process} is {_words(beat)}" for process, beat in waited_for)
+        told = "; ".join(f"{process} is {beat}" for process, beat in waited_for)
         self._judge(f"no rank has moved for {self._limit:.0f} s: {told}{_stacks(waited_for)}")
 
     def _judge(self, verdict: str) -> None:
@@ -409,19 +397,9 @@ def _rank_0_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun's agent: it outlives the ranks
 
 
-def _words(beat: Beat) -> str:
-    long = f", for {beat.still:.0f} s" if beat.still >= _TELLING else ""
-    file = f", and does not get on with {beat.file}" if beat.file else ""
-    return f"{beat.place} (step {beat.step}){long}{file}"
-
-
 def _stacks(waited_for: list[tuple[Process, Beat]]) -> str:
     """Return where ranks stand; where a host waits for its device, only that tells who keeps the others."""
     if len(waited_for) == 1:
-        return _stack(waited_for[0][1])
-    shown = "".join(f"\n rank {process.rank}:{_stack(beat)}" for process, beat in waited_for[:_SHOWN])
+        return waited_for[0][1].stack()
+    shown = "".join(f"\n rank {process.rank}:{beat.stack()}" for process, beat in waited_for[:_SHOWN])
     return shown + ("\n …" if len(waited_for) > _SHOWN else "")
-
-
-def _stack(beat: Beat) -> str:
-    return "".join(f"\n  {frame}" for frame in beat.frames)

@@ -79,6 +79,29 @@ def test_the_rank_that_is_missed_is_named(scenario: str, told: str, tmp_path: Pa
         assert "ValueError: bad luck" in ends[1][1]
 
 
+def alone(scenario: str) -> tuple[int, str]:
+    """Run one process, which stands still in its 20th step; return its exit code and errors."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1", "RANK": "0"}
+    command = [sys.executable, str(HERE / "watched_worker.py"), scenario]
+    command, env = warm.ready(command, {**tiny.environment(), **meeting, "MEGATRON_NPU_WATCHDOG": "3"})
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LONGEST)
+    return done.returncode, done.stderr
+
+
+def test_a_run_of_one_process_that_hangs_says_where_and_ends() -> None:
+    code, err = alone("deadlock")
+    assert code == 1, err
+    told = rf"^megatron_npu: the run ends: it has not moved for 3 s: it is {STEP}$"
+    stack = re.split(told, err, flags=re.MULTILINE)
+    assert len(stack) == 2, err
+    assert re.match(r"\n  \S+:\d+ in wait_for_ever\n  \S+:\d+ in train_step\n", stack[1]), err
+    assert "(most recent call first)" in stack[1]  # where all threads stand
+
+
+def test_a_run_of_one_process_may_wait_for_requests() -> None:
+    assert alone("serve") == (0, "")
+
+
 def test_the_rank_that_held_the_store_is_named_too() -> None:
     ends = ranks("kill_first", LONGEST)
     for rank in (1, 2):

@@ -1,10 +1,14 @@
-"""A rank of test_watchdog.py: it reduces without end, and rank 1 comes to harm as it is asked to."""
+"""A rank of test_watchdog.py: it reduces without end, and rank 1 comes to harm as it is asked to.
+
+With one rank it does so itself.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import signal
+import socketserver
 import subprocess
 import sys
 import tempfile
@@ -82,6 +86,13 @@ def compile_long() -> None:
     all_reduce()
 
 
+def serve() -> None:
+    """Wait for a request, as a server of generated text does."""
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+        threading.Timer(6, server.shutdown).start()
+        server.serve_forever()
+
+
 HARM = {
     "kill_first": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -98,6 +109,9 @@ def main(scenario: str) -> None:
     with watchdog.watching():
         for step in range(1, 10**9):
             watchdog.step(step)
+            if step == AT and dist.get_world_size() == 1:
+                megatron["train_step"]({"serve": serve, "deadlock": wait_for_ever}[scenario])
+                break
             megatron["train_step"](all_reduce)
             if step == AT and scenario == "slow_save":  # longer than is allowed, but it is a save
                 megatron["save_checkpoint"](all_reduce if rank else write_slowly)

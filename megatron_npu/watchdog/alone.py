@@ -1,0 +1,65 @@
+"""The watchdog of a run of one process: a hang that nobody else would notice ends, and is named."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megatron_npu import stacks
+from megatron_npu.watchdog.stillness import Stillness
+
+_PERIOD = 1.0  # seconds between two looks
+_PATIENCE = 5.0  # seconds for the thread to end
+_EXIT = 1
+
+
+class Alone:
+    """A thread that ends the process where its main thread stands still, as long as the process group lives.
+
+    Args:
+        limit: seconds that are too many.
+        step_now: returns the number of the step of training.
+    """
+
+    def __init__(self, limit: float, step_now: Callable[[], int]) -> None:
+        self._limit = limit
+        self._stillness = Stillness(limit, step_now)
+        self._thread = threading.Thread(target=self._run, name="megatron_npu watchdog", daemon=True)
+        self._owner = os.getpid()
+        self._stopping = threading.Event()
+
+    @property
+    def watches(self) -> bool:
+        """Whether it does still: not in a forked child, nor when the group is gone."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begin, in a thread."""
+        atexit.register(self.stop)
+        stacks.print_on_signal()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End."""
+        if os.getpid() == self._owner:
+            atexit.unregister(self.stop)
+            self._stopping.set()
+            self._thread.join(_PATIENCE)
+
+    def failed(self, error: BaseException) -> bool:
+        """Return whether another rank is the reason for an error: there is none."""
+        return False
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_PERIOD) and dist.is_initialized():
+            beat = self._stillness.look()
+            if beat.still >= self._limit:
+                told = f"it has not moved for {self._limit:.0f} s: it is {beat}{beat.stack()}"
+                print(f"megatron_npu: the run ends: {told}", file=sys.stderr, flush=True)
+                stacks.print_now()
+                os._exit(_EXIT)

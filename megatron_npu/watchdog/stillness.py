@@ -1,0 +1,53 @@
+"""For how long the main thread of this process has stood still: it has not moved, and nobody works for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from megatron_npu.watchdog import place
+from megatron_npu.watchdog.board import Beat
+from megatron_npu.watchdog.elsewhere import Elsewhere
+from megatron_npu.watchdog.writing import Writing, current_file
+
+_PAUSE = 5.0  # seconds between two looks: the whole process was stopped, by a signal, say, or its machine
+_SAVING = "saving"  # see ``place``
+
+
+class Stillness:
+    """Looks about once a second where the main thread stands.
+
+    Args:
+        limit: seconds of standing still that are too many.
+        step_now: returns the number of the step of training; 0: none has begun.
+    """
+
+    def __init__(self, limit: float, step_now: Callable[[], int]) -> None:
+        self._limit, self._step_now = limit, step_now
+        self._elsewhere, self._writing = Elsewhere(), Writing()
+        self._number, self._step = 0, -1
+        self._mark: tuple[object, ...] = ()
+        self._moved = self._looked = time.monotonic()
+        self.still = 0.0  # seconds, at the last look
+
+    def look(self) -> Beat:
+        """Return where it stands now, and for how long it has."""
+        now, stands, step = time.monotonic(), place.of_main_thread(), self._step_now()
+        if now - self._looked > _PAUSE:  # this thread has not looked either
+            self._moved += now - self._looked
+        self._looked = now
+        if stands.outside or (stands.mark, step) != (self._mark, self._step):
+            self._mark, self._step, self._moved = stands.mark, step, now
+            self._elsewhere.forget()
+            self._writing.forget()
+        elif now - self._moved > self._limit / 10 and self._is_at_work(stands.phase):
+            self._moved = now
+        self.still = now - self._moved
+        file = current_file() if stands.phase == _SAVING and self.still > self._limit / 2 else ""
+        words = (stands.phase, stands.collective, str(stands), stands.frames, file)
+        self._number += 1
+        return Beat(self._number - 1, step, self.still, *words)
+
+    def _is_at_work(self, phase: str) -> bool:
+        """Return whether others compute for the main thread, which stands still, or a save gets on."""
+        return self._elsewhere.computes() or (phase == _SAVING and self._writing.gets_on())
