@@ -191,6 +191,22 @@ def measure_project(
     model: dict, arguments: argparse.Namespace, steps: int | None = None, more: tuple[str, ...] = ()
 ) -> tuple[float, float]:
     """The embedded driver with every patch."""
+    rows = trained(model, arguments, steps, more)
+    ended = since_start()
+    rates = [row["tokens_per_second"] for row in rows]
+    return statistics.median(rates[-arguments.steps :]), ended - sum(
+        row["elapsed_ms"] for row in rows[1:]
+    ) / 1e3
+
+
+def trained(
+    model: dict,
+    arguments: argparse.Namespace,
+    steps: int | None = None,
+    more: tuple[str, ...] = (),
+    on_step: Callable[..., None] | None = None,
+) -> list[dict[str, float]]:
+    """Train with the embedded driver; return what it has logged of each step (on the ranks that do)."""
     from megatron_npu.training import arguments as flags
     from megatron_npu.training import pretrain
 
@@ -219,15 +235,11 @@ def measure_project(
         with open(os.devnull, "w") as quiet:
             out, sys.stdout = sys.stdout, quiet
             try:
-                pretrain.train(flags.parse(argv))
+                pretrain.train(flags.parse(argv), on_step)
             finally:
                 sys.stdout = out
-        rows = [json.loads(line) for line in log.read_text().splitlines()]
-    ended, rows = since_start(), [row for row in rows if "tokens_per_second" in row]
-    rates = [row["tokens_per_second"] for row in rows]
-    return statistics.median(rates[-arguments.steps :]), ended - sum(
-        row["elapsed_ms"] for row in rows[1:]
-    ) / 1e3
+        rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [row for row in rows if "tokens_per_second" in row]
 
 
 def measure_whole_run(model: dict, arguments: argparse.Namespace) -> tuple[float, None]:

@@ -140,6 +140,13 @@ SHARE_CORES = Variable(
     "say, and bind it to them, where nobody else uses the machine.",
     ("0", "1"),
 )
+SHARED_MEMORY = Variable(
+    "MEGATRON_NPU_SHARED_MEMORY",
+    "1",
+    "On a cpu: let large collectives of ranks on one machine go through memory that they share instead of "
+    "gloo's sockets.",
+    ("0", "1"),
+)
 BACKPORT = Variable(
     "MEGATRON_NPU_BACKPORT",
     "0",

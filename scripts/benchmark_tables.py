@@ -167,6 +167,14 @@ def steady(name: str, data: dict[str, Any]) -> Iterator[Goal]:
             )
 
 
+def ranks(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
+    """Yield the goal of data-parallel ranks beside one process, and the rates of all variants."""
+    which = f"{data['model']['name']} {data['dtype']}"
+    yield Goal(f"{which}, two ranks over one process", data["over_one_process"]["dp 2"], least=0.9)
+    for variant, ratio in data["over_one_process"].items():
+        yield f"- {which}, {variant}: {ratio:.2f} times the tokens/s of one process"
+
+
 def convert_memory(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     """Yield the goal of each conversion's memory."""
     before = {(row["model"], row["dtype"], row["to"]): row["process_over_file"] for row in data["before"]}
@@ -244,6 +252,7 @@ PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str
     ("hf-train-", "Training step of a Transformers model", train_hf),
     ("two-authors-", "An encoder fine-tuned on the verses of two authors", two_authors),
     ("steady-", "A run that saves, evaluates and resumes", steady),
+    ("ranks-", "Data-parallel ranks on one machine", ranks),
     ("megatron-lm-", "Stock `pretrain_gpt.py` of Megatron-LM 285068c8", megatron_lm),
     ("launches", "Launches on the simulated NPU", launches),
     ("optimizer-memory", "Memory of the optimizer on the simulated NPU", optimizer_memory),
@@ -273,6 +282,8 @@ def page() -> str:
     text = [HEAD]
     for start, title, lines in PARTS:
         own = {name: data for name, data in files.items() if name.startswith(start)}
+        if not own:
+            continue
         text += [f"## {title}\n", *(f"{_source(name, data)}" for name, data in own.items()), ""]
         found = [line for name, data in own.items() for line in lines(name, data)]
         goals = [line.row() for line in found if isinstance(line, Goal)]

@@ -9,10 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_npu.devices import gloo, hccl, version_counters
+from megatron_npu.devices import gloo, hccl, local_collectives, version_counters
 from megatron_npu.devices.base import Device, Replacement
 from megatron_npu.devices.device_names import target_on
 
+_FLAT = {
+    "all_gather_into_tensor": local_collectives.all_gather,
+    "reduce_scatter_tensor": local_collectives.reduce_scatter,
+}
 _GAPS = {"broadcast": gloo.refuse_gaps, "scatter": gloo.scatter_whole_memory}
 
 
@@ -28,9 +32,13 @@ def replacements(device: Device) -> Iterator[Replacement]:
     if device.backend == "hccl":
         yield from _in_both_modules("all_reduce", hccl.all_reduce_float64(dist.all_reduce))
     if device.backend == "gloo":
-        for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-            yield from _in_both_modules(name, gloo.ignore_shape(getattr(dist, name)))
-        yield from _in_both_modules("all_reduce", gloo.refuse_gaps(dist.all_reduce))
+        for name, through_memory in _FLAT.items():
+            yield from _in_both_modules(name, through_memory(gloo.ignore_shape(getattr(dist, name))))
+        yield from _in_both_modules(
+            "all_reduce", gloo.refuse_gaps(local_collectives.all_reduce(dist.all_reduce))
+        )
+        manager = local_collectives.coalescing_manager(dist.distributed_c10d._coalescing_manager)
+        yield from _in_both_modules("_coalescing_manager", manager)
         yield from _in_both_modules("isend", gloo.hold_sent_memory(dist.isend))
         yield dist, "barrier", gloo.drop_device_ids(dist.barrier)
 

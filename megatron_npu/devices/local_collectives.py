@@ -1,0 +1,153 @@
+"""Which collectives of gloo's go through memory that the ranks share, and which through its sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_npu import settings
+from megatron_npu.devices.shared_memory import Segment
+
+logger = logging.getLogger(__name__)
+
+_SMALLEST = 1 << 18  # bytes; below it both take as long as it takes to wait for each other
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
+
+# Of a group of gloo: its segment, None where its ranks cannot share memory.
+_segments: weakref.WeakKeyDictionary[dist.ProcessGroup, Segment | None] = weakref.WeakKeyDictionary()
+# Groups inside a coalescing manager that waits for what it has coalesced before it ends.
+_waited_for: set[dist.ProcessGroup] = set()
+
+
+def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``all_reduce`` that goes through memory where it can."""
+
+    @functools.wraps(original)
+    def collective(
+        tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        segment = _segment(group, async_op, tensor) if op == dist.ReduceOp.SUM else None
+        if segment is None:
+            return original(tensor, op, group, async_op)
+        segment.all_reduce(_in_order_of_memory(tensor))
+
+    return collective
+
+
+def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``reduce_scatter_tensor`` that goes through memory where it can."""
+
+    @functools.wraps(original)
+    def collective(
+        output: Tensor,
+        input: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        segment = _segment(group, async_op, input, output) if op == dist.ReduceOp.SUM else None
+        if segment is None:
+            return original(output, input, op, group, async_op)
+        segment.reduce_scatter(_in_order_of_memory(output), _in_order_of_memory(input))
+
+    return collective
+
+
+def all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``all_gather_into_tensor`` that goes through memory where it can."""
+
+    @functools.wraps(original)
+    def collective(
+        output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        segment = _segment(group, async_op, output_tensor, input_tensor)
+        if segment is None:
+            return original(output_tensor, input_tensor, group, async_op)
+        segment.all_gather(_in_order_of_memory(output_tensor), _in_order_of_memory(input_tensor))
+
+    return collective
+
+
+def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``_coalescing_manager`` that lets collectives through memory where it waits for its own.
+
+    Megatron's DDP wraps the collectives of all its buckets in it. Those of a manager with ``async_ops`` must
+    all be gloo's: it hands out what they return.
+    """
+
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        key = group or dist.distributed_c10d._get_default_group()
+        with original(group, device, async_ops) as coalesced:
+            if not async_ops:
+                _waited_for.add(key)
+            try:
+                yield coalesced
+            finally:
+                _waited_for.discard(key)
+
+    return manager
+
+
+def _segment(group: Any, async_op: bool, larger: Any, smaller: Any = None) -> Segment | None:
+    """Return the memory through which a collective goes; None: it is for gloo.
+
+    What decides is the same on all ranks: dtype and size, the group, whether the caller waits. A collective
+    that nobody waits for could meet another rank's in another order.
+    """
+    if async_op or not all(_is_plain(tensor) for tensor in (larger, smaller) if tensor is not None):
+        return None
+    if larger.nbytes < _SMALLEST or larger.dtype not in _DTYPES or torch.compiler.is_compiling():
+        return None
+    if group is None:
+        group = dist.distributed_c10d._get_default_group()
+    if not isinstance(group, dist.ProcessGroup) or group.size() < 2 or dist.get_backend(group) != "gloo":
+        return None
+    if group in dist.distributed_c10d._world.pg_coalesce_state and group not in _waited_for:
+        return None
+    if smaller is not None and not _fit(larger, smaller, group.size()):
+        return None  # torch says what does not fit
+    if group not in _segments:
+        _segments[group] = _made(group)
+    return _segments[group]
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Return whether this is a tensor of the host and not of a class that means more, such as DTensor."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and tensor.is_cpu
+
+
+def _fit(larger: Tensor, smaller: Tensor, ranks: int) -> bool:
+    """Return whether one tensor is made of as many of the other as there are ranks."""
+    return (
+        larger.dtype == smaller.dtype
+        and larger.numel() == ranks * smaller.numel()
+        and larger.is_contiguous()
+        and smaller.is_contiguous()
+    )
+
+
+def _made(group: dist.ProcessGroup) -> Segment | None:
+    """Return memory that the ranks of ``group`` share; None where they cannot, which is told."""
+    if not settings.SHARED_MEMORY.enabled():
+        return None
+    try:
+        return Segment(group)
+    except OSError as error:
+        if group.rank() == 0:
+            logger.warning("collectives go through sockets, since ranks share no memory: %s", error)
+        return None
+
+
+def _in_order_of_memory(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor without gaps, as memory holds them: ``[elements]``, no autograd."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,193 @@
+"""Collectives of ranks that share a machine, through memory that they share instead of gloo's sockets.
+
+gloo sends what it reduces through the kernel's loopback network, even to the next process: each byte is
+copied into the kernel and out of it, and TCP is paid for. Here every rank puts the parts that others reduce
+into a segment that all have mapped, reduces its own part, and takes the results of the others from there.
+gloo still says when all have done so: a peer that dies, or is late, ends the wait as it always did. Sums of
+two ranks are gloo's to the bit; more ranks are added in another order than by gloo.
+
+The segment is an anonymous file in memory (``memfd_create``), found through the first rank's ``/proc``. It
+has no name in ``/dev/shm``, so nothing is left behind whatever dies, and a container's small ``/dev/shm``
+does not matter.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_CHUNK = 8 << 20  # bytes of a tensor that go through the segment at once
+_ALIGNMENT = 64
+
+
+class Segment:
+    """Memory that the ranks of a group share, and the collectives through it.
+
+    What a collective handles in one go is a stage. A stage has one of two inboxes, ``[ranks, ranks, part]``
+    by reader and writer, and one of two shelves ``[ranks, part]`` of results, in turns: what a rank reads in
+    one stage is written again in the one after the next at the earliest, and in the stage between all ranks
+    wait for each other.
+
+    Args:
+        group: of gloo, all of its ranks on one machine; every one of them makes its segment at the same time.
+        chunk: bytes of a tensor that go through at once.
+
+    Raises:
+        OSError: some rank cannot map the memory; raised on all of them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, chunk: int = _CHUNK) -> None:
+        # weakly: the group is the key by which this is found
+        self._group, self._rank, self._ranks = weakref.ref(group), group.rank(), group.size()
+        self._part = max(chunk // self._ranks // _ALIGNMENT, 1) * _ALIGNMENT
+        self._flag = torch.zeros(1)
+        self._stage = 0
+        memory = _map(group, 2 * self._ranks * (self._ranks + 1) * self._part)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` (flat) by the sum over the ranks: the same bits on each."""
+        chunks = tensor.split(self._elements(tensor) * self._ranks)
+        stages = [self._parts(chunk, -(-chunk.numel() // self._ranks)) for chunk in chunks]
+        self._give(stages[0])
+        self._wait()
+        for number, parts in enumerate(stages):
+            if number + 1 < len(stages):
+                self._give(stages[number + 1], self._stage + 1)
+            self._add(parts[self._rank])
+            self._shelf(parts[self._rank], self._rank).copy_(parts[self._rank])
+            self._wait()
+            self._take(parts)
+            self._stage += 1
+
+    def reduce_scatter(self, output: Tensor, given: Tensor) -> None:
+        """Write this rank's part of the sum of ``given`` to ``output`` (both flat; it may be that part)."""
+        shards = given.view(self._ranks, -1)
+        output.copy_(shards[self._rank])  # nothing happens where it is that part
+        stages = list(zip(*(shard.split(self._elements(given)) for shard in shards), strict=True))
+        self._give(stages[0])
+        self._wait()
+        for number, own in enumerate(output.split(self._elements(given))):
+            if number + 1 < len(stages):
+                self._give(stages[number + 1], self._stage + 1)
+            self._add(own)
+            if number + 1 < len(stages):
+                self._wait()
+            self._stage += 1
+
+    def all_gather(self, output: Tensor, given: Tensor) -> None:
+        """Write the ``given`` (flat) of all ranks to ``output`` (flat), of which it may be a part."""
+        shards = output.view(self._ranks, -1)
+        shards[self._rank].copy_(given)
+        for parts in zip(*(shard.split(self._elements(given)) for shard in shards), strict=True):
+            self._shelf(parts[self._rank], self._rank).copy_(parts[self._rank])
+            self._wait()
+            self._take(parts)
+            self._stage += 1
+
+    def _elements(self, tensor: Tensor) -> int:
+        """Return how many elements of a tensor's dtype a part has."""
+        return self._part // tensor.element_size()
+
+    def _parts(self, chunk: Tensor, size: int) -> list[Tensor]:
+        """Return a part of ``chunk`` for each rank, of ``size`` elements; the last may have less or none."""
+        return [chunk[rank * size : (rank + 1) * size] for rank in range(self._ranks)]
+
+    def _give(self, parts: Sequence[Tensor], stage: int | None = None) -> None:
+        """Put the parts that others reduce into their inboxes."""
+        for reader in self._others():
+            self._inbox(parts[reader], reader, self._rank, stage).copy_(parts[reader])
+
+    def _add(self, own: Tensor) -> None:
+        """Add to this rank's part what the others have put into its inbox."""
+        for writer in self._others():
+            own.add_(self._inbox(own, self._rank, writer))
+
+    def _take(self, parts: Sequence[Tensor]) -> None:
+        """Replace the parts of the others by what they have put on their shelves."""
+        for writer in self._others():
+            parts[writer].copy_(self._shelf(parts[writer], writer))
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._ranks) if rank != self._rank]
+
+    def _inbox(self, like: Tensor, reader: int, writer: int, stage: int | None = None) -> Tensor:
+        turn = (self._stage if stage is None else stage) % 2
+        return self._slot((turn * self._ranks + reader) * self._ranks + writer, like)
+
+    def _shelf(self, like: Tensor, writer: int) -> Tensor:
+        return self._slot((2 * self._ranks + self._stage % 2) * self._ranks + writer, like)
+
+    def _slot(self, number: int, like: Tensor) -> Tensor:
+        """Return a slot of the memory as a tensor with the size and dtype of ``like``."""
+        begin = number * self._part
+        return self._bytes[begin : begin + like.numel() * like.element_size()].view(like.dtype)
+
+    def _wait(self) -> None:
+        """Wait until all ranks are here; gloo raises an error if one of them has died."""
+        group = self._group()
+        assert group is not None
+        group.allreduce([self._flag]).wait()
+
+
+def _map(group: dist.ProcessGroup, size: int) -> mmap.mmap:
+    """Return ``size`` bytes of zeros that all ranks of ``group`` have mapped.
+
+    The first rank makes a file without a name and tells the others its process and descriptor; each opens
+    that through /proc.
+
+    Raises:
+        OSError: some rank cannot; raised on all of them.
+    """
+    where, reason, memory, descriptor = torch.zeros(3, dtype=torch.int64), "another rank cannot", None, -1
+    try:
+        try:
+            if group.rank() == 0:
+                token = secrets.randbits(62)
+                descriptor = _make(token, size)
+                where = torch.tensor([os.getpid(), descriptor, token])
+        finally:  # the others wait for it, come what may
+            group.broadcast([where]).wait()
+        if group.rank() > 0:
+            descriptor = _open(*where.tolist())
+        memory = mmap.mmap(descriptor, size)
+    except OSError as error:
+        reason = str(error)
+    able = torch.tensor([float(memory is not None)])
+    group.allreduce([able]).wait()
+    if descriptor >= 0:  # by now all have mapped it
+        os.close(descriptor)
+    if memory is None or able.item() < group.size():
+        raise OSError(f"{int(able.item())} of {group.size()} ranks have mapped it: {reason}")
+    return memory
+
+
+def _make(token: int, size: int) -> int:
+    """Return the descriptor of a new file in memory."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError("only Linux has memfd_create")
+    descriptor = os.memfd_create(_name(token))
+    os.truncate(descriptor, size)
+    return descriptor
+
+
+def _name(token: int) -> str:
+    return f"megatron_npu-{token:x}"
+
+
+def _open(process: int, descriptor: int, token: int) -> int:
+    """Return a descriptor of the file in memory that another process has made.
+
+    It must bear the token: in another container or on another machine the number is a stranger's.
+    """
+    path = f"/proc/{process}/fd/{descriptor}"
+    if os.readlink(path) != f"/memfd:{_name(token)} (deleted)":
+        raise OSError(f"{path} is something else")
+    return os.open(path, os.O_RDWR)
