@@ -36,6 +36,7 @@ _PHASES = {
 }
 # Who is in one of these waits for people: at a debugger's or an interpreter's prompt, or for a request.
 _OUTSIDE = ("IPython", "_pyrepl", "asyncio", "bdb", "code", "pdb", "socketserver")
+_INPUT = "megatron_npu.watchdog.prompt"
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def _waits_for_people(frames: list[FrameType]) -> bool:
     """Return whether a server waits for requests, or a prompt or a debugger for a user."""
     if not frames or "pydevd" in sys.modules:  # a plain prompt has no frame; editors hide theirs
         return True
-    return any(_module(each).partition(".")[0] in _OUTSIDE for each in frames)
+    modules = {_module(each) for each in frames}
+    return _INPUT in modules or any(module.partition(".")[0] in _OUTSIDE for module in modules)
 
 
 def _phase(frames: list[FrameType]) -> str:

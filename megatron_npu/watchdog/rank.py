@@ -15,7 +15,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from megatron_npu import settings, stacks
-from megatron_npu.watchdog import place
+from megatron_npu.watchdog import place, prompt
 from megatron_npu.watchdog.alone import Alone
 from megatron_npu.watchdog.board import Beat, Board, Process, connect
 from megatron_npu.watchdog.deaths import Deaths
@@ -54,6 +54,7 @@ def begin(step_now: Callable[[], int] = lambda: _step) -> None:
     limit = float(str(settings.WATCHDOG.value()))
     if _current is not None or not dist.is_initialized() or not limit:
         return
+    prompt.make_visible()
     if dist.get_world_size() == 1:
         _current = Alone(limit, step_now)
         _current.start()
