@@ -108,6 +108,23 @@ def test_all_layers_and_steps_have_one_graph(without_kernels, monkeypatch, kind,
     )
 
 
+def test_graphs_drop_what_is_dropped_outside_of_them(without_kernels):
+    """Our dropout stays in a graph, and draws as without one: the losses of both are the same."""
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = models.gpt2().train()
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.2
+        model, _ = accelerated(model, Switches(graph_optimization=graphs, fused_ops=True))
+        ids = torch.randint(models.VOCABULARY, (2, models.LENGTH), generator=torch.Generator().manual_seed(1))
+        torch.manual_seed(2)
+        found.append([model(input_ids=ids, labels=ids).loss.item() for _ in range(2)])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[0][0] != found[0][1]
+
+
 @pytest.mark.parametrize("fused_ops", [False, True])
 def test_dropout_within_attention_divides_the_graphs_and_the_ledger_says_so(without_kernels, fused_ops):
     torch.manual_seed(0)

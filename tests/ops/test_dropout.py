@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from megatron_npu import devices
 from megatron_npu.ops import tiling
-from megatron_npu.ops.dropout import KEEP_LEVELS, bias_dropout_add, dropout, keep_mask_bits
+from megatron_npu.ops.dropout import (
+    KEEP_LEVELS,
+    bias_dropout_add,
+    dropout,
+    dropout_in_a_graph,
+    keep_mask_bits,
+)
 from tests.ops.against_fp64 import RELAXED, check, rows_of
 from tests.ops.tolerances import TOLERANCE, assert_near
 
@@ -200,3 +206,44 @@ def test_dropout_alone_drops_as_many_as_it_says(device):
     output = dropout(x, 0.1, True)
     assert output.mean().item() == pytest.approx(1.0, abs=5e-3)
     assert (output == 0).float().mean().item() == pytest.approx(0.1, abs=5e-3)
+
+
+class TestInAGraph:
+    """Dropout as torch.compile sees it; partitioned as for inductor, but run as it is, without a compiler."""
+
+    @staticmethod
+    def twice(x, p, drop):
+        return drop(x, p, True) + 2 * drop(x, p, True)
+
+    @pytest.mark.parametrize("shape", [(5, 3, 7), (300, 257)], ids=str)  # one tile of draws, and several
+    def test_drops_what_it_drops_outside(self, device, dtype, shape):
+        """Both masks of one tensor, too, which the compiler must not take for one."""
+        if device != "cpu":
+            pytest.skip("graphs of other devices have dropout of torch's own")
+        x = tensors(shape, "cpu", dtype)[0]
+        compiled = torch.compile(self.twice, backend="aot_eager_decomp_partition")
+        devices.CpuDevice().manual_seed(3)
+        output = compiled(x, 0.5, dropout_in_a_graph)
+        devices.CpuDevice().manual_seed(3)
+        masks = [dropout(torch.ones(shape), 0.5, True).double() for _ in range(2)]
+        assert not torch.equal(*masks)
+        kept = masks[0] + 2 * masks[1]
+        assert_near(output, x.detach().double() * kept, dtype)
+        (grad,) = torch.autograd.grad(output, x, torch.ones_like(output))
+        assert_near(grad, kept, dtype)
+
+    def test_the_mask_takes_a_byte(self, dtype):
+        x = tensors((64, 2, 32), "cpu", dtype)[0] * 1
+        kept = {}
+        compiled = torch.compile(dropout_in_a_graph, backend="aot_eager_decomp_partition")
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (kept.__setitem__(t.data_ptr(), t.nbytes), t)[1], lambda t: t
+        ):
+            compiled(x, 0.1, True)
+        assert sum(kept.values()) == x.numel()
+
+    def test_leaves_a_tensor_alone_where_nothing_is_dropped(self):
+        x = torch.ones(3)
+        assert dropout_in_a_graph(x, 0.5, False) is x
+        assert dropout_in_a_graph(x, 0.0, True) is x
+        assert not dropout_in_a_graph(x, 1.0, True).any()

@@ -98,7 +98,7 @@ def swap(model: nn.Module) -> Swapped:
     Modules are recognised by their structure and by what they compute, not by the names of models. What a
     module holds stays: parameters, their names, hooks, its class. What looks like a module to be replaced
     and is not is in the ledger with the reason. Under ``torch.compile`` the replacements step aside for what
-    the compiler fuses itself (norms, activations, rotary embeddings, dropout).
+    the compiler fuses itself (norms, activations, rotary embeddings); of dropout the draw stays.
 
     Args:
         model: of Transformers or a user's own; on any device, in any dtype, its weights already there. The

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_npu import devices
-from megatron_npu.ops.dropout import dropout
+from megatron_npu.ops.dropout import dropout, dropout_in_a_graph
 from megatron_npu.ops.linear import faster_than_torch, in_a_graph, linear, looks_for_dead_rows
 from megatron_npu.ops.swapping.found import (
     Found,
@@ -81,6 +81,8 @@ def _either(module: Any, input: Tensor, transposed: bool) -> Tensor:
 
 
 def _dropout(module: Any, input: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() and input.device.type == "cpu" and not module.inplace:
+        return dropout_in_a_graph(input, module.p, module.training)
     if bound_elsewhere(input) or module.inplace:
         return own_forward(module, input)
     return dropout(input, module.p, module.training)
