@@ -79,6 +79,23 @@ case("npu_add_rms_norm", x1=zeros(2, 8), x2=zeros(2, 8), gamma=zeros(8)).but(
 ).but("x1", x1=zeros(*[1] * 8, 8)).but("x2", x2=zeros(2, 8, dtype=BF16)).but("x2", x2=zeros(3, 8)).but(
     "gamma", gamma=zeros(8, dtype=FP16)
 ).but("gamma", gamma=zeros(2))
+for _name, _more in (
+    ("npu_add_layer_norm", {"beta": zeros(8)}),
+    ("npu_add_layer_norm_backward", {"dy_opt": zeros(2, 8), "rstd": zeros(2, 1), "mean": zeros(2, 1)}),
+):
+    _case = case(_name, x1=zeros(2, 8), x2=zeros(2, 8), gamma=zeros(8), **_more)
+    _case.but("x1", x1=zeros(2, 8, dtype=FP64)).but("x1", x1=zeros(*[1] * 8, 8)).but(
+        "x2", x2=zeros(2, 8, dtype=BF16)
+    ).but("x2", x2=zeros(3, 8)).but("gamma", gamma=zeros(8, dtype=FP16)).but("gamma", gamma=zeros(2))
+CASES["npu_add_layer_norm"].but("beta", beta=zeros(4)).but("beta", beta=zeros(8, dtype=FP16)).but(
+    "epsilon", epsilon=1e-6
+)
+CASES["npu_add_layer_norm_backward"].allowed["dsum_opt"] = None
+CASES["npu_add_layer_norm_backward"].but("dy_opt", dy_opt=zeros(2, 4)).but(
+    "dy_opt", dy_opt=zeros(2, 8, dtype=FP16)
+).but("dsum_opt", dsum_opt=zeros(2, 4)).but("dsum_opt", dsum_opt=zeros(2, 8, dtype=FP16)).but(
+    "rstd", rstd=zeros(2, 1, dtype=BF16)
+).but("mean", mean=zeros(2, 1, dtype=BF16))
 
 # --- softmax ---
 

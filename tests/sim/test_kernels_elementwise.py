@@ -63,6 +63,19 @@ def test_add_rms_norm(dtype):
     compare(lambda *x: operation(*x)[::2], formula, inputs, dtype, differentiable=False)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_layer_norm(dtype):
+    """Its own gradient, of the norm and of the sum, which it gives out as well."""
+
+    def formula(x1, x2, gamma, beta):
+        total = x1 + x2
+        return F.layer_norm(total, (8,), gamma, beta, 1e-5), total
+
+    inputs = [torch.randn(3, 4, 8), torch.randn(3, 4, 8), torch.randn(8), torch.randn(8)]
+    operation = npu("npu_add_layer_norm")
+    compare(lambda *x: operation(*x, 1e-5, True)[::3], formula, inputs, dtype)
+
+
 MASKS = {
     "full": lambda b, n, h, w: (b, n, h, w),
     "shared by heads": lambda b, n, h, w: (b, 1, h, w),

@@ -36,6 +36,7 @@ SUITES = {
                 "test_sharding_options",
                 "test_start",
                 "test_te_fallback",
+                "test_transformer_layer",
                 "test_unsupported_options",
             )
         ],

@@ -11,9 +11,9 @@ from megatron_npu.patching.registry import NotAsked
 WITHOUT_CUDA, installed = decorators.WITHOUT_CUDA, decorators.installed
 NOT_FIXED = "no version up to 0.19.2 has the fix, and no issue has been filed upstream"  # ``until`` of a bug
 
-_recorder = decorators.recorder("megatron_core")
-replace, around, wrap = _recorder.replace, _recorder.around, _recorder.wrap
-constant, watch = _recorder.constant, _recorder.watch
+records = decorators.recorder("megatron_core")
+replace, around, wrap = records.replace, records.around, records.wrap
+constant, watch = records.constant, records.watch
 backport = partial(around, upstream_bug=True, condition=decorators.backports_not_wanted)
 
 

@@ -22,6 +22,7 @@ def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) ->
     hook = original(self, param)
     if param.dim() != 1 or self.ddp_config.overlap_grad_reduce:
         return hook
+    gradients.may_wait(param)
 
     def hook_of_vector(*unused: Any) -> None:
         if param.grad is None or param.grad_added_to_main_grad or param not in self.param_to_bucket_group:

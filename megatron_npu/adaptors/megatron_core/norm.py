@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_npu.adaptors.megatron_core.decorators import replace
+from megatron_npu.adaptors.shared import residual_norms
 from megatron_npu.ops import norm
 
 
@@ -65,6 +66,9 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` to ``[..., h]``."""
+        result = residual_norms.result_of(self, x)
+        if result is not None:
+            return result
         options = (self.eps, self.zero_centered_gamma, self.memory_efficient)
         if self.bias is None:
             return norm.rms_norm(x, self.weight, *options)

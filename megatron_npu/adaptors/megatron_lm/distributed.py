@@ -14,6 +14,7 @@ def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) ->
     """Let the gradients of vectors, which cost no memory, wait for the end of the backward pass."""
     if param.dim() != 1:
         return original(self, param)
+    gradients.may_wait(param)
 
     def param_hook(*unused: Any) -> None:
         if param.grad is not None:

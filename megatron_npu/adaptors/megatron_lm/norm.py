@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_lm.decorators import around, replace
+from megatron_npu.adaptors.shared import residual_norms
 from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel, mixed_layer_norm
 
 _TARGET = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
@@ -22,6 +23,9 @@ def forward(self: Any, input: Tensor) -> Tensor:
     """``[..., h]`` to ``[..., h]`` in the dtype of the weight, as upstream's mixed-precision kernel."""
     from megatron.core.utils import make_viewless_tensor
 
+    result = residual_norms.result_of(self, input)
+    if result is not None:
+        return result
     output = mixed_layer_norm(input, self.weight, self.bias, self.eps)
     # the output of a pipeline stage is freed by its .data, which must not be a view of something else
     return make_viewless_tensor(output, requires_grad=input.requires_grad, keep_graph=True)

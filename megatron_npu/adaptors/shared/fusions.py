@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from megatron_npu.adaptors.shared import residual_norms
 from megatron_npu.ops import activation
+from megatron_npu.ops.caching import lru_cache_tensors
 from megatron_npu.ops.dropout import bias_dropout_add
 from megatron_npu.patching.registry import Recorder
+
+_NO_BIAS = "megatron_npu_no_bias"
 
 COMPILED_ANEW = (
     "three passes; and TorchScript compiles it again in every process, rounding bf16 otherwise until it has: "
@@ -22,7 +27,7 @@ def connect(recorder: Recorder) -> None:
     """
     recorder.constant(
         "megatron.model.fused_bias_gelu:bias_gelu_impl",
-        activation.bias_gelu,
+        bias_gelu_impl,
         why="eight element-wise passes forward and more backward; nvfuser, which joined them, is gone",
     )
     transformer = "megatron.model.transformer"
@@ -38,6 +43,23 @@ def connect_gelu(recorder: Recorder) -> None:
     """Record the two GELUs that Megatron-DeepSpeed compiles for models without the fused one."""
     recorder.replace("megatron.model.utils:gelu_impl", why=COMPILED_ANEW)(gelu_impl)
     recorder.replace("megatron.model.utils:erf_gelu", why=COMPILED_ANEW)(erf_gelu)
+
+
+def no_bias(bias: Tensor) -> Tensor:
+    """Return what stands for a bias that has been added: a zero, which the functions here leave out."""
+    return _nothing(bias.dtype, bias.device)
+
+
+@lru_cache_tensors(maxsize=8)
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    zero = torch.zeros(1, dtype=dtype, device=device)
+    setattr(zero, _NO_BIAS, True)
+    return zero
+
+
+def bias_gelu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
+    """``gelu(input + bias)``, tanh form, ``[s, b, h]`` and ``[h]`` to ``[s, b, h]``."""
+    return activation.bias_gelu(input, None if getattr(bias, _NO_BIAS, False) else bias)
 
 
 def gelu_impl(x: Tensor) -> Tensor:
@@ -63,10 +85,23 @@ def bias_dropout_add_fused_inference(x: Tensor, bias: Tensor | None, residual: T
 def _bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, training: bool
 ) -> Tensor:
+    x, bias = _with_vector(x, bias)
+    norm = residual_norms.next_reader()
+    if norm is not None and training:
+        total = residual_norms.add(x, bias, residual, prob, norm)
+        if total is not None:
+            return total
+    return bias_dropout_add(x, bias, residual, prob, training)
+
+
+def _with_vector(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the bias as ``[h]`` or None; upstream hands over one that it has expanded to ``[s, b, h]``."""
     if bias is None:  # without biases, in deepspeedai's tree
-        return bias_dropout_add(x, None, residual, prob, training)
-    # upstream hands over bias.expand_as(residual), whose base is the parameter [h] itself
+        return x, None
     base = bias._base
+    if getattr(base, _NO_BIAS, False):
+        return x, None
+    # the base is the parameter [h] itself
     if base is not None and base.shape == bias.shape[-1:] and not any(bias.stride()[:-1]):
-        return bias_dropout_add(x, base, residual, prob, training)
-    return bias_dropout_add(x + bias, None, residual, prob, training)
+        return x, base
+    return x + bias, None

@@ -5,12 +5,16 @@ Both trees' DDP adds each in a launch of its own, eight a layer; vectors that wa
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megatron_npu.ops.multi_tensor import group_by_dtypes
 
 WHY = "it adds the gradient of every bias and norm to the buffer in a launch, eight a layer"
+
+_MAY_WAIT = "megatron_npu_may_wait"
 
 # Of the backward pass that runs: parameter -> its part of the gradient buffer and its new gradient.
 _waiting: dict[Tensor, tuple[Tensor, Tensor]] = {}
@@ -19,10 +23,30 @@ _waiting: dict[Tensor, tuple[Tensor, Tensor]] = {}
 def let_wait(parameter: Tensor, total: Tensor) -> None:
     """Take a parameter's gradient away, to be added to ``total`` when the backward pass that runs ends."""
     assert parameter.grad is not None
+    _let_wait(parameter, total, parameter.grad)
+    parameter.grad = None
+
+
+def may_wait(parameter: Any) -> None:
+    """Say that a parameter has a gradient buffer, to which ``keep`` may add at the end of the pass."""
+    setattr(parameter, _MAY_WAIT, True)
+
+
+def keep(parameter: Any, grad: Tensor) -> bool:
+    """Take an fp32 gradient that autograd need not see, as its sum is what upstream wants; False if not.
+
+    In fp32, which the buffer has as a rule: what autograd is given is rounded to the parameter's dtype first.
+    """
+    if not getattr(parameter, _MAY_WAIT, False):
+        return False
+    _let_wait(parameter, parameter.main_grad, grad)
+    return True
+
+
+def _let_wait(parameter: Tensor, total: Tensor, grad: Tensor) -> None:
     if parameter in _waiting:  # a backward pass inside another one, of recomputation
         _add_waiting()
-    _waiting[parameter] = total, parameter.grad
-    parameter.grad = None
+    _waiting[parameter] = total, grad
     # Each time: should a pass fail, the next one adds what it has left behind, as upstream does.
     torch.autograd.Variable._execution_engine.queue_callback(_add_waiting)
 

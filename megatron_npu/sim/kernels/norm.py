@@ -1,4 +1,4 @@
-"""RMSNorm: y = x / sqrt(mean(x²) + epsilon) · gamma, alone and after a residual addition."""
+"""Norms: RMSNorm, y = x / sqrt(mean(x²) + epsilon) · gamma, and both norms after a residual addition."""
 
 from __future__ import annotations
 
@@ -35,6 +35,49 @@ def npu_add_rms_norm(
     total = x1 + x2
     y, rstd = npu_rms_norm(total, gamma, epsilon)
     return y, rstd, total
+
+
+@kernel("npu_add_layer_norm")
+def npu_add_layer_norm(
+    x1: Tensor,
+    x2: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    epsilon: float = 1e-5,
+    additional_output: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return layer_norm(x1 + x2), its mean and 1 / deviation in fp32, and the sum if asked for."""
+    total = x1 + x2
+    x, dims = total.float(), _normalised(total, gamma)
+    mean = x.mean(dims, keepdim=True)
+    rstd = torch.rsqrt(x.var(dims, correction=0, keepdim=True) + epsilon)
+    y = ((x - mean) * rstd * gamma.float() + beta.float()).to(total.dtype)
+    return y, mean, rstd, total if additional_output else total.new_empty(0)
+
+
+@kernel("npu_add_layer_norm_backward")
+def npu_add_layer_norm_backward(
+    dy_opt: Tensor | None,
+    x1: Tensor,
+    x2: Tensor,
+    rstd: Tensor,
+    mean: Tensor,
+    gamma: Tensor,
+    dsum_opt: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradient of the sum (their dtype) twice, and those of gamma and beta (fp32, as there).
+
+    ``dsum_opt`` is the gradient of the sum itself, which forward gave out.
+    """
+    dy = torch.zeros_like(x1).float() if dy_opt is None else dy_opt.float()
+    dims = _normalised(x1, gamma)
+    hat = ((x1 + x2).float() - mean) * rstd
+    scaled = dy * gamma.float()
+    projection = scaled.mean(dims, keepdim=True) + hat * (scaled * hat).mean(dims, keepdim=True)
+    dx = (scaled - projection) * rstd
+    dx = (dx if dsum_opt is None else dx + dsum_opt.float()).to(x1.dtype)
+    rows = tuple(range(x1.dim() - gamma.dim()))
+    return dx, dx.clone(), (dy * hat).sum(rows), dy.sum(rows)
 
 
 def _normalised(input: Tensor, gamma: Tensor) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The limits of RMSNorm, alone and after a residual addition."""
+"""The limits of RMSNorm, and of both norms after a residual addition."""
 
 from __future__ import annotations
 
@@ -53,7 +53,45 @@ ADD_RMS_NORM = Limits(
     ),
 )
 
+_SUMMANDS = (
+    dtype("x1", *FLOATS),
+    dimensions("x1", 1, 8),
+    dtype_of("x2", "x1"),
+    shape_of("x2", "x1"),
+    Limit("gamma", "the dtype of x1, or float32", lambda a: a.gamma.dtype in (a.x1.dtype, torch.float32)),
+    _gamma_ends_input("gamma", "x1"),
+)
+_ADD_LAYER_NORM_SOURCE = "aclnnAddLayerNorm, Atlas A2 and A3"
+_ADD_LAYER_NORM_NOTE = "x1 and x2 may differ in dtype on hardware, which the simulator does not take."
+
+ADD_LAYER_NORM = Limits(
+    _ADD_LAYER_NORM_SOURCE,
+    (
+        *_SUMMANDS,
+        shape_of("beta", "gamma"),
+        dtype_of("beta", "gamma"),
+        Limit("epsilon", "1e-5", lambda a: a.epsilon == 1e-5),
+    ),
+    _ADD_LAYER_NORM_NOTE,
+)
+
+ADD_LAYER_NORM_BACKWARD = Limits(
+    _ADD_LAYER_NORM_SOURCE + "; aclnnAddLayerNormGrad",
+    (
+        *_SUMMANDS,
+        shape_of("dy_opt", "x1"),
+        dtype_of("dy_opt", "x1"),
+        shape_of("dsum_opt", "x1"),
+        dtype_of("dsum_opt", "x1"),
+        dtype("rstd", torch.float32),
+        dtype("mean", torch.float32),
+    ),
+    _ADD_LAYER_NORM_NOTE,
+)
+
 LIMITS = {
+    "npu_add_layer_norm": ADD_LAYER_NORM,
+    "npu_add_layer_norm_backward": ADD_LAYER_NORM_BACKWARD,
     "npu_rms_norm": RMS_NORM,
     "npu_rms_norm_backward": RMS_NORM_BACKWARD,
     "npu_add_rms_norm": ADD_RMS_NORM,

@@ -205,3 +205,47 @@ def check_viewless_tensor():
         assert found.data_ptr() == view.data_ptr()
     grad = torch.autograd.grad(make_viewless_tensor(view, True, True).sum(), base)[0]
     assert grad.sum() == 12
+
+
+@pytest.mark.skipif("here().type == 'cpu'", reason="biases in products and sums with norms are for an NPU")
+@pytest.mark.parametrize("recomputed", [None, "full"])
+def check_a_layers_sums_and_products(args, monkeypatch, recomputed):
+    """The numbers of upstream's order, in fewer launches: the layers' own and the next one's norm."""
+    from megatron.model import ModelType, transformer
+    from megatron.model.enums import AttnMaskType
+    from megatron.model.utils import init_method_normal
+
+    from megatron_npu.adaptors.shared import biased_product, residual_norms
+    from megatron_npu.sim import counting
+
+    method = "uniform" if recomputed else None
+    args(recompute_granularity=recomputed, recompute_method=method)
+    args(model_type=ModelType.encoder_or_decoder, gradient_accumulation_fusion=False)
+    torch.manual_seed(3)
+    layers = transformer.ParallelTransformer(
+        *[init_method_normal(0.02)] * 2, self_attn_mask_type=AttnMaskType.causal
+    ).to(here())
+    with torch.no_grad():
+        for name, parameter in layers.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    width = layers.final_layernorm.weight.numel()
+    results = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(residual_norms, "add", lambda *_: None)
+            monkeypatch.setattr(biased_product, "_may_add", lambda _: False)
+        torch.manual_seed(4)
+        x = leaf(32, 2, width)
+        with counting() as counts:
+            output = layers(x, None)
+            (output * torch.randn_like(output)).mean().backward()
+        results.append(([output, x.grad, *(p.grad for p in layers.parameters())], counts))
+        layers.zero_grad()
+    (found, counts), (expected, plain) = results
+    for ours, upstreams in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, upstreams, atol=1e-4 * upstreams.abs().max().item(), rtol=0)
+    # within a layer, and into the next one's norm or the last where no layer is recomputed as a whole
+    sums = len(layers.layers) * (1 if recomputed else 2)
+    assert counts.launches["npu::npu_add_layer_norm"].calls == sums * (2 if recomputed else 1)
+    assert counts.total_launches < plain.total_launches

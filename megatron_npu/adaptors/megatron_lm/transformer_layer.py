@@ -1,0 +1,40 @@
+"""A layer's biases in its products, and its residuals added with the norms that read them; on an NPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_lm.decorators import around, records
+from megatron_npu.adaptors.shared import biased_product, fusions, residual_norms
+
+_TRANSFORMER = "megatron.model.transformer"
+_NORMS = "megatron_npu_norms"  # of a layer: those that read its sums, in the order in which it adds
+
+biased_product.connect(records, fusions.no_bias)  # upstream expands what it is handed as a bias
+
+
+@around(f"{_TRANSFORMER}:ParallelTransformer.__init__", devices=("npu",), why=residual_norms.WHY)
+def tell_layers_their_norms(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Note for each layer which norms will read its sums, the next layer's or the final one for the last."""
+    original(self, *args, **kwargs)
+    layers = list(self.layers)
+    after = [getattr(layer, "input_layernorm", None) for layer in layers[1:]]
+    after.append(getattr(self, "final_layernorm", None))
+    for layer, last in zip(layers, after, strict=True):
+        if not hasattr(layer, "post_attention_layernorm"):  # upstream's layer that does nothing
+            continue
+        norms = [layer.post_attention_layernorm]
+        if layer.layer_type.name == "decoder":
+            norms.append(layer.post_inter_attention_layernorm)
+        norms.append(last if residual_norms.without_recomputation(self.recompute_granularity) else None)
+        setattr(layer, _NORMS, tuple(norm if residual_norms.reads_sums(norm) else None for norm in norms))
+
+
+@around(f"{_TRANSFORMER}:ParallelTransformerLayer.forward", devices=("npu",), why=residual_norms.WHY)
+def forward(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """``[s, b, h]`` to ``[s, b, h]``, while its norms are known to what adds the residuals."""
+    with residual_norms.read_by(getattr(self, _NORMS, ()) if self.training else ()):
+        return original(self, *args, **kwargs)

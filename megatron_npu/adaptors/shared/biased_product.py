@@ -1,0 +1,104 @@
+"""A parallel linear layer's bias inside its product, on an NPU: one launch where it was two.
+
+Upstream adds the bias of ``linear_qkv`` after the product, and hands that of the others to the next fused
+function, which cannot fuse it with anything on an NPU. Rows of a matrix that is split over ranks keep theirs,
+which is added after their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron_npu.patching.registry import Recorder
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_PRODUCT = "linear_with_grad_accumulation_and_async_allreduce"
+_WHY = "on an NPU a product adds a bias in the same launch; upstream takes another one for it"
+
+# The bias of the layer that runs, until its product has taken it.
+_waiting: list[Tensor] = []
+
+
+def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> None:
+    """Record it for an upstream.
+
+    Args:
+        recorder: of the upstream.
+        nothing: given a bias that has been added, returns what stands for it in the layer's result.
+    """
+    around = recorder.around
+    function = "LinearWithGradAccumulationAndAsyncCommunication"
+    around(f"{_LAYERS}:{function}.forward", devices=("npu",), why=_WHY)(add_in_product)
+    around(f"{_LAYERS}:{_PRODUCT}", devices=("npu",), why=_WHY)(with_waiting_bias)
+    for kind in ("Column", "Row"):
+
+        @around(f"{_LAYERS}:{kind}ParallelLinear.forward", devices=("npu",), why=_WHY)
+        def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+            """``[s, b, i]`` to ``[s, b, o]`` with its bias, where upstream would leave that to the caller."""
+            if not _may_add(self):
+                return original(self, *args, **kwargs)
+            _waiting.append(self.bias)
+            try:
+                output, bias = original(self, *args, **kwargs)
+                added = not _waiting  # weights that are not trained have a product of their own
+            finally:
+                _waiting.clear()
+            return output, nothing(bias) if added else bias
+
+
+def _may_add(layer: Any) -> bool:
+    """Return whether the layer's own product gives its whole result, whose bias is left to the caller."""
+    if layer.bias is None or not layer.skip_bias_add or getattr(layer, "gather_output", False):
+        return False
+    split = getattr(layer, "input_size_per_partition", None)  # of rows only
+    return split is None or split == layer.input_size
+
+
+def with_waiting_bias(
+    original: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Give the product the bias that the layer offers."""
+    if bias is None and _waiting:
+        bias = _waiting.pop()
+    return original(input, weight, bias, *args, **kwargs)
+
+
+def add_in_product(
+    original: Callable[..., Tensor], ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any
+) -> Tensor:
+    """Run upstream's forward without the bias, which the product within takes; backward knows of it."""
+    if bias is None:
+        return original(ctx, input, weight, bias, *args)
+    with _AddingBias(bias):
+        output = original(ctx, input, weight, None, *args)
+    ctx.use_bias = True
+    return output
+
+
+class _AddingBias(TorchFunctionMode):
+    """In which ``torch.matmul`` of ``[..., i]`` and ``[i, o]`` adds a bias ``[o]`` to its ``[..., o]``."""
+
+    def __init__(self, bias: Tensor) -> None:
+        super().__init__()
+        self.bias = bias
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is not torch.matmul:
+            return function(*args, **(kwargs or {}))
+        input, weight = args
+        output = input.new_empty((*input.shape[:-1], weight.size(1)))
+        rows = input.reshape(-1, input.size(-1))
+        torch.addmm(self.bias, rows, weight, out=output.view(-1, weight.size(1)))  # no view is given out
+        return output

@@ -1,0 +1,91 @@
+"""A residual's sum and the norm that reads it in one operation, on an NPU.
+
+Upstream adds in one function and normalises in the next, or in the next layer. Here each place that adds is
+told which norm will read the sum; that norm finds its result with the sum, and computes it itself where
+somebody else has made its input: after a checkpoint's recomputation, or between the stages of a pipeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu.adaptors.shared import gradients
+from megatron_npu.ops import residual_norm
+from megatron_npu.ops.dropout import dropout
+
+WHY = "on an NPU one operation adds the residual and normalises the sum; upstream takes two"
+_RESULT = "megatron_npu_normalised"  # of a sum: the norm that will read it, and its result
+
+
+def reads_sums(norm: Any) -> bool:
+    """Return whether a norm's result can be computed with the sum that it reads."""
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, Tensor) or getattr(norm, "memory_efficient", False):
+        return False
+    shape = (1, weight.numel())  # every shape of an input is taken that a norm here is given
+    if norm.bias is None:
+        return residual_norm.rms_norm_beyond_npu(weight.new_empty(shape), weight) is None
+    return residual_norm.layer_norm_beyond_npu(weight.new_empty(shape), weight, norm.eps) is None
+
+
+def add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, norm: Any) -> Tensor | None:
+    """Return ``residual + dropout(x + bias)``, ``[s, b, h]``, with the result of ``norm`` attached to it.
+
+    Args:
+        x: ``[s, b, h]``, in training.
+        bias: ``[h]``, or None.
+        residual: like ``x``.
+        p: the probability that a value is dropped.
+        norm: of which ``reads_sums`` is true.
+
+    Returns:
+        None where the dtypes differ, as with --fp32-residual-connection.
+    """
+    if not x.dtype is residual.dtype is norm.weight.dtype or x.shape != residual.shape:
+        return None
+    dropped = dropout(x if bias is None else x + bias, p, True)
+    options = (norm.eps, getattr(norm, "zero_centered_gamma", False), gradients.keep)
+    if norm.bias is None:
+        result, total = residual_norm.add_rms_norm(dropped, residual, norm.weight, *options)
+    else:
+        result, total = residual_norm.add_layer_norm(dropped, residual, norm.weight, norm.bias, *options)
+    setattr(total, _RESULT, (norm, result))
+    return total
+
+
+def result_of(norm: Any, input: Tensor) -> Tensor | None:
+    """Return what ``norm`` makes of ``input`` if it was computed with it; only once, as it holds memory."""
+    found = getattr(input, _RESULT, None)
+    if found is None:
+        return None
+    delattr(input, _RESULT)
+    reader, result = found
+    return result if reader is norm else None
+
+
+def without_recomputation(granularity: str | None, modules: Any = ()) -> bool:
+    """Return whether a norm reads the very sum that was made; a layer recomputed as a whole has a copy."""
+    return granularity != "full" and "layernorm" not in (modules or ())
+
+
+# The norms that will read the sums of the layer that runs, last first; None where it has its own launch.
+_readers: list[Any] = []
+
+
+@contextlib.contextmanager
+def read_by(norms: Sequence[Any]) -> Iterator[None]:
+    """Tell what adds residuals, in a layer whose functions do not know it, which norms read its sums."""
+    _readers[:] = reversed(norms)
+    try:
+        yield
+    finally:
+        _readers.clear()
+
+
+def next_reader() -> Any:
+    """Return the norm that reads the next sum of the layer that runs, or None."""
+    return _readers.pop() if _readers else None

@@ -1,0 +1,221 @@
+"""Layer norm and RMS norm of a sum, which is a result too: the residual and its norm, of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_npu.ops import norm
+from megatron_npu.ops.caching import lru_cache_tensors
+from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
+
+_NPU_EPSILON = 1e-5  # the only one that aclnnAddLayerNorm takes
+
+# Given a parameter and its fp32 gradient; True if it will be added to the parameter's gradient buffer.
+Keep = Callable[[Tensor, Tensor], bool]
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    zero_centered_gamma: bool = False,
+    keep: Keep | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the layer norm of ``x + residual``, as ``norm.layer_norm`` has it, and that sum.
+
+    Args:
+        x: ``[..., h]``, fp32, bf16 or fp16.
+        residual: like ``x``.
+        weight: ``[h]``, of the dtype of ``x``.
+        bias: like ``weight``.
+        eps: added to the variance.
+        zero_centered_gamma: the factor is ``1 + weight``.
+        keep: who adds gradients of parameters up in fp32: what it takes, autograd is not given. A device that
+            has the gradient in the parameter's dtype alone does not ask.
+
+    Returns:
+        Both ``[..., h]`` in the dtype of ``x``.
+    """
+    return _add_layer_norm(x, residual, weight, bias, eps, zero_centered_gamma, keep)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    zero_centered_gamma: bool = False,
+    keep: Keep | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm of ``x + residual`` and that sum; as ``add_layer_norm`` otherwise."""
+    return _add_rms_norm(x, residual, weight, eps, zero_centered_gamma, keep)
+
+
+def _layer_norm_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    zero_centered: bool,
+    keep: Keep | None,
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return norm.layer_norm(total, weight, bias, eps, zero_centered), total
+
+
+def _rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool, keep: Keep | None
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return norm.rms_norm(total, weight, eps, zero_centered), total
+
+
+_add_layer_norm = Operation("add_layer_norm", _layer_norm_reference, group="norm", rounds_within=True)
+_add_rms_norm = Operation("add_rms_norm", _rms_norm_reference, group="norm", rounds_within=True)
+_add_layer_norm.on("cpu", "cuda", note="a sum and `layer_norm`")(_layer_norm_reference)
+_add_rms_norm.on("cpu", "cuda", note="a sum and `rms_norm`")(_rms_norm_reference)
+
+
+def layer_norm_beyond_npu(x: Tensor, weight: Tensor, eps: float) -> str | None:
+    """Return why ``npu_add_layer_norm`` (CANN's aclnnAddLayerNorm) cannot take the call, or None."""
+    if eps != _NPU_EPSILON:
+        return f"npu_add_layer_norm takes eps {_NPU_EPSILON:g} only, not {eps:g}"
+    return rms_norm_beyond_npu(x, weight, "npu_add_layer_norm")
+
+
+def rms_norm_beyond_npu(x: Tensor, weight: Tensor, kernel: str = "npu_add_rms_norm") -> str | None:
+    """Return why ``npu_add_rms_norm`` cannot take the call, or None."""
+    if not 2 <= x.dim() <= 8 or not x.numel():
+        return f"{kernel} takes 2 to 8 dimensions and no empty tensor, not {tuple(x.shape)}"
+    if weight.dtype is not x.dtype:
+        return f"the weight is {weight.dtype} and the input {x.dtype}"
+    return unsupported_dtype(kernel, x.dtype)
+
+
+@_add_layer_norm.on(
+    "npu",
+    supports=lambda x, residual, weight, bias, eps, *_: layer_norm_beyond_npu(x, weight, eps),
+    note="`npu_add_layer_norm`",
+    limits="eps 1e-5, weight in the dtype of the input",
+)
+def _add_layer_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return _AddLayerNorm.apply(x, *arguments)
+
+
+@_add_rms_norm.on(
+    "npu",
+    supports=lambda x, residual, weight, *_: rms_norm_beyond_npu(x, weight),
+    note="`npu_add_rms_norm`",
+    limits="2 to 8 dimensions, weight in the dtype of the input",
+)
+def _add_rms_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return _AddRmsNorm.apply(x, *arguments)
+
+
+class _AddLayerNorm(torch.autograd.Function):
+    """``npu_add_layer_norm``, which keeps the sum only: its own backward is given both summands.
+
+    There the sum and a zero that all layers share stand for them: no more memory is kept than by a sum and a
+    norm on their own, and the gradient of the sum is added in the same call.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        zero_centered: bool,
+        keep: Keep | None,
+    ) -> tuple[Tensor, Tensor]:
+        import torch_npu
+
+        factor = 1 + weight if zero_centered else weight
+        output, mean, rstd, total = torch_npu.npu_add_layer_norm(x, residual, factor, bias, eps, True)
+        ctx.save_for_backward(total, mean, rstd, weight, bias)
+        ctx.zero_centered, ctx.keep = zero_centered, keep
+        ctx.set_materialize_grads(False)
+        return output, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, of_total: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return of_total, of_total, None, None, None, None, None
+        total, mean, rstd, weight, bias = ctx.saved_tensors
+        factor = 1 + weight if ctx.zero_centered else weight
+        zero = _zero(total.shape, total.dtype, total.device)
+        of_total = None if of_total is None else of_total.contiguous()
+        dx, _, d_weight, d_bias = torch.ops.npu.npu_add_layer_norm_backward(
+            grad.contiguous(), total, zero, rstd, mean, factor, of_total
+        )
+        return dx, dx, *_handed_on(ctx.keep, (weight, d_weight), (bias, d_bias)), None, None, None
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    """``npu_add_rms_norm``, to which torch_npu gives no gradient: that of ``npu_rms_norm`` of the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        zero_centered: bool,
+        keep: Keep | None,
+    ) -> tuple[Tensor, Tensor]:
+        import torch_npu
+
+        factor = 1 + weight if zero_centered else weight
+        output, rstd, total = torch_npu.npu_add_rms_norm(x, residual, factor, eps)
+        ctx.save_for_backward(total, rstd, weight)
+        ctx.zero_centered, ctx.keep = zero_centered, keep
+        ctx.set_materialize_grads(False)
+        return output, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, of_total: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return of_total, of_total, None, None, None, None
+        total, rstd, weight = ctx.saved_tensors
+        factor = 1 + weight if ctx.zero_centered else weight
+        dx, d_weight = torch.ops.npu.npu_rms_norm_backward(grad.contiguous(), total, factor, rstd)
+        dx = dx if of_total is None else dx.add_(of_total)
+        return dx, dx, *_handed_on(ctx.keep, (weight, d_weight)), None, None, None
+
+
+def _handed_on(keep: Keep | None, *pairs: tuple[Tensor, Tensor]) -> list[Tensor | None]:
+    """Return the gradients that autograd gets, in the dtypes of their parameters; None for those kept."""
+    return [
+        None if keep is not None and keep(parameter, grad) else grad.to(parameter.dtype)
+        for parameter, grad in pairs
+    ]
+
+
+@lru_cache_tensors(maxsize=2)  # the layers of a model share it
+def _zero(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@_add_layer_norm.example()
+def _layer_norm_example(make: Make) -> Tensor:
+    output, total = add_layer_norm(make(64, 2, 128), make(64, 2, 128), make(128), make(128), _NPU_EPSILON)
+    return output + total
+
+
+@_add_rms_norm.example()
+def _rms_norm_example(make: Make) -> Tensor:
+    output, total = add_rms_norm(make(64, 2, 128), make(64, 2, 128), make(128), 1e-6)
+    return output + total

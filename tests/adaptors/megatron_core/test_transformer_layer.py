@@ -1,0 +1,104 @@
+"""Layers of an NPU: biases in their products, sums with their norms; the numbers of upstream's order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_npu.adaptors.shared import biased_product, residual_norms
+from tests.adaptors.comparison import here
+from tests.adaptors.megatron_core.conftest import make_config
+
+pytestmark = [
+    pytest.mark.usefixtures("single_process"),
+    pytest.mark.skipif(
+        "os.environ.get('MEGATRON_NPU_SIM') != '1'", reason="these patches are for an NPU alone"
+    ),
+]
+SIZES = {"s": 32, "b": 2, "h": 32}
+RECOMPUTED = {
+    "nothing": {},
+    "everything": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+}
+
+
+def _block(norm, **options):
+    """Return Megatron's DDP around a block of two layers and their final norm, the same each time."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    config = make_config(
+        normalization=norm, hidden_dropout=0.1, bias_dropout_fusion=True, bias_activation_fusion=True,
+        **options,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    block = TransformerBlock(config, get_gpt_layer_local_spec(normalization=norm)).to(here())
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return DistributedDataParallel(config, ddp, block)
+
+
+def _step(model, seed=6):
+    """Return output, the input's gradient and the parameters' gradients, and the operations that ran."""
+    from megatron_npu.sim import counting
+
+    torch.manual_seed(seed)
+    x = torch.randn(*SIZES.values()).to(here()).requires_grad_()
+    model.zero_grad_buffer()
+    with counting() as counts:
+        output = model(hidden_states=x, attention_mask=None)
+        (output * torch.randn_like(output)).mean().backward()
+    model.finish_grad_sync()
+    return [output, x.grad, *(p.main_grad.clone() for p in model.parameters())], counts
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("recomputed", RECOMPUTED)
+def test_numbers_and_launches(norm, recomputed, monkeypatch):
+    model = _block(norm, **RECOMPUTED[recomputed])
+    found, counts = _step(model)
+    monkeypatch.setattr(residual_norms, "add", lambda *_: None)
+    monkeypatch.setattr(biased_product, "_may_add", lambda _: False)
+    expected, plain = _step(model)
+    for ours, upstreams in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, upstreams, atol=1e-4 * upstreams.abs().max().item(), rtol=0)
+    kernel = "npu::npu_add_layer_norm" if norm == "LayerNorm" else "npu::npu_add_rms_norm"
+    sums = {"nothing": 4, "everything": 4, "norms": 0}[recomputed]  # twice one in each layer, and no last one
+    assert getattr(counts.launches.get(kernel), "calls", 0) == sums
+    products = 4 * 2 * (2 if recomputed == "everything" else 1)
+    assert counts.launches["aten::addmm.out"].calls == products
+    assert counts.total_launches < plain.total_launches
+
+
+def test_a_sum_that_nobody_reads_in_time_is_normalised_again():
+    """A norm takes a result only for the very tensor that it was computed with, and once."""
+    model = _block("LayerNorm")
+    block = model.module
+    norm = block.layers[1].input_layernorm
+    x, residual = (torch.randn(*SIZES.values()).to(here()) for _ in range(2))
+    total = residual_norms.add(x, None, residual, 0.0, norm)
+    first, again, copied = norm(total), norm(total), norm(total.clone())
+    assert first is not again
+    for other in (again, copied):
+        torch.testing.assert_close(first, other, atol=1e-5, rtol=1e-5)
+    total = residual_norms.add(x, None, residual, 0.0, norm)
+    assert residual_norms.result_of(block.final_layernorm, total) is None
+
+
+def test_weights_that_are_not_trained_leave_the_bias_to_the_caller():
+    model = _block("LayerNorm").module
+    layer = model.layers[0].mlp.linear_fc2
+    x = torch.randn(4, 2, layer.input_size).to(here())
+    with torch.no_grad():
+        layer.bias.normal_()
+    output, bias = layer(x)
+    assert bias is None
+    layer.weight.requires_grad_(False)
+    plain, left = layer(x)
+    assert left is layer.bias
+    torch.testing.assert_close(output, plain + left, atol=1e-5, rtol=1e-5)
