@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_deepspeed_core import sequence_parallel
 from megatron_npu.adaptors.megatron_deepspeed_core.decorators import around, records
+from megatron_npu.adaptors.megatron_deepspeed_core.rotary import side_by_side
 from megatron_npu.adaptors.shared import core_attention
 from megatron_npu.adaptors.shared.arguments import connect_attention_flags
 
@@ -23,5 +27,37 @@ def initialise_fused(original: Callable[..., None], self: Any, *positional: Any,
     """Build the layer without upstream's flash path, which CoreAttention makes superfluous."""
     with core_attention.without_flash(*_FLASH):
         original(self, *positional, **keywords)
+    if self.enable_ds_sequence_parallel:
+        sequence_parallel.give_mask(self.dist_attn)
     core = self.dist_attn.local_attn if self.enable_ds_sequence_parallel else self.core_attention
     core_attention.give_flags(self, core)
+
+
+@around(
+    "megatron.model.transformer:ParallelAttention.forward",
+    why="queries are turned by one of the two rotary tables and keys by the other, and by none with "
+    "--ds-sequence-parallel-size",
+    upstream_bug=True,
+    until="4efb479d is its last commit: for ever",
+)
+def forward(
+    original: Callable[..., Any],
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    encoder_output: Tensor | None = None,
+    inference_params: Any = None,
+    rotary_pos_emb: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """``[sq, b, h]`` to ``[sq, b, h]`` and the bias ``[h]``."""
+    tables = side_by_side(rotary_pos_emb)
+    if self.enable_ds_sequence_parallel:
+        self.dist_attn.rotary_tables = tables
+    return original(
+        self,
+        hidden_states,
+        attention_mask,
+        encoder_output=encoder_output,
+        inference_params=inference_params,
+        rotary_pos_emb=None if tables is None else (tables, tables),
+    )

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 
 from megatron_npu.adaptors.megatron_deepspeed_core.decorators import records
-from megatron_npu.adaptors.shared.deepspeed import connect_refusals, refuse_configuration
+from megatron_npu.adaptors.shared.deepspeed import (
+    connect_refusals,
+    read_configuration,
+    refuse_configuration,
+    zero_stage,
+)
 from megatron_npu.errors import UsageError
 
 
@@ -13,7 +18,8 @@ def refuse(args: argparse.Namespace) -> None:
     """Refuse options that cannot work.
 
     Raises:
-        UsageError: ``--ds-sequence-parallel-fpdt``; with ``--deepspeed``: what its configuration cannot do.
+        UsageError: ``--ds-sequence-parallel-fpdt``; ``--ds-sequence-parallel-size`` where it does not train;
+            with ``--deepspeed``: what its configuration cannot do.
     """
     if args.ds_sequence_parallel_fpdt:
         raise UsageError(
@@ -21,9 +27,37 @@ def refuse(args: argparse.Namespace) -> None:
             "--ds-sequence-parallel-size alone",
             "Leave it out.",
         )
+    if args.ds_sequence_parallel_size > 1:
+        _refuse_sequence_parallel(args)
     if args.deepspeed:
         remedy = "Add --no-pipeline-parallel for stages 2 and 3, or take stage 1."
         refuse_configuration(args, pipeline=not args.no_pipeline_parallel, remedy=remedy)
+
+
+def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
+    """Refuse where the ranks of a sequence would train each for itself, or upstream ends in an assertion."""
+    given = f"--ds-sequence-parallel-size {args.ds_sequence_parallel_size}"
+    if max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1:
+        raise UsageError(
+            f"{given} with --tensor-model-parallel-size or --pipeline-model-parallel-size",
+            "one of the three: upstream has no groups for more",
+            "Leave the others out.",
+        )
+    if not args.deepspeed or not args.no_pipeline_parallel:
+        raise UsageError(
+            f"{given} without --deepspeed --no-pipeline-parallel",
+            "DeepSpeed's engine, which sums the gradients of a sequence's ranks, and a model that gives each "
+            "its part of the tokens",
+            "Add both flags.",
+        )
+    config = read_configuration(args.deepspeed_config)
+    scatters = (config.get("zero_optimization") or {}).get("reduce_scatter", True)
+    if zero_stage(args, config) == 3 and scatters:
+        raise UsageError(
+            f"{given} at stage 3 of ZeRO, where DeepSpeed averages the gradients of a sequence's ranks",
+            "their sum",
+            'Add "reduce_scatter": false to "zero_optimization" in the configuration, or take stage 2.',
+        )
 
 
 connect_refusals(records, refuse)

@@ -184,8 +184,8 @@ def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: st
         UsageError: no configuration that can be read, a stage of ZeRO that a pipeline does not have, fp16
             on a CPU.
     """
-    config = _read(args.deepspeed_config)
-    stage = max(int(args.zero_stage), int((config.get("zero_optimization") or {}).get("stage", 0)))
+    config = read_configuration(args.deepspeed_config)
+    stage = zero_stage(args, config)
     if pipeline and stage > HIGHEST_STAGE_OF_A_PIPELINE:
         raise UsageError(
             f"ZeRO stage {stage} with --deepspeed, whose model is a pipeline here",
@@ -201,7 +201,12 @@ def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: st
         )
 
 
-def _read(path: str | None) -> dict[str, Any]:
+def zero_stage(args: argparse.Namespace, config: dict[str, Any]) -> int:
+    """Return the higher of the stages that upstream's arguments and DeepSpeed's configuration name."""
+    return max(int(args.zero_stage), int((config.get("zero_optimization") or {}).get("stage", 0)))
+
+
+def read_configuration(path: str | None) -> dict[str, Any]:
     """Return DeepSpeed's configuration.
 
     Raises:

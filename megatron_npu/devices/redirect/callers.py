@@ -75,6 +75,11 @@ MEAN_THE_HOST_GENERATOR = Callers(
     "mean the host's generator, next to torch.cuda's. Scripts and other packages mean the generator that "
     "torch.rand draws from.",
 )
+MEAN_THE_DEVICE_GENERATOR = Callers(
+    "deepspeed.accelerator",
+    why="torch.manual_seed, on the cpu device only: DeepSpeed's accelerator seeds the device with it, as it "
+    "does elsewhere. All others seed both generators, as torch does.",
+)
 
 
 def caller() -> str:

@@ -31,7 +31,8 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
     @functools.wraps(seed)
     def manual_seed(value: int) -> torch.Generator:
-        device.host_generator.manual_seed(value)
+        if callers.caller() not in callers.MEAN_THE_DEVICE_GENERATOR:
+            device.host_generator.manual_seed(value)
         return seed(value)
 
     for owner in (torch, torch.random):

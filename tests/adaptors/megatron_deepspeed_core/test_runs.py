@@ -10,6 +10,7 @@ from tests.adaptors.megatron_deepspeed.pretraining import TP2, call_in_tree, eng
 pytest.importorskip("deepspeed")
 
 WHOLE = "--no-pipeline-parallel"  # not a pipeline, which stages 2 and 3 are not for
+ROTARY = "--use-rotary-position-embeddings --no-position-embedding"
 ANEW = "--finetune --no-load-optim --no-load-rng"
 
 
@@ -23,6 +24,34 @@ def test_every_patch_fits(checkout):
 def test_zero_trains_like_one_process(checkout, data, expected, stage, flags, tmp_path):
     found = train(checkout, data, engine(tmp_path, stage), flags, processes=2)
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("rotary", [False, True], ids=["learned", "rotary"])
+def test_ranks_of_a_sequence_train_like_one_process(checkout, data, expected, rotary, tmp_path):
+    """Each has half of the tokens, and half of the heads in attention; positions are those of the whole."""
+    flags = ROTARY if rotary else ""
+    if rotary:
+        expected = train(checkout, data, flags)
+    parts = f"{WHOLE} --ds-sequence-parallel-size 2"
+    found = train(checkout, data, engine(tmp_path, 1), parts, flags, processes=2)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_pipeline_turns_by_positions(checkout, data, tmp_path):
+    assert train(checkout, data, engine(tmp_path, 0), ROTARY) == train(checkout, data, ROTARY)
+
+
+def test_bf16_without_the_engine(checkout, data, expected):
+    assert train(checkout, data, "--bf16") == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_resumed_run_is_the_interrupted_one(checkout, data, tmp_path):
+    flags = f"{engine(tmp_path, 1)} --attention-dropout 0.1 --hidden-dropout 0.1"
+    flags += " --train-iters 4 --save-interval 2"
+    train(checkout, data, flags, f"--save {tmp_path}/whole")
+    train(checkout, data, flags, f"--load {tmp_path}/whole --load-tag global_step2 --save {tmp_path}/rest")
+    ends = (tmp_path / name / "global_step4" for name in ("whole", "rest"))
+    call_in_tree(checkout, "same_tensors.py", *ends)
 
 
 def test_tensor_parallel_ranks_train_like_one_process(checkout, data, expected, tmp_path):

@@ -12,6 +12,8 @@ from megatron_npu.errors import UsageError
 
 def arguments(**changes: object) -> argparse.Namespace:
     given = {"deepspeed": True, "no_pipeline_parallel": False, "ds_sequence_parallel_fpdt": False}
+    given |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    given |= {"ds_sequence_parallel_size": 1}
     return argparse.Namespace(**{**given, **changes})
 
 
@@ -27,3 +29,21 @@ def test_a_pipeline_has_no_stage_2(tmp_path):
 def test_attention_in_chunks_of_flash_attn():
     with pytest.raises(UsageError, match="--ds-sequence-parallel-fpdt"):
         unsupported_options.refuse(arguments(deepspeed=False, ds_sequence_parallel_fpdt=True))
+
+
+def test_ranks_of_a_sequence_need_the_engine_and_no_pipeline(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text("{}")
+    whole = {"deepspeed_config": str(path), "zero_stage": 1, "no_pipeline_parallel": True}
+    given = {**whole, "ds_sequence_parallel_size": 2}
+    unsupported_options.refuse(arguments(**given))
+    for name in ("deepspeed", "no_pipeline_parallel"):
+        with pytest.raises(UsageError, match="without --deepspeed --no-pipeline-parallel"):
+            unsupported_options.refuse(arguments(**given | {name: False}))
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        with pytest.raises(UsageError, match="-parallel-size 2 with --tensor-model-parallel-size"):
+            unsupported_options.refuse(arguments(**given | {name: 2}))
+    with pytest.raises(UsageError, match=r"averages the gradients.*reduce_scatter"):
+        unsupported_options.refuse(arguments(**given | {"zero_stage": 3}))
+    path.write_text('{"zero_optimization": {"stage": 3, "reduce_scatter": false}}')
+    unsupported_options.refuse(arguments(**given))

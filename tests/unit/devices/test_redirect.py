@@ -416,6 +416,17 @@ def test_megatron_reads_the_host_generator(redirection):
     assert not torch.equal(torch.get_rng_state(), default), "outside Megatron: the default generator"
 
 
+def test_deepspeeds_accelerator_seeds_the_device_alone(redirection):
+    source = "def seed(value): torch.manual_seed(value)"
+    names = as_megatron(source, "deepspeed.accelerator.cpu_accelerator")
+    torch.manual_seed(3)
+    host = redirection.device.host_rng_state()
+    first = torch.rand(3)
+    names["seed"](3)
+    assert torch.equal(torch.rand(3), first)
+    assert torch.equal(redirection.device.host_rng_state(), host)
+
+
 @pytest.mark.parametrize("name", ["npu", "cuda"])
 def test_an_absent_device_is_an_error(name):
     if {"npu": devices.NpuDevice, "cuda": devices.CudaDevice}[name]().absence() is None:
