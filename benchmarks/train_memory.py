@@ -22,6 +22,7 @@ in processes of its own. Results go to benchmarks/results/memory-of-training.jso
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -30,6 +31,8 @@ import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from forks import fork
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -101,39 +104,21 @@ def arithmetic(scheme: str, ranks: int, sizes: Sizes, plain: Measured, activatio
 def measure(scheme: str, ranks: int, sizes: Sizes) -> Measured:
     """Return the largest of the ranks' peaks; each rank is a process."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = [_fork(scheme, rank, ranks, sizes, Path(folder)) for rank in range(ranks)]
-        ends = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-        if any(ends):
-            raise RuntimeError(f"{scheme} on {ranks} ranks failed")
+        start = functools.partial(_be_a_rank, scheme, ranks, sizes, Path(folder))
+        fork(start, ranks, f"{scheme} on {ranks} ranks")
         found = [Measured(**json.loads((Path(folder) / f"{rank}.json").read_text())) for rank in range(ranks)]
     return max(found, key=lambda one: one.peak)
 
 
-def _fork(scheme: str, rank: int, ranks: int, sizes: Sizes, folder: Path) -> int:
-    """Start a rank; return its process. Nothing may have gone backward in this one before."""
-    process = os.fork()
-    if process:
-        return process
-    end = 1
-    try:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        found = _be_a_rank(scheme, rank, ranks, sizes, folder)
-        (folder / f"{rank}.json").write_text(json.dumps(asdict(found)))
-        end = 0
-    except Exception:
-        import traceback
-
-        traceback.print_exc()
-    os._exit(end)
-
-
-def _be_a_rank(scheme: str, rank: int, ranks: int, sizes: Sizes, folder: Path) -> Measured:
+def _be_a_rank(scheme: str, ranks: int, sizes: Sizes, folder: Path, rank: int) -> None:
+    """Take the steps in this process; write what it used."""
     import torch
     import torch.distributed as dist
 
     from megatron_npu.acceleration.prepare import prepare
     from megatron_npu.switches import Switches
 
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.npu.set_device(rank)
@@ -154,7 +139,8 @@ def _be_a_rank(scheme: str, rank: int, ranks: int, sizes: Sizes, folder: Path) -
         made.step()
     peak = torch.npu.max_memory_allocated() - before
     dist.destroy_process_group()
-    return Measured(peak, weights, weights - blocks)
+    found = Measured(peak, weights, weights - blocks)
+    (folder / f"{rank}.json").write_text(json.dumps(asdict(found)))
 
 
 def gpt2(sizes: Sizes) -> Any:

@@ -62,6 +62,22 @@ def memory_of_training(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
             yield f"- {ranks} ranks, {scheme}: peak of a rank {peak:.1f} MiB, by arithmetic {expected:.1f}"
 
 
+def deepspeed_memory(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
+    """Yield how far what DeepSpeed holds is from its arithmetic, and what it is."""
+    for ranks, rows in data["ranks"].items():
+        worst = max(abs(ratio - 1) for row in rows.values() for ratio in row["ratio"].values())
+        yield Goal(f"what a rank of {ranks} holds under ZeRO, off from arithmetic by", worst, most=0.1)
+    for ranks, rows in data["ranks"].items():
+        for scheme, row in rows.items():
+            held, expected = row["measured"], row["arithmetic"]
+            told = ", ".join(
+                f"{when.replace('_', ' ').replace('micro ', 'micro-')} {held[when] / 2**20:.1f} MiB, "
+                f"by arithmetic {size / 2**20:.1f}"
+                for when, size in expected.items()
+            )
+            yield f"- {ranks} ranks, {scheme}: {told}; peak {held['peak'] / 2**20:.1f}"
+
+
 def train(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     """Yield the goals of a training step of the embedded driver."""
     for other, least in (("huggingface", 1.3), ("redirection", 2.0), ("floor", 0.8)):
@@ -258,6 +274,7 @@ PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str
     ("optimizer-memory", "Memory of the optimizer on the simulated NPU", optimizer_memory),
     ("loss-", "Output layer and loss in one", loss),
     ("memory-", "Memory of training on the simulated NPU", memory_of_training),
+    ("deepspeed-memory", "Memory of ZeRO in DeepSpeed on the simulated NPU", deepspeed_memory),
     ("attention", "Attention", attention),
     ("ops", "Single operations", ops),
     ("generate-", "Generated text", generate),
