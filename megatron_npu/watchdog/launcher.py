@@ -7,6 +7,7 @@ import os
 import select
 import sys
 import threading
+from typing import NoReturn
 
 from megatron_npu import elastic_agent
 
@@ -16,7 +17,7 @@ _watched_in = 0  # the process in which the thread runs; a forked child has none
 
 
 def end_with_launcher() -> None:
-    """End this process, which an elastic agent has started, as soon as that agent ends. Linux only.
+    """End this process, which an elastic agent has started, as soon as that agent ends, or has. Linux only.
 
     A process that nobody or another launcher has started is left alone: what ``nohup`` or a batch system
     starts outlives its parent on purpose. A second call does nothing.
@@ -25,9 +26,13 @@ def end_with_launcher() -> None:
     launcher = elastic_agent.find() if _watched_in != os.getpid() else None
     if launcher is None:
         return
+    if elastic_agent.has_gone():
+        _end("its launcher")
     try:
         descriptor = os.pidfd_open(launcher.pid)
-    except (AttributeError, OSError):  # no Linux, an old one, or it has just ended: torchrun's own way then
+    except ProcessLookupError:  # just now
+        _end("its launcher")
+    except (AttributeError, OSError):  # no Linux, or an old one: torchrun's own way then
         return
     _watched_in = os.getpid()
     threading.Thread(
@@ -37,8 +42,11 @@ def end_with_launcher() -> None:
 
 def _wait(descriptor: int, launcher: int) -> None:
     select.select([descriptor], [], [])
-    rank = os.environ.get("RANK", "0")
-    told = f"megatron_npu: rank {rank} ends: its launcher (process {launcher}) has ended before it (killed?)"
+    _end(f"its launcher (process {launcher})")
+
+
+def _end(who: str) -> NoReturn:
+    told = f"megatron_npu: rank {os.environ.get('RANK', '0')} ends: {who} has ended before it (killed?)"
     with contextlib.suppress(OSError):  # nobody may read any more
         print(told, file=sys.stderr, flush=True)
     os._exit(_EXIT)

@@ -161,7 +161,7 @@ class Rank:
         if self._blamed:
             return self._told.is_set()
         self._blamed = True
-        if type(error) is RuntimeError or isinstance(error, dist.DistError):  # as collectives raise
+        if _is_of_a_collective(error):
             self._failing.set()
             self._deaths.wake()
             self._looked.wait(_LOOK * _PERIOD + _PATIENCE)
@@ -178,7 +178,7 @@ class Rank:
         """End with an error, but where another rank is the reason: that has been told."""
         if os.getpid() == self._owner:
             self.failed(error)
-            if self._told.is_set() and isinstance(error, RuntimeError):
+            if self._told.is_set() and (isinstance(error, RuntimeError) or _is_of_a_collective(error)):
                 return
         self._former(kind, error, trace)
 
@@ -392,6 +392,18 @@ class Rank:
     def _first_ends(self, seconds: float) -> bool:
         """Return whether rank 0 ends in this time, or until this thread is woken, and the store with it."""
         return any(process.rank == 0 for process in self._deaths.wait(seconds)) and _rank_0_holds_store()
+
+
+def _is_of_a_collective(error: BaseException | None) -> bool:
+    """Return whether an error, or what it was raised from, is as collectives raise them where a rank is gone.
+
+    0.16.1 makes a plain ``Exception`` of any error while it builds datasets.
+    """
+    while error is not None:
+        if type(error) is RuntimeError or isinstance(error, dist.DistError):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _rank_0_holds_store() -> bool:

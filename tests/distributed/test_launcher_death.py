@@ -15,35 +15,51 @@ from tests.conftest import LONGEST
 
 MODULE = Path(__file__).resolve().parents[2] / "megatron_npu" / "watchdog" / "launcher.py"
 RANK = """
-import runpy, sys, time
+import os, runpy, sys, time
+if len(sys.argv) > 2:
+    print("starting", flush=True)
+while len(sys.argv) > 2 and not os.path.exists(sys.argv[2]):
+    time.sleep(0.01)
 runpy.run_path(sys.argv[1])["end_with_launcher"]()
 print("ready", flush=True)
 time.sleep(600)
 """
-# a shell stands between the two, as with torchrun --no-python; it does not exec its last command
+# a shell stands between the two, as with torchrun --no-python; it does not exec its last command. A file of
+# that name in its memory is what tells an agent of torch's from others
 LAUNCHER = """
-import os, subprocess, sys
+import mmap, os, subprocess, sys, tempfile
+with tempfile.NamedTemporaryFile(prefix="libtorch") as file:
+    file.write(bytes(4096))
+    file.flush()
+    memory = mmap.mmap(file.fileno(), 0)
 script = '"$@"; exit 0'
 subprocess.run(["sh", "-c", script, "sh", *sys.argv[2:]], env={**os.environ, **eval(sys.argv[1])})
 """
+RUN = {"TORCHELASTIC_RUN_ID": "7", "RANK": "3"}
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of ends by a pidfd")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of the end of a process by a pidfd")
-@pytest.mark.parametrize("environment", [{"TORCHELASTIC_RUN_ID": "7", "RANK": "3"}, {}])
-def test_ranks_end_with_their_launcher_alone(environment: dict[str, str]) -> None:
-    rank = [sys.executable, "-c", RANK, str(MODULE)]
+def start(environment: dict[str, str], *more: str) -> subprocess.Popen[str]:
+    """Start an agent, which starts a rank; wait until that says a word."""
+    rank = [sys.executable, "-c", RANK, str(MODULE), *more]
     bare = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    with subprocess.Popen(
+    launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, repr(environment), *rank],
         env=bare,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    ) as launcher:
-        assert launcher.stdout is not None
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() in ("ready\n", "starting\n")
+    return launcher
+
+
+@pytest.mark.parametrize("environment", [RUN, {}])
+def test_ranks_end_with_their_launcher_alone(environment: dict[str, str]) -> None:
+    with start(environment) as launcher:
         assert launcher.stderr is not None
-        assert launcher.stdout.readline() == "ready\n"
         started = psutil.Process(launcher.pid).children(recursive=True)
         [process] = [each for each in started if RANK in each.cmdline()[2:3]]
         launcher.kill()
@@ -56,3 +72,16 @@ def test_ranks_end_with_their_launcher_alone(environment: dict[str, str]) -> Non
         told = launcher.stderr.read()
     if environment:
         assert f"rank 3 ends: its launcher (process {launcher.pid}) has ended before it" in told
+
+
+def test_ranks_that_are_still_starting_do_not_train_on_without_it(tmp_path: Path) -> None:
+    """Found by the campaign: a launcher that is killed while its ranks import Megatron."""
+    with start(RUN, str(tmp_path / "go on")) as launcher:
+        assert launcher.stderr is not None
+        launcher.kill()
+        launcher.wait()
+        (tmp_path / "go on").touch()
+        assert (
+            launcher.stderr.read()
+            == "megatron_npu: rank 3 ends: its launcher has ended before it (killed?)\n"
+        )

@@ -31,7 +31,12 @@ def save_checkpoint(act):
 
 
 def all_reduce() -> None:
-    dist.all_reduce(torch.ones(4))
+    try:
+        dist.all_reduce(torch.ones(4))
+    except RuntimeError as error:
+        if dist.get_rank() == 2:  # as 0.16.1 does where it builds datasets
+            raise Exception("mock data cannot be built") from error
+        raise
 
 
 def fail() -> None:
