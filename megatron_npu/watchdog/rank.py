@@ -27,6 +27,7 @@ _LOOK = 2.5  # periods after which a rank that says nothing new is gone, where a
 _PATIENCE = 5.0  # seconds for the main thread to end by itself after the verdict
 _HEARING = 20.0  # seconds at most for which rank 0 waits until all others know the verdict
 _SHOWN = 8  # stacks in one verdict
+_CAUSES = 8  # of an error, that are looked at
 _EXIT = 1
 
 _step = 0
@@ -399,10 +400,10 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
 
     0.16.1 makes a plain ``Exception`` of any error while it builds datasets.
     """
-    while error is not None:
+    for _ in range(_CAUSES):  # an error may be its own cause
         if type(error) is RuntimeError or isinstance(error, dist.DistError):
             return True
-        error = error.__cause__
+        error = error.__cause__ if error else None
     return False
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_npu import watchdog
 from megatron_npu.errors import UsageError
+from megatron_npu.watchdog import rank as ranks_watchdog
 from tests import warm
 from tests.adaptors.megatron_core.upstream_tests.ports import free_port
 from tests.conftest import LONGEST
@@ -115,6 +116,15 @@ def test_the_rank_that_held_the_store_is_named_too() -> None:
 def test_a_long_save_and_a_child_at_work_are_no_hang(scenario: str) -> None:
     for code, err in ranks(scenario).values():
         assert (code, err) == (0, "")
+
+
+def test_an_error_that_is_its_own_cause_is_looked_at_once() -> None:
+    """Found by the campaign: both ranks would have looked for ever."""
+    error = OSError("the disk is full")
+    error.__cause__ = error
+    assert not ranks_watchdog._is_of_a_collective(error)
+    error.__cause__ = RuntimeError("Connection closed by peer")
+    assert ranks_watchdog._is_of_a_collective(error)
 
 
 def test_a_restart_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
