@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_npu.acceleration.state import get_logger
 from megatron_npu.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,11 +48,15 @@ class Labels:
         return float(label) if self.regression else self.numbers[label]
 
 
-def of_rows(parts: Mapping[str, Dataset], column: str) -> Labels:
+def of_rows(parts: Mapping[str, Dataset], column: str, own: Sequence[str] = ()) -> Labels:
     """Return the labels of a column with one label a row.
 
+    Args:
+        own: the names of the classes that the model brings; where the data's are among them, they count.
+
     Raises:
-        UsageError: a label is missing, out of range, or not among those of the training part.
+        UsageError: a label is missing, out of range, or not among those of the training part; or numbers of
+            classes are left out that the model does not have either.
     """
     feature = parts["train"].features[column]
     kinds = {str(getattr(feature, "dtype", "")).rstrip("0123456789").removesuffix("_")}
@@ -61,10 +66,10 @@ def of_rows(parts: Mapping[str, Dataset], column: str) -> Labels:
                 if label is None or label != label:
                     raise _odd(part, row, label, "a number")
         return Labels((), {})
-    return _classes(feature, {part: enumerate(values(rows, column)) for part, rows in parts.items()})
+    return _classes(feature, {part: enumerate(values(rows, column)) for part, rows in parts.items()}, own)
 
 
-def of_tokens(parts: Mapping[str, Dataset], column: str) -> Labels:
+def of_tokens(parts: Mapping[str, Dataset], column: str, own: Sequence[str] = ()) -> Labels:
     """Return the labels of a column with one label a token.
 
     Raises:
@@ -83,6 +88,7 @@ def of_tokens(parts: Mapping[str, Dataset], column: str) -> Labels:
             part: ((row, tag) for row, tags in enumerate(values(rows, column)) for tag in tags or ())
             for part, rows in parts.items()
         },
+        own,
     )
 
 
@@ -106,7 +112,7 @@ def not_given_away(dataset: Any) -> bool:
     return bool(found) and all(isinstance(label, int) and label == HIDDEN for label in found)
 
 
-def _classes(feature: Any, parts: Mapping[str, Iterable[tuple[int, Any]]]) -> Labels:
+def _classes(feature: Any, parts: Mapping[str, Iterable[tuple[int, Any]]], own: Sequence[str] = ()) -> Labels:
     rows = {part: list(pairs) for part, pairs in parts.items()}
     names = list(getattr(feature, "names", None) or ())
     known: Sequence[Any]
@@ -117,11 +123,13 @@ def _classes(feature: Any, parts: Mapping[str, Iterable[tuple[int, Any]]]) -> La
             if not isinstance(label, int | str) or (isinstance(label, int) and label < 0):
                 raise _odd("train", row, label, "a class: a whole number from 0 on, or a name")
         trained = {label for _, label in rows["train"]}
+        if len(trained) < 2:
+            raise _single(sorted(trained))
         if all(isinstance(label, str) for label in trained):
-            known = names = sorted(trained)
+            known = names = list(own) if trained <= set(own) else sorted(trained)
         else:
-            known = range(max(trained, default=0) + 1)
-            names = [f"LABEL_{number}" for number in known]
+            names = _of_numbers({label for label in trained if isinstance(label, int)}, own)
+            known = range(len(names))
     numbers = {label: number for number, label in enumerate(known)}
     expected = f"one of those to train on: {_few(known)}"
     for part, pairs in rows.items():
@@ -129,18 +137,43 @@ def _classes(feature: Any, parts: Mapping[str, Iterable[tuple[int, Any]]]) -> La
             if label not in numbers:
                 raise _odd(part, row, label, expected)
     if len(names) < 2:
-        raise UsageError(
-            f"one label in all rows: {_few(names)}",
-            "two classes or more",
-            "Is this the column meant? Name another: --columns label=NAME.",
-        )
+        raise _single(names)
     return Labels(tuple(map(str, names)), numbers)
+
+
+def _of_numbers(trained: set[int], own: Sequence[str]) -> list[str]:
+    """Return the names of the classes of which the training part has these numbers.
+
+    Raises:
+        UsageError: numbers are left out, and the model has no such classes.
+    """
+    count = max(trained) + 1
+    absent = sorted(set(range(count)) - trained)
+    if absent and count > len(own):
+        raise UsageError(
+            f"labels that leave out {_few(absent)}: {_few(sorted(trained))}",
+            f"every number from 0 to {count - 1}, or names, or a model with {count} classes",
+            "Number them from 0 on, write them as texts, or name all in id2label of the model's config.json.",
+        )
+    if absent:
+        line = "no row to train on has the label %s, of the model's %d"
+        get_logger("labels").warning(line, _few(absent), len(own))
+        return list(own)
+    return list(own) if len(own) == count else [f"LABEL_{number}" for number in range(count)]
 
 
 def _few(known: Sequence[Any]) -> str:
     if isinstance(known, range):
         return f"0 to {len(known) - 1}"
     return ", ".join(map(repr, known[:8])) + (", …" if len(known) > 8 else "")
+
+
+def _single(known: Sequence[Any]) -> UsageError:
+    return UsageError(
+        f"one label in all rows: {_few(known)}",
+        "two classes or more",
+        "Is this the column meant? Name another: --columns label=NAME.",
+    )
 
 
 def _odd(part: str, row: int, label: Any, expected: str) -> UsageError:

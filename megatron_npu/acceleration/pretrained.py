@@ -61,6 +61,17 @@ def any_config(name: str) -> Any:
     return found
 
 
+def class_names(name: str) -> tuple[str, ...]:
+    """Return the names of a model's classes, by their numbers.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    found = any_config(name).id2label or {}
+    numbered = {int(number): str(label) for number, label in found.items()}
+    return tuple(numbered.get(number, f"LABEL_{number}") for number in range(len(numbered)))
+
+
 def is_cached(name: str, file: str = "config.json") -> bool:
     """Return whether a file of a model of the hub is in its cache."""
     from transformers.utils import cached_file

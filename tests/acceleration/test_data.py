@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megatron_npu.acceleration import columns, data_flags, datasets, labels
+from megatron_npu.acceleration.state import get_logger
 from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
 from tests.acceleration import runs
@@ -242,6 +244,13 @@ def test_labels_are_numbers_names_or_of_the_data_set_s_own() -> None:
         (["a", None], ["a"], "the label None in row 2"),
         ([0.5, float("nan")], [], "the label nan in row 2"),
         ([0, 0], [0], "one label in all rows"),
+        ([3, 3], [3], "one label in all rows: 3"),
+        (
+            [0, 1, 5],
+            [0],
+            "labels that leave out 2, 3, 4: 0, 1, 5; expected every number from 0 to 5, or names",
+        ),
+        ([1, 2], [1], "labels that leave out 0: 1, 2; expected every number from 0 to 2, or names"),
     ],
 )
 def test_labels_out_of_range_are_told_with_their_row(
@@ -250,6 +259,28 @@ def test_labels_out_of_range_are_told_with_their_row(
     with pytest.raises(UsageError) as refused:
         labels.of_rows(parts(train, validation), "label")
     assert said in str(refused.value)
+
+
+def test_classes_that_the_model_brings_keep_their_names_and_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    own = ("pos", "neg", "none")
+    assert labels.of_rows(parts([0, 2, 1]), "label", own).names == own
+    assert labels.of_rows(parts(["neg", "pos"]), "label", own).numbers == {"pos": 0, "neg": 1, "none": 2}
+    assert labels.of_rows(parts(["neg", "new"]), "label", own).names == ("neg", "new")
+    assert labels.of_rows(parts([0, 1]), "label", own).names == ("LABEL_0", "LABEL_1")
+    with _propagating(caplog):
+        assert labels.of_rows(parts([0, 2]), "label", own).names == own
+    assert "no row to train on has the label 1, of the model's 3" in caplog.text
+
+
+@contextlib.contextmanager
+def _propagating(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Let pytest see what the package logs, which it does not pass on to the root logger."""
+    logger = get_logger()
+    logger.addHandler(caplog.handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 def test_a_label_beyond_those_of_the_data_set_is_out_of_range() -> None:

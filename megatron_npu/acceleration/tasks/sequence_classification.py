@@ -36,7 +36,7 @@ class SequenceClassification(Task):
     @functools.cached_property
     def labels(self) -> labels.Labels:
         """The labels of the data."""
-        return labels.of_rows(self.parts, self._column)
+        return labels.of_rows(self.parts, self._column, self.own_labels())
 
     @functools.cached_property
     def _column(self) -> str:

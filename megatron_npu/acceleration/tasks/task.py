@@ -88,6 +88,10 @@ class Task(Finetuner):
         """The model's configuration."""
         return pretrained.config(self.args.pretrained_model_name_or_path, self.name, **self.config_changes())
 
+    def own_labels(self) -> tuple[str, ...]:
+        """Return the names of the classes that the model brings; without a head they are two of no name."""
+        return pretrained.class_names(self.args.pretrained_model_name_or_path)
+
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""

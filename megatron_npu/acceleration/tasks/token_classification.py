@@ -34,7 +34,7 @@ class TokenClassification(Task):
     @functools.cached_property
     def labels(self) -> labels.Labels:
         """The tags of the data."""
-        return labels.of_tokens(self.parts, self.columns["tags"])
+        return labels.of_tokens(self.parts, self.columns["tags"], self.own_labels())
 
     def config_changes(self) -> dict[str, Any]:
         """Return the tags."""
