@@ -25,6 +25,7 @@ from megatron_npu.training import (
     checkpoint_files,
     checkpoint_folder,
     dist_ckpt_versions,
+    fsdp_checkpoint,
     row_shards,
     sharded_weights,
     stock_checkpoints,
@@ -79,7 +80,10 @@ def _write(args: Namespace, state: State, position: Position, part: Path, common
     content = _state_dict(state, metadata, optimizer=not args.no_save_optim, rng=not args.no_save_rng)
     content["iteration"] = position.iteration
     content |= common
-    dist_checkpointing.save(content, str(part), **dist_ckpt_versions.save_keywords(metadata))
+    if fsdp_checkpoint.sharded(state.model):
+        fsdp_checkpoint.write(part, state.model[0], content)
+    else:
+        dist_checkpointing.save(content, str(part), **dist_ckpt_versions.save_keywords(metadata))
     dist.barrier()
     if dist.get_rank() == 0:
         checkpoint_files.describe(part, _description(args, position, metadata))
@@ -111,6 +115,8 @@ def load(args: Namespace, state: State) -> Position:
     """
     found = stock_checkpoints.existing(args.load, args.ckpt_step)
     reading = _load_own if found.is_own else _load_stock
+    if checkpoint_files.is_of_fsdp(found.path):
+        reading = _load_of_fsdp
     with checksums.verifying(found.path) if args.verify_checkpoint else contextlib.nullcontext():
         return reading(args, state, found)
 
@@ -135,6 +141,22 @@ def _load_own(args: Namespace, state: State, found: checkpoint_files.CheckpointI
         _begin_optimizer(args, state, found)
     if rng:
         set_rng_state(content["rng_state"][0])
+    return _position(args, found)
+
+
+def _load_of_fsdp(args: Namespace, state: State, found: checkpoint_files.CheckpointInfo) -> Position:
+    """Load what this driver has saved with Megatron's FSDP, into a model that it shards or any other."""
+    if not fsdp_checkpoint.sharded(state.model):
+        return _load_stock(args, state, found)
+    rng = args.load_rng and _same_ranks(args, found)
+    content = _fsdp_state_dict(state, optimizer=args.load_optim, rng=rng)
+    fsdp_checkpoint.read(found.path, state.model[0], content)
+    if args.load_optim:
+        state.optimizer.load_state_dict(content["optimizer"])
+        _load_schedule(state.schedule, content["opt_param_scheduler"])
+    if rng:
+        (states,) = content["rng_state"].values()
+        set_rng_state(states[0])
     return _position(args, found)
 
 
@@ -169,6 +191,8 @@ def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
 
     if torch_format.holds_ranks(Path(path)):
         return torch_format.load_weights(model, Path(path))
+    if checkpoint_files.is_of_fsdp(Path(path)):
+        return fsdp_checkpoint.load_weights(model, Path(path))
     metadata = dist_ckpt_versions.module_metadata({})
     wanted = _cut_weights(model, metadata)
     with checkpoint_failures.reading(path):
@@ -237,6 +261,8 @@ def _cut_weights(model: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> 
 def _state_dict(
     state: State, metadata: dict[str, Any], *, optimizer: bool, rng: bool, loading: bool = False
 ) -> dict[str, Any]:
+    if fsdp_checkpoint.sharded(state.model):
+        return _fsdp_state_dict(state, optimizer=optimizer, rng=rng)
     asked = dist_ckpt_versions.module_metadata(metadata)
     content = _cut_weights(state.model, asked)
     if optimizer:
@@ -247,6 +273,16 @@ def _state_dict(
     if rng:
         content["rng_state"] = _sharded_rng_state()
     content["checkpoint_version"] = 3.0  # Megatron-LM's number for this order of the attention weights
+    return content
+
+
+def _fsdp_state_dict(state: State, *, optimizer: bool, rng: bool) -> dict[str, Any]:
+    content = fsdp_checkpoint.state_dict(state.model[0], state.optimizer if optimizer else None)
+    if optimizer:
+        content["opt_param_scheduler"] = state.schedule.state_dict()
+    if rng:
+        content["rng_state"] = {"(0, 0)": [rng_state()]}  # of the one pipeline and tensor rank
+    content["checkpoint_version"] = 3.0
     return content
 
 

@@ -82,6 +82,8 @@ def _require_readable_common(path: Path) -> None:
 
     if (package_info.MAJOR, package_info.MINOR) >= (0, 19) or (path / checkpoint_files.COMMON).is_file():
         return
+    if checkpoint_files.is_of_fsdp(path):
+        return
     raise UsageError(
         f"the checkpoint {path} is of megatron-core 0.19 or newer, and this is {package_info.__version__}",
         f"{checkpoint_files.COMMON}, which older ones read and newer ones do not write",

@@ -24,6 +24,7 @@ DESCRIPTION_OF_TRAIN = "run.json"  # the same of ``megatron-npu train``
 COMMON = "common.pt"  # megatron-core's name for what is not sharded; since 0.19 an object beside the weights:
 COMMON_OBJECT = "common_state/shard_0_1"
 FILES = (COMMON, "metadata.json", ".metadata")  # of megatron-core, beside those with the weights
+OF_FSDP = "fsdp_dtensor"  # upstream's name for the format of Megatron's FSDP, and its optimizer's sharding
 HF_FOLDER = "hf"  # in a converted checkpoint: the files of Hugging Face that came with the weights
 # What decides the shapes of the weights and what is computed with them: (attribute, its flag).
 _SAME_MODEL = (
@@ -103,10 +104,20 @@ def unfinished(root: str | Path) -> list[Path]:
 
 def missing(path: Path) -> list[str]:
     """Return which of megatron-core's files a checkpoint's own directory lacks."""
-    absent = [name for name in FILES if not (path / name).is_file()]
+    wanted = FILES[2:] if is_of_fsdp(path) else FILES
+    absent = [name for name in wanted if not (path / name).is_file()]
     if COMMON in absent and common_lies_among_shards(path):
         absent.remove(COMMON)
     return absent
+
+
+def is_of_fsdp(path: Path) -> bool:
+    """Return whether the driver has saved a checkpoint of Megatron's FSDP: it has torch's files alone."""
+    try:
+        values = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and values.get("optimizer_sharding") == OF_FSDP
 
 
 def common_lies_among_shards(path: Path) -> bool:
@@ -301,6 +312,49 @@ def same_model_parallel_sizes(found: CheckpointInfo, args: Namespace) -> bool:
 
 def _sizes_of_sharing(args: Namespace) -> tuple[str, ...]:
     return _MODEL_PARALLEL_SIZES + (_EXPERT_PARALLEL_SIZES if args.num_experts is not None else ())
+
+
+def require_readable_shards(found: CheckpointInfo, args: Namespace) -> None:
+    """Check that what Megatron's FSDP has saved, and this alone, is to be read into it.
+
+    Args:
+        found: the checkpoint.
+        args: the flags of the run that is to load it, ``load_optim`` among them.
+
+    Raises:
+        UsageError: only one of checkpoint and run is of Megatron's FSDP, or they differ in precision or the
+            padding of the vocabulary.
+    """
+    of_fsdp, into_fsdp = is_of_fsdp(found.path), args.fully_sharded == "megatron"
+    if into_fsdp and not of_fsdp:
+        raise UsageError(
+            f"--load {found.path} with --{args.sharding}-memory-optimization",
+            "a checkpoint of a run with zero-2 or zero-3: Megatron's FSDP reads its own format alone",
+            "Use --fsdp-memory-optimization, which goes on with all others.",
+        )
+    if of_fsdp and not into_fsdp and args.load_optim:
+        raise UsageError(
+            f"--load {found.path}, whose optimizer Megatron's FSDP has shared out",
+            "--zero-2-memory-optimization or --zero-3-memory-optimization, on two data-parallel ranks",
+            "Add it, or give --no-load-optim, or --finetune: any run reads the weights.",
+        )
+    saved, own = (
+        "16 bits" if flags.get("bf16") or flags.get("fp16") else "fp32"
+        for flags in (found.arguments, vars(args))
+    )
+    if into_fsdp and saved != own:
+        raise UsageError(
+            f"--load {found.path} was trained in {saved}, and this run is in {own}",
+            "the same: another wrapper is in the names of all weights",
+            "Change --mixed-precision, or use --fsdp-memory-optimization from the beginning.",
+        )
+    if of_fsdp and found.arguments.get("padded_vocab_size") != args.padded_vocab_size:
+        raise UsageError(
+            f"--load {found.path} has a vocabulary of {found.arguments.get('padded_vocab_size')} tokens with "
+            f"its padding, and this run {args.padded_vocab_size}",
+            "the same",
+            "Give its --make-vocab-size-divisible-by.",
+        )
 
 
 def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_npu.training.checkpoint_files import OF_FSDP
+
 Metadata = dict[str, Any]
 
 
@@ -19,6 +21,8 @@ def _version() -> tuple[int, int]:
 def metadata(args: Namespace) -> Metadata:
     """Return what describes the cut: saved with the checkpoint, and used to load it."""
     result: Metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if args.fully_sharded == "megatron":
+        return {"distrib_optim_sharding_type": OF_FSDP}
     if args.use_distributed_optimizer:
         fully = args.dist_ckpt_optim_fully_reshardable
         result["distrib_optim_sharding_type"] = _sharding_type(fully)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_npu.errors import UsageError
 from tests.distributed import curves
 from tests.end_to_end import tiny
 
@@ -41,7 +42,13 @@ def test_one_process(train, tmp_path, kind):
 FSDP = "--fsdp-memory-optimization --swiglu"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 WIDER = f"--finetune {NO_DROPOUT} --make-vocab-size-divisible-by 300 --train-iters 1 --eval-iters 0"
-KINDS = {"plain": "", "distributed": "--use-distributed-optimizer", "fsdp": f"{FSDP} --bf16"}
+KINDS = {
+    "plain": "",
+    "distributed": "--use-distributed-optimizer",
+    "fsdp": f"{FSDP} --bf16",
+    "zero-2": "--zero-2-memory-optimization --bf16",
+    "zero-3": "--zero-3-memory-optimization --swiglu",
+}
 
 
 def saving(folder: Path, *words: str) -> str:
@@ -53,12 +60,15 @@ def saving(folder: Path, *words: str) -> str:
 def of_two(dataset, tmp_path_factory) -> Path:
     """A folder with the runs of two processes: KIND-whole, and KIND-halves of two starts.
 
-    And of the fully sharded: ``start``, before the first iteration, and ``wider``, which goes on from there
-    with a larger vocabulary.
+    And of the fully sharded: ``start`` and, of Megatron's FSDP, ``shards``, before the first iteration, and
+    ``wider``, which goes on from ``start`` with a larger vocabulary.
     """
     folder = tmp_path_factory.mktemp("two")
-    start = folder / "start"
-    first = {"start": f"{FSDP} --save {start} --train-iters 0"}
+    start, shards = folder / "start", folder / "shards"
+    first = {
+        "start": f"{FSDP} --save {start} --train-iters 0",
+        "shards": f"{KINDS['zero-3']} --save {shards} --train-iters 0",
+    }
     rest = {"wider": f"{FSDP} {WIDER} --load {start} --json-log {folder / 'wider'}"}
     for kind, words in KINDS.items():
         first[f"{kind}-whole"] = saving(folder / f"{kind}-whole", LAST, words)
@@ -78,6 +88,30 @@ def test_what_fsdp_saves_is_what_one_process_saves(of_two, train, tmp_path):
     """Gated MLPs, too, whose rows megatron-core would mix up."""
     train("--save", tmp_path / "one", "--swiglu", "--train-iters", 0)
     assert tiny.differences(of_two / "start" / "iter_0000000", tmp_path / "one" / "iter_0000000") == []
+
+
+@pytest.mark.parametrize("folder", ["shards", "start"])
+def test_every_run_reads_the_weights_of_fsdp(of_two, train, tmp_path, folder):
+    """Those that each rank had some uneven rows of, and gated MLPs in halves, too."""
+    words = ("--swiglu", "--train-iters", 1, "--eval-iters", 0)
+    train("--json-log", tmp_path / "plain", *words)
+    train("--load", of_two / folder, "--finetune", "--json-log", tmp_path / "read", *words)
+    assert tiny.losses(tmp_path / "read") == tiny.losses(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "whose optimizer Megatron's FSDP has shared out; expected --zero-2-memory-optimization or"),
+        (
+            "--finetune --make-vocab-size-divisible-by 300",
+            "has a vocabulary of 256 tokens with its padding, and",
+        ),
+    ],
+)
+def test_what_cannot_be_read_of_fsdp_is_said(of_two, train, words, said):
+    with pytest.raises(UsageError, match=said):
+        train("--load", of_two / "shards", "--swiglu", *words.split())
 
 
 def test_fsdp_pads_the_vocabulary_of_what_it_loads(of_two, train, tmp_path):

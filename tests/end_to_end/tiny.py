@@ -101,10 +101,16 @@ def tensors(checkpoint: Path) -> dict[str, object]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Return the keys whose contents differ by so much as a bit."""
+    """Return the keys whose contents differ by so much as a bit.
+
+    Left out is what torch adds to the settings of an optimizer that has been loaded.
+    """
     import torch
 
-    first, second = _flat(tensors(one)), _flat(tensors(other))
+    first, second = (
+        {key: value for key, value in _flat(tensors(folder)).items() if not key.endswith("/differentiable")}
+        for folder in (one, other)
+    )
     assert first
     assert first.keys() == second.keys()
     return [

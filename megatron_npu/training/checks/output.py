@@ -71,6 +71,7 @@ def checkpoints(args: Namespace) -> None:
         checkpoint_files.require_same_model(found, args)
         args.load_optim = not (args.finetune or args.no_load_optim) and found.has_optimizer
         args.load_rng = not (args.finetune or args.no_load_rng) and found.has_rng
+        checkpoint_files.require_readable_shards(found, args)
         if args.load_optim:
             checkpoint_files.require_loadable_optimizer(found, args)
         if not args.finetune:

@@ -102,14 +102,6 @@ def _megatron_fsdp(args: Namespace, flag: str, strategy: str, what: str) -> None
             "0.16 or newer, whose FSDP reduces the right gradients",
             "Use --fsdp-memory-optimization, which is torch's, --zero-1-memory-optimization, or install it.",
         )
-    for word in ("--save", "--load"):
-        if getattr(args, word.removeprefix("--")):
-            raise UsageError(
-                f"{word} with {flag}",
-                "a run without checkpoints: megatron-core saves the shards of its own FSDP as fsdp_dtensor "
-                "alone, which no other layout, generate or convert reads",
-                "Use --fsdp-memory-optimization, whose checkpoints every layout reads.",
-            )
     _begin_sharding(args, flag, "megatron")
     args.fsdp_strategy, args.use_distributed_optimizer = strategy, True
     _say(args, f"{flag} is Megatron's FSDP ({strategy}) here: shares out {what}")

@@ -72,8 +72,6 @@ def test_one_rank_has_nothing_to_share_out(check, capsys):
         ("--zero-3-memory-optimization --fp16", "in fp16 for a Megatron model"),
         ("--fsdp-memory-optimization --mixed-precision fp16", "in fp16 for a Megatron model"),
         ("--fsdp-memory-optimization --use-distributed-optimizer", "and --use-distributed-optimizer"),
-        ("--zero-2-memory-optimization --save X", "--save with --zero-2-memory-optimization"),
-        ("--zero-3-memory-optimization --load X", "--load with --zero-3-memory-optimization"),
         ("--zero-3-memory-optimization --overlap-grad-reduce", "FSDP overlaps by itself"),
         ("--zero-3-memory-optimization --num-experts 4", "--num-experts with --zero-3-memory-optimization"),
         ("--cpu-offload", "on the cpu device"),
