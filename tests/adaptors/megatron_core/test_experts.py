@@ -112,6 +112,26 @@ def test_fused_permutation_is_the_plain_one(monkeypatch):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_shared_experts_overlapped_are_the_plain_ones(fused):
+    """--moe-shared-expert-overlap computes them on a stream of their own, between the exchanges of tokens."""
+    results = []
+    for overlap in (False, True):
+        layer = moe_layer(
+            moe_shared_expert_intermediate_size=16,
+            moe_shared_expert_overlap=overlap,
+            moe_permute_fusion=fused,
+            moe_token_dispatcher_type="alltoall",
+        )
+        hidden = torch.randn(6, 2, 32, device=here(), requires_grad=True)
+        output, _ = layer(hidden)
+        (output * torch.randn_like(output)).sum().backward()
+        results.append([output, hidden.grad, *(p.grad for p in layer.parameters() if p.grad is not None)])
+    assert len(results[0]) > 4
+    for plain, overlapped in zip(*results, strict=True):
+        torch.testing.assert_close(overlapped, plain)
+
+
 def test_the_counts_of_newer_versions_are_handed_through():
     """0.17's permutation returns two values more; a map that carries no number of experts is upstream's."""
     from megatron_npu.adaptors.megatron_core import token_permutation
