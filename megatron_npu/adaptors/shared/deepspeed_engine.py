@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_npu.errors import UsageError
 from megatron_npu.patching.registry import Recorder
 
 
@@ -31,6 +32,7 @@ def connect(recorder: Recorder, mpu: str) -> None:
         real = deepspeed.initialize
 
         def initialize(*, args: Any, **given: Any) -> Any:
+            refuse_other_models(args, isinstance(given["model"], deepspeed.PipelineModule))
             path, args.deepspeed_config = args.deepspeed_config, None
             try:
                 engine, *others = real(args=args, **given)
@@ -44,6 +46,29 @@ def connect(recorder: Recorder, mpu: str) -> None:
             return original(*args, **kwargs)
         finally:
             deepspeed.initialize = real
+
+
+def refuse_other_models(args: Any, pipeline: bool) -> None:
+    """Refuse a model that upstream's training loop cannot step.
+
+    Args:
+        args: upstream's, with ``--deepspeed``.
+        pipeline: the model is a pipeline.
+
+    Raises:
+        UsageError: it is not, and upstream's loop asserts that it is.
+    """
+    # bigscience's tree has no --no-pipeline-parallel, from which deepspeedai's makes the other name
+    if pipeline or not getattr(args, "ds_pipeline_enabled", True):
+        return
+    remedy = (
+        "Add --no-pipeline-parallel." if hasattr(args, "ds_pipeline_enabled") else "Leave --deepspeed out."
+    )
+    raise UsageError(
+        "--deepspeed with a model that is no pipeline, as BERT and T5",
+        "a GPT, of which upstream makes one: its training loop calls the pipeline's engine",
+        remedy,
+    )
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_deepspeed import unsupported_options
+from megatron_npu.adaptors.shared.deepspeed_engine import refuse_other_models
 from megatron_npu.errors import UsageError
 
 
@@ -48,3 +49,19 @@ def test_others_pass(tmp_path):
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
     unsupported_options.refuse(arguments(deepspeed_config=str(path)))
     unsupported_options.refuse(arguments(deepspeed=False, deepspeed_config=None))
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [({}, "Leave --deepspeed out"), ({"ds_pipeline_enabled": True}, "Add --no-pipeline-parallel")],
+    ids=["bigscience", "deepspeedai"],
+)
+def test_the_engine_takes_a_pipeline(options, remedy):
+    given = argparse.Namespace(**options)
+    refuse_other_models(given, pipeline=True)
+    with pytest.raises(UsageError, match=f"no pipeline, as BERT and T5.*{remedy}"):
+        refuse_other_models(given, pipeline=False)
+
+
+def test_an_engine_without_pipelines_takes_all():
+    refuse_other_models(argparse.Namespace(ds_pipeline_enabled=False), pipeline=False)
