@@ -68,6 +68,21 @@ def test_tiles_of_any_size(device, dtype, name, monkeypatch):
     against_the_formula(name, (7, 3, 9), device, dtype, True)
 
 
+@pytest.mark.parametrize("rows", [3, 5000], ids=["few", "many"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_without_gradients(device, dtype, rows, with_bias):
+    """Few rows, of texts that grow by a token, take another way on a cpu; both are the formula."""
+    torch.manual_seed(1)
+    x = (2 * torch.randn(rows, 9, device=device)).to(dtype)
+    bias = torch.randn(9, device=device).to(dtype) if with_bias else None
+    with torch.no_grad():
+        found = activation.bias_gelu(x, bias)
+    exact = gelu_tanh(x.double().cpu() + (0 if bias is None else bias.double().cpu()))
+    assert found.dtype == dtype
+    tolerance = {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(found.cpu().double(), exact, **tolerance)
+
+
 @every_operation
 def test_far_out_and_empty(device, dtype, name):
     """Where the curve is flat, nothing overflows into nan; no rows give no rows."""
