@@ -47,8 +47,12 @@ def write(folder: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Remove the checksums of a checkpoint that is about to be written over. One process does this."""
+    """Remove the checksums of a checkpoint that is about to be written over. One process does this.
+
+    So are those that nobody has finished: a later ``write`` would take them for files of the checkpoint.
+    """
     (folder / NAME).unlink(missing_ok=True)
+    files.remove_abandoned(folder / NAME)
 
 
 def _place() -> tuple[int, int]:
@@ -194,7 +198,7 @@ def newest_whole(root: str | Path) -> int | None:
 
 
 def _all(folder: Path) -> Iterable[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != NAME)
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(NAME))
 
 
 def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:

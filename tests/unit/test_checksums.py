@@ -103,6 +103,17 @@ def test_a_rank_compares_what_it_loads() -> None:
     assert set(checksums._readers(["model.safetensors"], 1).values()) == {0}
 
 
+def test_what_a_killed_run_has_left_of_them_is_no_file_of_the_next_save(saved) -> None:
+    """Found by the campaign: a whole checkpoint was refused, for want of that file."""
+    left = saved / f"{checksums.NAME}.4194305.partial"  # no process has such a number
+    left.touch()
+    checksums.write(saved)
+    assert checksums.damaged(saved) == []
+    left.touch()
+    checksums.forget(saved)
+    assert not left.exists()
+
+
 def test_a_checkpoint_without_checksums_is_loaded(tmp_path) -> None:
     with checksums.verifying(tmp_path / "nothing"):
         pass
