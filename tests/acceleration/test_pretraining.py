@@ -234,8 +234,14 @@ def test_a_known_name_needs_no_file_and_flags_win_over_it(folder, tmp_path, monk
         ("--seq-length 65", "at most its 64 positions"),
         ("--hidden-size 30", "--hidden-size 30; expected a multiple of --num-attention-heads 4"),
         ("--tokenizer-type GPT2BPETokenizer", "word pieces"),
+        ("--model-of-fewer", "a model of 84 tokens, with a vocabulary of 85"),
     ],
 )
-def test_what_does_not_fit_is_said(folder, changes, said):
+def test_what_does_not_fit_is_said(folder, changes, said, tmp_path):
+    from transformers import BertConfig
+
+    if changes == "--model-of-fewer":
+        BertConfig.from_pretrained(folder / "bert", vocab_size=84).save_pretrained(tmp_path)
+        changes = f"--pretrained-model-name-or-path {tmp_path}"
     with pytest.raises(UsageError, match=said):
         train([*flags_for(folder), *changes.split()])

@@ -14,7 +14,10 @@ from transformers.models.auto import modeling_auto
 
 from megatron_npu.acceleration import mmap_datasets, pretrained
 from megatron_npu.acceleration.templates import PreTrainer
+from megatron_npu.acceleration.word_pieces import word_pieces
 from megatron_npu.errors import UsageError
+from megatron_npu.training import tokenizers
+from megatron_npu.training.tokenizers import DatasetTokenizer
 
 _FLAG = "--pretrained-model-name-or-path"
 # names of the hub whose configuration is the default of Transformers' class, so that no file is needed
@@ -40,6 +43,7 @@ class PreTraining(PreTrainer):
     def train_valid_test_datasets_provider(self, train_val_test_num_samples: Any) -> Any:
         """Return masked pairs of sentences for a BERT, windows for a causal model."""
         args = self.args
+        self._require_every_token()
         common = {
             "data_prefix": args.data_path,
             "data_impl": args.data_impl,
@@ -57,6 +61,22 @@ class PreTraining(PreTrainer):
             short_seq_prob=args.short_seq_prob,
             binary_head=self._next_sentence,
         )
+
+    def _require_every_token(self) -> None:
+        """Check that the model knows the ids of the vocabulary that the flags name.
+
+        Raises:
+            UsageError: it has fewer.
+        """
+        known = self._config[0].get_text_config().vocab_size
+        vocabulary = word_pieces(self.args) if self._masked else DatasetTokenizer(tokenizers.build(self.args))
+        if vocabulary.vocab_size > known:
+            raise UsageError(
+                f"{_FLAG} {self.args.pretrained_model_name_or_path}, a model of {known} tokens, with a "
+                f"vocabulary of {vocabulary.vocab_size}",
+                "a model that knows every token",
+                "Give the vocabulary that the model was trained with, or another model.",
+            )
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
         """Return the model: with the weights of its folder where they fit, else with new ones."""
