@@ -91,15 +91,20 @@ def _of_cut_models(word: Word, notes: list[str]) -> str:
 
 def _together(one: Word, other: Word, family: str, notes: list[str]) -> str:
     both = of(one, other)
-    place = Place(family, "npu")
-    found = refusal_of(both, place)
-    if found is not None and all(
-        found.refuses(of(word), place) for word in (one, other) if word.name in found.switches
-    ):
-        return "–"  # one of them is refused alone
+    places = [Place(family, device) for device in ("npu", "cuda", "cpu")]
+    possible = [p for p in places if not any(_refused_whatever_else(word, p) for word in (one, other))]
+    if not possible:
+        return "–"
+    found = next(filter(None, (refusal_of(both, place) for place in possible)), None)
     if found is not None and set(found.switches) - {one.name, other.name}:
         return "yes"  # a third switch is missing
     return _cell(found, notes)
+
+
+def _refused_whatever_else(word: Word, place: Place) -> bool:
+    """Return whether a switch is refused by itself, and not for the want of another."""
+    found = refusal_of(of(word), place)
+    return found is not None and set(found.switches) == {word.name}
 
 
 def _reasons(notes: list[str]) -> str:

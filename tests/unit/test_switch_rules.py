@@ -10,8 +10,9 @@ import pytest
 from megatron_npu import switch_rules
 from megatron_npu.acceleration import command
 from megatron_npu.errors import UsageError
-from megatron_npu.switch_rules import Place
+from megatron_npu.switch_rules import DEVICES, Place
 from megatron_npu.switches import FULLY, SHARDINGS, Switches
+from tests.conftest import ROOT
 
 FILE = Path("deepspeed.json")
 
@@ -57,6 +58,20 @@ def test_refused_or_not(family, device, cut, alone, monkeypatch):
             switch_rules.refuse(switches, place)
         assert "\n" not in str(error.value)
         assert any(part in error.value.given for part in against), error.value.given
+
+
+def test_every_pair_that_is_refused_somewhere_is_in_the_table():
+    """Nothing is refused that the page does not say: on one device a switch may be refused by itself."""
+    page = (ROOT / "docs" / "train-switches.md").read_text(encoding="utf-8")
+    places = [Place(family, device) for family in ("transformers", "megatron") for device in DEVICES]
+    for place, (one, other) in itertools.product(places, itertools.combinations(switch_rules.WORDS, 2)):
+        if one.name == other.name:
+            continue
+        both = Switches(**{one.name: one.value, other.name: other.value})
+        found = switch_rules.refusal_of(both, place)
+        if found is not None and set(found.switches) == {one.name, other.name}:
+            assert f"| `{one.flag}`, `{other.flag}` |" in page, (place, found.expected)
+            assert found.expected in page
 
 
 def test_every_switch_is_in_the_table():

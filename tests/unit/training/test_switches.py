@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_npu import switch_rules
 from megatron_npu.errors import UsageError
+from megatron_npu.switch_rules import Place
+from megatron_npu.switches import Switches
 from megatron_npu.training import arguments, validation
 from megatron_npu.training.checks import switches
 
@@ -85,6 +88,26 @@ def test_one_rank_has_nothing_to_share_out(check, capsys):
 def test_what_cannot_be_is_said_before_anything_is_built(check, given, said):
     with pytest.raises(UsageError, match=said):
         check(given, 4 if "parallel-size" in given else 2)
+
+
+@pytest.mark.parametrize("one", switch_rules.WORDS, ids=lambda word: word.flag)
+def test_every_pair_is_refused_by_the_rules_or_trains(check, one):
+    """The rules are what is checked, all of it, and before anything is built; the parser has some, too."""
+    for other in switch_rules.WORDS:
+        if other.name == one.name:
+            continue
+        both = Switches(**{one.name: one.value, other.name: other.value})
+        expected = switch_rules.refusal_of(both, Place("megatron", "cpu"))
+        given = " ".join(
+            word.flag if word.value in (True, "bf16", "fp16") or word.name == "sharding" else f"{word.flag} 8"
+            for word in (one, other)
+        )
+        if expected is None:
+            check(given)
+            continue
+        with pytest.raises(UsageError) as error:
+            check(given)
+        assert expected.expected in str(error.value), given
 
 
 @pytest.mark.parametrize("stage", ["zero-2", "zero-3"])
