@@ -15,6 +15,7 @@ from megatron_npu.ops.tiling import rows_per_tile, scratch_buffers
 # On a CPU 16 random bits decide about one value, so a probability of keeping is a multiple of 2^-16.
 KEEP_LEVELS = 1 << 16
 _DRAWN_TOGETHER = 1 << 16  # decisions of a mask in a graph; a multiple of 4, so that no draw is split
+_KEEP_MASK = "megatron_npu::keep_mask"
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, training: bool) -> Tensor:
@@ -66,10 +67,10 @@ def dropout_in_a_graph(x: Tensor, p: float, training: bool) -> Tensor:
         return x
     if not 0 < keep < KEEP_LEVELS or not x.dim():
         return F.dropout(x, p)
-    # Memory of its own for each mask: equal nodes without are one to the compiler, and two dropouts of one
-    # tensor would drop the same values.
-    mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    _draw(mask, keep)
+    # An input of its own for each mask: the compiler takes equal nodes for one (but those that make memory),
+    # and two dropouts of one tensor would drop the same values.
+    memory = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    mask = torch.ops.megatron_npu.keep_mask(memory, keep)
     precise = torch.promote_types(x.dtype, torch.float32)
     return (mask.to(precise) * (KEEP_LEVELS / keep) * x).to(x.dtype)
 
@@ -112,19 +113,21 @@ def _plain_dropout(x: Tensor, p: float) -> Tensor:
     return F.dropout(x, p)
 
 
-def _draw_in_tiles(mask: Tensor, keep: int) -> None:
+def _mask_in_tiles(like: Tensor, keep: int) -> Tensor:
+    mask = torch.empty_like(like)
     draws = torch.empty(_DRAWN_TOGETHER // 4, dtype=torch.int64)
     for tile in mask.view(-1).split(_DRAWN_TOGETHER):
         keep_mask_bits(draws, tile.shape, keep, tile)
+    return mask
 
 
-_draw = torch.library.custom_op(
-    "megatron_npu::draw_keep_mask_",
-    _draw_in_tiles,
-    mutates_args=("mask",),
-    schema="(Tensor(a!) mask, int keep) -> ()",
+# The tag: where a graph computes activations again, the partitioner sets the generator back for it. By parts,
+# as custom_op of older torch takes no tags.
+torch.library.define(
+    _KEEP_MASK, "(Tensor like, int keep) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
 )
-_draw.register_fake(lambda mask, keep: None)
+torch.library.impl(_KEEP_MASK, "cpu", _mask_in_tiles)
+torch.library.register_fake(_KEEP_MASK, lambda like, keep: torch.empty_like(like))
 
 
 _dropout = Operation("dropout", _plain_dropout, draws=lambda *_: True)

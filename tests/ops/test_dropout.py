@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from megatron_npu import devices
 from megatron_npu.ops import tiling
@@ -231,6 +232,24 @@ class TestInAGraph:
         assert_near(output, x.detach().double() * kept, dtype)
         (grad,) = torch.autograd.grad(output, x, torch.ones_like(output))
         assert_near(grad, kept, dtype)
+
+    def test_what_is_computed_again_drops_the_same(self, device):
+        """Within a graph the compiler computes activations again, and draws again; not so outside."""
+        if device != "cpu":
+            pytest.skip("graphs of other devices have dropout of torch's own")
+
+        def again(x, drop):
+            return checkpoint(lambda x: drop(x.sin(), 0.5, True).cos(), x, use_reentrant=False).sin()
+
+        x = tensors((40, 33), "cpu")[0]
+        gradients = []
+        for function, drop in (
+            (torch.compile(again, backend="aot_eager_decomp_partition"), dropout_in_a_graph),
+            (again, dropout),
+        ):
+            devices.CpuDevice().manual_seed(3)
+            gradients += torch.autograd.grad(function(x, drop).sum(), x)
+        torch.testing.assert_close(*gradients)
 
     def test_the_mask_takes_a_byte(self, dtype):
         x = tensors((64, 2, 32), "cpu", dtype)[0] * 1
