@@ -13,7 +13,8 @@ step, when the first one's activations are gone and its gradients are there.
     zero-1                       2 N + 12 N / W          4 N + 12 N / W
     zero-2                       2 N + 12 N / W          2 N + 14 N / W
     zero-3                       16 N / W                the same: its gradients have a place of their own
-    zero-1, zero-2, cpu offload  2 N                     2 N: gradients go to the host
+    zero-1, cpu offload          2 N                     4 N: gradients go to the host after the last
+    zero-2, cpu offload          2 N                     2 N: after each
     zero-3, cpu offload          2 N / W                 2 N / W
 
 To each, the mask that all layers share, of 4 MiB. DeepSpeed's buckets are made small. Peaks, which depend on
@@ -57,7 +58,7 @@ def arithmetic(scheme: str, ranks: int, weights: int) -> dict[str, float]:
     stage, offload = SCHEMES[scheme]
     states = 0.0 if offload else 12 / (ranks if stage else 1)
     half = 2 / (ranks if stage == 3 else 1)
-    gradients = 0.0 if offload else 2 / (ranks if stage >= 2 else 1)
+    gradients = 0.0 if offload and stage > 1 else 2 / (ranks if stage >= 2 else 1)
     held = half + states + (gradients if stage == 3 else 0)
     return {
         "between_steps": held * weights + MASK,
