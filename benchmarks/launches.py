@@ -335,7 +335,7 @@ def build(
     optimizer: dict[str, Any] | None,
     **options: Any,
 ) -> tuple:
-    """Return a model in bf16 under Megatron's DDP, and Megatron's optimizer."""
+    """Return a rank's model in bf16 under Megatron's DDP, and Megatron's optimizer."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -347,19 +347,20 @@ def build(
 
     from megatron_npu import settings
 
-    torch.cuda.set_device(0)
-    store = torch.distributed.TCPStore("localhost", 0, 1, is_master=True)
-    torch.distributed.init_process_group("nccl", rank=0, world_size=1, store=store)
-    parallel_state.initialize_model_parallel()
+    if not torch.distributed.is_initialized():
+        torch.cuda.set_device(0)
+        store = torch.distributed.TCPStore("localhost", 0, 1, is_master=True)
+        torch.distributed.init_process_group("nccl", rank=0, world_size=1, store=store)
+        parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     llama = style != "gpt"
     if style == "moe":
         options = {**EXPERTS, "moe_ffn_hidden_size": 2 * HIDDEN, **options}
     config = TransformerConfig(
         num_layers=layers,
-        hidden_size=HIDDEN,
+        hidden_size=options.pop("hidden_size", HIDDEN),
         num_attention_heads=HEADS,
-        num_query_groups=GROUPS if llama else HEADS,
+        num_query_groups=options.pop("num_query_groups", GROUPS if llama else HEADS),
         normalization="RMSNorm" if llama else "LayerNorm",
         gated_linear_unit=llama,
         activation_func=torch.nn.functional.silu if llama else torch.nn.functional.gelu,
@@ -385,6 +386,8 @@ def build(
         spec,
         vocabulary,
         sequence,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=True,
         position_embedding_type="rope" if llama else "learned_absolute",
     ).cuda()

@@ -34,11 +34,11 @@ COMPUTE_LIBRARY = "libmegatron_npu_sim_compute.so"
 _RUNTIME_SOURCES = (
     "runtime.cpp device.cpp memory.cpp failure.cpp aclnn.cpp hccl_call.cpp hccl_reduce.cpp hccl_segment.cpp "
     "hccl_exchange.cpp hccl_communicator.cpp hccl_lifecycle.cpp hccl_collectives.cpp hccl_interface.cpp "
-    "hccl_p2p.cpp"
+    "hccl_p2p.cpp hccl_traffic.cpp"
 ).split()
 _RUNTIME_HEADERS = (
     "runtime.h codes.h failure.h half.h hccl_abi.h hccl_call.h hccl_reduce.h hccl_segment.h hccl_exchange.h "
-    "hccl_communicator.h hccl_collectives.h"
+    "hccl_communicator.h hccl_collectives.h hccl_traffic.h"
 ).split()
 _COMPUTE_SOURCES = ("compute.cpp",)
 

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megatron_npu import files, settings
@@ -27,6 +27,25 @@ class Work:
 
 
 @dataclass
+class Group:
+    """A process group's communicator.
+
+    Attributes:
+        ranks: how many it has.
+        buffer: bytes of device memory that HCCL holds for it (two of its buffers); 0 once it is destroyed.
+        calls: collectives, sends, receives and batches of them.
+        bytes: what this rank handed over to them.
+        largest: of one call, since the process began.
+    """
+
+    ranks: int = 0
+    buffer: int = 0
+    calls: int = 0
+    bytes: int = 0
+    largest: int = 0
+
+
+@dataclass
 class Counts:
     """What happened while counting, in this process, on all its simulated devices together.
 
@@ -37,6 +56,9 @@ class Counts:
         launches: operation, such as ``aten::mm`` -> calls and bytes of fresh results.
         transfers: copies between host and device.
         communication: collective, such as ``AllReduce`` -> calls and bytes that this rank sent.
+        groups: process group, by its description such as ``TENSOR_MODEL_PARALLEL_GROUP`` -> what its
+            communicator cost, if it has one; ``pair`` are those that torch_npu makes of two ranks for
+            sends and receives outside of a batch.
         allocated: bytes handed out by torch's allocator, freed ones included.
         peak: largest number of bytes in use at once, above what was in use at the start.
         without_body: CANN functions that were called and that the simulator has not written out.
@@ -45,6 +67,7 @@ class Counts:
     launches: dict[str, Work] = field(default_factory=dict)
     transfers: Work = field(default_factory=Work)
     communication: dict[str, Work] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
     allocated: int = 0
     peak: int = 0
     without_body: dict[str, int] = field(default_factory=dict)
@@ -53,6 +76,17 @@ class Counts:
     def total_launches(self) -> int:
         """The sum over all operations."""
         return sum(work.calls for work in self.launches.values())
+
+    @property
+    def total_communication(self) -> Work:
+        """The sum over all collectives."""
+        works = self.communication.values()
+        return Work(sum(work.calls for work in works), sum(work.bytes for work in works))
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of device memory that HCCL holds for all communicators; torch's allocator knows of none."""
+        return sum(group.buffer for group in self.groups.values())
 
 
 @contextmanager
@@ -78,6 +112,9 @@ def counting() -> Iterator[Counts]:
         counts.launches = _difference(after.launches, before.launches)
         counts.transfers = _difference({"": after.transfers}, {"": before.transfers}).get("", Work())
         counts.communication = _difference(after.communication, before.communication)
+        counts.groups = {
+            name: _since(group, before.groups.get(name, Group())) for name, group in after.groups.items()
+        }
         counts.without_body = {
             name: calls - before.without_body.get(name, 0)
             for name, calls in after.without_body.items()
@@ -118,6 +155,7 @@ def _read() -> Counts:
         transfers=Work(sum(work.calls for work in transfers), sum(work.bytes for work in transfers)),
         launches=launches,
         communication=_works(runtime.sim_communication),
+        groups=_groups(runtime.sim_communicators),
         without_body={name: int(calls) for name, calls in _rows(runtime.sim_defaults_called)},
     )
 
@@ -134,6 +172,31 @@ def _rows(function: Callable) -> list[list[str]]:
 
 def _works(function: Callable) -> dict[str, Work]:
     return {name: Work(int(calls), int(size)) for name, calls, size in _rows(function)}
+
+
+def _groups(function: Callable) -> dict[str, Group]:
+    descriptions = _descriptions()
+    found: dict[str, Group] = {}
+    for communicator, ranks, mebibytes, *rest in _rows(function):
+        name, number = descriptions.get(communicator, "pair"), 1
+        while (label := name if number == 1 else f"{name} {number}") in found:  # groups of equal names
+            number += 1
+        found[label] = Group(int(ranks), 2 * int(mebibytes) << 20, *map(int, rest))
+    return found
+
+
+def _descriptions() -> dict[str, str]:
+    """Return the description of each process group by the name of its communicator, as torch_npu gives it."""
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        return {}
+    groups = distributed.distributed_c10d._world.pg_map
+    return {f"group_name_{group.group_name}": group.group_desc for group in groups}
+
+
+def _since(after: Group, before: Group) -> Group:
+    return replace(after, calls=after.calls - before.calls, bytes=after.bytes - before.bytes)
 
 
 def _difference(after: dict[str, Work], before: dict[str, Work]) -> dict[str, Work]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -455,6 +456,66 @@ def counters() -> None:
     found = {name: (work.calls, work.bytes) for name, work in counts.communication.items()}
     assert found.pop("AllReduce") == (2, 4 * 1000 + 2 * 8), found
     assert [*found.values()] == [(1, 4 * 4 * WORLD)], found
+
+
+@suite
+def groups_and_buffers() -> None:
+    """Calls and bytes of each group, and the memory that its communicator's two buffers take."""
+    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+    from megatron_npu.sim import counting
+
+    options = ProcessGroupHCCL.Options()
+    options.hccl_config = {"hccl_buffer_size": 32}
+    narrow = dist.new_group(pg_options=options, group_desc="NARROW")
+    dist.all_reduce(torch.ones(10, device="npu"), group=narrow)
+    with counting() as counts:
+        dist.all_reduce(torch.ones(1000, device="npu"), group=narrow)
+        dist.all_reduce(torch.ones(10, device="npu"), group=narrow)
+    group = counts.groups["NARROW"]
+    assert (group.ranks, group.calls, group.bytes, group.largest) == (WORLD, 2, 4040, 4000), group
+    assert group.buffer == 2 * 32 << 20, group
+    assert counts.groups["default_pg"].buffer == 2 * 200 << 20, counts.groups
+    assert counts.groups["default_pg"].calls == 0, counts.groups
+    assert counts.buffers == sum(each.buffer for each in counts.groups.values()) >= 464 << 20
+    dist.destroy_process_group(narrow)
+    with counting() as counts:
+        pass
+    assert all(each.buffer != 2 * 32 << 20 for each in counts.groups.values()), counts.groups
+
+
+@suite
+def products_that_communicate() -> None:
+    """One operation has the bits and the bytes of product and collective; another communicator is refused."""
+    import torch_npu
+
+    from megatron_npu.sim import counting
+
+    name = dist.group.WORLD._get_backend(torch.device("npu")).get_hccl_comm_name(RANK)
+    generator = torch.Generator().manual_seed(RANK)
+    rows = torch.randn(2 * WORLD, 256, generator=generator).bfloat16().npu()
+    factor = torch.randn(24, 256, generator=generator).bfloat16().npu().t()  # transposed, as a weight is
+    gathered, product = rows.new_empty(2 * WORLD**2, 256), rows @ factor
+    part, total = product.new_empty(2, 24), product.clone()
+    with counting() as apart:
+        dist.all_gather_into_tensor(gathered, rows)
+        dist.reduce_scatter_tensor(part, product)
+        dist.all_reduce(total)
+    with counting() as fused:
+        multiplied, kept = torch_npu.npu_all_gather_base_mm(rows, factor, name, WORLD)
+        _, nothing = torch_npu.npu_all_gather_base_mm(rows, factor, name, WORLD, gather_output=False)
+        scattered = torch_npu.npu_mm_reduce_scatter_base(rows, factor, name, WORLD)
+        added = torch_npu.npu_mm_all_reduce_base(rows, factor, name)
+    same(kept, gathered.cpu(), "gathered")
+    same(multiplied, (gathered @ factor).cpu(), "product of what is gathered")
+    same(scattered, part.cpu(), "a part of the sum of products")
+    same(added, total.cpu(), "the sum of products")
+    assert nothing.numel() == 0
+    assert fused.communication.pop("AllGather").bytes == 2 * apart.communication.pop("AllGather").bytes
+    assert fused.communication == apart.communication, (fused.communication, apart.communication)
+    assert fused.total_launches == 4, fused.launches
+    with pytest.raises(RuntimeError, match="communicator nobody"):
+        torch_npu.npu_mm_reduce_scatter_base(rows, factor, "nobody", WORLD)
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ HERE = Path(__file__).resolve().parent
 ALL = (
     "random_sequence every_type larger_than_the_segment uneven_lists reduction_in_the_order_of_ranks "
     "not_a_number_and_infinity a_thousand_interleavings batches blocking_send_and_receive "
-    "objects_and_data_parallel coalesced counters"
+    "objects_and_data_parallel coalesced counters "
+    "groups_and_buffers products_that_communicate"
 ).split()
 # what a type means does not depend on the number of ranks
 FEWER = [suite for suite in ALL if suite != "every_type"]

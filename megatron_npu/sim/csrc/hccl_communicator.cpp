@@ -8,6 +8,7 @@
 
 #include "hccl_exchange.h"
 #include "failure.h"
+#include "hccl_traffic.h"
 #include "runtime.h"
 
 namespace sim::hccl {
@@ -72,8 +73,10 @@ void queue(Queued queued) {
       return exchange(communicator, call, transfers, Completion::Received);
     };
   }
+  communicator.begin();
   stream_of(queued.stream).submit([owner = queued.communicator, call, body = std::move(body)] {
     run(*owner, call, body);
+    owner->end();
   });
 }
 
@@ -109,6 +112,21 @@ std::shared_ptr<Communicator> usable(HcclComm handle, HcclResult* result) {
 
 Communicator::Communicator(std::unique_ptr<Segment> segment, std::string name, uint32_t rank)
     : name(std::move(name)), rank(rank), ranks(segment->ranks), segment_(std::move(segment)) {}
+
+void Communicator::begin() {
+  std::lock_guard<std::mutex> lock(unfinished_mutex_);
+  unfinished_++;
+}
+
+void Communicator::end() {
+  std::lock_guard<std::mutex> lock(unfinished_mutex_);
+  if (--unfinished_ == 0) finished_.notify_all();
+}
+
+void Communicator::drain() {
+  std::unique_lock<std::mutex> lock(unfinished_mutex_);
+  finished_.wait(lock, [this] { return unfinished_ == 0; });
+}
 
 std::string Communicator::error_text() {
   std::lock_guard<std::mutex> lock(error_mutex_);
@@ -152,6 +170,7 @@ HcclResult submit(HcclComm handle, void* stream, const Call& call, uint64_t byte
   auto communicator = usable(handle, &result);
   if (!communicator) return result;
   count_communication(name_of(call.operation), bytes);
+  count_message(communicator->name, bytes);
   queue_or_keep({std::move(communicator), stream, call, std::move(body), {}});
   return HCCL_SUCCESS;
 }
@@ -169,6 +188,7 @@ HcclResult submit(HcclComm handle, void* stream, const char* name, const std::ve
     if (message.outgoing) bytes += message.count * size_of(message.dtype);
   }
   count_communication(name, bytes);
+  count_message(communicator->name, bytes);
   queue_or_keep({std::move(communicator), stream, Call{}, nullptr, messages});
   return HCCL_SUCCESS;
 }

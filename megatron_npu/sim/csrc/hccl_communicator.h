@@ -8,6 +8,7 @@
 // calls on the communicator fail with it at once.
 #pragma once
 
+#include <condition_variable>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -39,6 +40,11 @@ class Communicator {
   // Calls on one communicator run one at a time, whatever their streams.
   std::mutex execution;
 
+  // A call is unfinished from begin(), when it is queued, to end(); drain() waits until none is.
+  void begin();
+  void end();
+  void drain();
+
   HcclResult error() const { return error_; }
   std::string error_text();
   // Makes the failure known everywhere, see above; returns `code`. Only the first one counts.
@@ -53,6 +59,9 @@ class Communicator {
   uint64_t collectives_ = 0;
   std::map<std::pair<bool, uint32_t>, uint64_t> messages_;
   std::set<std::pair<uint32_t, uint32_t>> taken_up_;
+  std::mutex unfinished_mutex_;
+  std::condition_variable finished_;
+  uint64_t unfinished_ = 0;
   std::mutex error_mutex_;
   std::string error_text_;
   std::atomic<HcclResult> error_{HCCL_SUCCESS};
@@ -61,6 +70,9 @@ class Communicator {
 // The communicator behind a handle; null if there is none (destroyed, or never created). A queued call
 // shares ownership, so that destroying a handle never pulls the memory away under a running call.
 std::shared_ptr<Communicator> communicator_of(HcclComm handle);
+
+// The handle of the living communicator of a name; null if there is none.
+HcclComm handle_of(const std::string& name);
 
 // Refuses a call on the calling thread: keeps the text for aclGetRecentErrMsg, which torch_npu appends to
 // its exception, and returns `code`.

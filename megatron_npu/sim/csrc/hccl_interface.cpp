@@ -6,6 +6,7 @@
 //   hccl_collectives           collectives as messages; hccl_reduce computes
 //   hccl_lifecycle             create, split, destroy, query communicators
 //   hccl_communicator          this rank's end: numbering, queueing, groups, errors
+//   hccl_traffic               what each communicator costs
 //   hccl_exchange              moves messages; compares calls, notices death and standstill
 //   hccl_segment               the shared memory and its protocol
 //   hccl_call, hccl_abi        what a call is; HCCL's types
@@ -232,4 +233,28 @@ SIM_API HcclResult HcclBarrier(HcclComm handle, void* stream) {
   const Parts nothing(ranks_of(handle), Part{0, 0});
   static char none;
   return submit_exchange(handle, stream, call, 0, &none, nothing, &none, nothing);
+}
+
+// ---- collectives inside operations of torch_npu that communicate (sim/kernels/communication.py)
+
+// They name their communicator, and all of them takes place on the calling thread. What was queued on the
+// communicator before comes first; a stream of their own keeps them from what is queued on others. `count`:
+// elements of the smaller buffer.
+SIM_API HcclResult sim_collective(const char* operation, const char* name, const void* send, void* receive,
+                                  uint64_t count, HcclDataType dtype) {
+  static auto& stream = *new sim::Stream(0);
+  const HcclComm handle = handle_of(name);
+  if (!handle) return refuse(HCCL_E_PTR, std::string("there is no communicator ") + name);
+  auto communicator = communicator_of(handle);
+  communicator->drain();
+  const std::string which = operation;
+  HcclResult result = HCCL_E_PARA;
+  if (which == "AllGather") result = HcclAllGather(send, receive, count, dtype, handle, &stream);
+  if (which == "ReduceScatter")
+    result = HcclReduceScatter(send, receive, count, dtype, HCCL_REDUCE_SUM, handle, &stream);
+  if (which == "AllReduce")
+    result = HcclAllReduce(send, receive, count, dtype, HCCL_REDUCE_SUM, handle, &stream);
+  if (result != HCCL_SUCCESS) return result;
+  stream.synchronize();
+  return communicator->error();
 }

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "hccl_communicator.h"
+#include "hccl_traffic.h"
 #include "runtime.h"
 
 namespace sim::hccl {
@@ -41,6 +42,7 @@ HcclResult join(const Invitation& invitation, uint32_t ranks, uint32_t rank, con
   }
   auto communicator = std::make_shared<Communicator>(std::move(segment), name, rank);
   *handle = communicator.get();
+  note_communicator(name, ranks, config ? config->buffer_size : kBufferNotSet);
   std::lock_guard<std::mutex> lock(registry_mutex);
   registry[*handle] = std::move(communicator);
   return HCCL_SUCCESS;
@@ -109,6 +111,13 @@ std::shared_ptr<Communicator> communicator_of(HcclComm handle) {
   return found == registry.end() ? nullptr : found->second;
 }
 
+HcclComm handle_of(const std::string& name) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  for (const auto& [handle, communicator] : registry)
+    if (communicator->name == name) return handle;
+  return nullptr;
+}
+
 }  // namespace sim::hccl
 
 using namespace sim::hccl;
@@ -161,6 +170,7 @@ SIM_API HcclResult HcclCommDestroy(HcclComm handle) {
   if (found == registry.end())
     return refuse(HCCL_E_PTR, "the communicator was destroyed before or never created");
   last = std::move(found->second);
+  note_destroyed(last->name);
   registry.erase(found);
   return HCCL_SUCCESS;
 }
