@@ -602,3 +602,35 @@ for _version in ("", "_v2", "_v3"):
         "attention_in", attention_in=_q[:1]
     )
     _backward.but("attention_in", attention_in=_q.half())
+
+
+def _communicating(operation: str, first: str, **given: Any) -> Case:
+    """Start the cases of a product of ``first`` ``[4, 256]`` that communicates."""
+    ours = {first: zeros(4, 256, dtype=BF16), "x2": zeros(256, 8, dtype=BF16), "hcom": "group_name_0"}
+    started = case(operation, **ours, **given)
+    started.but(first, **{first: zeros(4, 256)}).but(first, **{first: zeros(4, dtype=BF16)})
+    started.but(first, **{first: zeros(256, 4, dtype=BF16).t()}).but("comm_turn", comm_turn=1)
+    started.but("x2", x2=zeros(256, 8)).but("x2", x2=zeros(256, dtype=BF16))
+    return started.but("x2", x2=zeros(257, 8, dtype=BF16))
+
+
+for _name in ("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base"):
+    _product = _communicating(_name, "input", world_size=2)
+    _product.but("input", input=zeros(4, 255, dtype=BF16)).but("world_size", world_size=3)
+    _product.but("bias", bias=torch.ones(8, dtype=BF16)).but("comm_mode", comm_mode="other")
+    for _scale in ("x1_scale", "x2_scale"):
+        _product.but(_scale, **{_scale: zeros(4, 1)})
+    _product.but("output_dtype", output_dtype=BF16)
+CASES["npu_all_gather_base_mm"].but("gather_index", gather_index=1)
+CASES["npu_mm_reduce_scatter_base"].but("reduce_op", reduce_op="max").but(
+    "input", input=zeros(3, 256, dtype=BF16)
+)
+_product = _communicating("npu_mm_all_reduce_base", "x1").but("reduce_op", reduce_op="max")
+_product.but("x1", x1=zeros(0, 256, dtype=BF16))
+for _name in "bias antiquant_scale antiquant_offset x3 dequant_scale pertoken_scale".split():
+    _product.but(_name, **{_name: zeros(8)})
+for _name in ("comm_quant_scale_1", "comm_quant_scale_2"):
+    _product.but(_name, **{_name: zeros(8)})
+for _name in "y_dtype x1_dtype x2_dtype dequant_scale_dtype pertoken_scale_dtype".split():
+    _product.but(_name, **{_name: 1})
+_product.but("group_sizes", group_sizes=[1])

@@ -51,6 +51,7 @@ NEED_TRANSFORMER_ENGINE = (
     Option(
         "--tp-comm-overlap",
         ("tp_comm_overlap",),
+        asks=lambda value: bool(value) and devices.current().name != "npu",  # see tensor_parallel_overlap
         remedy="Leave it out: its buffers are TransformerEngine's; --sequence-parallel works without.",
     ),
     Option(  # since 0.16

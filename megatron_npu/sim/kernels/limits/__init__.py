@@ -13,6 +13,7 @@ from megatron_npu.sim.kernels.limits import (
     activation,
     attention,
     casting,
+    communication,
     cross_entropy,
     dropout,
     grouped_matmul,
@@ -42,6 +43,7 @@ FAMILIES = (
     moe,
     grouped_matmul,
     dropout,
+    communication,
 )
 # by operation, as torch names it: with its overload, without its namespace
 LIMITS: dict[str, Limits] = {name: table for family in FAMILIES for name, table in family.LIMITS.items()}

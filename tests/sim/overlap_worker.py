@@ -1,0 +1,135 @@
+"""Parallel linear layers of megatron-core with --tp-comm-overlap beside those without, on simulated NPUs.
+
+One rank of two, bf16, hidden size 256: outputs and gradients must have the same bits, with fewer launches and
+messages and the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_npu
+from megatron_npu.errors import UsageError
+from megatron_npu.ops import dispatch
+
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+PRODUCTS = ("npu::npu_all_gather_base_mm", "npu::npu_mm_reduce_scatter_base")
+HIDDEN, LENGTH, BATCH = 256, 16, 2
+
+
+def config_of(**options: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    common = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "tensor_model_parallel_size": RANKS,
+        "sequence_parallel": True,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "use_cpu_initialization": True,
+    }
+    return TransformerConfig(**{**common, **options})
+
+
+def layers_of(config: Any, width: int) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Return a column- and a row-parallel layer as an MLP has them, with the weights of their seed."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    torch.manual_seed(1 + RANK)
+
+    def draw(weight: torch.Tensor) -> None:
+        torch.nn.init.normal_(weight, std=0.05)
+
+    common = {"config": config, "init_method": draw, "is_expert": False}
+    column = ColumnParallelLinear(HIDDEN, width, bias=False, gather_output=False, **common)
+    row = RowParallelLinear(width, HIDDEN, bias=True, input_is_parallel=True, skip_bias_add=False, **common)
+    for layer in (column, row):
+        layer.cuda()
+        if config.gradient_accumulation_fusion:
+            layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
+            layer.weight.grad_added_to_main_grad = False
+    return column, row
+
+
+def step(config: Any, width: int = 2 * HIDDEN) -> tuple[list[torch.Tensor], Any]:
+    """Return output and gradients of both layers, and what the second pass costs."""
+    from megatron_npu.sim import counting
+
+    column, row = layers_of(config, width)
+    generator = torch.Generator().manual_seed(3 + RANK)
+    values = torch.randn(LENGTH // RANKS, BATCH, HIDDEN, generator=generator).bfloat16().cuda()
+    input = values.requires_grad_()
+    for _ in range(2):
+        for tensor in (input, column.weight, row.weight, row.bias):
+            tensor.grad = None
+        with counting() as counts:
+            output, _ = row(torch.nn.functional.gelu(column(input)[0]))
+            output.backward(torch.ones_like(output))
+    weights = [getattr(layer.weight, "main_grad", layer.weight.grad) for layer in (column, row)]
+    return [output, input.grad, row.bias.grad, *weights], counts
+
+
+def compare(**options: Any) -> None:
+    """Compare with and without overlap."""
+    plain, apart = step(config_of(**options))
+    ours, fused = step(config_of(tp_comm_overlap=True, **options))
+    for number, (found, expected) in enumerate(zip(ours, plain, strict=True)):
+        assert torch.equal(found, expected), (number, options)
+    inside = sum(fused.launches[name].calls for name in PRODUCTS)
+    steps = [counts.total_launches + counts.total_communication.calls for counts in (apart, fused)]
+    assert steps[1] - inside == steps[0] - 4, steps  # two a layer, one forward and one backward
+    assert fused.communication == apart.communication, (fused.communication, apart.communication)
+    assert [fused.launches[name].calls for name in PRODUCTS] == [2, 2], fused.launches
+
+
+def narrow() -> None:
+    """Leave a layer of too few rows to upstream, and say so."""
+    dispatch.fallbacks.clear()
+    expected, _ = step(config_of(), width=HIDDEN)
+    found, counts = step(config_of(tp_comm_overlap=True), width=HIDDEN)
+    assert all(map(torch.equal, found, expected))
+    assert "npu::npu_all_gather_base_mm" not in counts.launches
+    reasons = [reason for name, reason in dispatch.fallbacks if name == "tp-comm-overlap"]
+    assert any("128 x 256" in reason for reason in reasons), dispatch.fallbacks
+
+
+def refused() -> None:
+    """Refuse by name what no layer could overlap."""
+    for options, said in (
+        ({"sequence_parallel": False}, "--tp-comm-overlap without --sequence-parallel"),
+        ({"tensor_model_parallel_size": 3}, "--tensor-model-parallel-size 3 on an NPU"),
+        ({"params_dtype": torch.float32, "bf16": False}, "--tp-comm-overlap in fp32"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            config_of(tp_comm_overlap=True, **options)
+
+
+def main() -> None:
+    megatron_npu.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    torch.cuda.set_device(RANK)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{os.environ['RENDEZVOUS']}", rank=RANK, world_size=RANKS
+    )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    model_parallel_cuda_manual_seed(1)
+    compare()
+    compare(gradient_accumulation_fusion=True)
+    narrow()
+    refused()
+    print(f"rank {RANK}: done", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
