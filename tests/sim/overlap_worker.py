@@ -1,12 +1,13 @@
 """Parallel linear layers of megatron-core with --tp-comm-overlap beside those without, on simulated NPUs.
 
 One rank of two, bf16, hidden size 256: outputs and gradients must have the same bits, with fewer launches and
-messages and the same bytes.
+messages and the same bytes. HCCL's buffers of their group are as --nccl-communicator-config-path says.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from megatron_npu.ops import dispatch
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 PRODUCTS = ("npu::npu_all_gather_base_mm", "npu::npu_mm_reduce_scatter_base")
+BUFFER = 32  # MiB
 HIDDEN, LENGTH, BATCH = 256, 16, 2
 
 
@@ -111,6 +113,16 @@ def refused() -> None:
             config_of(tp_comm_overlap=True, **options)
 
 
+def buffers() -> None:
+    """The buffers of the group that the file names are as large as it says, and no other's."""
+    from megatron_npu.sim import counting
+
+    with counting() as counts:
+        dist.barrier()
+    assert counts.groups["TENSOR_MODEL_PARALLEL_GROUP"].buffer == 2 * BUFFER << 20, counts.groups
+    assert counts.groups["default_pg"].buffer == 2 * 200 << 20, counts.groups
+
+
 def main() -> None:
     megatron_npu.install()
     from megatron.core import parallel_state
@@ -120,12 +132,17 @@ def main() -> None:
     dist.init_process_group(
         "nccl", init_method=f"file://{os.environ['RENDEZVOUS']}", rank=RANK, world_size=RANKS
     )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    groups = Path(os.environ["RENDEZVOUS"]).with_name(f"groups{RANK}.yaml")
+    groups.write_text(f"tp: {{hccl_buffer_size: {BUFFER}}}\n")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=RANKS, nccl_communicator_config_path=str(groups)
+    )
     model_parallel_cuda_manual_seed(1)
     compare()
     compare(gradient_accumulation_fusion=True)
     narrow()
     refused()
+    buffers()
     print(f"rank {RANK}: done", flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -55,16 +55,6 @@ replace(
 
 
 @replace(
-    "megatron.core.parallel_state:get_nccl_options",
-    devices=WITHOUT_CUDA,
-    why="torch has ProcessGroupNCCL only where it was built with CUDA; FSDP asks it for streams "
-    "of high priority",
-)
-def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> None:
-    """Return None: gloo and HCCL have no options of NCCL."""
-
-
-@replace(
     "megatron.training.dist_signal_handler:get_device",
     devices=WITHOUT_CUDA,
     why="it knows nccl and gloo: any other backend, HCCL too, is a RuntimeError without a word",

@@ -1,0 +1,40 @@
+"""The file of --nccl-communicator-config-path without NCCL; with HCCL: tests/sim/overlap_worker.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_npu.adaptors.megatron_core import communicators
+from megatron_npu.errors import UsageError
+from megatron_npu.ops import dispatch
+from megatron_npu.ops.dispatch import FallbackForbiddenError
+
+
+def test_options_of_hccl_are_taken_and_those_of_nccl_reported(monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "fallbacks", {})
+    given = {"hccl_buffer_size": 32, "hccl_exec_timeout": 60, "is_high_priority_stream": True, "min_ctas": 2}
+    assert communicators.hccl_config("tp", given) == {"hccl_buffer_size": 32, "hccl_exec_timeout": 60}
+    ((option, reason),) = dispatch.fallbacks
+    assert (option, reason) == ("nccl-communicator-config-path", "min_ctas of group tp is an option of NCCL")
+    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
+    with pytest.raises(FallbackForbiddenError, match="Leave out min_ctas"):
+        communicators.hccl_config("tp", given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"hccl_buffer_size": 0}, "hccl_buffer_size: 0 of group tp; expected a whole number from 1"),
+        ({"hccl_buffer_size": "auto"}, "hccl_buffer_size: 'auto' of group tp"),
+        ({"hccl_exec_timeout": True}, "hccl_exec_timeout: True of group tp"),
+        ({"buffer": 3}, "buffer of group tp; expected hccl_buffer_size"),
+    ],
+)
+def test_what_nobody_has_is_refused(given, said) -> None:
+    with pytest.raises(UsageError, match=said):
+        communicators.hccl_config("tp", given)
+
+
+def test_gloo_has_no_options() -> None:
+    assert communicators.get_nccl_options("tp", {}) is None
+    assert communicators.get_nccl_options("tp", {"tp": {"hccl_buffer_size": 32}}) is None
