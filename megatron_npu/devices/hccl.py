@@ -18,6 +18,22 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 
+def group_options(config: dict[str, int], high_priority: bool) -> Any:
+    """Return torch_npu's options of a process group.
+
+    Args:
+        config: of its communicator, by HCCL's names: ``hccl_buffer_size`` in MiB, ``hccl_exec_timeout`` in
+            seconds, ``hccl_op_expansion_mode``.
+        high_priority: its stream goes before others.
+    """
+    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+    options = ProcessGroupHCCL.Options()
+    options.is_high_priority_stream = high_priority
+    options.hccl_config = config
+    return options
+
+
 def all_reduce_float64(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``all_reduce`` that also takes float64, which HCCL refuses.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, replace
+from megatron_npu.devices import hccl
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 
@@ -49,13 +50,8 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     config = hccl_config(pg_name, given)
     if devices.current().name != "npu":
         return None
-    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
-
-    options = ProcessGroupHCCL.Options()
-    options.is_high_priority_stream = bool(given.get("is_high_priority_stream", False))
-    options.hccl_config = config
     _say_buffer(pg_name, config.get(_BUFFER))
-    return options
+    return hccl.group_options(config, bool(given.get("is_high_priority_stream", False)))
 
 
 def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
