@@ -143,6 +143,23 @@ def optimizer_memory(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
             yield Goal("bytes a parameter less than with fp32 main weights, remainders", less, least=1.999)
 
 
+def messages(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
+    """Yield what a step of each parallel layout launches, holds and sends on simulated NPUs."""
+    layouts = data["layouts"]
+    if {"tp2", "tp2-overlap"} <= layouts.keys():
+        sent = layouts["tp2-overlap"]["bytes"] / layouts["tp2"]["bytes"]
+        yield Goal("bytes that a rank sends with --tp-comm-overlap, of those without", sent, most=1)
+    for layout, cost in layouts.items():
+        groups = "; ".join(
+            f"{group} {each['calls']} with {each['bytes'] / 2**20:.1f} MiB"
+            for group, each in cost["groups"].items()
+        )
+        yield (
+            f"- {layout}: {cost['launches']} launches, peak {cost['peak'] / 2**20:.1f} MiB, "
+            f"{cost['calls']} messages ({groups}), {cost['buffers'] >> 20} MiB of HCCL's buffers"
+        )
+
+
 def attention(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     """Yield the goals of attention: beside stock, and its growth with the length."""
     for row in data["rows"]:
@@ -271,6 +288,7 @@ PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str
     ("ranks-", "Data-parallel ranks on one machine", ranks),
     ("megatron-lm-", "Stock `pretrain_gpt.py` of Megatron-LM 285068c8", megatron_lm),
     ("launches", "Launches on the simulated NPU", launches),
+    ("messages", "Parallel layouts on the simulated NPU", messages),
     ("optimizer-memory", "Memory of the optimizer on the simulated NPU", optimizer_memory),
     ("loss-", "Output layer and loss in one", loss),
     ("memory-", "Memory of training on the simulated NPU", memory_of_training),
