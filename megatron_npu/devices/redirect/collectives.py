@@ -80,7 +80,8 @@ def _translate(options: dict[str, Any], device: Device) -> dict[str, Any]:
     options = {**options}
     if options.get("backend") is not None:
         options["backend"] = _backend_for(options["backend"], device)
-    options.pop("pg_options", None)  # options of ProcessGroupNCCL fit no other backend
+    if not type(options.get("pg_options")).__module__.startswith("torch_npu"):
+        options.pop("pg_options", None)  # options of ProcessGroupNCCL fit no other backend
     if "device_id" in options:
         options["device_id"] = None if device.is_host else target_on(device)(options["device_id"])
     return options
