@@ -4,9 +4,9 @@
 
 One run of the embedded driver per variant, with a save or an evaluation after every ``--steps`` steps, then
 the same run resumed. Beside the median time of the steps of each stretch stand the voluntary context switches
-per step, which other processes on the machine disturb less: a thread that sleeps at the end of every parallel
-region shows there first. "uncured" leaves ``gloo.copy_with_one_thread`` out. Needs the extra core. Results go
-to benchmarks/results/.
+and the processor time per step, which other processes on the machine disturb less: a thread that sleeps at
+the end of every parallel region shows in the switches first, one that waits awake in the time. "uncured"
+leaves ``gloo.copy_with_one_thread`` out. Needs the extra core. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def both_runs(variant: str, event: str, arguments: argparse.Namespace) -> list[d
     for number, stretch in enumerate(stretches):
         name = "resumed" if stretch.get("resumed") else f"after {number}"
         print(
-            f"{variant:<8} {event:<11} {name:<8} {stretch['ms']:8.1f} ms {stretch['switches']:8.0f} switches"
+            f"{variant:<8} {event:<11} {name:<8} {stretch['ms']:8.1f} ms, "
+            f"{stretch['processor_ms']:8.1f} ms of processors, {stretch['switches']:8.0f} switches",
+            flush=True,
         )
     return stretches
 
@@ -76,7 +78,7 @@ def run_child(variant: str, event: str, folder: str, iterations: int, arguments:
 
 
 def train(variant: str, event: str, folder: Path, iterations: int, arguments: argparse.Namespace) -> list:
-    """Train; return for each stretch its first step, median milliseconds, and context switches per step."""
+    """Train; return each stretch's first step, median milliseconds, switches and processor time per step."""
     from megatron_npu.devices import gloo
     from megatron_npu.training import arguments as flags
     from megatron_npu.training import pretrain
@@ -111,10 +113,11 @@ def train(variant: str, event: str, folder: Path, iterations: int, arguments: ar
         options["save-interval"] = arguments.steps
     argv = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     argv += ["--mock-data", "--no-plot", *(["--bf16"] if arguments.dtype == "bf16" else [])]
-    marks: dict[int, int] = {}
+    marks: dict[int, tuple[int, float]] = {}  # context switches and milliseconds of processors so far
 
     def count(iteration: int, _: object) -> None:
-        marks[iteration] = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        marks[iteration] = used.ru_nvcsw, (used.ru_utime + used.ru_stime) * 1e3
 
     with open(os.devnull, "w") as quiet:
         out, sys.stdout = sys.stdout, quiet
@@ -125,7 +128,7 @@ def train(variant: str, event: str, folder: Path, iterations: int, arguments: ar
     return list(stretches_of(log, marks, arguments.steps))
 
 
-def stretches_of(log: Path, marks: dict[int, int], steps: int):
+def stretches_of(log: Path, marks: dict[int, tuple[int, float]], steps: int):
     """Yield what ``train`` returns; the first two steps of a process are left out."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     times = {row["iteration"]: row["elapsed_ms"] for row in rows if "elapsed_ms" in row}
@@ -138,7 +141,8 @@ def stretches_of(log: Path, marks: dict[int, int], steps: int):
             yield {
                 "first_step": first * steps + 1,
                 "ms": statistics.median(times[i] for i in own),
-                "switches": statistics.median(marks[b] - marks[a] for a, b in pairs),
+                "switches": statistics.median(marks[b][0] - marks[a][0] for a, b in pairs),
+                "processor_ms": statistics.median(marks[b][1] - marks[a][1] for a, b in pairs),
             }
 
 
@@ -146,17 +150,29 @@ def write(arguments: argparse.Namespace, measured: dict) -> None:
     """Print the ratio of the slowest later stretch to the first, and write all as JSON."""
     from megatron_npu import upstream
 
-    ratios = {}
-    for variant, events in measured.items():
-        for event, stretches in events.items():
-            later = [stretch["ms"] for stretch in stretches[1:]]
-            ratios[f"{variant}, {event}"] = statistics.median(later) / stretches[0]["ms"]
-    results = {"model": MODEL, "dtype": arguments.dtype, "stretches": measured, "after_over_before": ratios}
+    ratios, processor_ratios = after_over_before(measured, "ms"), after_over_before(measured, "processor_ms")
+    results = {
+        "model": MODEL,
+        "dtype": arguments.dtype,
+        "stretches": measured,
+        "after_over_before": ratios,
+        "processor_after_over_before": processor_ratios,
+    }
     report.write(
         report.RESULTS / f"steady-{arguments.dtype}-cpu.json", results, megatron_core=upstream.find().version
     )
     for name, ratio in ratios.items():
-        print(f"after / before, {name:<20} {ratio:.2f}")
+        print(f"after / before, {name:<20} {ratio:.2f}, of processor time {processor_ratios[name]:.2f}")
+
+
+def after_over_before(measured: dict, key: str) -> dict[str, float]:
+    """Return for each variant and event the median of the later stretches, of the first."""
+    return {
+        f"{variant}, {event}": statistics.median(stretch[key] for stretch in stretches[1:])
+        / stretches[0][key]
+        for variant, events in measured.items()
+        for event, stretches in events.items()
+    }
 
 
 if __name__ == "__main__":
