@@ -10,6 +10,7 @@ import psutil
 
 _RUN = "TORCHELASTIC_RUN_ID"  # what the agent tells its ranks
 _INIT = 1
+_LOOKS = 10
 
 
 def find() -> psutil.Process | None:
@@ -21,10 +22,14 @@ def find() -> psutil.Process | None:
     run = os.environ.get(_RUN)
     if run is None or not sys.platform.startswith("linux"):
         return None
-    try:
-        return next((each for each in psutil.Process().parents() if not _is_of(run, each)), None)
-    except (psutil.Error, OSError):
-        return None
+    for _ in range(_LOOKS):
+        try:
+            return next((each for each in psutil.Process().parents() if not _is_of(run, each)), None)
+        except psutil.NoSuchProcess:  # one of them has ended meanwhile: this process has others now
+            continue
+        except (psutil.Error, OSError):
+            return None
+    return None
 
 
 def _is_of(run: str, process: psutil.Process) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_npu import elastic_agent
 from tests.conftest import LONGEST
 
 MODULE = Path(__file__).resolve().parents[2] / "megatron_npu" / "watchdog" / "launcher.py"
@@ -72,6 +73,22 @@ def test_ranks_end_with_their_launcher_alone(environment: dict[str, str]) -> Non
         told = launcher.stderr.read()
     if environment:
         assert f"rank 3 ends: its launcher (process {launcher.pid}) has ended before it" in told
+
+
+def test_an_agent_that_ends_while_it_is_looked_for_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the campaign: the rank would have trained on, watched by nobody."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of no other process")
+    walk, ended = psutil.Process.parents, [psutil.NoSuchProcess(4194305)]
+
+    def parents(process: psutil.Process) -> list[psutil.Process]:
+        if ended:
+            raise ended.pop()
+        return walk(process)
+
+    monkeypatch.setattr(psutil.Process, "parents", parents)
+    found = elastic_agent.find()
+    assert found is not None
+    assert found.pid == os.getppid()
 
 
 def test_ranks_that_are_still_starting_do_not_train_on_without_it(tmp_path: Path) -> None:
