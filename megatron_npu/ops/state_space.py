@@ -62,6 +62,17 @@ def causal_convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None
     return F.silu(output).to(input.dtype)
 
 
+def sums_between(logs: Tensor) -> Tensor:
+    """Return the sum over the steps after s up to l, ``[..., l, s]``, of ``[..., l]``; -inf where s is later.
+
+    Each is a sum by itself: a difference of two sums from the first step on would lose digits.
+    """
+    steps = logs.size(-1)
+    later = torch.ones(steps, steps, dtype=torch.bool, device=logs.device).triu(1)
+    added = logs[..., None].expand(*logs.shape, steps).masked_fill(later.logical_not().t(), 0.0)
+    return added.cumsum(-2).masked_fill(later, -torch.inf)
+
+
 def _by_steps(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
     """The recurrence as it is written, one step after the other."""
     values, dt = x.to(torch.promote_types(x.dtype, torch.float32)), dt.to(decay.dtype)
@@ -92,10 +103,7 @@ def _by_chunks(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk
     x_ = (x_ * dt_[..., None]).unflatten(3, (groups, -1))
     # [b, z, g, h, l]: how much of a state each step leaves, as a logarithm
     logs = (dt_ * decay.float()).movedim(2, 3).unflatten(2, (groups, -1))
-    # l from s, the sum over the steps after s up to l, by itself: a difference of two sums would lose digits
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
-    sums = logs[..., None].expand(*logs.shape, chunk).masked_fill(later.logical_not().t(), 0.0).cumsum(-2)
-    between = sums.masked_fill(later, -torch.inf).exp()
+    between = sums_between(logs).exp()
     scores = torch.einsum("bzlgn,bzsgn->bzgls", c_, b_)[:, :, :, None] * between
     output = torch.einsum("bzghls,bzsghp->bzlghp", scores, x_)
     added = torch.einsum("bzghs,bzsgn,bzsghp->bzghnp", between[..., -1, :], b_, x_)

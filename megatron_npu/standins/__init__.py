@@ -49,6 +49,12 @@ class NameStandIn:
     value: Any
     upstreams: tuple[str, ...]
     why: str
+    beside: str = ""  # the package that takes the name, if not upstream itself: given where it is installed
+
+
+def _override(method: Any) -> Any:
+    """``typing.override`` of Python 3.12, which marks a method for type checkers and changes nothing."""
+    return method
 
 
 _APEX = "megatron.optimizer, megatron.utils and clip_grads of Megatron-LM import apex and amp_C always"
@@ -65,6 +71,15 @@ _MAMBA_MODULES = {  # of the package, and ours
     "mamba_ssm.ops.triton": _MAMBA,
     "mamba_ssm.ops.triton.layernorm_gated": f"{_MAMBA}.layernorm_gated",
     "mamba_ssm.ops.triton.ssd_combined": f"{_MAMBA}.ssd_combined",
+}
+_FLA = "megatron_npu.standins.fla"
+_FLA_MODULES = {
+    "fla": _FLA,
+    "fla.modules": _FLA,
+    "fla.modules.convolution": f"{_FLA}.convolution",
+    "fla.modules.l2norm": f"{_FLA}.l2norm",
+    "fla.ops": _FLA,
+    "fla.ops.gated_delta_rule": f"{_FLA}.gated_delta_rule",
 }
 _TE = "megatron_npu.standins.transformer_engine"
 _TE_MODULES = (
@@ -173,6 +188,25 @@ STAND_INS = (
         )
         for name, source in _MAMBA_MODULES.items()
     ),
+    *(
+        StandIn(
+            name,
+            source,
+            "fla",
+            ("megatron_core",),
+            "MEGATRON_NPU_TE=local: what gated delta nets, made of TransformerEngine's layers, take from it",
+            te="local",
+        )
+        for name, source in _FLA_MODULES.items()
+    ),
+    StandIn(
+        "fast_hadamard_transform",
+        "megatron_npu.standins.fast_hadamard_transform",
+        "fast_hadamard_transform",
+        ("megatron_core",),
+        "MEGATRON_NPU_TE=local: DeepSeek's sparse attention, made of TransformerEngine's layers, asks for it",
+        te="local",
+    ),
     StandIn(
         "megatron.model.vision.knn_monitor",
         "megatron_npu.standins.knn_monitor",
@@ -219,6 +253,15 @@ NAME_STAND_INS = (
         ("megatron_core",),
         "0.12 and 0.13 save a checkpoint of the distributed optimizer with it; NumPy 2.0 removed it",
     ),
+    NameStandIn(
+        "typing",
+        "override",
+        _override,
+        ("megatron_core",),
+        "emerging_optimizers 0.3 takes it, which Python has since 3.12; megatron-core 0.17 and newer import "
+        "that package wherever it is installed, and their import would end with it",
+        beside="emerging_optimizers",
+    ),
 )
 _given: list[NameStandIn] = []
 
@@ -231,7 +274,8 @@ def install(upstream: Upstream) -> list[StandIn]:
         sys.modules[stand_in.name] = importlib.import_module(stand_in.source)
     for lost in NAME_STAND_INS:
         module = importlib.import_module(lost.module)
-        if upstream.name in lost.upstreams and lost.name not in vars(module):
+        wanted = upstream.name in lost.upstreams and not (lost.beside and _absent(lost.beside))
+        if wanted and lost.name not in vars(module):
             setattr(module, lost.name, lost.value)
             _given.append(lost)
     return needed

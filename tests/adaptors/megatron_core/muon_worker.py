@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-import typing
 
 import torch
 import torch.distributed as dist
-import typing_extensions
 
 import megatron_npu
 
@@ -33,7 +31,6 @@ def newton_schulz(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    typing.override = typing_extensions.override  # the package is written for Python 3.12
     megatron_npu.install()
     from megatron.core import optimizer as optimizers
     from megatron.core import package_info, parallel_state, tensor_parallel

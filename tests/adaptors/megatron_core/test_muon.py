@@ -16,8 +16,7 @@ from tests.conftest import ROOT
 
 WORKER = Path(__file__).with_name("muon_worker.py")
 UNPACKED = ROOT / "checkouts" / "emerging_optimizers-0.3.0"
-# Beside and not into the environment: the package is for Python 3.12, and megatron-core 0.17 and newer import
-# it wherever it is installed, also under an older Python, where that is an error.
+# Beside and not into the environment: the package says that it is for Python 3.12.
 COMMAND = (
     f"pip install --no-deps --ignore-requires-python --target {UNPACKED.relative_to(ROOT)} "
     "emerging_optimizers==0.3.0"

@@ -1,0 +1,36 @@
+"""The Walsh-Hadamard transform, which spreads what single channels hold over all of them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_npu.ops.caching import lru_cache_tensors
+
+
+def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
+    """Return ``scale x H``, ``H`` Sylvester's matrix: ``H_1 = [1]``, ``H_2n = [[H_n, H_n], [H_n, -H_n]]``.
+
+    One matrix product on every device: the rows are heads' channels, some 128 of them.
+
+    Args:
+        x: ``[..., n]``; n that is no power of two is padded with zeros to the next, and cut again.
+        scale: of the result; ``n ** -0.5`` keeps lengths.
+
+    Returns:
+        As ``x``; computed in fp32.
+    """
+    size = x.size(-1)
+    matrix = _matrix((size - 1).bit_length(), x.device)
+    padded = F.pad(x.float(), (0, matrix.size(0) - size))
+    return (padded @ matrix * scale)[..., :size].to(x.dtype)
+
+
+@lru_cache_tensors(maxsize=8)
+def _matrix(doublings: int, device: torch.device) -> Tensor:
+    """Return ``H`` of ``2 ** doublings`` rows, fp32."""
+    result = torch.ones(1, 1)
+    for _ in range(doublings):
+        result = torch.cat([torch.cat([result, result], 1), torch.cat([result, -result], 1)], 0)
+    return result.to(device)

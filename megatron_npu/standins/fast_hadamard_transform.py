@@ -1,0 +1,8 @@
+"""``fast_hadamard_transform``, which DeepSeek's sparse attention rotates its indexer's vectors with."""
+
+from __future__ import annotations
+
+from megatron_npu.ops.hadamard import hadamard_transform
+
+__all__ = ["hadamard_transform"]
+__version__ = "1.1+megatron.npu"
