@@ -37,6 +37,8 @@ def common(args: Namespace) -> None:
         UsageError: a flag has a value that cannot be converted.
     """
     must_be(args, "--apply-layernorm-1p", False, name="layernorm_zero_centered_gamma")
+    must_be(args, "--multi-latent-attention", False)
+    must_be(args, "--mtp-num-layers", None)
 
 
 def window(args: Namespace) -> int | None:

@@ -15,6 +15,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.generation import choice
 from megatron_npu.generation.forward import Forward, forward_of
 from megatron_npu.generation.options import Options
+from megatron_npu.generation.without_prediction import without_prediction
 from megatron_npu.tokenization.tokenizer import Tokenizer
 
 
@@ -229,13 +230,14 @@ def _unwrapped(module: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+def _evaluating(chunks: Sequence[Any]) -> Iterator[None]:
     """Have the chunks in evaluation mode inside the block, and as they were after it."""
     training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
     try:
-        yield
+        with without_prediction(chunks):
+            yield
     finally:
         for chunk, before in zip(chunks, training, strict=True):
             chunk.train(before)

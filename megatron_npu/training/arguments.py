@@ -14,7 +14,7 @@ from megatron_npu.arg_parser import Parser, integer, number, positive, whole
 from megatron_npu.attention_flags import add_attention_flags
 from megatron_npu.switches import add_switches
 from megatron_npu.tokenization import flags
-from megatron_npu.training import expert_flags
+from megatron_npu.training import expert_flags, latent_flags
 from megatron_npu.web.address import address
 
 Add = Callable[..., Any]
@@ -434,6 +434,11 @@ def _checkpoints(add: Add) -> None:
         help="do not compare a checkpoint's files with their checksums before it is loaded",
     )
     add("--save-interval", type=positive, help="iterations between two (default: only at the end)")
+    add(
+        "--async-save",
+        action="store_true",
+        help="go on training while processes of their own write a checkpoint",
+    )
     add("--finetune", action="store_true", help="load the weights alone and begin at iteration 0")
     add("--no-load-optim", action="store_true", help="begin with a fresh optimizer")
     add("--no-load-rng", action="store_true", help="begin with random numbers of --seed")
@@ -498,6 +503,8 @@ def _logging(add: Add) -> None:
 _GROUPS: tuple[tuple[str, Callable[[Add], None]], ...] = (
     ("model", _model),
     ("attention", _attention),
+    ("multi-latent attention", latent_flags.add),
+    ("multi-token prediction", latent_flags.add_prediction),
     ("experts", expert_flags.add),
     ("parallelism", _parallel),
     ("training", _training),

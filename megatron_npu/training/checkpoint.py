@@ -35,6 +35,7 @@ from megatron_npu.training import (
 from megatron_npu.training.model import unwrap
 
 if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -72,8 +73,30 @@ def save(args: Namespace, state: State, position: Position, common: Mapping[str,
     return checkpoint_files.directory(args.save, position.iteration)
 
 
+def begin_async(args: Namespace, state: State, position: Position, part: Path) -> AsyncRequest:
+    """Return what writes the checkpoint of ``position`` into ``part``, for megatron-core's queue of writers.
+
+    The state is copied to the host when the writer is started. All ranks must call this.
+    """
+    return _shards(args, state, position, part, {}, in_background=True)
+
+
 def _write(args: Namespace, state: State, position: Position, part: Path, common: Mapping[str, Any]) -> None:
     """Write the files of a checkpoint into ``part``."""
+    _shards(args, state, position, part, common, in_background=False)
+    complete(args, position, part)
+
+
+def _shards(
+    args: Namespace,
+    state: State,
+    position: Position,
+    part: Path,
+    common: Mapping[str, Any],
+    *,
+    in_background: bool,
+) -> Any:
+    """Write megatron-core's files into ``part``, or return the request that a writer of its own is given."""
     from megatron.core import dist_checkpointing
 
     metadata = dist_ckpt_versions.metadata(args)
@@ -81,12 +104,16 @@ def _write(args: Namespace, state: State, position: Position, part: Path, common
     content["iteration"] = position.iteration
     content |= common
     if fsdp_checkpoint.sharded(state.model):
-        fsdp_checkpoint.write(part, state.model[0], content)
-    else:
-        dist_checkpointing.save(content, str(part), **dist_ckpt_versions.save_keywords(metadata))
+        return fsdp_checkpoint.write(part, state.model[0], content)
+    keywords = dist_ckpt_versions.save_keywords(metadata, in_background=in_background)
+    return dist_checkpointing.save(content, str(part), **keywords)
+
+
+def complete(args: Namespace, position: Position, part: Path) -> None:
+    """Add the description and the checksums to what all ranks have written. All ranks must call this."""
     dist.barrier()
     if dist.get_rank() == 0:
-        checkpoint_files.describe(part, _description(args, position, metadata))
+        checkpoint_files.describe(part, _description(args, position, dist_ckpt_versions.metadata(args)))
     dist.barrier()
     checksums.write(part)
 

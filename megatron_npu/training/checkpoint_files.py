@@ -50,6 +50,18 @@ _SAME_MODEL = (
     ("qk_layernorm", "--qk-layernorm"),
     ("untie_embeddings_and_output_weights", "--untie-embeddings-and-output-weights"),
     ("num_experts", "--num-experts"),
+    ("multi_latent_attention", "--multi-latent-attention"),
+    ("mtp_num_layers", "--mtp-num-layers"),
+)
+# Values of checkpoints that are older than the flags.
+_BEFORE = {"multi_latent_attention": False}
+# The same of a model with multi-latent attention.
+_SAME_LATENT = tuple(
+    (name, f"--{name.replace('_', '-')}")
+    for name in """
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor
+    mscale mscale_all_dim
+    """.split()
 )
 # The same of a model with experts.
 _SAME_EXPERTS = tuple(
@@ -282,14 +294,17 @@ def require_same_model(found: CheckpointInfo, args: Namespace) -> None:
     names = list(_SAME_MODEL)
     if args.num_experts is not None:
         names += _SAME_EXPERTS
+    if args.multi_latent_attention:
+        names += _SAME_LATENT
     if args.position_embedding_type == "learned_absolute":
         names.append(("max_position_embeddings", "--max-position-embeddings"))
     if args.add_bias_linear and not args.swiglu:
         names.append(("bias_gelu_fusion", "--no-bias-gelu-fusion"))  # which computes another form of GELU
+    saved = _BEFORE | found.arguments
     differing = [
-        f"{flag} {_shown(getattr(args, name))} (the checkpoint: {_shown(found.arguments.get(name))})"
+        f"{flag} {_shown(getattr(args, name))} (the checkpoint: {_shown(saved.get(name))})"
         for name, flag in names
-        if found.arguments.get(name) != getattr(args, name)
+        if saved.get(name) != getattr(args, name)
     ]
     if differing:
         raise UsageError(

@@ -27,23 +27,44 @@ def writing(root: str | Path, iteration: int) -> Iterator[Path]:
         root: of all checkpoints of the run.
         iteration: of this one.
     """
-    place = checkpoint_files.directory(root, iteration)
-    part = files.partial_folder(place)
-    first = dist.get_rank() == 0
+    part = hidden(root, iteration)
     try:
-        if first:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        dist.barrier()
+        begin(root, iteration)
         yield part
     except BaseException:
-        if first:
-            _remove(part)
+        discard(root, iteration)
         raise
-    if first:
-        files.replace_folder(place, part)  # there is one if a run went back to an earlier iteration
+    finish(root, iteration)
+
+
+def begin(root: str | Path, iteration: int) -> Path:
+    """Make the hidden folder of an iteration's checkpoint and return it. All ranks must call this."""
+    part = hidden(root, iteration)
+    if dist.get_rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    dist.barrier()
+    return part
+
+
+def finish(root: str | Path, iteration: int) -> None:
+    """Give the folder its name, and have the tracker name it: all ranks have written. All must call this."""
+    if dist.get_rank() == 0:
+        # there is one if a run went back to an earlier iteration
+        files.replace_folder(checkpoint_files.directory(root, iteration), hidden(root, iteration))
         checkpoint_files.set_latest(root, iteration)
     dist.barrier()
+
+
+def discard(root: str | Path, iteration: int) -> None:
+    """Remove the hidden folder; each rank may call this by itself."""
+    if dist.get_rank() == 0:
+        _remove(hidden(root, iteration))
+
+
+def hidden(root: str | Path, iteration: int) -> Path:
+    """Return where an iteration's checkpoint lies while it is written."""
+    return files.partial_folder(checkpoint_files.directory(root, iteration))
 
 
 def _remove(folder: Path) -> None:

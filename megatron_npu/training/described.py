@@ -89,7 +89,8 @@ def _fewest_weights(values: Mapping[str, Any]) -> int:
         rows += values["max_position_embeddings"]
     experts = values["num_experts"] or 0
     inner = 0 if experts else values["ffn_hidden_size"] or 0
-    heads = values["num_attention_heads"] * (values["kv_channels"] or 1)
+    latent = values["multi_latent_attention"]  # whose heads have sizes of their own
+    heads = 0 if latent else values["num_attention_heads"] * (values["kv_channels"] or 1)
     return (values["num_layers"] + rows + experts + inner + heads) * values["hidden_size"]
 
 

@@ -57,9 +57,19 @@ def optimizer_keywords(described: Metadata) -> dict[str, Any]:
     return {} if name is None else {"sharding_type": name}
 
 
-def save_keywords(described: Metadata) -> dict[str, Any]:
-    """Return the arguments of ``dist_checkpointing.save`` that keep the description in the checkpoint."""
-    return {"content_metadata": described} if _version() >= (0, 13) else {}
+def save_keywords(described: Metadata, *, in_background: bool = False) -> dict[str, Any]:
+    """Return the arguments of ``dist_checkpointing.save`` that keep the description in the checkpoint.
+
+    Args:
+        described: what ``metadata`` returned.
+        in_background: it returns a request, which megatron-core's queue of writers takes.
+    """
+    result: dict[str, Any] = {"content_metadata": described} if _version() >= (0, 13) else {}
+    if in_background:
+        result["async_sharded_save"] = True
+        if _version() >= (0, 18):  # whose default is a package's queue
+            result["async_strategy"] = "mcore"
+    return result
 
 
 def saved_metadata(path: str, optimizer_sharding: str | None) -> Metadata:

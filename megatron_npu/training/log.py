@@ -19,6 +19,7 @@ import torch
 from megatron_npu import devices
 from megatron_npu.training import flops
 from megatron_npu.training.expert_losses import LOSSES
+from megatron_npu.training.prediction_losses import PREFIX
 from megatron_npu.training.samples import Text
 from megatron_npu.training.sinks import Sinks
 
@@ -63,6 +64,7 @@ class Log(Sinks):
         scale: float,
         of_ranks: Mapping[int, float] | None = None,
         of_experts: Mapping[str, list[float]] | None = None,
+        of_predictions: Mapping[str, float] | None = None,
     ) -> None:
         """Report the iterations of an interval: a line, a JSON object and TensorBoard's curves.
 
@@ -76,12 +78,14 @@ class Log(Sinks):
             scale: the loss scale after the last one; 1 without fp16.
             of_ranks: each rank's own mean loss (``loss.of_ranks``), to be reported, too.
             of_experts: the losses of each layer with experts (``expert_losses.take``), likewise.
+            of_predictions: those of multi-token prediction (``prediction_losses.take``), likewise.
         """
         if not self.on_rank_0:
             return
-        of_experts = of_experts or {}
+        of_experts, of_predictions = of_experts or {}, of_predictions or {}
         row = _row(self.args, samples, interval, losses, seconds, learning_rate, scale)
         row |= {name: sum(layers) / len(layers) for name, layers in of_experts.items()}
+        row |= of_predictions
         if self.args.moe_per_layer_logging:
             row |= {f"{name}_of_layers": layers for name, layers in of_experts.items()}
         self.say(line(self.args, iteration, row))
@@ -89,7 +93,7 @@ class Log(Sinks):
             self._of_ranks(iteration, of_ranks)
             row["losses_of_ranks"] = {str(rank): loss for rank, loss in of_ranks.items()}
         self.write("train", iteration, row)
-        self._curves(iteration, losses, row, [*_CURVES, *of_experts])
+        self._curves(iteration, losses, row, [*_CURVES, *of_experts, *of_predictions])
 
     def _of_ranks(self, iteration: int, losses: Mapping[int, float]) -> None:
         for rank, loss in losses.items():
@@ -188,6 +192,11 @@ def _row(
     }
 
 
+def _spaced(name: str) -> str:
+    """Return the name of a loss as upstream writes it: ``load balancing loss``, ``mtp_1 loss``."""
+    return PREFIX * name.startswith(PREFIX) + name.removeprefix(PREFIX).replace("_", " ")
+
+
 def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
     """Return the console's line for one log event: Megatron's fields, then throughput and memory."""
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
@@ -195,7 +204,8 @@ def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
     note = f" {device.title} |" if device.simulated else ""
     busy = "" if row["utilization"] is None else f" device utilization: {row['utilization']:.0%} |"
     epoch = f" epoch: {row['epoch']:.3f}/{args.epochs} |" if "epoch" in row else ""
-    experts = "".join(f" {name.replace('_', ' ')}: {row[name]:.6E} |" for name in LOSSES if name in row)
+    names = [*LOSSES, *(name for name in row if name.startswith(PREFIX))]
+    further = "".join(f" {_spaced(name)}: {row[name]:.6E} |" for name in names if name in row)
     return (
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.train_iters:8d} |"
         f" consumed samples: {row['consumed_samples']:12d} |{epoch}"
@@ -204,7 +214,7 @@ def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
         f" tokens per second: {row['tokens_per_second']:.1f} |"
         f" learning rate: {row['learning_rate']:.6E} |"
         f" global batch size: {args.global_batch_size:5d} |"
-        f" lm loss: {row['loss']:.6E} |{experts} loss scale: {row['loss_scale']:.1f} |{norm}"
+        f" lm loss: {row['loss']:.6E} |{further} loss scale: {row['loss_scale']:.1f} |{norm}"
         f" number of skipped iterations: {row['skipped_iterations']:3d} |"
         f" number of nan iterations: {row['nan_iterations']:3d} |"
         f" peak memory (MiB): {row['peak_memory_bytes'] / 2**20:.0f} |{busy}{note}"

@@ -15,7 +15,15 @@ from torch.utils.data import Dataset
 
 from megatron_npu import devices, replicas, watchdog
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint, checkpoint_failures, data, expert_losses, loss
+from megatron_npu.training import (
+    checkpoint,
+    checkpoint_failures,
+    data,
+    expert_losses,
+    loss,
+    prediction_losses,
+)
+from megatron_npu.training.async_saves import AsyncSaves
 from megatron_npu.training.bad_iterations import Fault, Guard
 from megatron_npu.training.checkpoint import Position, State
 from megatron_npu.training.clock import Clock
@@ -79,6 +87,7 @@ class Trainer:
             ``main_grad`` is complete and before the optimizer's step.
     """
 
+    writers: AsyncSaves | None = None  # of --async-save
     goes_on = "; --no-check-for-nan-in-loss-and-grad goes on"  # what a user can do about a loss that is none
 
     def __init__(
@@ -103,23 +112,27 @@ class Trainer:
         self.guard = Guard(args, state, self.spikes, log.say)
         self.nonfinite = FirstNonFinite()
         self.samples = Samples(args, state.model) if args.sample_prompt else None
+        if args.async_save:
+            self.writers = AsyncSaves(args, self._saved)
         self.forward_backward = get_forward_backward_func()
         self.no_loss = torch.zeros(2, device=devices.current().torch_device())
 
     def run(self) -> Outcome:
         """Train to the end, or to where a flag or signal ends it; evaluate and save; return how it went."""
         expert_losses.forget(self.args)
+        prediction_losses.forget(self.args)
         for chunk in self.state.model:
             chunk.train()
         self._data = self.guard.batches(self.training_batches())
-        with Termination(self.args.exit_signal_handler) as termination:
-            self.clock.start()
-            while self.position.iteration < self.args.train_iters:
-                self._iterate()
-                if self._ends(termination):
-                    break
-            self.clock.stop()
-        self._finish()
+        with self.writers or contextlib.nullcontext():
+            with Termination(self.args.exit_signal_handler) as termination:
+                self.clock.start()
+                while self.position.iteration < self.args.train_iters:
+                    self._iterate()
+                    if self._ends(termination):
+                        break
+                self.clock.stop()
+            self._finish()
         return self.outcome
 
     def training_batches(self) -> data.Batches:
@@ -142,6 +155,9 @@ class Trainer:
             return
         iteration = self.position.iteration
         self.log.tick()
+        if self.writers is not None and self.writers.busy:
+            with self.clock.paused():
+                self.writers.take_finished()
         if iteration % args.log_interval == 0 or iteration in (begin + 1, args.train_iters):
             self._report()
         last = iteration == args.train_iters  # what is done then is done once, at the end
@@ -198,6 +214,7 @@ class Trainer:
 
     def _evade(self, fault: Fault, losses: torch.Tensor) -> bool:
         """Go back to the last good checkpoint, or leave this update out; return whether that was it."""
+        self._wait_for_writers()  # what they write may be the last good one
         to = self.guard.goes_back_to() if self.args.loss_spike_policy == "rewind" else None
         if to is None:
             self.guard.leave_out(fault)
@@ -308,6 +325,7 @@ class Trainer:
             scale=self.state.optimizer.get_loss_scale().item(),
             of_ranks=loss.of_ranks(self.interval.losses) if self.args.log_loss_per_rank else None,
             of_experts=expert_losses.take(self.args, len(losses)),
+            of_predictions=prediction_losses.take(self.args, len(losses)),
         )
         self._check_losses(losses)
         slower = self.pace.note(seconds, len(losses))
@@ -378,11 +396,23 @@ class Trainer:
     def _save(self) -> None:
         try:
             with self.clock.paused(), _with_gathered_parameters(self.args, self.state.model):
-                self.outcome.checkpoint = checkpoint.save(self.args, self.state, self.position)
+                if self.writers is not None:
+                    return self.writers.begin(self.state, self.position)
+                path = checkpoint.save(self.args, self.state, self.position)
         except checkpoint_failures.FAILURES as error:
             raise checkpoint_failures.unsaved(error, self.position.iteration, self.args.save) from error
-        self.log.say(f" saved {self.outcome.checkpoint}")
-        self.log.write("checkpoint", self.position.iteration, {"path": str(self.outcome.checkpoint)})
+        return self._saved(path, self.position.iteration)
+
+    def _saved(self, path: Path, iteration: int) -> None:
+        """Note that the checkpoint of an iteration, perhaps an earlier one, is whole."""
+        self.outcome.checkpoint = path
+        self.log.say(f" saved {path}")
+        self.log.write("checkpoint", iteration, {"path": str(path)})
+
+    def _wait_for_writers(self) -> None:
+        if self.writers is not None:
+            with self.clock.paused():
+                self.writers.finish()
 
     def _ends(self, termination: Termination) -> bool:
         iteration = self.position.iteration
@@ -400,6 +430,7 @@ class Trainer:
         """Log the rest, evaluate at the true end, save what is not saved yet."""
         args, begin = self.args, self.outcome.position.iteration
         self._report()
+        self._wait_for_writers()
         iteration = self.position.iteration
         saves_only = args.train_iters == 0 and args.save
         if iteration >= args.train_iters and not saves_only:
@@ -410,6 +441,7 @@ class Trainer:
         name = checkpoint.checkpoint_files.directory(args.save or ".", iteration)
         if args.save and is_new and saved != name:
             self._save()
+            self._wait_for_writers()
         self.outcome.position = self.position
         self.outcome.seconds = self.clock.total
 
@@ -422,6 +454,7 @@ def _forward_step(batches: Iterator[data.Batch] | None, model: torch.nn.Module) 
         batch.get("position_ids"),
         batch.get("attention_mask"),
         labels=batch.get("labels"),
+        loss_mask=batch.get("loss_mask"),  # of multi-token prediction, whose losses the model adds itself
     )
     return output, lambda losses: loss.masked_sum(batch["loss_mask"], losses)
 

@@ -36,9 +36,10 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         UsageError: megatron-core refuses the combination.
     """
     from megatron.core.transformer.enums import AttnBackend
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    values = of_the_same_name(TransformerConfig, args)
+    kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    values = of_the_same_name(kind, args)
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values |= {
         "num_moe_experts": args.num_experts,
@@ -54,10 +55,10 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         "overlap_p2p_comm": args.overlap_p2p_comm and interleaved,
         "batch_p2p_comm": not (args.overlap_p2p_comm and interleaved),
     }
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    known = {field.name for field in dataclasses.fields(kind)}
     try:
         # transformer_impl came with 0.14; before, the layer spec alone says it
-        config = TransformerConfig(**{name: value for name, value in values.items() if name in known})
+        config = kind(**{name: value for name, value in values.items() if name in known})
     except (AssertionError, ValueError) as error:
         raise UsageError(
             f"megatron-core refuses this model: {error}", "flags that go together", "Change them."
@@ -75,9 +76,10 @@ def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bo
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
 
+    layers = _layers(args, config, stage)
     return GPTModel(
         config,
-        _layers(args, config, stage),
+        layers,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=first,
@@ -88,6 +90,7 @@ def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bo
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
+        mtp_block_spec=_predicting_layers(args, config, layers, stage),
         **_stage(stage),
     )
 
@@ -98,7 +101,9 @@ def _layers(args: Namespace, config: TransformerConfig, stage: int | None) -> An
 
     if args.num_experts is None:
         return gpt_layer_specs.get_gpt_layer_local_spec(
-            normalization=args.normalization, qk_layernorm=args.qk_layernorm
+            normalization=args.normalization,
+            qk_layernorm=args.qk_layernorm,
+            multi_latent_attention=args.multi_latent_attention,
         )
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=args.normalization, **_stage(stage)
@@ -110,6 +115,21 @@ def _layers(args: Namespace, config: TransformerConfig, stage: int | None) -> An
             if shared is not None:
                 shared.params = {**shared.params, "gate": True}
     return block
+
+
+def _predicting_layers(args: Namespace, config: TransformerConfig, layers: Any, stage: int | None) -> Any:
+    """Return the specification of the layers of multi-token prediction that the chunk has; None: none.
+
+    Args:
+        layers: what ``_layers`` returned; those of prediction are of the last one's kind.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if args.mtp_num_layers is None:
+        return None
+    return gpt_layer_specs.get_gpt_mtp_block_spec(
+        config, layers, use_transformer_engine=False, **_stage(stage)
+    )
 
 
 def _stage_is_passed() -> bool:
@@ -280,7 +300,7 @@ def count(args: Namespace, model: list[DistributedDataParallel]) -> Parameters:
             if ".mlp.experts." in name:
                 of_experts += parameter.numel() * _counts_of_expert(parameter)
             elif param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
-                in_body = name.startswith("decoder.")
+                in_body = name.startswith(("decoder.", "mtp."))
                 own += torch.tensor([parameter.numel(), parameter.numel() * in_body])
     device = devices.current().torch_device()
     dense, experts = own.to(device), of_experts.to(device)

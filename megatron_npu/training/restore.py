@@ -11,6 +11,7 @@ import torch
 
 from megatron_npu import checksums, devices, plugin
 from megatron_npu.errors import UsageError
+from megatron_npu.generation.without_prediction import without_prediction
 from megatron_npu.training import (
     checkpoint,
     checkpoint_files,
@@ -84,7 +85,8 @@ def restored(
         gpt = model.on_device(args, config, gpt)
         with checksums.verifying(found.path):
             checkpoint.load_weights([gpt], found.path)
-        yield args, gpt.eval(), tokenizer
+        with without_prediction([model.unwrap(gpt)]):
+            yield args, gpt.eval(), tokenizer
 
 
 def _require_vocabulary(args: Namespace, tokenizer: Tokenizer) -> None:

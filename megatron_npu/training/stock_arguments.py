@@ -28,7 +28,12 @@ _MODEL = """
     moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias moe_router_dtype
     moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
     moe_pad_expert_input_to_capacity moe_token_drop_policy moe_grouped_gemm
+    mtp_num_layers mtp_loss_scaling_factor multi_latent_attention
 """.split()
+_LATENT = """
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor
+    mscale mscale_all_dim
+""".split()  # of the model with multi_latent_attention
 _FILES = "vocab_file merge_file tokenizer_model".split()
 _PLUGIN = "pre_tokens next_tokens shape_order".split()  # flags that megatron_npu adds to the scripts
 _OF_CORE = ("window_size",)  # of megatron-core's configuration; not a flag of the driver
@@ -40,13 +45,11 @@ _END_OF_NULL = "null_tokenizer_eod_id"  # None is the last of the --vocab-size t
 # What makes another model of those that the driver has, with the values that do not. The fields of
 # TransformerConfig are looked at by themselves; these are handed to GPTModel, or choose another class.
 _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
-    "multi_latent_attention": (False,),
-    "mtp_num_layers": (None, 0),
     "squared_relu": (False,),
     "openai_gelu": (False,),
     "quick_geglu": (False,),
     "onnx_safe": (None, False),
-    "rope_type": (None, "rope"),
+    "rope_type": (None, "rope", "yarn"),  # yarn of multi-latent attention alone, as upstream sees to
     "rotary_seq_len_interpolation_factor": (None, 1),
     "add_position_embedding": (True,),
     "heterogeneous_layers_config_path": (None,),
@@ -86,13 +89,17 @@ def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
     required = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings".split()
     flags = [word for name in required for word in (f"--{name.replace('_', '-')}", str(_take(values, name)))]
     args = vars(arguments.parse([*flags, "--micro-batch-size", "1", "--train-iters", "0"]))
-    for name in (*_MODEL, *_FILES, *_PLUGIN, *_OF_CORE):
+    latent = _LATENT if values.get("multi_latent_attention") else []
+    for name in (*_MODEL, *latent, *_FILES, *_PLUGIN, *_OF_CORE):
         value = _take(values, name)
         if value is not None:
             args[name] = value
     if _counts_the_end(values):
         args["vocab_size"] -= 1
     result = Namespace(**args)
+    result.mtp_num_layers = result.mtp_num_layers or None
+    if latent:
+        result.rope_type = result.rope_type or "yarn"  # as upstream
     derive.model(result)
     derive.experts(result)
     derive.expert_layout(result)

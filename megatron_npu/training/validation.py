@@ -13,6 +13,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.training.checks import (
     data,
     experts,
+    latent,
     length,
     machine,
     model,
@@ -31,13 +32,13 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ),
     (
         "clip-grad weight-decay init-method-std adam-eps sample-temperature moe-z-loss-coeff "
-        "moe-router-bias-update-rate",
+        "moe-router-bias-update-rate mscale mscale-all-dim mtp-loss-scaling-factor",
         lambda value: value >= 0,
         "a number from 0 on",
     ),
     (
         "rotary-base rope-scaling-factor norm-epsilon loss-scale initial-loss-scale min-loss-scale "
-        "moe-router-topk-scaling-factor moe-expert-capacity-factor",
+        "moe-router-topk-scaling-factor moe-expert-capacity-factor rotary-scaling-factor",
         lambda value: value > 0,
         "a number above 0",
     ),
@@ -63,6 +64,7 @@ def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check)
         switches.check,
         model.check,
         model.attention,
+        latent.check,
         experts.check,
         parallel.check,
         experts.layout,

@@ -18,6 +18,12 @@ pytest.importorskip("megatron.core")
 LAST = "--dist-ckpt-optim-fully-reshardable"
 
 
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 8 --position-embedding-type rope --mtp-num-layers 1"
+)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -25,8 +31,9 @@ LAST = "--dist-ckpt-optim-fully-reshardable"
         ["--bf16", "--use-distributed-optimizer"],
         ["--fp16", "--initial-loss-scale", "65536"],
         ["--use-distributed-optimizer", LAST],
+        [*LATENT.split(), *"--async-save --save-interval 1 --sample-tokens 3 --sample-prompt 1".split()],
     ],
-    ids=["fp32", "bf16-distributed", "fp16", "reshardable"],
+    ids=["fp32", "bf16-distributed", "fp16", "reshardable", "latent-predicting-asynchronous"],
 )
 def test_one_process(train, tmp_path, kind):
     whole, halves = tmp_path / "whole", tmp_path / "halves"

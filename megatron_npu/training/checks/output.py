@@ -54,6 +54,12 @@ def checkpoints(args: Namespace) -> None:
     """
     if args.save_interval and not args.save:
         raise UsageError("--save-interval", "--save DIR together with it", "Add --save.")
+    if args.async_save and args.fully_sharded:
+        raise UsageError(
+            "--async-save with weights that are sharded (zero-2, zero-3, fsdp)",
+            "checkpoints that are written at once, the only ones of such a run",
+            "Drop --async-save.",
+        )
     _rewinding(args)
     for flag, given in (
         ("--ckpt-step", args.ckpt_step is not None),

@@ -163,6 +163,8 @@ def test_the_plot_is_a_png(tmp_path):
 def test_flops_of_gpt2():
     args = Namespace(
         num_layers=12,
+        mtp_num_layers=None,
+        multi_latent_attention=False,
         num_experts=None,
         moe_layer_freq=1,
         hidden_size=768,
@@ -180,3 +182,19 @@ def test_flops_of_gpt2():
     h, s, layers, vocabulary = 768, 1024, 12, 50304
     expected = 72 * s * layers * h**2 * (1 + s / (12 * h) + vocabulary / (12 * layers * h))
     assert flops.of_step(args) == pytest.approx(expected)
+
+
+def test_flops_of_latent_attention_and_a_further_layer():
+    """The matrices by their shapes: ``--multi-latent-attention``, and ``--mtp-num-layers 1``."""
+    sizes = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
+    layer = {"num_layers": 1, "num_experts": None, "moe_layer_freq": 1, "ffn_hidden_size": 32, "swiglu": True}
+    args = Namespace(
+        **sizes,
+        **layer,
+        **{"mtp_num_layers": 1, "multi_latent_attention": True, "hidden_size": 16, "num_attention_heads": 2},
+        **{"seq_length": 10, "padded_vocab_size": 64, "global_batch_size": 1},
+    )
+    matrices = [(16, 6), (6, 12), (16, 5 + 2), (5, 8 + 6), (6, 16), (16, 32), (16, 32), (32, 16), (16, 64)]
+    products = sum(rows * columns for rows, columns in matrices)
+    scores = (12 + 6) * 10 / 2  # with half of them, as the mask is causal
+    assert flops.of_step(args) == 6 * 10 * (2 * (products + scores) + 32 * 16)

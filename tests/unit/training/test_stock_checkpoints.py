@@ -138,8 +138,7 @@ def test_the_model_is_taken_and_the_run_is_not(tmp_path):
     ("changes", "named"),
     [
         ({"num_experts": 8, "moe_latent_size": 16}, "moe_latent_size 16"),
-        ({"multi_latent_attention": True}, "multi_latent_attention"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers 1"),
+        ({"multi_latent_attention": True, "attention_output_gate": True}, "attention_output_gate"),
         ({"squared_relu": True}, "squared_relu"),
         ({"rotary_seq_len_interpolation_factor": 2}, "rotary_seq_len_interpolation_factor 2"),
         ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
@@ -154,6 +153,13 @@ def test_what_the_driver_does_not_have_is_named(changes, named):
     with pytest.raises(UsageError) as caught:
         stock_arguments.to_driver({**STOCK, **changes})
     assert named in str(caught.value)
+
+
+def test_multi_latent_attention_and_further_layers_are_taken():
+    pytest.importorskip("megatron.core")
+    latent = {"multi_latent_attention": True, "rope_type": None, "kv_lora_rank": 24, "mtp_num_layers": 1}
+    args = stock_arguments.to_driver({**STOCK, **latent})
+    assert {name: args[name] for name in latent} == latent | {"rope_type": "yarn"}
 
 
 @pytest.mark.parametrize(

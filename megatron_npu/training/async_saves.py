@@ -1,0 +1,98 @@
+"""Checkpoints that are written while training goes on (``--async-save``): one at a time.
+
+megatron-core copies the state to the host and forks a process on each rank, which writes it. When all have
+ended, the ranks complete the checkpoint together: until then it has no name, and nobody takes it for one.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from megatron_npu.training import checkpoint, checkpoint_failures, checkpoint_files, checkpoint_folder
+from megatron_npu.training.checkpoint import Position, State
+
+# RuntimeError is megatron-core's where a writer was killed: it left no result.
+_FAILURES = (*checkpoint_failures.FAILURES, RuntimeError)
+
+
+class AsyncSaves:
+    """The checkpoint that is being written, if there is one. A context: an error abandons it.
+
+    Args:
+        args: what ``validation.check`` returned.
+        saved: called on every rank when a checkpoint is whole, with its directory and iteration.
+    """
+
+    def __init__(self, args: Namespace, saved: Callable[[Path, int], None]) -> None:
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+        self._args, self._saved = args, saved
+        self._queue = AsyncCallsQueue()
+        self._written: Position | None = None  # where the run stood
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._written is not None
+
+    def begin(self, state: State, position: Position) -> None:
+        """Begin to write the checkpoint of ``position``, when the one before is whole. Collective.
+
+        Raises:
+            UnsavedError: the one before could not be written.
+            OSError: this one cannot.
+        """
+        self.finish()
+        self._written = position
+        part = checkpoint_folder.begin(self._args.save, position.iteration)
+        self._queue.schedule_async_request(checkpoint.begin_async(self._args, state, position, part))
+
+    def take_finished(self) -> None:
+        """Complete the checkpoint if every rank has written its part. Collective.
+
+        Raises:
+            UnsavedError: it could not be written.
+        """
+        self._complete(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, and complete it. Collective.
+
+        Raises:
+            UnsavedError: it could not be written.
+        """
+        self._complete(blocking=True)
+
+    def _complete(self, *, blocking: bool) -> None:
+        position, root = self._written, self._args.save
+        if position is None:
+            return
+        place = checkpoint_files.directory(root, position.iteration)
+        try:
+            if not self._queue.maybe_finalize_async_calls(blocking):
+                return
+            checkpoint.complete(self._args, position, checkpoint_folder.hidden(root, position.iteration))
+            checkpoint_folder.finish(root, position.iteration)
+        except _FAILURES as error:
+            raise checkpoint_failures.unsaved(error, position.iteration, root) from error
+        self._written = None
+        self._saved(place, position.iteration)
+
+    def __enter__(self) -> AsyncSaves:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End this rank's writer where the run ends with an error: other ranks may not be there any more."""
+        if kind is None or self._written is None:
+            return
+        for call in self._queue.async_calls:
+            process = call.async_caller.process
+            if process is not None:
+                process.kill()
+                process.join()
+        checkpoint_folder.discard(self._args.save, self._written.iteration)
