@@ -43,4 +43,8 @@ def chunk_gated_delta_rule(
     factor = k.size(-1) ** -0.5 if scale is None else scale
     lengths = lengths_of(cu_seqlens, q.size(1))
     sequences = zip(*(part.split(lengths, dim=1) for part in (q, k, v, g, beta)), strict=True)
-    return torch.cat([gated_delta_rule(*sequence, scale=factor) for sequence in sequences], 1), None
+    outputs = [
+        gated_delta_rule(queries, keys, values, decays, shares, factor)
+        for queries, keys, values, decays, shares in sequences
+    ]
+    return torch.cat(outputs, 1), None
