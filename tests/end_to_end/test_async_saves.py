@@ -72,3 +72,8 @@ def test_a_run_that_fails_leaves_nothing_half_written(train, tmp_path, monkeypat
 def test_the_flag_is_of_no_use_without_a_folder(train, tmp_path) -> None:
     summary: pretrain.Summary = train("--async-save", "--no-plot", "--train-iters", "1", "--eval-iters", "0")
     assert summary.checkpoint is None
+
+
+def test_sharded_weights_are_refused(refused, flags, tmp_path) -> None:
+    argv = flags("--save", tmp_path, "--async-save", "--fsdp-memory-optimization")
+    assert "--async-save with weights that are sharded" in refused("pretrain", *argv)
