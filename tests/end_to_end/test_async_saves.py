@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from argparse import Namespace
 from typing import Any
 
 import pytest
 
+from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint, pretrain
 from megatron_npu.training.async_saves import AsyncSaves
 from megatron_npu.training.checkpoint_failures import UnsavedError
+from megatron_npu.training.checks import output
 from megatron_npu.training.divergence import DivergedError
 
 pytest.importorskip("megatron.core")
@@ -74,6 +77,7 @@ def test_the_flag_is_of_no_use_without_a_folder(train, tmp_path) -> None:
     assert summary.checkpoint is None
 
 
-def test_sharded_weights_are_refused(refused, flags, tmp_path) -> None:
-    argv = flags("--save", tmp_path, "--async-save", "--fsdp-memory-optimization")
-    assert "--async-save with weights that are sharded" in refused("pretrain", *argv)
+def test_sharded_weights_are_refused() -> None:
+    args = Namespace(save_interval=None, save="folder", async_save=True, fully_sharded="torch")
+    with pytest.raises(UsageError, match="--async-save with weights that are sharded"):
+        output.checkpoints(args)
