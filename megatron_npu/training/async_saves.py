@@ -6,6 +6,8 @@ ended, the ranks complete the checkpoint together: until then it has no name, an
 
 from __future__ import annotations
 
+import contextlib
+import queue
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -95,4 +97,17 @@ class AsyncSaves:
             if process is not None:
                 process.kill()
                 process.join()
+        _forget_results()
         checkpoint_folder.discard(self._args.save, self._written.iteration)
+
+
+def _forget_results() -> None:
+    """Take what an ended writer has said of its files: the next checkpoint of this process would hold it."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async as writers
+
+    results = (
+        getattr(writers, "get_write_results_queue", None) or writers._get_write_results_queue
+    )  # until 0.16
+    with contextlib.suppress(queue.Empty):
+        while True:
+            results().get_nowait()
