@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_deepspeed_core import sequence_parallel
-from megatron_npu.adaptors.megatron_deepspeed_core.decorators import around, records
+from megatron_npu.adaptors.megatron_deepspeed_core.decorators import around, backport, records
 from megatron_npu.adaptors.megatron_deepspeed_core.rotary import side_by_side
 from megatron_npu.adaptors.shared import core_attention
 from megatron_npu.adaptors.shared.arguments import connect_attention_flags
@@ -33,12 +33,10 @@ def initialise_fused(original: Callable[..., None], self: Any, *positional: Any,
     core_attention.give_flags(self, core)
 
 
-@around(
+@backport(
     "megatron.model.transformer:ParallelAttention.forward",
     why="queries are turned by one of the two rotary tables and keys by the other, and by none with "
     "--ds-sequence-parallel-size",
-    upstream_bug=True,
-    until="4efb479d is its last commit: for ever",
 )
 def forward(
     original: Callable[..., Any],

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from megatron_npu.adaptors.shared.decorators import recorder
+from functools import partial
+
+from megatron_npu.adaptors.shared.decorators import backports_not_wanted, recorder
 
 records = recorder("megatron_deepspeed_core")
 replace, around, constant = records.replace, records.around, records.constant
+backport = partial(
+    around,
+    upstream_bug=True,
+    condition=backports_not_wanted,
+    until="4efb479d is its last commit: for ever",
+)

@@ -12,19 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_deepspeed_core.decorators import around, replace
+from megatron_npu.adaptors.megatron_deepspeed_core.decorators import backport
 from megatron_npu.ops.rotary import rotary_by_tables
 
 _MODULE = "megatron.model.rotary_pos_embedding"
-_UNTIL = "4efb479d is its last commit: for ever"
 
 
-@around(
+@backport(
     f"{_MODULE}:RotaryEmbedding.forward",
     why="the pipeline moves its result to the device, and text generation takes it for one table: both end "
     "in an error, since it is a list of two",
-    upstream_bug=True,
-    until=_UNTIL,
 )
 def both_tables(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
     """Cosines and sines, ``[2, s, 1, 1, r]``, which still can be unpacked as two."""
@@ -36,14 +33,17 @@ def side_by_side(tables: Any) -> Tensor | None:
     return None if tables is None else torch.cat([*tables], -1)
 
 
-@replace(
+def turn(t: Tensor, tables: Tensor) -> Tensor:
+    """Turn ``[s, b, n, d]`` by the tables of ``side_by_side``, of which there may be more rows than s."""
+    cosine, sine = tables[: t.size(0)].chunk(2, -1)
+    return rotary_by_tables(t, cosine, sine)
+
+
+@backport(
     f"{_MODULE}:apply_rotary_pos_emb",
     why="it takes the cosine and the sine of what is the table of cosines already, and keeps them for keys, "
     "too: all angles lie between -1 and 1, whatever the position",
-    upstream_bug=True,
-    until=_UNTIL,
 )
-def apply_rotary_pos_emb(t: Tensor, freqs: Tensor) -> Tensor:
-    """Turn ``[s, b, n, d]`` by the tables of ``side_by_side``, of which there may be more rows than s."""
-    cosine, sine = freqs[: t.size(0)].chunk(2, -1)
-    return rotary_by_tables(t, cosine, sine)
+def apply_rotary_pos_emb(original: Callable[..., Tensor], t: Tensor, freqs: Tensor) -> Tensor:
+    """Turn by positions."""
+    return turn(t, freqs)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_deepspeed_core.rotary import apply_rotary_pos_emb
+from megatron_npu.adaptors.megatron_deepspeed_core.rotary import turn
 
 _BATCH_DIMENSION = 1  # of [s, b, n, d]
 
@@ -50,5 +50,5 @@ def _attend(
 
         size = query.size(0)
         rows = exchange.rotary_tables[parallel_state.get_sequence_parallel_rank() * size :]
-        query, key = apply_rotary_pos_emb(query, rows), apply_rotary_pos_emb(key, rows)
+        query, key = turn(query, rows), turn(key, rows)
     return original(query, key, value, _BATCH_DIMENSION, None, attention_mask).flatten(2)

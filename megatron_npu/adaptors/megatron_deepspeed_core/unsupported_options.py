@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_npu import settings
 from megatron_npu.adaptors.megatron_deepspeed_core.decorators import records
 from megatron_npu.adaptors.shared.deepspeed import (
     connect_refusals,
@@ -19,7 +20,8 @@ def refuse(args: argparse.Namespace) -> None:
 
     Raises:
         UsageError: ``--ds-sequence-parallel-fpdt``; ``--ds-sequence-parallel-size`` where it does not train;
-            with ``--deepspeed``: what its configuration cannot do.
+            rotary embedding where upstream's wrong one ends in an error; with ``--deepspeed``: what its
+            configuration cannot do.
     """
     if args.ds_sequence_parallel_fpdt:
         raise UsageError(
@@ -29,6 +31,8 @@ def refuse(args: argparse.Namespace) -> None:
         )
     if args.ds_sequence_parallel_size > 1:
         _refuse_sequence_parallel(args)
+    if args.use_rotary_position_embeddings and not settings.BACKPORT.enabled():
+        _refuse_rotary(args)
     if args.deepspeed:
         remedy = "Add --no-pipeline-parallel for stages 2 and 3, or take stage 1."
         refuse_configuration(args, pipeline=not args.no_pipeline_parallel, remedy=remedy)
@@ -57,6 +61,19 @@ def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
             f"{given} at stage 3 of ZeRO, where DeepSpeed averages the gradients of a sequence's ranks",
             "their sum",
             'Add "reduce_scatter": false to "zero_optimization" in the configuration, or take stage 2.',
+        )
+
+
+def _refuse_rotary(args: argparse.Namespace) -> None:
+    """Refuse where upstream ends in an error, or trains without it; elsewhere it trains with wrong angles."""
+    ranks = args.ds_sequence_parallel_size > 1
+    if ranks or (args.deepspeed and not args.no_pipeline_parallel):
+        raise UsageError(
+            "--use-rotary-position-embeddings with "
+            + ("--ds-sequence-parallel-size" if ranks else "DeepSpeed's pipeline"),
+            "upstream's rotary embedding, which mixes up its two tables, to be cured for that",
+            f"Set {settings.BACKPORT.name}=1; or leave "
+            + ("that out." if ranks else "it to --no-pipeline-parallel."),
         )
 
 

@@ -30,4 +30,4 @@ def test_layers_turn_by_the_angles():
     query = torch.randn(S, B, N, D)
     for start in (0, 4):  # more rows than tokens; those of a later rank
         expected = by_angles(query, Embedding.angles[start : start + S])
-        torch.testing.assert_close(rotary.apply_rotary_pos_emb(query, given[start:]), expected)
+        torch.testing.assert_close(rotary.turn(query, given[start:]), expected)

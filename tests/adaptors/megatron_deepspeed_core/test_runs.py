@@ -27,8 +27,9 @@ def test_zero_trains_like_one_process(checkout, data, expected, stage, flags, tm
 
 
 @pytest.mark.parametrize("rotary", [False, True], ids=["learned", "rotary"])
-def test_ranks_of_a_sequence_train_like_one_process(checkout, data, expected, rotary, tmp_path):
+def test_ranks_of_a_sequence_train_like_one_process(checkout, data, expected, rotary, tmp_path, monkeypatch):
     """Each has half of the tokens, and half of the heads in attention; positions are those of the whole."""
+    monkeypatch.setenv("MEGATRON_NPU_BACKPORT", str(int(rotary)))
     flags = ROTARY if rotary else ""
     if rotary:
         expected = train(checkout, data, flags)
@@ -37,7 +38,8 @@ def test_ranks_of_a_sequence_train_like_one_process(checkout, data, expected, ro
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_pipeline_turns_by_positions(checkout, data, tmp_path):
+def test_a_pipeline_turns_by_positions(checkout, data, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_NPU_BACKPORT", "1")
     assert train(checkout, data, engine(tmp_path, 0), ROTARY) == train(checkout, data, ROTARY)
 
 

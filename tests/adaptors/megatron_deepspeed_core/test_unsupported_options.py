@@ -13,7 +13,7 @@ from megatron_npu.errors import UsageError
 def arguments(**changes: object) -> argparse.Namespace:
     given = {"deepspeed": True, "no_pipeline_parallel": False, "ds_sequence_parallel_fpdt": False}
     given |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-    given |= {"ds_sequence_parallel_size": 1}
+    given |= {"ds_sequence_parallel_size": 1, "use_rotary_position_embeddings": False}
     return argparse.Namespace(**{**given, **changes})
 
 
@@ -47,3 +47,18 @@ def test_ranks_of_a_sequence_need_the_engine_and_no_pipeline(tmp_path):
         unsupported_options.refuse(arguments(**given | {"zero_stage": 3}))
     path.write_text('{"zero_optimization": {"stage": 3, "reduce_scatter": false}}')
     unsupported_options.refuse(arguments(**given))
+
+
+def test_rotary_embedding_that_upstream_has_wrong(tmp_path, monkeypatch):
+    path = tmp_path / "ds.json"
+    path.write_text("{}")
+    given = {"deepspeed_config": str(path), "zero_stage": 1, "use_rotary_position_embeddings": True}
+    whole = {**given, "no_pipeline_parallel": True}
+    unsupported_options.refuse(arguments(**whole))
+    refused = [(given, "DeepSpeed's pipeline"), ({**whole, "ds_sequence_parallel_size": 2}, "--ds-sequence")]
+    for options, told in refused:
+        with pytest.raises(UsageError, match=rf"rotary.* with {told}.*MEGATRON_NPU_BACKPORT=1"):
+            unsupported_options.refuse(arguments(**options))
+    monkeypatch.setenv("MEGATRON_NPU_BACKPORT", "1")
+    for options, _ in refused:
+        unsupported_options.refuse(arguments(**options))
