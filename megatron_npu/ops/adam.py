@@ -43,7 +43,8 @@ class FusedAdam(FusedOptimizer):
     parameter group, state is ``exp_avg`` and ``exp_avg_sq`` in fp32. ``load_state_dict`` also takes what
     ``torch.optim.Adam`` and ``AdamW`` saved. Megatron's distributed optimizer relies on exactly that form; on
     torch's own AdamW its resume is wrong (megatron-core 0.16: one shared step tensor, counted once per
-    parameter). Distributed tensors (FSDP2's) keep distributed state; each rank updates its part.
+    parameter). Distributed tensors (FSDP2's) keep distributed state; each rank updates its part, and has the
+    state of those of which it holds nothing, too, in one order: saving ranks exchange the shapes of each.
 
     Args:
         params: parameters or groups.
@@ -134,6 +135,9 @@ class FusedAdam(FusedOptimizer):
             weight_decay=float(group["weight_decay"]),
             decoupled=bool(self.adam_w_mode),
         )
+        for parameter in group["params"]:
+            if hasattr(parameter, "to_local") and parameter.requires_grad and parameter not in self.state:
+                self.initialize_state(parameter)
         rows = [self._row(parameter) for parameter in parameters]
         rows = [row for row in rows if row.weight.numel()]  # a rank may hold no row of a small weight
         update = functools.partial(_adam, step=step)

@@ -8,6 +8,10 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_npu.ops import adam
 from megatron_npu.ops.adam import FusedAdam
@@ -274,3 +278,22 @@ def test_a_copy_goes_on_as_the_original_does(device, make, duplicate):
         assert value is not twin
         assert torch.equal(value, twin)
         assert (value.grad is None) == (twin.grad is None)
+
+
+def test_a_rank_has_the_state_of_what_it_holds_nothing_of():
+    """Megatron's FSDP gives it no gradient of that; in a save all ranks exchange the shapes of all states."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        tensors = [distribute_tensor(torch.ones(rows, 4), mesh, [Shard(0)]) for rows in (1, 2, 1)]
+        nothing, something, frozen = map(torch.nn.Parameter, tensors)
+        frozen.requires_grad_(False)
+        something.grad = torch.ones_like(something)
+        assert nothing.to_local().numel() == 0
+        optimizer = FusedAdam([nothing, something, frozen])
+        optimizer.step()
+        assert list(optimizer.state) == [nothing, something]  # all ranks in this order
+        shapes = {name: state.shape for name, state in optimizer.state[nothing].items()}
+        assert shapes == {"exp_avg": (1, 4), "exp_avg_sq": (1, 4)}
+    finally:
+        dist.destroy_process_group()
