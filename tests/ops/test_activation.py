@@ -77,7 +77,7 @@ def test_without_gradients(device, dtype, rows, with_bias):
     bias = torch.randn(9, device=device).to(dtype) if with_bias else None
     with torch.no_grad():
         found = activation.bias_gelu(x, bias)
-    exact = gelu_tanh(x.double().cpu() + (0 if bias is None else bias.double().cpu()))
+    exact = gelu_tanh(x.cpu().double() + (0 if bias is None else bias.cpu().double()))
     assert found.dtype == dtype
     tolerance = {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(found.cpu().double(), exact, **tolerance)

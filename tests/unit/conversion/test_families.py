@@ -34,6 +34,8 @@ LLAMA = {
     "attention_dropout": 0.0,
     "untie_embeddings_and_output_weights": True,
     "num_experts": None,
+    "multi_latent_attention": False,
+    "mtp_num_layers": None,
 }
 
 
