@@ -263,7 +263,8 @@ def join(args: Namespace) -> None:
     watchdog.require_fresh_store()
     watchdog.require_open_files(args.world_size)
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        with watchdog.meeting():
+            dist.init_process_group(backend, timeout=timeout)
     except RuntimeError as error:  # another rank is gone already, and tells why
         raise UsageError(
             f"rank {args.rank} cannot join the others: {str(error).partition(chr(10))[0]}",

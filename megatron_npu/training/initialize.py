@@ -94,7 +94,8 @@ def _init_process_group(args: Namespace) -> None:
     else:
         watchdog.require_fresh_store()
         watchdog.require_open_files(args.world_size)
-        dist.init_process_group(backend, timeout=timeout)
+        with watchdog.meeting():
+            dist.init_process_group(backend, timeout=timeout)
 
 
 def seed_everything(seed: int) -> None:

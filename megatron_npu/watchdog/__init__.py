@@ -15,7 +15,7 @@ The first rank that knows writes it into the store for all; they print it and en
 one rank lets each print where all its threads stand.
 """
 
-from megatron_npu.watchdog.launcher import end_with_launcher
+from megatron_npu.watchdog.launcher import end_with_launcher, meeting
 from megatron_npu.watchdog.open_files import require_open_files
 from megatron_npu.watchdog.rank import begin, end, failed, step, watching
 from megatron_npu.watchdog.restarts import require_fresh_store
@@ -25,6 +25,7 @@ __all__ = [
     "end",
     "end_with_launcher",
     "failed",
+    "meeting",
     "require_fresh_store",
     "require_open_files",
     "step",

@@ -7,11 +7,13 @@ import os
 import select
 import sys
 import threading
+from collections.abc import Iterator
 from typing import NoReturn
 
 from megatron_npu import elastic_agent
 
 _EXIT = 1
+_PATIENCE = 2.0  # seconds from the end of a launcher's store to its own
 
 _watched_in = 0  # the process in which the thread runs; a forked child has none
 
@@ -38,6 +40,35 @@ def end_with_launcher() -> None:
     threading.Thread(
         target=_wait, args=(descriptor, launcher.pid), name="megatron_npu launcher", daemon=True
     ).start()
+
+
+@contextlib.contextmanager
+def meeting() -> Iterator[None]:
+    """Let ranks meet in the block; one that fails because the launcher has ended, and its store, says so.
+
+    The thread that watches the launcher may hear of it later than the store's connection breaks.
+    """
+    try:
+        yield
+    except RuntimeError:  # torch's DistError is one
+        launcher = elastic_agent.find()
+        if launcher is not None and (elastic_agent.has_gone() or _ends(launcher.pid)):
+            _end("its launcher")
+        raise
+
+
+def _ends(launcher: int) -> bool:
+    """Return whether a process ends before patience does."""
+    try:
+        descriptor = os.pidfd_open(launcher)
+    except ProcessLookupError:
+        return True
+    except (AttributeError, OSError):
+        return False
+    try:
+        return bool(select.select([descriptor], [], [], _PATIENCE)[0])
+    finally:
+        os.close(descriptor)
 
 
 def _wait(descriptor: int, launcher: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_npu import elastic_agent
+from megatron_npu import elastic_agent, watchdog
 from tests.conftest import LONGEST
 
 MODULE = Path(__file__).resolve().parents[2] / "megatron_npu" / "watchdog" / "launcher.py"
@@ -24,6 +24,14 @@ while len(sys.argv) > 2 and not os.path.exists(sys.argv[2]):
 runpy.run_path(sys.argv[1])["end_with_launcher"]()
 print("ready", flush=True)
 time.sleep(600)
+"""
+MEETING = """
+import os, runpy, sys, time
+with runpy.run_path(sys.argv[1])["meeting"]():
+    print("starting", flush=True)
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.01)
+    raise RuntimeError("Connection reset by peer")
 """
 # a shell stands between the two, as with torchrun --no-python; it does not exec its last command. A file of
 # that name in its memory is what tells an agent of torch's from others
@@ -40,9 +48,9 @@ RUN = {"TORCHELASTIC_RUN_ID": "7", "RANK": "3"}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of ends by a pidfd")
 
 
-def start(environment: dict[str, str], *more: str) -> subprocess.Popen[str]:
+def start(environment: dict[str, str], *more: str, program: str = RANK) -> subprocess.Popen[str]:
     """Start an agent, which starts a rank; wait until that says a word."""
-    rank = [sys.executable, "-c", RANK, str(MODULE), *more]
+    rank = [sys.executable, "-c", program, str(MODULE), *more]
     bare = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, repr(environment), *rank],
@@ -91,9 +99,10 @@ def test_an_agent_that_ends_while_it_is_looked_for_is_missed(monkeypatch: pytest
     assert found.pid == os.getppid()
 
 
-def test_ranks_that_are_still_starting_do_not_train_on_without_it(tmp_path: Path) -> None:
-    """Found by the campaign: a launcher that is killed while its ranks import Megatron."""
-    with start(RUN, str(tmp_path / "go on")) as launcher:
+@pytest.mark.parametrize("program", [RANK, MEETING], ids=["imports", "meeting"])
+def test_ranks_that_are_still_starting_do_not_train_on_without_it(program: str, tmp_path: Path) -> None:
+    """Found by the campaign: a launcher that is killed while its ranks import Megatron, or meet."""
+    with start(RUN, str(tmp_path / "go on"), program=program) as launcher:
         assert launcher.stderr is not None
         launcher.kill()
         launcher.wait()
@@ -102,3 +111,8 @@ def test_ranks_that_are_still_starting_do_not_train_on_without_it(tmp_path: Path
             launcher.stderr.read()
             == "megatron_npu: rank 3 ends: its launcher has ended before it (killed?)\n"
         )
+
+
+def test_ranks_that_fail_to_meet_for_another_reason_say_it() -> None:
+    with pytest.raises(RuntimeError, match="too few files"), watchdog.meeting():
+        raise RuntimeError("too few files")

@@ -42,7 +42,8 @@ def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any,
     watchdog.end_with_launcher()
     watchdog.require_fresh_store()
     watchdog.require_open_files(int(os.environ.get("WORLD_SIZE", "1")))
-    result = original(*args, **kwargs)
+    with watchdog.meeting():
+        result = original(*args, **kwargs)
     watchdog.begin(lambda: getattr(get_args(), "curr_iteration", -1) + 1)  # upstream's counts from 0
     _hold_save_folder(get_args())
     return result

@@ -39,6 +39,15 @@ def test_the_straggler_detector_measures(detector) -> None:
     assert detector.report(total_flops=1e12, log_interval=1)
 
 
+def test_ctrl_c_where_the_straggler_detector_is_on_is_no_traceback(detector, caplog) -> None:
+    with pytest.raises(KeyboardInterrupt), detector:
+        raise KeyboardInterrupt
+    assert not caplog.text
+    with pytest.raises(ValueError, match="lost"), detector:
+        raise ValueError("lost")
+    assert "ValueError: lost" in caplog.text
+
+
 def test_figures_of_memory_follow_what_is_allocated() -> None:
     torch.cuda.empty_cache()  # what earlier tests have freed would be used again, and nothing would grow
     before = torch.cuda.memory_allocated()
