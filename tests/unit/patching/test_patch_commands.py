@@ -145,7 +145,7 @@ def test_the_ledger_of_a_drifted_tree_shows_what_failed_first(
     assert sum(line.startswith("failed ") for line in lines) == 1
     assert f"1 failed ({failed})" in lines[-1]
     assert f"not imported: {failed} has drifted" in " ".join(" ".join(lines).split())
-    assert len(lines) < 100
+    assert len(lines) < len(patch_commands.verdicts(found))  # those that were not reached are told together
 
 
 def test_a_removed_module_is_drift(tree: Path, pins: Path, capsys: pytest.CaptureFixture) -> None:
