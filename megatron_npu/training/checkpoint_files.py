@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_npu import files
 from megatron_npu.errors import UsageError
+from megatron_npu.training import latent_flags
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name, in tracker and directory, for weights that no run has trained here
@@ -56,13 +57,7 @@ _SAME_MODEL = (
 # Values of checkpoints that are older than the flags.
 _BEFORE = {"multi_latent_attention": False}
 # The same of a model with multi-latent attention.
-_SAME_LATENT = tuple(
-    (name, f"--{name.replace('_', '-')}")
-    for name in """
-    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor
-    mscale mscale_all_dim
-    """.split()
-)
+_SAME_LATENT = tuple((name, f"--{name.replace('_', '-')}") for name in latent_flags.NAMES)
 # The same of a model with experts.
 _SAME_EXPERTS = tuple(
     (name, f"--{name.replace('_', '-')}")

@@ -10,6 +10,13 @@ from megatron_npu.arg_parser import number, positive
 Add = Callable[..., Any]
 
 
+# What the attention takes beside the first flag: attributes of the arguments, here and upstream.
+NAMES = """
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor
+    mscale mscale_all_dim
+""".split()
+
+
 def add(add: Add) -> None:
     """Add the flags of the attention; all but the first mean something together with it alone."""
     add(

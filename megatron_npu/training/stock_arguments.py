@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_npu import devices
 from megatron_npu.errors import UsageError
-from megatron_npu.training import arguments, derive
+from megatron_npu.training import arguments, derive, latent_flags
 
 _MODEL = """
     num_layers hidden_size num_attention_heads group_query_attention num_query_groups kv_channels
@@ -30,10 +30,6 @@ _MODEL = """
     moe_pad_expert_input_to_capacity moe_token_drop_policy moe_grouped_gemm
     mtp_num_layers mtp_loss_scaling_factor multi_latent_attention
 """.split()
-_LATENT = """
-    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor
-    mscale mscale_all_dim
-""".split()  # of the model with multi_latent_attention
 _FILES = "vocab_file merge_file tokenizer_model".split()
 _PLUGIN = "pre_tokens next_tokens shape_order".split()  # flags that megatron_npu adds to the scripts
 _OF_CORE = ("window_size",)  # of megatron-core's configuration; not a flag of the driver
@@ -89,7 +85,7 @@ def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
     required = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings".split()
     flags = [word for name in required for word in (f"--{name.replace('_', '-')}", str(_take(values, name)))]
     args = vars(arguments.parse([*flags, "--micro-batch-size", "1", "--train-iters", "0"]))
-    latent = _LATENT if values.get("multi_latent_attention") else []
+    latent = latent_flags.NAMES if values.get("multi_latent_attention") else []
     for name in (*_MODEL, *latent, *_FILES, *_PLUGIN, *_OF_CORE):
         value = _take(values, name)
         if value is not None:

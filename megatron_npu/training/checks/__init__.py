@@ -5,6 +5,11 @@ Each function raises ``UsageError`` with one line. ``validation.check`` calls th
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
 
 
@@ -16,3 +21,24 @@ def divides(divisor: int, what: str, number: int, of: str) -> None:
     """
     if number % divisor:
         raise UsageError(f"{of} {number}", f"a multiple of {what} = {divisor}", "Change one of the two.")
+
+
+def nothing_without(
+    first: str, add: Callable[[Callable[..., Any]], None], args: Namespace, expected: str, remedy: str
+) -> None:
+    """Check that no flag of a group is given whose flags mean something together with ``first`` alone.
+
+    Args:
+        first: the flag, which is not given.
+        add: adds the group's flags to a parser.
+        args: of the run.
+        expected, remedy: for the message.
+
+    Raises:
+        UsageError: one of them is given.
+    """
+    parser = Parser("")
+    add(parser.add_argument)
+    for action in parser._actions:
+        if action.dest != "help" and getattr(args, action.dest) != action.default:
+            raise UsageError(f"{action.option_strings[0]} without {first}", expected, remedy)

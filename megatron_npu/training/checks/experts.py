@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
 from megatron_npu.training import derive, expert_flags
-from megatron_npu.training.checks import divides
+from megatron_npu.training.checks import divides, nothing_without
 
 # (first version of megatron-core, the attribute, the values that it does not have before, what to do there)
 _SINCE: tuple[tuple[str, str, object, str], ...] = (
@@ -24,7 +23,7 @@ def check(args: Namespace) -> None:
         UsageError: a flag that lacks --num-experts or another, or that this megatron-core does not have.
     """
     if args.num_experts is None:
-        _nothing_without_experts(args)
+        nothing_without("--num-experts", expert_flags.add, args, "a mixture of experts", "Add it.")
         derive.experts(args)
         return
     derive.experts(args)
@@ -41,16 +40,6 @@ def check(args: Namespace) -> None:
             "allgather or alltoall: flex sends through DeepEP or HybridEP, libraries of CUDA",
             "Give alltoall.",
         )
-
-
-def _nothing_without_experts(args: Namespace) -> None:
-    parser = Parser("")
-    expert_flags.add(parser.add_argument)
-    for action in parser._actions:
-        if action.dest != "help" and getattr(args, action.dest) != action.default:
-            raise UsageError(
-                f"{action.option_strings[0]} without --num-experts", "a mixture of experts", "Add it."
-            )
 
 
 def _layers(args: Namespace) -> None:

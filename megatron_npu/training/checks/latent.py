@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
 from megatron_npu.training import latent_flags
+from megatron_npu.training.checks import nothing_without
 
 
 def check(args: Namespace) -> None:
@@ -19,19 +19,9 @@ def check(args: Namespace) -> None:
         args.rope_type = args.rope_type or "yarn"
         _attention(args)
     else:
-        _nothing_without(args)
+        nothing_without("--multi-latent-attention", latent_flags.add, args, "both", "Add that flag.")
     if args.mtp_num_layers is not None:
         _prediction(args)
-
-
-def _nothing_without(args: Namespace) -> None:
-    parser = Parser("")
-    latent_flags.add(parser.add_argument)
-    for action in parser._actions:
-        if action.dest != "help" and getattr(args, action.dest) != action.default:
-            raise UsageError(
-                f"{action.option_strings[0]} without --multi-latent-attention", "both", "Add that flag."
-            )
 
 
 def _attention(args: Namespace) -> None:
