@@ -42,3 +42,15 @@ class UsageError(Exception):
     def __reduce__(self) -> tuple[type[UsageError], tuple[str, str, str]]:
         """Let ranks send it to each other, as torch does when one of them fails."""
         return UsageError, (self.given, self.expected, self.remedy)
+
+
+class LoaderWorkerError(RuntimeError):
+    """A process that prepares batches was killed: for want of memory, as a rule, and wherever this one was.
+
+    Args:
+        what: torch's line, with the number of the process.
+    """
+
+    def __init__(self, what: str) -> None:
+        remedy = "Was there not enough memory? Lower --num-workers, and go on from the last checkpoint."
+        super().__init__(f"{what.rstrip('.')}. {remedy}")

@@ -18,7 +18,7 @@ from megatron_npu import (
     stacks,
     stock_tools,
 )
-from megatron_npu.errors import UsageError
+from megatron_npu.errors import LoaderWorkerError, UsageError
 from megatron_npu.patching import banner
 from megatron_npu.patching.engine import Engine
 from megatron_npu.patching.module_patch import Context, DriftError
@@ -75,9 +75,11 @@ def uninstall() -> None:
     one_line_end.disarm()
     if _redirection is not None:
         from megatron_npu import torch_readers
+        from megatron_npu.devices import loader_workers
         from megatron_npu.devices.redirect import callers
 
         torch_readers.release()
+        loader_workers.end()
         callers.SEE_CUDA_TENSORS.include(None)
         _redirection.off()
         _redirection.device.release()
@@ -105,6 +107,7 @@ def _redirect_torch() -> Device:
     """Select the device and redirect torch; a second time nothing changes."""
     global _redirection
     from megatron_npu import devices
+    from megatron_npu.devices import loader_workers
     from megatron_npu.devices.redirect import Redirection
 
     device = devices.current()
@@ -112,6 +115,7 @@ def _redirect_torch() -> Device:
         _redirection = Redirection(device)
     _redirection.on()
     device.prepare()
+    loader_workers.begin()
     return device
 
 
@@ -147,7 +151,7 @@ def _activate() -> Context:
     from megatron_npu.ops import dispatch
     from megatron_npu.replicas import ReplicasDifferError
 
-    one_line_end.arm(UsageError, DriftError, PinError, ReplicasDifferError)
+    one_line_end.arm(UsageError, DriftError, PinError, ReplicasDifferError, LoaderWorkerError)
     settings.check()
     stacks.print_on_signal()
     found = upstream.find()

@@ -18,6 +18,7 @@ from megatron_npu.acceleration import gathering, providers, ranks, schedule, sta
 from megatron_npu.acceleration.loading import Collate, Loader
 from megatron_npu.acceleration.padding import LONGEST, bucketed, buckets
 from megatron_npu.acceleration.prepare import Prepared, prepare
+from megatron_npu.devices import loader_workers
 from megatron_npu.errors import UsageError
 from megatron_npu.switches import Switches
 
@@ -50,6 +51,7 @@ class RapidformerEngine:
         device = devices.current()
         device.set_current(self.args.local_rank)
         device.prepare()
+        loader_workers.begin()
         self.device = device.torch_device()
         self.switches = Switches.from_args(self.args)
         self._deepspeed = self._read_deepspeed_config()

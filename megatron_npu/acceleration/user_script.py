@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from megatron_npu.errors import UsageError
+from megatron_npu.errors import LoaderWorkerError, UsageError
 from megatron_npu.standins import mpu
 
 DOCUMENTED = "rapidformer"  # the package that the document's scripts import
@@ -63,7 +63,7 @@ def stand_in() -> None:
 def _told(path: Path, error: BaseException) -> BaseException:
     """Return the error in one line, if the user's own code has raised it; else the error itself."""
     frame = _of_user(path, error.__traceback__)
-    if frame is None:
+    if frame is None or isinstance(error, LoaderWorkerError):
         return error
     reason = (str(error).strip() or "no message").splitlines()[0]
     where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"

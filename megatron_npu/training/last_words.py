@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 
 from megatron_npu import errors
+from megatron_npu.errors import LoaderWorkerError
 from megatron_npu.replicas import ReplicasDifferError
 from megatron_npu.training import checkpoint_files
 from megatron_npu.training.checkpoint_failures import UnsavedError
 from megatron_npu.training.divergence import DivergedError
 
-FAILURES = (DivergedError, ReplicasDifferError, UnsavedError, OSError)  # what ``tell`` is for
+# what ``tell`` is for
+FAILURES = (DivergedError, LoaderWorkerError, ReplicasDifferError, UnsavedError, OSError)
 
 _SECONDS = 10.0  # for rank 0 to tell what all ranks have found
 

@@ -10,8 +10,6 @@ of every attribute of torch that it replaces. It sees what the modules before it
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_npu.devices.base import Device
 from megatron_npu.devices.redirect import (
     autocast,
@@ -23,9 +21,9 @@ from megatron_npu.devices.redirect import (
     namespace,
     tensors,
 )
+from megatron_npu.devices.replaced import Replaced
 
 _SUBJECTS = (namespace, factories, tensors, device_arguments, autocast, collectives, generators, loaders)
-_MISSING = object()
 
 
 class Redirection:
@@ -33,29 +31,20 @@ class Redirection:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._originals: list[tuple[Any, str, Any]] = []
+        self._replaced = Replaced()
 
     def on(self) -> None:
         """Switch the redirection on; on the cuda device, and when it is on already, nothing changes."""
-        if self.device.name == "cuda" or self._originals:
+        if self.device.name == "cuda" or self._replaced:
             return
         try:
             for subject in _SUBJECTS:
                 for owner, name, value in subject.replacements(self.device):
-                    self._set(owner, name, value)
+                    self._replaced.set(owner, name, value)
         except BaseException:
             self.off()
             raise
 
     def off(self) -> None:
-        """Put everything back, last change first."""
-        while self._originals:
-            owner, name, original = self._originals.pop()
-            if original is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
-
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
-        setattr(owner, name, value)
+        """Put everything back."""
+        self._replaced.undo()

@@ -1,0 +1,113 @@
+"""Tensors that processes hand to each other, with no name anywhere that could be left behind.
+
+torch moves such a tensor (a batch that a worker of a loader has made) into a file of /dev/shm, and takes its
+name away in the next call: a worker that is killed between the two leaves it, and the name does not tell
+whether another container uses it. The descriptor is handed over by a thread of Python's, which listens at a
+socket in /tmp/pymp-*: a worker that is killed at any time leaves that. Here the memory is an anonymous file
+(``memfd_create``), which a container's small /dev/shm does not bound either, and the socket an abstract one
+for the same user alone, which Python's key guards as it does the other. Values and sharing are torch's own.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import process, resource_sharer, util
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+import torch
+from torch.storage import _share_memory_lock_protected
+
+from megatron_npu.devices.base import Replacement
+
+_Storage = torch.UntypedStorage
+
+
+def replacements() -> Iterator[Replacement]:
+    """Yield the functions of torch and Python that make names; only Linux can do without."""
+    if sys.platform == "linux":
+        yield _Storage, "_new_using_fd_cpu", staticmethod(_anonymous)
+        if hasattr(_Storage, "_swap_data_ptr_"):  # older torches move a storage in C++ alone
+            yield _Storage, "_share_fd_cpu_", _moving(_Storage._share_fd_cpu_)
+        yield resource_sharer, "_resource_sharer", _Sharer()
+
+
+def _anonymous(size: int) -> torch.UntypedStorage:
+    """Return shared memory of so many bytes, without a name, which holds its descriptor."""
+    descriptor = os.memfd_create("megatron_npu-tensor")
+    try:
+        os.ftruncate(descriptor, size)
+        return _Storage._new_shared_fd_cpu(descriptor, size)  # type: ignore[attr-defined]  # it duplicates it
+    finally:
+        os.close(descriptor)
+
+
+def _moving(original: Any) -> Any:
+    """Return torch's method, which finds the storage in shared memory already."""
+
+    @_share_memory_lock_protected
+    def _share_fd_cpu_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type == "cpu" and self.nbytes() and not self.is_shared():
+            memory = _anonymous(self.nbytes())
+            memory.copy_(self)
+            self._swap_data_ptr_(memory)  # of all tensors that have this storage
+        return original(self, *args, **kwargs)
+
+    return _share_fd_cpu_
+
+
+class _Sharer(resource_sharer._ResourceSharer):  # type: ignore[name-defined,misc]
+    """Python's, at an abstract socket; one whose other end has gone has no more to hand over to it."""
+
+    def _start(self) -> None:
+        """Listen, in a thread."""
+        self._address = f"\0megatron_npu-{os.getpid()}-{secrets.token_hex(8)}"  # unix(7), abstract
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self._address)
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread
+        goes_on = True
+        while goes_on:
+            try:
+                goes_on = self._hand_over(*self._listener.accept())
+            except (EOFError, ConnectionError):
+                pass  # it has ended, and needs nothing more
+            except Exception:
+                if not util.is_exiting():
+                    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+
+    def _hand_over(self, accepted: socket.socket, _: object) -> bool:
+        """Send what the other end asks for; return whether it does not ask to stop."""
+        with Connection(accepted.detach()) as other:
+            if _user_at(other) != os.geteuid():  # an abstract socket has no permissions
+                return True
+            key = process.current_process().authkey
+            deliver_challenge(other, key)
+            answer_challenge(other, key)
+            if (asked := other.recv()) is None:
+                return False
+            number, receiver = asked
+            send, close = self._cache.pop(number)
+            try:
+                send(other, receiver)
+            finally:
+                close()
+        return True
+
+
+def _user_at(connection: Connection) -> int:
+    """Return the user who has connected, as the kernel knows him."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as there:
+        found = there.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", found)[1]

@@ -1,0 +1,31 @@
+"""Attributes of torch and Python that stand for something else for a while."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MISSING = object()
+
+
+class Replaced:
+    """What has been replaced; ``undo`` puts all of it back."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._originals)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Let an attribute of a module or class have another value."""
+        self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Put everything back, last change first."""
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
