@@ -71,6 +71,40 @@ def kill_launcher(trial: Trial, phase: str) -> None:
     _again_and_again(trial, phase, strike)
 
 
+def kill_worker(trial: Trial, phase: str) -> None:
+    """SIGKILL of a process that prepares data, as for want of memory: the run must name it, and end."""
+
+    def strike() -> bool:
+        found = _workers(trial)
+        return bool(found) and trial.send(signal.SIGKILL, trial.rng.choice(found))
+
+    def judge() -> None:
+        ended = trial.process and trial.process.returncode
+        if ended and not re.search(r"DataLoader worker|a process that encodes", trial.told()):
+            raise FaultError("unnamed", f"a worker: {trial.told()[-1000:]}")
+
+    _again_and_again(trial, "training" if phase == "starting" else phase, strike, judge)
+
+
+def _workers(trial: Trial) -> list[psutil.Process]:
+    """Return the processes that prepare data."""
+    found = [child for rank in trial.ranks() for child in _children(rank)]
+    return found if trial.way.progress is None else [each for each in found if _loads(each)]
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return process.children()
+    return []
+
+
+def _loads(process: psutil.Process) -> bool:
+    """Return whether it is a worker of a loader, by the name that torch gives it."""
+    with contextlib.suppress(psutil.Error):
+        return process.name() == "pt_data_worker"
+    return False
+
+
 def _again_and_again(
     trial: Trial, phase: str, strike: Callable[[], bool], judge: Callable[[], None] = lambda: None
 ) -> None:
@@ -116,9 +150,8 @@ def kill_writer(trial: Trial, phase: str) -> None:
     killed = []
 
     def writes() -> bool:
-        with contextlib.suppress(psutil.Error):
-            for rank in trial.ranks():
-                killed.extend(child for child in rank.children() if trial.send(signal.SIGKILL, child))
+        found = [child for rank in trial.ranks() for child in _children(rank) if not _loads(child)]
+        killed.extend(child for child in found if trial.send(signal.SIGKILL, child))
         return bool(killed)
 
     trial.until(lambda: trial.way.newest(trial.folder) >= trial.rng.choice((0, INTERVAL)))
@@ -233,7 +266,7 @@ def corrupt(trial: Trial, phase: str) -> None:
     trial.end()
     save, rng = trial.folder / "save", trial.rng
     newest = checkpoint_files.directory(save, checkpoint_files.iterations(save)[-1])
-    files = sorted(path for path in newest.iterdir() if path.is_file() and path.name != checksums.NAME)
+    files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != checksums.NAME)
     path = rng.choice(files)
     content = bytearray(path.read_bytes())
     how = rng.choice(("flip", "cut", "remove"))
@@ -272,7 +305,8 @@ def second(trial: Trial, phase: str) -> None:
 
 
 Harm = Callable[[Trial, str], None]
-KILLS: tuple[Harm, ...] = (kill, kill_launcher, kill_writer, restart)
+KILLS: tuple[Harm, ...] = (kill, kill_launcher, kill_writer, kill_worker, restart)
 BY_SIGNAL: tuple[Harm, ...] = (signals, terminate, hang_up, freeze)
-EVERYWHERE: tuple[Harm, ...] = (kill, signals, full_disk, freeze)
+AT_A_PHASE: tuple[Harm, ...] = (kill, kill_launcher, kill_worker, restart, signals, freeze)
+EVERYWHERE: tuple[Harm, ...] = (kill, kill_worker, signals, full_disk, freeze)
 OTHERS: tuple[Harm, ...] = (signals, freeze, full_disk, slow_disk, clock, starve, corrupt, second)

@@ -91,17 +91,35 @@ class Campaign:
         ]
 
     def _unharmed(self, way: Way, keep: bool = False) -> Path:
-        """Run a way without harm, and remember what it has made."""
+        """Run a way without harm, and remember what it has made; what it leaves is a fault, too."""
         place = self.folder / f"calm {way.label}".replace(" ", "-").replace(",", "")
         trial = Trial(way, place, random.Random(0), None, self._variables)
         trial.start()
-        if trial.end():
-            raise SystemExit(f"{way.label}: {trial.told()[-5000:]}")
+        try:
+            code = trial.end()
+        except FaultError as error:
+            raise SystemExit(f"{way.label}, unharmed: {': '.join(error.args)}") from None
+        if code:
+            raise SystemExit(f"{way.label}, unharmed: {trial.told()[-5000:]}")
         self._calm[way.label] = way.outcome(place)
-        trial.judge()
+        label = ("none", "unharmed", way.label)
+        self.tally.trials[label] += 1
+        try:
+            trial.judge()
+        except FaultError as error:
+            self._found(trial, label, place.name, error)
+        trial.sweep()
         if not keep:
             trial.remove()
         return place
+
+    def _found(self, trial: Trial, label: tuple[str, str, str], name: str, error: FaultError) -> str:
+        """Count a fault, keep what there is of it, and return it in words."""
+        said = ": ".join(error.args)
+        self.tally.faults[(*label, error.args[0])] += 1
+        self._keep(trial, name, said)
+        print(f"{name}: {', '.join(label)}: {said.splitlines()[0][:300]}", flush=True)
+        return said
 
     def drawn(self, rng: random.Random) -> tuple[Way, harms.Harm, str] | None:
         """Draw what runs, what is done to it and when; None: no such harm for it."""
@@ -115,18 +133,18 @@ class Campaign:
             phase = "training"
         if way.progress is None:
             phase = "anywhere"
-        elif harm not in (harms.kill, harms.kill_launcher, harms.restart, harms.signals, harms.freeze):
+        elif harm not in harms.AT_A_PHASE:
             phase = "saving" if harm is harms.kill_writer else "anywhere"
         return way, harm, phase
 
     def _fits(self, way: Way, harm: harms.Harm) -> bool:
         if way.progress is None:
-            return harm in harms.EVERYWHERE
+            return harm in harms.EVERYWHERE and (way.workers or harm is not harms.kill_worker)
         return {
             harms.kill_launcher: way.ranks > 1,
             harms.restart: way.ranks > 1,
             harms.kill_writer: way.writes,
-            harms.corrupt: way.own,
+            harms.kill_worker: way.workers,
             harms.starve: way.own,
         }.get(harm, True)
 
@@ -149,9 +167,7 @@ class Campaign:
         try:
             harm(trial, phase)
         except FaultError as error:
-            found = ": ".join(error.args)
-            self.tally.faults[(*label, error.args[0])] += 1
-            self._keep(trial, seed, found)
+            found = self._found(trial, label, f"seed{seed}", error)
         by_signal = harm in (*harms.KILLS, *harms.BY_SIGNAL)
         if found is None and by_signal and not trial.hits:
             trial.remove()
@@ -161,14 +177,13 @@ class Campaign:
         self.tally.trials[label] += 1
         self.tally.lines[label] = max(self.tally.lines.get(label, 0), len(trial.errors_told()))
         trial.remove()
-        said = found.splitlines()[0][:300] if found else "ok"
         took = f"{time.monotonic() - begun:.1f} s, {trial.kills} kills"
-        print(f"seed {seed}: {', '.join(label)}: {said} ({took})", flush=True)
+        print(f"seed {seed}: {', '.join(label)}: {'a fault' if found else 'ok'} ({took})", flush=True)
         return found
 
-    def _keep(self, trial: Trial, seed: int, what: str) -> None:
+    def _keep(self, trial: Trial, name: str, what: str) -> None:
         trial.kill_all()
-        place = self.keep / f"seed{seed}"
+        place = self.keep / name
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         (place / "fault.txt").write_text(what)
@@ -229,14 +244,15 @@ def main() -> int:
                 break
     tally = campaign.tally
     print(f"\n{tally.table()}\n\n{sum(tally.trials.values())} trials, {tally.kills} times SIGKILL")
-    print(f"faults: --replay {','.join(map(str, failed))}" if failed else "no faults")
+    again = f": --replay {','.join(map(str, failed))}" if failed else ""
+    print(f"{sum(tally.faults.values()) or 'no'} faults{again}")
     if args.json:
         rows = [[*label, count] for label, count in tally.trials.items()]
         faults = [[*label, count] for label, count in tally.faults.items()]
         args.json.write_text(
             json.dumps({"trials": rows, "faults": faults, "failed": failed}, indent=1) + "\n"
         )
-    return 1 if failed else 0
+    return 1 if tally.faults else 0
 
 
 if __name__ == "__main__":

@@ -262,6 +262,12 @@ class Trial:
         """End and remove everything."""
         self.kill_all()
         shutil.rmtree(self.folder, ignore_errors=True)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Remove what it has left in shared memory, which would be the next one's fault, too."""
+        for path in filter(_is_ours, SHARED.iterdir()):
+            path.unlink(missing_ok=True)
 
 
 def _is_late(begun: float) -> bool:

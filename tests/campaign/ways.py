@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_npu import checksums
@@ -35,7 +35,8 @@ class Way:
         progress: how many iterations it has logged there; None: it is no training.
         modules, tree, more: of the warm interpreter, and its environment.
         writes: whether processes of their own write its checkpoints.
-        resumes: whether a second run goes on, and does not begin anew.
+        own: whether it is a program of ours.
+        workers: whether processes of their own prepare its data.
     """
 
     name: str
@@ -47,7 +48,8 @@ class Way:
     tree: Path | None = None
     more: Mapping[str, str] = field(default_factory=dict)
     writes: bool = False
-    own: bool = True  # checkpoints of ours, with checksums
+    own: bool = True
+    workers: bool = True
 
     @property
     def label(self) -> str:
@@ -126,6 +128,7 @@ def _count_printed(folder: Path) -> int:
 
 def _pretrain(data: Path, ranks: int) -> Way:
     flags = [*tiny.flags_for(data), *_TRAIN.split(), "--train-iters", str(ITERATIONS), "--no-plot"]
+    flags += ["--num-workers", str(3 - ranks)]
     if ranks > 1:
         flags += ["--use-distributed-optimizer"]
 
@@ -136,14 +139,18 @@ def _pretrain(data: Path, ranks: int) -> Way:
 
 
 def _train(ranks: int) -> Way:
-    flags = "--epochs 2 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --no-plot"
+    workers = ranks - 1  # by one process the rank prepares its data itself
+    flags = (
+        f"--epochs 2 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --no-plot --num-workers {workers}"
+    )
 
     def arguments(folder: Path) -> list[str]:
         save = str(folder / "save")
         given = ["--user-script", str(SCRIPT), *flags.split(), *_TRAIN.split()]
         return ["train", *given, "--nproc-per-node", str(ranks), "--save", save, "--load", save]
 
-    return Way("train", ranks, arguments, _losses, _logged, train_runs.MODULES)
+    made = Way("train", ranks, arguments, _losses, _logged, train_runs.MODULES)
+    return replace(made, workers=workers > 0)
 
 
 def _core(tree: Path, ranks: int) -> Way:
@@ -164,7 +171,9 @@ def _core(tree: Path, ranks: int) -> Way:
 def _lm(tree: Path, data: Path, ranks: int) -> Way:
     lm.write_vocabulary(data)
     lm.write_dataset(data / "text_text")
+    workers = ranks - 1
     changes = f"--train-iters {ITERATIONS} --save-interval {INTERVAL} --eval-interval {EVALUATION}"
+    changes += f" --num-workers {workers}"
 
     def arguments(folder: Path) -> list[str]:
         save = str(folder / "save")
@@ -172,9 +181,8 @@ def _lm(tree: Path, data: Path, ranks: int) -> Way:
         return ["run", str(tree / "pretrain_gpt.py"), *flags, "--save", save, "--load", save]
 
     more = {"MEGATRON_LM_PATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    return Way(
-        "stock 285068c8", ranks, arguments, _printed, _count_printed, warm.STOCK, tree, more, False, False
-    )
+    made = Way("stock 285068c8", ranks, arguments, _printed, _count_printed, warm.STOCK, tree, more)
+    return replace(made, own=False, workers=workers > 0)
 
 
 def _digests(*names: str) -> Callable[[Path], object]:
@@ -205,7 +213,8 @@ def _convert(checkpoint: Path) -> Way:
         options = ["--from", "megatron", "--to", "hf", "--proof", "tensors"]
         return ["convert", *options, str(checkpoint), str(folder / "save" / "hf")]
 
-    return Way("convert", 1, arguments, _digests("hf/model.safetensors", "hf/config.json"))
+    outcome = _digests("hf/model.safetensors", "hf/config.json")
+    return Way("convert", 1, arguments, outcome, workers=False)
 
 
 def _generate(checkpoint: Path) -> Way:
@@ -214,7 +223,7 @@ def _generate(checkpoint: Path) -> Way:
         options = "--prompt 1 --num-tokens 24 --temperature 0".split()
         return ["generate", "--load", str(checkpoint), *options, "--output", str(folder / "save/text")]
 
-    return Way("generate", 1, arguments, _digests("text"))
+    return Way("generate", 1, arguments, _digests("text"), workers=False)
 
 
 def trainings(folder: Path, checkouts: Path) -> list[Way]:
