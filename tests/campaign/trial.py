@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -23,14 +22,6 @@ PATIENCE = 120.0  # seconds until what does not end counts as hung, on a machine
 SETTLING = 15.0  # seconds in which children may end behind their parents
 SHARED = Path("/dev/shm")
 _AGENT = "torch/distributed/elastic/multiprocessing/api.py:"  # torch's log of how a rank has ended
-
-
-# what a loader's worker prints where its parent is killed while it hands over a tensor: Python's own thread
-_OF_SHARER = re.compile(
-    r"^(\[rank\d+\]: )?Traceback [^\n]*\n(\1? [^\n]*\n)*?\1? [^\n]*resource_sharer\.py[^\n]*\n(\1? [^\n]*\n)*"
-    r"\1?(ConnectionResetError|EOFError|BrokenPipeError)[^\n]*\n",
-    re.MULTILINE,
-)
 
 
 class FaultError(Exception):
@@ -221,7 +212,6 @@ class Trial:
     def untraced(self) -> None:
         """See that no traceback was printed."""
         told = "".join(line for line in self.told().splitlines(True) if _AGENT not in line)
-        told = _OF_SHARER.sub("", told)
         at = told.find("Traceback (most recent call last)")
         if at >= 0:
             raise FaultError("traceback", told[at : at + 3000])

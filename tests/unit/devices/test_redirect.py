@@ -58,7 +58,7 @@ def test_off_restores_every_name():
     redirection = Redirection(devices.CpuDevice())
     redirection.on()
     changed = sum(dict(vars(owner)) != old for owner, old in zip(OWNERS, before, strict=True))
-    touched = {id(owner) for owner, _, _ in redirection._originals}
+    touched = {id(owner) for owner, _, _ in redirection._replaced._originals}
     redirection.off()
     assert changed == len(OWNERS)
     assert touched == set(map(id, OWNERS)), "the list above is not complete"
