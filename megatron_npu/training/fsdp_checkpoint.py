@@ -91,23 +91,11 @@ def _cut(model: Any, content: dict[str, Any]) -> dict[str, Any]:
     cut = {**content, "model": {k: v for k, v in content["model"].items() if isinstance(v, Tensor)}}
     if model.config.gated_linear_unit:
         weights, optimizer = fsdp_dtensor_checkpoint.handle_swiglu_in_state_dict(
-            _Parameters(model), cut["model"], cut.get("optimizer")
+            model, cut["model"], cut.get("optimizer")
         )
         cut |= {"model": weights} | ({} if optimizer is None else {"optimizer": optimizer})
     uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(cut)
     return cut
-
-
-class _Parameters:
-    """Megatron's FSDP for upstream's cutter, which takes names of one wrapper more or less than there are."""
-
-    def __init__(self, model: Any) -> None:
-        self.config, self.named_modules = model.config, model.named_modules
-        self._found = {_bare(name): parameter for name, parameter in model.named_parameters()}
-
-    def get_parameter(self, name: str) -> Tensor:
-        """Return a parameter by its name in any number of wrappers."""
-        return self._found[_bare(name)]
 
 
 def _bare(name: str) -> str:

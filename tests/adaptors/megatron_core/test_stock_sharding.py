@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_npu.adaptors.megatron_core import fsdp
 from tests.adaptors.megatron_core.stock import losses, norms, pretrain
 from tests.conftest import checkout
 
@@ -39,3 +41,23 @@ def test_shards_train_like_the_whole(tree: Path, tmp_path: Path, whole, kind: st
     done = pretrain(tree, tmp_path, *FLAGS, *KINDS[kind].split(), processes=2, **variables)
     assert losses(done) == pytest.approx(losses(whole), rel=1e-6)
     assert norms(done) == norms(whole)
+
+
+@pytest.mark.parametrize("wrappers", [0, 1, 3])
+@pytest.mark.parametrize("asked", [0, 1, 3])
+def test_a_gated_layer_is_found_in_any_number_of_wrappers(wrappers: int, asked: int) -> None:
+    """Upstream asks with one ``module.`` more, or one less, than Megatron's FSDP has around the model."""
+    model = torch.nn.ModuleDict({"mlp": torch.nn.Linear(2, 2)})
+    weight = model["mlp"].weight
+    for _ in range(wrappers):
+        outer = torch.nn.Module()
+        outer.module = model
+        model = outer
+    model.config = "the configuration"
+
+    def cut(given, weights, optimizer):
+        assert (given.config, optimizer) == ("the configuration", None)
+        return {name: given.get_parameter(name) for name in weights}
+
+    name = "module." * asked + "mlp.weight"
+    assert fsdp.cut_whatever_the_wrappers(cut, model, {name: None}, None) == {name: weight}
