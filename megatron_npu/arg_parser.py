@@ -58,6 +58,8 @@ positive = Number("a whole number from 1 on", int, 1)
 whole = Number("a whole number from 0 on", int, 0)
 integer = Number("a whole number", int)
 number = Number("a number", float, metavar="X")
+beta = Number("a number from 0 on, below 1", float, 0.0, math.nextafter(1.0, 0.0), metavar="X")
+seed = Number("a whole number from 0 to 2^32 - 1, as numpy takes it", int, 0, 2**32 - 1)
 
 _BYTES_OF = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

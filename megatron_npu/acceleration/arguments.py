@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_npu.acceleration import data_flags, ranks, tasks
-from megatron_npu.arg_parser import Number, Parser, integer, number, positive, whole
+from megatron_npu.arg_parser import Number, Parser, beta, positive, seed, whole
 from megatron_npu.errors import UsageError
 from megatron_npu.switches import add_switches
 from megatron_npu.tokenization import flags
@@ -57,9 +57,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         UsageError: an unknown flag, a missing one, a value of the wrong kind, or two that exclude each other.
     """
     _refuse_blanks(argv)
-    args = parser().parse_args(list(argv))
+    flags_of_train = parser()
+    args = flags_of_train.parse_args(list(argv))
     _derive(args)
     _check(args)
+    if args.user_script is None:
+        data_flags.refuse_others(args, flags_of_train.get_default)
     output.sinks(args)
     return args
 
@@ -129,6 +132,12 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("no end of training", "--epochs N or --train-iters N", "Give one of them.")
     if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
         raise UsageError("--lr-warmup-iters and --lr-warmup-fraction", "one of them", "Drop one of the two.")
+    if args.lr_decay_iters and args.lr_warmup_iters >= args.lr_decay_iters:
+        raise UsageError(
+            f"--lr-warmup-iters {args.lr_warmup_iters} with --lr-decay-iters {args.lr_decay_iters}",
+            "a warm-up that ends before the decay does",
+            "Correct one of the two.",
+        )
     if args.min_lr > args.lr:
         raise UsageError(
             f"--min-lr {args.min_lr:g} above --lr {args.lr:g}", "at most --lr", "Correct one of the two."
@@ -187,7 +196,7 @@ def _training(add: Add) -> None:
     )
     add("--epochs", type=positive, help="passes through the training data")
     add("--train-iters", type=positive, help="iterations; with --epochs, what comes first ends the training")
-    add("--seed", type=integer, default=1234, help="of weights, dropout and the order of samples")
+    add("--seed", type=seed, default=1234, help="of weights, dropout and the order of samples")
     add(
         "--exit-interval",
         type=positive,
@@ -211,8 +220,8 @@ def _optimizer(add: Add) -> None:
     add("--lr-warmup-fraction", type=_fraction, help="the same as a part of the decay iterations")
     add("--weight-decay", type=_rate, default=0.01, help="of matrices; biases and norms have none")
     add("--clip-grad", type=_rate, default=1.0, help="largest norm of the gradient; 0: no limit")
-    add("--adam-beta1", type=number, default=0.9, help="decay of the mean of gradients, a step")
-    add("--adam-beta2", type=number, default=0.999, help="decay of the mean of their squares, a step")
+    add("--adam-beta1", type=beta, default=0.9, help="decay of the mean of gradients, a step")
+    add("--adam-beta2", type=beta, default=0.999, help="decay of the mean of their squares, a step")
     add("--adam-eps", type=_rate, default=1e-8, help="added to the root of that mean")
 
 

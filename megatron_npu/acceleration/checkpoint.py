@@ -27,6 +27,7 @@ from megatron_npu import checksums, devices, files, safe_load, settings, torch_r
 from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_failures, checkpoint_files, checkpoint_folder
+from megatron_npu.training.checks import output
 
 DESCRIPTION = checkpoint_files.DESCRIPTION_OF_TRAIN
 _SAME = {  # what decides which samples an iteration has
@@ -59,6 +60,31 @@ def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> N
         files.write(part / DESCRIPTION, json.dumps(description, indent=1, default=str))
     dist.barrier()
     checksums.write(part)
+
+
+def require_there(args: Namespace) -> None:
+    """Check that there is a checkpoint under ``--load``, before anything is loaded.
+
+    A run that begins may name its own ``--save``; and what a script gives to ``from_pretrained``
+    (``args.load``) may be a folder of Transformers'.
+
+    Raises:
+        UsageError: there is none, or the folder is a file.
+    """
+    if not args.load_from:
+        return
+    folder = Path(args.load_from)
+    of_transformers = args.load == args.load_from and (folder / "config.json").is_file()
+    begins = output.same_directory(args.load_from, args.save) or (args.user_script and of_transformers)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--load {folder} is a file", "a folder that a run has saved into", "Give another.")
+    if not args.load_last_good and checkpoint_files.newest(folder) is None and not begins:
+        raise UsageError(
+            f"--load {folder}: no checkpoint there",
+            f"a folder with {checkpoint_files.TRACKER}, or that of --save, where the run will put one",
+            "Correct the path, or leave --load out; weights to begin with are named by "
+            "--pretrained-model-name-or-path.",
+        )
 
 
 def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:

@@ -13,6 +13,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.switch_rules import Place, refuse
 from megatron_npu.switches import FULLY, Switches
 from megatron_npu.training import last_words, save_folder
+from megatron_npu.training.checks import output
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,8 +60,12 @@ def train(args: Namespace) -> None:
         UsageError: bad input.
     """
     _refuse(args)
-    from megatron_npu.acceleration import engine, state, user_script
+    output.places(args)
+    from megatron_npu.acceleration import checkpoint, engine, state, user_script
+    from megatron_npu.training.initialize import silence_known_warnings
 
+    checkpoint.require_there(args)
+    silence_known_warnings()
     state.set_args(args)
     try:
         with save_folder.owned(args):

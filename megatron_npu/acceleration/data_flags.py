@@ -1,12 +1,33 @@
-"""The flags that say what the data of a task are, and which of their columns and pieces are used."""
+"""The flags that say what the data of a task are, and which of their columns and pieces are used.
+
+And which of all flags are of some tasks alone: another one would leave them unread.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
 from megatron_npu.arg_parser import Number, Unfit, positive
+from megatron_npu.errors import UsageError
 
+_NEW = ("pretraining",)  # what makes a model, and reads .bin/.idx
+_TEXTS = ("causal_lm", "masked_lm")
+_PAIRS = ("seq2seq",)
+_ROWS = ("sequence_classification", "token_classification", "question_answering", *_TEXTS, *_PAIRS)
+# the tasks of each flag that is not everybody's
+_TASKS_OF = {
+    **dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"), _NEW),
+    **dict.fromkeys(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"), _NEW),
+    **dict.fromkeys(("data_cache_path", "split", "short_seq_prob"), _NEW),
+    **dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), ()),
+    "mask_prob": ("masked_lm", *_NEW),
+    **dict.fromkeys(("data_name", "columns", "validation_fraction"), _ROWS),
+    **dict.fromkeys(("doc_stride", "max_answer_length"), ("question_answering",)),
+    "append_eod": _TEXTS,
+    **dict.fromkeys(("source_prefix", "max_target_length", "predict_with_generate", "num_beams"), _PAIRS),
+}
 _fraction = Number("a number from 0 to 0.9", float, 0.0, 0.9, metavar="X")
 
 
@@ -46,3 +67,24 @@ def add_data_flags(add: Callable[..., Any]) -> None:
     add("--max-target-length", type=positive, default=128, help="tokens of the longest output")
     add("--predict-with-generate", action="store_true", help="write targets when evaluating, too")
     add("--num-beams", type=positive, default=1, help="beams of these outputs")
+
+
+def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> None:
+    """Check that a task reads every flag that is given; a script of the user's may read any.
+
+    Args:
+        args: the flags; ``task`` is one of ``--task``.
+        default: the value that a flag has where it is not given.
+
+    Raises:
+        UsageError: it does not.
+    """
+    for name, readers in _TASKS_OF.items():
+        if args.task not in readers and getattr(args, name, None) != default(name):
+            raise UsageError(
+                f"--{name.replace('_', '-')} with --task {args.task}, which does not read it",
+                f"it with {' or '.join(f'--task {task}' for task in readers)}"
+                if readers
+                else "it in a script",
+                "Leave it out, or give --user-script FILE.",
+            )

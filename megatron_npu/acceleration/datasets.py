@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,20 +86,39 @@ def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
 def _read(name: str, config: str | None) -> Mapping[str, Dataset]:
     library = _library()
     path = Path(name)
+    saved = [file for file in ("dataset_dict.json", "state.json") if (path / file).is_file()]
+    if config is not None and (path.is_file() or saved):
+        kind = "a folder of save_to_disk" if saved else "a file"
+        raise UsageError(
+            f"--data-name {config} with --data-path {name}, {kind}",
+            "a data set that has configurations",
+            "Leave --data-name out.",
+        )
     try:
-        if path.is_file():
-            return _files(library, {"train": [path]})
-        if (path / "dataset_dict.json").is_file():
-            return library.load_from_disk(str(path))
-        if (path / "state.json").is_file():
-            return {"train": library.load_from_disk(str(path))}
-        if path.is_dir() and config is None:
-            return _files(library, _files_of_parts(path))
-        return _of_the_hub(library, name, config)
+        with _without_remarks(library):
+            if path.is_file():
+                return _files(library, {"train": [path]})
+            if saved:
+                found = library.load_from_disk(str(path))
+                return found if "dataset_dict.json" in saved else {"train": found}
+            if path.is_dir() and config is None:
+                return _files(library, _files_of_parts(path))
+            return _of_the_hub(library, name, config)
     except UsageError:
         raise
     except Exception as error:  # builders raise what their parsers do
         raise _refused(name, config, error) from error
+
+
+@contextlib.contextmanager
+def _without_remarks(library: Any) -> Iterator[None]:
+    """Keep ``datasets`` from telling, in lines of its own, what its error says, too."""
+    before = library.logging.get_verbosity()
+    library.logging.set_verbosity(library.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        library.logging.set_verbosity(before)
 
 
 def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dataset]:
@@ -154,6 +174,9 @@ def _files(library: Any, parts: Mapping[str, list[Path]]) -> Mapping[str, Datase
             f"files of one kind: {', '.join(_FORMATS)}",
             "Convert them to one kind.",
         )
+    for path in (path for paths in parts.values() for path in paths):
+        if not path.stat().st_size:
+            raise UsageError(f"--data-path: {path} is empty", "a file with rows", "Give another file.")
     builder, options = _FORMATS[suffixes[0]]
     names = {part: [str(path) for path in paths] for part, paths in parts.items()}
     return library.load_dataset(builder, data_files=names, **options)

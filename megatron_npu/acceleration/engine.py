@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_npu import devices, watchdog
 from megatron_npu.acceleration import gathering, providers, ranks, schedule, state
-from megatron_npu.acceleration.loading import Collate, Loader
+from megatron_npu.acceleration.loading import Collate, Loader, require_length
 from megatron_npu.acceleration.padding import LONGEST, bucketed, buckets
 from megatron_npu.acceleration.prepare import Prepared, prepare
 from megatron_npu.devices import loader_workers
@@ -39,6 +39,7 @@ class RapidformerEngine:
         device: of this process.
         switches: what is switched on.
         prepared: what ``compose`` or a template has made of the model; None before.
+        used: whether it has had data or a model, or a template that trains.
 
     Raises:
         UsageError: there are no flags, or the device is not there.
@@ -58,6 +59,7 @@ class RapidformerEngine:
         self.prepared: Prepared | None = None
         self._loaders: list[Loader] = []
         self._told_lengths = False
+        self.used = False
         join(self.args)
         seed_everything(self.args.seed)
         _engines.append(self)
@@ -115,6 +117,7 @@ class RapidformerEngine:
         Raises:
             UsageError: none of these, or not with these switches.
         """
+        self.used = True
         args = self.args
         if lr_scheduler is None and args.train_iters is not None:
             lr_scheduler = schedule.scheduler_fn(args)
@@ -188,6 +191,8 @@ class RapidformerEngine:
         Raises:
             UsageError: the data set has no length.
         """
+        require_length(dataset, "the data set of build_data_loader")
+        self.used = True
         collate_fn = collate_fn or self._default_collate(dataset)
         loader = self.loader(dataset, collate_fn, shuffle=shuffle, repeats=repeats)
         self._loaders.append(loader)
@@ -242,6 +247,11 @@ class RapidformerEngine:
 def made() -> int:
     """Return how many engines this process has made."""
     return len(_engines)
+
+
+def used() -> int:
+    """Return how many of them have had data or a model."""
+    return sum(engine.used for engine in _engines)
 
 
 def join(args: Namespace) -> None:

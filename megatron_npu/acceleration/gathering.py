@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_npu.acceleration.labels import IGNORED
+from megatron_npu.errors import UsageError
 
 
 def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
@@ -17,7 +18,12 @@ def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
     Args:
         tensor: of this rank, of the same type and number of dimensions on all.
         world_size: ranks.
+
+    Raises:
+        UsageError: it is no tensor.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"gather of a {type(tensor).__name__}", "a tensor", "Give torch.tensor(...) of it.")
     tensor = tensor.detach()
     if tensor.dim() == 0:
         tensor = tensor[None]

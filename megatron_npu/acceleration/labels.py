@@ -75,13 +75,7 @@ def of_tokens(parts: Mapping[str, Dataset], column: str, own: Sequence[str] = ()
     Raises:
         UsageError: as ``of_rows``, or the column has no lists.
     """
-    feature = getattr(parts["train"].features[column], "feature", None)
-    if feature is None:
-        raise UsageError(
-            f"the column {column!r} has one label a row",
-            "a list with one label a token",
-            "Name another: --columns tags=NAME; or is it --task sequence_classification?",
-        )
+    feature = require_lists(parts["train"], column)
     return _classes(
         feature,
         {
@@ -90,6 +84,22 @@ def of_tokens(parts: Mapping[str, Dataset], column: str, own: Sequence[str] = ()
         },
         own,
     )
+
+
+def require_lists(rows: Dataset, column: str) -> Any:
+    """Return what the lists of a column hold.
+
+    Raises:
+        UsageError: it has no lists.
+    """
+    feature = getattr(rows.features[column], "feature", None)
+    if feature is None:
+        raise UsageError(
+            f"the column {column!r} has one label a row",
+            "a list with one label a token",
+            "Name another: --columns tags=NAME; or is it --task sequence_classification?",
+        )
+    return feature
 
 
 def values(rows: Dataset, column: str) -> list[Any]:
@@ -125,8 +135,11 @@ def _classes(feature: Any, parts: Mapping[str, Iterable[tuple[int, Any]]], own: 
         trained = {label for _, label in rows["train"]}
         if len(trained) < 2:
             raise _single(sorted(trained))
-        if all(isinstance(label, str) for label in trained):
+        kinds = {isinstance(label, str) for label in trained}
+        if kinds == {True}:
             known = names = list(own) if trained <= set(own) else sorted(trained)
+        elif len(kinds) > 1:
+            raise _odd("train", *_first_text(rows["train"]), "numbers alone, or names alone")
         else:
             names = _of_numbers({label for label in trained if isinstance(label, int)}, own)
             known = range(len(names))
@@ -139,6 +152,11 @@ def _classes(feature: Any, parts: Mapping[str, Iterable[tuple[int, Any]]], own: 
     if len(names) < 2:
         raise _single(names)
     return Labels(tuple(map(str, names)), numbers)
+
+
+def _first_text(rows: Iterable[tuple[int, Any]]) -> tuple[int, str]:
+    """Return the first row whose label is a text, with the label."""
+    return next((row, label) for row, label in rows if isinstance(label, str))
 
 
 def _of_numbers(trained: set[int], own: Sequence[str]) -> list[str]:

@@ -32,16 +32,17 @@ def machines() -> int:
     """Return the number of machines.
 
     Raises:
-        UsageError: several, and no address of the first one.
+        UsageError: several, and no address of the first one; or this one is not among them.
     """
-    count = from_environment("NNODES", 1)
+    count = from_environment("NNODES", 1, least=1)
+    from_environment("NODE_RANK", 0, most=count - 1)
     if count > 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         raise UsageError(
             f"NNODES={count} without MASTER_ADDR and MASTER_PORT",
             "all three, and NODE_RANK on each machine",
             "Export where the first machine listens.",
         )
-    return max(1, count)
+    return count
 
 
 def start(argv: Sequence[str], processes: int) -> int:
@@ -106,7 +107,7 @@ def _meeting() -> dict[str, Any]:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not port:
         return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
-    from_environment("MASTER_PORT", 0)
+    from_environment("MASTER_PORT", 0, most=65535)
     return {
         "rdzv_backend": "static",
         "rdzv_endpoint": f"{address or 'localhost'}:{port}",

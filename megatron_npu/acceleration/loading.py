@@ -135,7 +135,7 @@ class _Batches(Dataset):
         several = getattr(self._dataset, "__getitems__", None)
         with _drawing(*self._key, number * place.world_size + place.rank):
             rows = several(chosen) if several else [self._dataset[index] for index in chosen]
-            return self._collate(rows)
+            return self._collate(rows) if self._collate is not default_collate else _stacked(rows)
 
 
 def require_length(dataset: Any, what: str) -> None:
@@ -167,6 +167,18 @@ def on_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(on_device(value, device) for value in batch)
     return batch
+
+
+def _stacked(rows: list[Any]) -> Any:
+    """Return samples as torch puts them together, or say that it cannot."""
+    try:
+        return default_collate(rows)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"samples that make no batch: {str(error).strip().splitlines()[0]}",
+            "tensors of one shape, numbers, or dictionaries and tuples of them",
+            "Return a collate_fn that makes a batch of a list of samples.",
+        ) from error
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -18,6 +18,7 @@ from megatron_npu.acceleration.loading import Loader
 from megatron_npu.acceleration.outcome import Evaluation, Outcome
 from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.acceleration.report import Report
+from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files
 from megatron_npu.training.clock import Clock
 from megatron_npu.training.divergence import DivergedError, FirstNonFinite
@@ -123,6 +124,8 @@ class Loop:
                     loss = providers.loss(self.template, self.forward(batches))
                 prepared.backward(loss / count)
             total += loss.detach().float() / count
+        if self.iteration == self._begin:
+            self._require_gradients()
         compares = self._compares_replicas()
         if compares:
             replicas.require_equal("gradient of", self._gradients())
@@ -144,6 +147,18 @@ class Loop:
     def _compares_replicas(self) -> bool:
         interval = self.args.check_weight_hash_across_dp_replicas_interval
         return bool(interval) and (self.iteration + 1) % interval == 0 and self.args.world_size > 1
+
+    def _require_gradients(self) -> None:
+        """Refuse, at the first step, a loss that no weight of the model has a part in.
+
+        DeepSpeed's engine keeps gradients elsewhere.
+        """
+        if self.args.deepspeed_config is None and next(self._gradients(), None) is None:
+            raise UsageError(
+                f"{type(self.template).__name__}.run_forward_step returned a loss of other weights",
+                "one that depends on those of the model it is given",
+                "Call that model.",
+            )
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         named = self.prepared.module.named_parameters()

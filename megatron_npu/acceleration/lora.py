@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from megatron_npu.acceleration.blocks import repeated_blocks
+from megatron_npu.errors import UsageError
 
 ALPHA = 2  # the adapters' product is scaled by ALPHA, whatever the rank: lora_alpha = ALPHA * rank
 
@@ -18,10 +19,14 @@ def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
     They go where peft's own table puts them for this kind of model, else onto every linear layer of the
     repeated blocks; without blocks, onto every linear layer. A head that no pre-trained model has (of a
     classification, say) is trained whole.
+
+    Raises:
+        UsageError: the rank is as large as the matrices.
     """
     import peft
 
     targets, source = _targets(model)
+    _require_low(model, targets, rank)
     heads = _heads(model)
     config = peft.LoraConfig(
         r=rank, lora_alpha=ALPHA * rank, target_modules=targets, modules_to_save=heads or None
@@ -49,6 +54,25 @@ def _targets(model: nn.Module) -> tuple[list[str], str]:
         return names, f"the {len(names)} linear layers of {len(blocks)} blocks"
     names = _linears(model)
     return names, f"all {len(names)} linear layers"
+
+
+def _require_low(model: nn.Module, targets: list[str], rank: int) -> None:
+    """Check that adapters have fewer weights than what they adapt.
+
+    Raises:
+        UsageError: the rank is that of the matrices, or more.
+    """
+    sides = [
+        min(part.weight.shape)
+        for name, part in model.named_modules()
+        if any(f".{name}".endswith(f".{target}") for target in targets) and hasattr(part, "weight")
+    ]
+    if sides and rank >= max(sides):
+        raise UsageError(
+            f"--lora-rank {rank} with matrices of rank {max(sides)} at most",
+            "a rank below it: 4 to 64, as a rule",
+            "Give a smaller one, or train all weights.",
+        )
 
 
 def _linears(module: nn.Module) -> list[str]:

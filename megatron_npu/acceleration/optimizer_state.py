@@ -14,14 +14,14 @@ def rebind(optimizer: torch.optim.Optimizer, before: Named, now: Named) -> None:
     """Let an optimizer that was made for a model's weights step those that took their places.
 
     Groups keep their options. A weight that is trained no longer leaves its group; a new one (an adapter's)
-    joins the first.
+    joins the first; one that was in no group stays out.
     """
     names = {id(parameter): name for name, parameter in before.items()}
     left = dict(now)
     for group in optimizer.param_groups:
         kept = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
         group["params"] = [left.pop(name) for name in kept if name in left]
-    optimizer.param_groups[0]["params"].extend(left.values())
+    optimizer.param_groups[0]["params"].extend(own for name, own in left.items() if name not in before)
     optimizer.state.clear()
 
 

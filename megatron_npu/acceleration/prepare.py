@@ -28,6 +28,7 @@ from megatron_npu.acceleration.main_weights import MainWeights
 from megatron_npu.acceleration.optimizer_state import load_optimizer_state, optimizer_state, rebind
 from megatron_npu.acceleration.precision import LossScale, autocast
 from megatron_npu.acceleration.sharding import accumulating, data_parallel, mesh_of, shard_fully
+from megatron_npu.errors import UsageError
 from megatron_npu.ops import swap
 from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.switches import FULLY, Switches
@@ -202,6 +203,10 @@ def prepare(
     if switches.mixed_precision:
         ledger.append(f"mixed precision: products in {switches.mixed_precision}, main weights in fp32")
     weights = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not weights:
+        raise UsageError(
+            "a model without weights to train", "a parameter that requires a gradient", "Give another model."
+        )
     main_weights, line = _main_weights(weights, switches, device)
     if main_weights is not None:
         ledger.append(line)
@@ -214,7 +219,7 @@ def prepare(
     if isinstance(lr_scheduler_fn, LRScheduler) or lr_scheduler_fn is None:
         lr_scheduler = lr_scheduler_fn
     else:
-        lr_scheduler = lr_scheduler_fn(optimizer)
+        lr_scheduler = _made(lr_scheduler_fn, optimizer, "scheduler", has="step")
     return Prepared(
         model=wrapped,
         module=module,
@@ -258,11 +263,41 @@ def optimizer_of(
         given: the optimizer, or what makes it.
         before: the parameters by their names, as they were when it was made.
         weights: those that it is to step.
+
+    Raises:
+        UsageError: it has other parameters, or nothing was made.
     """
     if isinstance(given, torch.optim.Optimizer):
+        known = {id(parameter) for parameter in before.values()}
+        if not any(id(parameter) in known for group in given.param_groups for parameter in group["params"]):
+            raise UsageError(
+                f"an optimizer that is made already ({type(given).__name__}), of another model's parameters",
+                "one of the model that is trained, or a function that makes one of parameters",
+                "Return functools.partial(torch.optim.AdamW, lr=...), say.",
+            )
         rebind(given, before, weights)
         return given
-    return given(list(weights.values()))
+    return _made(given, list(weights.values()), "optimizer", has="param_groups")
+
+
+def _made(function: Any, of: Any, what: str, *, has: str) -> Any:
+    """Return the optimizer or scheduler that a user's function makes.
+
+    Raises:
+        UsageError: it is no function, or makes something else.
+    """
+    if not callable(function):
+        raise UsageError(
+            f"a {type(function).__name__} as what makes the {what}", "a function, or None", "Correct it."
+        )
+    made = function(of)
+    if not hasattr(made, has):
+        raise UsageError(
+            f"a function for the {what} that returned {'nothing' if made is None else type(made).__name__}",
+            f"the {what}",
+            "Let it return what it makes.",
+        )
+    return made
 
 
 def _adam(

@@ -100,10 +100,16 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
     """Return the tokenizer of a model; where it has no padding token, its end token pads.
 
     Raises:
-        UsageError: there is none, or it has more tokens than the model.
+        UsageError: there is none, it has no tokens, or more than the model.
     """
     found = _loaded(name, lambda: transformers.AutoTokenizer.from_pretrained(name, **options, **NO_CODE))
     entries = getattr(config.get_text_config(), "vocab_size", None)
+    if len(found) <= len(set(found.all_special_ids)):  # what Transformers makes of a folder without its files
+        raise UsageError(
+            f"{_FLAG} {name}: a tokenizer without a word",
+            "tokenizer.json, or the files of the model's own kind of tokenizer",
+            "Put them into the folder, as save_pretrained writes them.",
+        )
     if entries is not None and len(found) > entries:
         raise UsageError(
             f"{_FLAG} {name}: a tokenizer of {len(found)} tokens and a model of {entries}",
@@ -144,8 +150,15 @@ def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise
         otherwise: where nothing is said anywhere.
 
     Raises:
-        UsageError: more is asked for than the model takes.
+        UsageError: more is asked for than the model takes, or no more than what is put around a text.
     """
+    around = tokenizer.num_special_tokens_to_add(pair=False)
+    if asked and asked <= around:
+        raise UsageError(
+            f"--seq-length {asked} with {name}",
+            f"more than the {around} special tokens of a text",
+            "Give more.",
+        )
     limits = [tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)]
     most = min((limit for limit in limits if limit and limit < 1 << 30), default=None)
     if asked and most and asked > most:

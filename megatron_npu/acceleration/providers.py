@@ -5,6 +5,7 @@ The methods are a user's: whatever is wrong is named with the class, the method 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -34,8 +35,9 @@ def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
         collates: whether a fourth value is required; else it may be left out.
 
     Raises:
-        UsageError: it returns something else.
+        UsageError: it returns something else, or a method of the template takes other arguments.
     """
+    _require_signatures(template, given)
     method = template.train_valid_test_datasets_provider
     returned = method(*given)
     sizes = (4,) if collates else (3, 4)
@@ -85,6 +87,8 @@ def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor
         raise _wrong(method, returned, "the loss: a tensor of one number (output.loss, say)")
     if returned.numel() != 1:
         raise _wrong(method, returned, "the loss: one number, such as the mean of these")
+    if not returned.is_floating_point():
+        raise _wrong(method, returned.dtype, "the loss: a real number")
     if training and not returned.requires_grad:
         raise _wrong(
             method, returned, "a loss that depends on the model's weights (not .item() or .detach())"
@@ -101,10 +105,9 @@ def metrics(template: Any, returned: Any) -> dict[str, float]:
     method = template.run_compute_metrics
     if returned is None:
         return {}
-    if not isinstance(returned, Mapping):
-        returned = {"metric": returned}
+    named = returned if isinstance(returned, Mapping) else {"metric": returned}
     try:
-        return {str(name): float(value) for name, value in returned.items() if value is not None}
+        return {str(name): float(value) for name, value in named.items() if value is not None}
     except (TypeError, ValueError):
         raise _wrong(method, returned, "a dictionary of numbers by their names") from None
 
@@ -153,6 +156,28 @@ def missing(template: Any, name: str, returns: str) -> UsageError:
     )
 
 
+def _require_signatures(template: Any, given: tuple[Any, ...]) -> None:
+    """Check, before any of them runs, that the methods of a template take what they are called with."""
+    calls: dict[str, tuple[Any, ...]] = {
+        "train_valid_test_datasets_provider": given,
+        "model_optimizer_lr_scheduler_provider": (),
+        "run_forward_step": (None, None),
+        "run_compute_metrics": (None, None),
+    }
+    for name, arguments in calls.items():
+        method = getattr(template, name, None)
+        if method is None:
+            continue
+        try:
+            inspect.signature(method).bind(*arguments)
+        except TypeError as error:
+            raise UsageError(
+                f"{_name(method)}{inspect.signature(method)}: {error}",
+                f"{len(arguments)} argument{'s' * (len(arguments) != 1)} beside self",
+                "Write it as the template has it.",
+            ) from None
+
+
 def _wrong(method: Any, returned: Any, expected: str, which: str = "") -> UsageError:
     kind = _kind(returned)
     where = f" as its {which}" if which else ""
@@ -162,6 +187,8 @@ def _wrong(method: Any, returned: Any, expected: str, which: str = "") -> UsageE
 def _kind(value: Any) -> str:
     if value is None:
         return "nothing"
+    if isinstance(value, torch.dtype):
+        return f"a tensor of {value}"
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)}"
     if isinstance(value, tuple | list):

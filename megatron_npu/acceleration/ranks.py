@@ -37,13 +37,18 @@ def of_this_process() -> Ranks:
     )
 
 
-def from_environment(name: str, default: int) -> int:
+def from_environment(name: str, default: int, *, least: int = 0, most: int | None = None) -> int:
     """Return a number that a launcher or a user has exported.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is none, or out of range.
     """
     text = os.environ.get(name, "").strip()
-    if text and not text.isdecimal():
-        raise UsageError(f"{name}={text}", "a whole number from 0 on", f"Correct it, or unset {name}.")
-    return int(text) if text else default
+    if not text:
+        return default
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        upward = "on" if most is None else f"to {most}"
+        raise UsageError(
+            f"{name}={text}", f"a whole number from {least} {upward}", f"Correct it, or unset {name}."
+        )
+    return int(text)

@@ -48,6 +48,17 @@ class Template:
         """
         raise providers.missing(self, "run_forward_step", "the loss")
 
+    def _require_engine(self) -> None:
+        """Check that the template has an engine, which ``__init__`` of a subclass may have kept to itself."""
+        engine = getattr(self, "engine", None)
+        if not hasattr(engine, "args"):
+            raise UsageError(
+                f"{type(self).__name__} with {'no' if engine is None else type(engine).__name__} engine",
+                "a RapidformerEngine, which its __init__ hands on: super().__init__(engine=engine)",
+                "Make it so: Mine(engine=RapidformerEngine()).",
+            )
+        self.engine.used = True
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, one after another; see ``RapidformerEngine.gather``."""
         return self.engine.gather(tensor)
@@ -114,6 +125,7 @@ class Finetuner(Template):
         Raises:
             UsageError: a method returns something else than it should; naming it. Or the flags cut the model.
         """
+        self._require_engine()
         engine = self.engine
         if layout.is_cut(engine.args):
             raise layout.cannot_be_cut(engine.args, f"{type(self).__name__}, a Finetuner")
@@ -165,6 +177,7 @@ class PreTrainer(Template):
         Raises:
             UsageError: a method returns something else than it should; naming it.
         """
+        self._require_engine()
         with megatron_models.session(self):
             data = providers.datasets(self, self._samples(), collates=False)
             whole = not layout.is_cut(self.engine.args)

@@ -24,13 +24,14 @@ def run(script: str) -> None:
     """Run the file to its end.
 
     Raises:
-        UsageError: it raised something, or it made no engine and so trained nothing.
+        UsageError: it raised something, or trained nothing.
     """
     from megatron_npu.acceleration import engine
 
     path = Path(script).resolve()
+    _require_python(path)
     stand_in()
-    before = engine.made()
+    made, used = engine.made(), engine.used()
     arguments, place = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [script], str(path.parent)  # as the interpreter does for a script
     try:
@@ -44,12 +45,24 @@ def run(script: str) -> None:
         raise _told(path, error) from error
     finally:
         sys.argv, sys.path[0] = arguments, place
-    if engine.made() == before:
+    if engine.used() == used:
+        none = "makes no RapidformerEngine" if engine.made() == made else "trains nothing"
         raise UsageError(
-            f"--user-script {script} makes no RapidformerEngine",
+            f"--user-script {script} {none}",
             "a template's train(), or engine.compose",
             "End it with: engine = RapidformerEngine(); MyTrainer(engine=engine).train()",
         )
+
+
+def _require_python(path: Path) -> None:
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise UsageError(
+            f"--user-script {path.name}: {reason}{line}", "a file of Python", "Correct it there."
+        ) from None
 
 
 def stand_in() -> None:

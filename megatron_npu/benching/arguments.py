@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_npu.arg_parser import Number, Parser, byte_size, integer, positive
+from megatron_npu.arg_parser import Number, Parser, byte_size, positive, seed
 from megatron_npu.benching.schemes import SUITES
 
 at_least_two = Number("a whole number from 2 on", int, 2)
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         help="what a rank may have, such as 32G; more is OOM (default: what the device has; on a CPU four "
         "fifths of what is available, shared by the ranks)",
     )
-    add("--seed", type=integer, default=1234, help="of weights, tokens and dropout")
+    add("--seed", type=seed, default=1234, help="of weights, tokens and dropout")
     add("--json", type=Path, metavar="FILE", help="write everything that was measured")
     add("--markdown", type=Path, metavar="FILE", help="write the tables")
     add("--plot", type=Path, metavar="FILE", help="draw throughput and memory, as PNG")

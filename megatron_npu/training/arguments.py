@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_npu import older_flags
-from megatron_npu.arg_parser import Parser, integer, number, positive, whole
+from megatron_npu.arg_parser import Parser, beta, integer, number, positive, whole
 from megatron_npu.attention_flags import add_attention_flags
 from megatron_npu.switches import add_switches
 from megatron_npu.tokenization import flags
@@ -346,8 +346,8 @@ def _optimizer(add: Add) -> None:
         help="how it goes from its start to its end",
     )
     add("--clip-grad", type=number, default=1.0, help="largest norm of the gradient; 0: no limit")
-    add("--adam-beta1", type=number, default=0.9, help="decay of the mean of gradients, a step")
-    add("--adam-beta2", type=number, default=0.999, help="decay of the mean of their squares, a step")
+    add("--adam-beta1", type=beta, default=0.9, help="decay of the mean of gradients, a step")
+    add("--adam-beta2", type=beta, default=0.999, help="decay of the mean of their squares, a step")
     add("--adam-eps", type=number, default=1e-8, help="added to the root of that mean")
     add("--override-opt_param-scheduler", action="store_true", help="the flags' schedule, on resume too")
     add("--use-checkpoint-opt_param-scheduler", action="store_true", help="the checkpoint's schedule")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_npu import files, folder_lock
+from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files
 
 
@@ -19,13 +20,18 @@ def owned(args: Namespace) -> Iterator[None]:
     A file system without locks gives none, and then nothing is refused and nothing removed.
 
     Raises:
-        UsageError: another run holds it.
+        UsageError: another run holds it, or it cannot be made.
     """
     if not args.save or args.rank != 0:
         yield
         return
     folder = Path(args.save)
-    lock = folder_lock.hold(folder)
+    try:
+        lock = folder_lock.hold(folder)
+    except OSError as error:
+        raise UsageError(
+            f"--save {folder}: {error.strerror}", "a directory that can be made", "Give another path."
+        ) from None
     if lock is None:
         yield
         return

@@ -114,6 +114,15 @@ def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
     assert datasets.load(args(tmp_path / "two"))["validation"]["sentence"][:] == ["row 3"]
 
 
+def _no_bytes(folder: Path) -> argparse.Namespace:
+    (folder / "empty.jsonl").touch()
+    return args(folder / "empty.jsonl")
+
+
+def _configured(folder: Path) -> argparse.Namespace:
+    return args(write(folder / "one.jsonl", ROWS), data_name="mrpc")
+
+
 def _lonely(folder: Path) -> argparse.Namespace:
     return args(write(folder / "one.jsonl", ROWS[:1]))
 
@@ -149,6 +158,8 @@ BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
     "nothing to train on": (_without_train, "has the parts 'validation'"),
     "an empty part": (_empty, "a part without rows"),
     "an empty file": (_empty_file, 'a part without rows (Instruction "validation"'),
+    "a file of no bytes": (_no_bytes, "empty.jsonl is empty; expected a file with rows"),
+    "a file has no configurations": (_configured, "--data-name mrpc with --data-path"),
     "two kinds": (_two_kinds, "files that end in .csv and .jsonl"),
     "no such kind": (lambda folder: args(__file__), "files that end in .py"),
     "an empty folder": (lambda folder: args(folder), "no file of a part"),

@@ -305,6 +305,13 @@ def _few_tokens(folder: Path) -> list[str]:
     return ["--pretrained-model-name-or-path", str(model)]
 
 
+def _no_words(folder: Path) -> list[str]:
+    model = tiny_models.bert(folder / "no-words")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    return ["--pretrained-model-name-or-path", str(model)]
+
+
 def _other_data(rows: list[dict[str, Any]]) -> Callable[[Path], list[str]]:
     return lambda folder: ["--data-path", str(tasks_data.write_rows(folder / "other.jsonl", rows))]
 
@@ -333,6 +340,60 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     ),
     "no weights": ("masked_lm", _no_weights, "no file named model.safetensors"),
     "a tokenizer of another model": ("masked_lm", _few_tokens, "and a model of 20"),
+    "a tokenizer without a word": ("masked_lm", _no_words, "a tokenizer without a word; expected"),
+    "no room for a text": ("token_classification", ["--seq-length", "2"], "more than the 2 special tokens"),
+    "no next token": ("causal_lm", ["--seq-length", "1"], "--seq-length 1; expected a token, and one"),
+    "nothing to ask for": ("masked_lm", ["--mask-prob", "0"], "--mask-prob 0; expected"),
+    "adapters as large as what they adapt": (
+        "seq2seq",
+        ["--lora-rank", "32"],
+        "--lora-rank 32 with matrices of rank 32 at most",
+    ),
+    "texts that are numbers": (
+        "causal_lm",
+        _other_data([{"text": 3}] * 9),
+        "the column 'text' of the part 'train' holds int64; expected texts. ",
+    ),
+    "texts that are lists": (
+        "sequence_classification",
+        _other_data([{"text": ["a", "b"], "label": "x"}, {"text": ["c"], "label": "y"}] * 9),
+        "the column 'text' of the part 'train' holds no texts; expected texts",
+    ),
+    "a row without a text": (
+        "sequence_classification",
+        _other_data([{"text": None, "label": "x"}, {"text": "c", "label": "y"}] * 9),
+        "no text in row",
+    ),
+    "a row without a target": (
+        "seq2seq",
+        _other_data([{"source": "a", "target": None}, {"source": "c", "target": "y"}] * 9),
+        "no target in row",
+    ),
+    "a row without a context": (
+        "question_answering",
+        _other_data([{"question": "who", "context": None, "answer": None}] * 9),
+        "the column 'context' of the part 'train' holds no texts",
+    ),
+    "words in one text": (
+        "token_classification",
+        _other_data([{"tokens": "the cat", "tags": ["O", "X"]}] * 9),
+        "the column 'tokens' of the part 'train' holds no lists of words; expected",
+    ),
+    "a row without tags": (
+        "token_classification",
+        _other_data([{"tokens": ["a"], "tags": None}, {"tokens": ["a"], "tags": ["O"]}] * 9),
+        "no tags in row",
+    ),
+    "answers without their places": (
+        "question_answering",
+        _other_data([{"question": "who ?", "context": "the cat", "answers": {"text": ["cat"]}}] * 9),
+        "the answers {'text': ['cat']} to 'who ?'; expected as in SQuAD",
+    ),
+    "answers in a list": (
+        "question_answering",
+        _other_data([{"question": "who ?", "context": "the cat", "answers": ["cat"]}] * 9),
+        "the answers ['cat'] to 'who ?'; expected as in SQuAD",
+    ),
     "too many tokens": ("masked_lm", ["--seq-length", "65"], "--seq-length 65 with "),
     "too little text": (
         "causal_lm",
@@ -380,8 +441,10 @@ def test_what_cannot_be_trained_is_told_in_a_line(
     argv = [*trained(task)[2], *(change if isinstance(change, list) else change(tmp_path))]
     capsys.readouterr()
     assert cli.main(["train", *argv]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megatron-npu")]
+    out, error = capsys.readouterr()
+    (line,) = [line for line in error.splitlines() if line.startswith("megatron-npu")]
     assert said in line
+    assert "iteration" not in out
 
 
 # -- a pre-trained encoder

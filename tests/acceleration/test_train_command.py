@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_npu import cli
-from megatron_npu.acceleration import arguments, engine, ranks, templates
+from megatron_npu.acceleration import arguments, engine, prepare, ranks, templates
 from megatron_npu.errors import UsageError
 from megatron_npu.training.dashboard import snapshot
 from tests import warm
@@ -46,6 +46,8 @@ MEGATRON = f"""--user-script {SLOW} --tensor-model-parallel-size 2 --pipeline-mo
 --data-impl mmap --split 980,20 --lr 1e-3 --lr-decay-style linear --min-lr 0.0 --lr-decay-iters 2000
 --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 1 --zero-2-memory-optimization
 --checkpoint-activations --mixed-precision"""
+
+FEW = "--task causal_lm --pretrained-model-name-or-path x --data-path x --epochs 1"
 
 
 def parsed(line: str):
@@ -103,6 +105,21 @@ def test_a_data_set_may_be_named_alone() -> None:
         ("--user-script nowhere.py", "nowhere.py: no such file"),
         (r"--task sequence_classification \  ", "a backslash with a blank or a comment behind it"),
         (f"--user-script {SLOW} --tensor-model-parallel-size 2 --nproc-per-node 1", "that 2 divides"),
+        (f"--user-script {SLOW} --lr-warmup-iters 8 --lr-decay-iters 8", "a warm-up that ends before"),
+        (f"--user-script {SLOW} --seed -1", "--seed -1; expected a whole number from 0 to 2^32 - 1"),
+        (f"--user-script {SLOW} --adam-beta1 1", "--adam-beta1 1; expected a number from 0 on, below 1"),
+        (f"--user-script {SLOW} --train-iters 1 --save {SLOW}", "slow.py is a file; expected a directory"),
+        (f"--user-script {SLOW} --train-iters 1 --json-log {SLOW}/log", "slow.py is a file; expected a dir"),
+        (
+            f"--user-script {SLOW} --train-iters 1 --json-log {SCRIPTS}",
+            "scripts is a directory; expected a f",
+        ),
+        (f"--user-script {SLOW} --train-iters 1 --load {SLOW}", "slow.py is a file; expected a folder that"),
+        (f"--user-script {SLOW} --train-iters 1 --load {SCRIPTS}", "scripts: no checkpoint there; expected"),
+        (f"{FEW} --num-layers 3", "--num-layers with --task causal_lm, which does not read it; expected"),
+        (f"{FEW} --vocab-file x", "expected it with --task pretraining. Leave it out"),
+        (f"{FEW} --columns label=x --num-beams 2", "--num-beams with --task causal_lm"),
+        (f"{FEW} --reset-position-ids", "expected it in a script. Leave it out, or give --user-script"),
         (
             "--task causal_lm --pretrained-model-name-or-path x --data-path x --epochs 1 "
             "--tensor-model-parallel-size 2 --nproc-per-node 2",
@@ -199,6 +216,65 @@ END = "\nMine(RapidformerEngine()).train()\n"
             "ended with ModuleNotFoundError: No module named 'n",
         ),
         (END, "", "makes no RapidformerEngine; expected a template's train()"),
+        (END, "\nRapidformerEngine()\n", "trains nothing; expected a template's train()"),
+        (
+            "import torch\n",
+            "import torch\ndef (\n",
+            "mine.py: invalid syntax (line 3); expected a file of Py",
+        ),
+        ("import torch\n", "import torch\n\0\n", "null bytes; expected a file of Python"),
+        ("RapidformerEngine())", "3)", "Mine with int engine; expected a RapidformerEngine, which"),
+        (
+            "class Mine(Finetuner):",
+            "class Mine(Finetuner):\n    def __init__(self, engine): pass",
+            "Mine with no engine; expected a RapidformerEngine, which its __init__ hands on",
+        ),
+        (
+            "datasets_provider(self)",
+            "datasets_provider(self, sizes)",
+            "(sizes): missing a required argument: 'sizes'; expected 0 arguments beside self",
+        ),
+        ("forward_step(self, batch,", "forward_step(self,", "too many positional arguments; expected 2 arg"),
+        ("[torch.ones(2)] * 8", "[torch.ones(i + 1) for i in range(8)]", "samples that make no batch: stack"),
+        ("[torch.ones(2)] * 8", "[None] * 8", "samples that make no batch: default_collate: batch must cont"),
+        ("Linear(2, 1), None", "ReLU(), None", "a model without weights to train; expected a parameter"),
+        (
+            "None, None\n    def run",
+            "lambda p: None, None\n    def run",
+            "for the optimizer that returned noth",
+        ),
+        (
+            "None, None\n    def run",
+            "None, lambda o: 3\n    def run",
+            "for the scheduler that returned int; exp",
+        ),
+        (
+            "None, None\n    def run",
+            "torch.optim.SGD([torch.ones(1)]), None\n    def run",
+            "an optimizer that is made already (SGD), of another model's parameters; expected",
+        ),
+        (
+            "model(batch).mean()",
+            "torch.nn.Linear(2, 1)(batch).mean()",
+            "run_forward_step returned a loss of other weights; expected one that depends on those",
+        ),
+        ("model(batch).mean()", "model(batch).mean() * 1j", "returned a tensor of torch.complex64; expected"),
+        ('{"mean": 1.0}', "'good'", "run_compute_metrics returned a str; expected a dictionary of numbers"),
+        (
+            "Mine(RapidformerEngine()).train()",
+            "RapidformerEngine().gather([1])",
+            "gather of a list; expected",
+        ),
+        (
+            "Mine(RapidformerEngine()).train()",
+            "RapidformerEngine().build_data_loader(None)",
+            "the data set of build_data_loader: a NoneType; expected a data set with a length",
+        ),
+        (
+            "Mine(RapidformerEngine()).train()",
+            "RapidformerEngine().compose(model_obj=torch.nn.Linear(2, 1), optimizer_fn=3)",
+            "a int as what makes the optimizer; expected a function, or None",
+        ),
     ],
 )
 def test_scripts_that_cannot_be(written: str, instead: str, expected: str, tmp_path: Path, capsys) -> None:
@@ -208,6 +284,15 @@ def test_scripts_that_cannot_be(written: str, instead: str, expected: str, tmp_p
     assert cli.main(["train", "--user-script", str(script), "--epochs", "1"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert expected in said
+
+
+def test_an_optimizer_of_some_weights_steps_these_alone() -> None:
+    head, body = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    before = {"head": head, "body": body}
+    now = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("head", "body", "adapter")}
+    optimizer = prepare.optimizer_of(torch.optim.SGD([head], lr=1.0), before, now)
+    (group,) = optimizer.param_groups
+    assert [id(one) for one in group["params"]] == [id(now["head"]), id(now["adapter"])]
 
 
 def test_a_script_as_it_should_be(tmp_path: Path, capsys) -> None:
@@ -229,11 +314,11 @@ def test_a_script_as_it_should_be(tmp_path: Path, capsys) -> None:
 
 
 def test_what_the_file_system_refuses_is_said_in_one_line(tmp_path: Path, capsys) -> None:
-    script, log = tmp_path / "mine.py", tmp_path / "mine.py" / "below" / "a" / "file"
+    script, log = tmp_path / "mine.py", "/dev/full"  # a disk without room
     script.write_text(SCRIPT + END)
-    assert cli.main(["train", "--user-script", str(script), "--epochs", "1", "--json-log", str(log)]) == 1
+    assert cli.main(["train", "--user-script", str(script), "--epochs", "1", "--json-log", log]) == 1
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("megatron-npu train: error: [Errno 20] Not a directory")
+    assert said.startswith("megatron-npu train: error: [Errno 28] No space left")
 
 
 def test_a_finetuner_is_not_cut() -> None:
@@ -305,3 +390,20 @@ def test_an_address_that_is_missing_is_named(capsys, monkeypatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert cli.main(["train", "--user-script", str(SLOW), "--train-iters", "1"]) == 2
     assert "NNODES=2 without MASTER_ADDR and MASTER_PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"NNODES": "0"}, "NNODES=0; expected a whole number from 1 on"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2; expected a whole number from 0 to 1"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999; expected a whole number from 0 to 65535"),
+    ],
+)
+def test_a_place_that_cannot_be_is_named(changes, expected, capsys, monkeypatch) -> None:
+    for name, value in {"MASTER_ADDR": "localhost", **changes}.items():
+        monkeypatch.setenv(name, value)
+    flags = ["--user-script", str(SLOW), "--train-iters", "1", "--nproc-per-node", "2"]
+    assert cli.main(["train", *flags]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert expected in said

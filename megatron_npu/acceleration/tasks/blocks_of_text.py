@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.acceleration import metrics
+from megatron_npu.acceleration import metrics, texts
 from megatron_npu.acceleration.tasks.task import Batch, Task, mean_loss
 from megatron_npu.errors import UsageError
 
@@ -21,6 +21,10 @@ class BlocksOfText(Task):
 
     roles = ("text",)
     marked = False  # whether special tokens are put around each text, and a mask says where they are
+
+    def require_columns(self) -> None:
+        """Check that the column holds texts; a row without one adds nothing."""
+        texts.require(self.parts, self.columns, every=False)
 
     def encoded(self, rows: Any, part: str) -> Any:
         """Return the blocks of a part.
@@ -65,8 +69,8 @@ def stacked(examples: list[dict[str, Any]], name: str) -> Tensor:
 def _encode(
     rows: Mapping[str, list[Any]], *, tokenizer: Any, column: str, marked: bool, end: bool
 ) -> dict[str, Any]:
-    texts = [text or "" for text in rows[column]]
-    tokens = dict(tokenizer(texts, return_attention_mask=False, return_special_tokens_mask=marked))
+    given = [text or "" for text in rows[column]]
+    tokens = dict(tokenizer(given, return_attention_mask=False, return_special_tokens_mask=marked))
     tokens.pop("token_type_ids", None)
     if end:
         for own in tokens["input_ids"]:

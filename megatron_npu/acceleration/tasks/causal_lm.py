@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_npu.acceleration.tasks.blocks_of_text import BlocksOfText, stacked
 from megatron_npu.acceleration.tasks.task import EXAMPLE, Batch, label_losses
+from megatron_npu.errors import UsageError
 
 
 class CausalLM(BlocksOfText):
@@ -19,6 +20,12 @@ class CausalLM(BlocksOfText):
     """
 
     name = "causal_lm"
+
+    def config_changes(self) -> dict[str, Any]:
+        """Refuse blocks in which no token follows another; change nothing."""
+        if self.args.seq_length == 1:
+            raise UsageError("--seq-length 1", "a token, and one that follows it: 2 or more", "Give more.")
+        return super().config_changes()
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
         """Return blocks [b, s] with themselves as labels, which the model shifts."""

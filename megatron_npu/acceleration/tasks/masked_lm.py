@@ -15,7 +15,7 @@ from megatron_npu.acceleration.tasks.blocks_of_text import BlocksOfText, stacked
 from megatron_npu.acceleration.tasks.task import EXAMPLE, Batch, label_losses
 from megatron_npu.errors import UsageError
 
-_DRAWS = 1000  # until a batch asks for a token; none is there to ask for with --mask-prob 0
+_DRAWS = 1000  # until a batch asks for a token; a batch of special tokens alone has none
 
 
 class MaskedLM(BlocksOfText):
@@ -28,6 +28,12 @@ class MaskedLM(BlocksOfText):
 
     name = "masked_lm"
     marked = True
+
+    def config_changes(self) -> dict[str, Any]:
+        """Refuse to mask nothing; change nothing."""
+        if not self.args.mask_prob:
+            raise UsageError("--mask-prob 0", "some tokens to ask for", "Give 0.15, say.")
+        return super().config_changes()
 
     @functools.cached_property
     def _masking(self) -> DataCollatorForLanguageModeling:

@@ -68,8 +68,8 @@ class PreTraining(PreTrainer):
         Raises:
             UsageError: it has fewer.
         """
-        known = self._config[0].get_text_config().vocab_size
         vocabulary = word_pieces(self.args) if self._masked else DatasetTokenizer(tokenizers.build(self.args))
+        known = self._config[0].get_text_config().vocab_size
         if vocabulary.vocab_size > known:
             raise UsageError(
                 f"{_FLAG} {self.args.pretrained_model_name_or_path}, a model of {known} tokens, with a "

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_npu.acceleration import metrics
+from megatron_npu.acceleration import metrics, texts
 from megatron_npu.acceleration.tasks.task import EXAMPLE, Batch, Task
 from megatron_npu.errors import UsageError
 
@@ -44,6 +44,10 @@ class QuestionAnswering(Task):
         self._windows = super().examples
         return {part: windows.remove_columns(list(_ASIDE)) for part, windows in self._windows.items()}
 
+    def require_columns(self) -> None:
+        """Check that every row has a question and a context."""
+        texts.require(self.parts, {role: self.columns[role] for role in ("question", "context")})
+
     def encoded(self, rows: Any, part: str) -> Any:
         """Return the windows of each row, and where in them the answer is."""
         self.require_places()
@@ -64,7 +68,7 @@ class QuestionAnswering(Task):
 
     def _stride(self, rows: Any, part: str) -> int:
         """Return how many tokens windows share: as asked for, or half of what a question leaves."""
-        questions = self.tokenizer([text or "" for text in rows[self.columns["question"]]])["input_ids"]
+        questions = self.tokenizer(list(rows[self.columns["question"]]))["input_ids"]
         own = max(map(len, questions)) - self.tokenizer.num_special_tokens_to_add(pair=False)
         free = self.longest - own - self.tokenizer.num_special_tokens_to_add(pair=True)
         if free < 2:
@@ -94,12 +98,12 @@ class QuestionAnswering(Task):
             if row not in given or score > given[row][0]:
                 begin, end = (window["offsets"][found[name][index]] for name in ("first", "last"))
                 given[row] = score, rows[row][self.columns["context"]][begin[0] : end[1]]
-        texts = [
+        written = [
             "" if self._may_have_none and nothing[row] > score else text
             for row, (score, text) in given.items()
         ]
         true = [_answers(rows[row], self.columns)[0] for row in given]
-        return {"loss": float(found["loss"].mean(dtype="float64")), **metrics.answers(texts, true)}
+        return {"loss": float(found["loss"].mean(dtype="float64")), **metrics.answers(written, true)}
 
     @functools.cached_property
     def _may_have_none(self) -> bool:
@@ -168,7 +172,7 @@ def _encode(
     stride: int,
 ) -> dict[str, Any]:
     tokens = tokenizer(
-        [(text or "").lstrip() for text in rows[columns["question"]]],  # blanks would fill SQuAD's windows
+        [text.lstrip() for text in rows[columns["question"]]],  # blanks would fill SQuAD's windows
         rows[columns["context"]],
         truncation="only_second",
         max_length=longest,
@@ -208,10 +212,10 @@ def _place(
     offsets: list[tuple[int, int]], answers: tuple[list[str], list[int]], nowhere: int
 ) -> tuple[int, int]:
     """Return the first and last token of the first true answer, if the window has all of it."""
-    texts, begins = answers
-    if not texts:
+    found, begins = answers
+    if not found:
         return nowhere, nowhere
-    begin, end = begins[0], begins[0] + len(texts[0])
+    begin, end = begins[0], begins[0] + len(found[0])
     inside = [token for token, place in enumerate(offsets) if place != _NOWHERE]
     if not inside or offsets[inside[0]][0] > begin or offsets[inside[-1]][1] < end:
         return nowhere, nowhere
@@ -223,21 +227,37 @@ def _answers(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[list[s
     """Return the true answers of a row, and where in the context they begin.
 
     Raises:
-        UsageError: an answer is not there.
+        UsageError: an answer is not there, or they are written otherwise.
     """
     context, given = row[columns["context"]], row[columns["answers"]]
-    if isinstance(given, list) and (not given or isinstance(given[0], dict)):
-        given = {name: [one[name] for one in given] for name in ("text", "answer_start")}
+    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+        given = {name: [one.get(name) for one in given] for name in ("text", "answer_start")}
     if isinstance(given, dict):
-        texts, begins = list(given.get("text") or ()), list(given.get("answer_start") or ())
+        found, begins = given.get("text") or [], given.get("answer_start") or []
+    elif isinstance(given, str) or given is None:
+        found = [given] if given else []
+        begins = [context.find(text) for text in found]
     else:
-        texts = [given] if given else []
-        begins = [context.find(text) for text in texts]
-    for text, begin in zip(texts, begins, strict=True):
+        raise _unreadable(given, row[columns["question"]])
+    if not _are(str, found) or not _are(int, begins) or len(found) != len(begins):
+        raise _unreadable(given, row[columns["question"]])
+    for text, begin in zip(found, begins, strict=True):
         if begin < 0 or context[begin : begin + len(text)] != text:
             raise UsageError(
                 f"the answer {text!r} to {row[columns['question']]!r}",
                 "a piece of the context, at its place",
                 "Correct the row.",
             )
-    return texts, begins
+    return found, begins
+
+
+def _are(kind: type, given: Any) -> bool:
+    return isinstance(given, list) and all(isinstance(one, kind) for one in given)
+
+
+def _unreadable(given: Any, question: str) -> UsageError:
+    return UsageError(
+        f"the answers {given!r} to {question!r}",
+        'as in SQuAD: {"text": ["Rome"], "answer_start": [17]}; or one text',
+        "Correct the row.",
+    )

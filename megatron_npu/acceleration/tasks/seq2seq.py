@@ -107,8 +107,9 @@ def _encode(
     longest: int,
     longest_target: int,
 ) -> dict[str, Any]:
-    sources = [prefix + (text or "") for text in rows[columns["source"]]]
-    targets = [text or "" for text in rows[columns["target"]]]
+    sources = [prefix + text for text in rows[columns["source"]]]
     tokens = tokenizer(sources, truncation=True, max_length=longest)
-    of_targets = tokenizer(text_target=targets, truncation=True, max_length=longest_target)
+    of_targets = tokenizer(
+        text_target=list(rows[columns["target"]]), truncation=True, max_length=longest_target
+    )
     return {**tokens, "labels": of_targets["input_ids"]}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.acceleration import columns, labels, metrics
+from megatron_npu.acceleration import columns, labels, metrics, texts
 from megatron_npu.acceleration.datasets import named
 from megatron_npu.acceleration.tasks.task import Batch, Task
 
@@ -50,8 +50,12 @@ class SequenceClassification(Task):
 
     def config_changes(self) -> dict[str, Any]:
         """Return the labels."""
-        self._texts  # a missing column is told before labels are looked at  # noqa: B018
+        self.require_columns()  # told before labels are looked at
         return self.labels.config()
+
+    def require_columns(self) -> None:
+        """Check that the column of texts, or both, have one in every row."""
+        texts.require(self.parts, dict(zip(("text", "pair"), self._texts, strict=True)))
 
     def encoded(self, rows: Any, part: str) -> Any:
         """Return the tokens of each text, or pair, and its label."""

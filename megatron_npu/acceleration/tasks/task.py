@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import transformers
 from torch import Tensor
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from megatron_npu.acceleration import columns, pretrained
+from megatron_npu.acceleration import columns, pretrained, texts
 from megatron_npu.acceleration.datasets import load
 from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.acceleration.templates import Finetuner
@@ -43,6 +44,8 @@ class Task(Finetuner):
         self.args = engine.args
         if self.args.rank:
             _be_quiet()
+        elif not sys.stderr.isatty():
+            _draw_no_bars()
 
     # -- what a task adds
 
@@ -57,10 +60,18 @@ class Task(Finetuner):
     def config_changes(self) -> dict[str, Any]:
         """Return what the data change in the model's configuration.
 
-        A missing column is told here, before the model is looked for.
+        A missing column, or one that holds something else, is told here, before the model is looked for.
         """
-        self.columns  # noqa: B018
+        self.require_columns()
         return {}
+
+    def require_columns(self) -> None:
+        """Check what the columns hold.
+
+        Raises:
+            UsageError: one is missing, has no texts, or a row without.
+        """
+        texts.require(self.parts, self.columns)
 
     def tokenizer_options(self) -> dict[str, Any]:
         """Return what the tokenizer is loaded with."""
@@ -197,11 +208,16 @@ class Task(Finetuner):
 
 def _be_quiet() -> None:
     """Leave the bars and remarks of the libraries to rank 0."""
+    _draw_no_bars()
+    transformers.logging.set_verbosity_error()
+
+
+def _draw_no_bars() -> None:
+    """Draw no progress bars of the libraries: in a file each step of one is a line."""
     import datasets
 
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
 
 
 def inputs(batch: Batch) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megatron_npu.acceleration import labels, metrics
+from megatron_npu.acceleration import labels, metrics, texts
 from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.acceleration.tasks.task import (
     Batch,
@@ -38,7 +38,13 @@ class TokenClassification(Task):
 
     def config_changes(self) -> dict[str, Any]:
         """Return the tags."""
+        self.require_columns()
         return self.labels.config()
+
+    def require_columns(self) -> None:
+        """Check that every row has a list of words and one of tags."""
+        labels.require_lists(self.parts["train"], self.columns["tags"])
+        texts.require_words(self.parts, self.columns["tokens"], self.columns["tags"])
 
     def tokenizer_options(self) -> dict[str, Any]:
         """Return what byte-level tokenizers need for words that are cut already."""

@@ -137,7 +137,7 @@ def _find_checkpoint(args: Namespace) -> CheckpointInfo | None:
     if not args.load:
         return None
     found = stock_checkpoints.find(args.load, args.ckpt_step)
-    if found is None and not _same_directory(args.load, args.save):
+    if found is None and not same_directory(args.load, args.save):
         raise UsageError(
             f"--load {args.load}: no checkpoint there",
             f"a directory with {checkpoint_files.TRACKER}",
@@ -164,7 +164,8 @@ def _of_stock_script(args: Namespace, found: CheckpointInfo) -> CheckpointInfo:
     return replace(found, arguments=found.arguments | same)
 
 
-def _same_directory(one: str | None, other: str | None) -> bool:
+def same_directory(one: str | None, other: str | None) -> bool:
+    """Return whether both name one folder; what is not given names none."""
     return bool(one and other) and Path(one or "").resolve() == Path(other or "").resolve()
 
 
@@ -174,7 +175,7 @@ def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
         return
     if Path(args.save).exists() and not Path(args.save).is_dir():
         raise UsageError(f"--save {args.save} is a file", "a directory", "Give another path.")
-    goes_on = found is not None and _same_directory(args.save, args.load) and not args.finetune
+    goes_on = found is not None and same_directory(args.save, args.load) and not args.finetune
     if not goes_on and (Path(args.save) / checkpoint_files.TRACKER).exists():
         raise UsageError(
             f"--save {args.save} holds checkpoints already",
@@ -208,6 +209,8 @@ def places(args: Namespace) -> None:
     ):
         if place:
             _require_writable(flag, Path(place).absolute())
+    if args.json_log and Path(args.json_log).is_dir():
+        raise UsageError(f"--json-log {args.json_log} is a directory", "a file", "Give another path.")
 
 
 def _require_writable(flag: str, place: Path) -> None:

@@ -1,0 +1,71 @@
+"""What the columns of a task hold: texts, or lists of words, in every row; else one line says where not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_STRINGS = ("string", "large_string", "string_view")
+
+
+def require(parts: Mapping[str, Dataset], columns: Mapping[str, str | None], *, every: bool = True) -> None:
+    """Check that columns hold texts.
+
+    Args:
+        parts: the rows of each part.
+        columns: the column of each role; None: there is none.
+        every: whether each row needs one; else a row without is an empty text.
+
+    Raises:
+        UsageError: a column holds something else, or a row nothing.
+    """
+    for part, rows in parts.items():
+        for role, column in columns.items():
+            if column is not None:
+                _require_kind(rows.features[column], part, role, column, "texts")
+                if every:
+                    _require_values(rows, part, role, column)
+
+
+def require_words(parts: Mapping[str, Dataset], tokens: str, tags: str) -> None:
+    """Check that a column holds lists of words, and that each row has one, with a list of tags beside it.
+
+    Raises:
+        UsageError: it does not.
+    """
+    for part, rows in parts.items():
+        words = getattr(rows.features[tokens], "feature", None)
+        _require_kind(words, part, "tokens", tokens, "lists of words")
+        for role, column in (("tokens", tokens), ("tags", tags)):
+            _require_values(rows, part, role, column)
+
+
+def _require_kind(feature: Any, part: str, role: str, column: str, expected: str) -> None:
+    kind = getattr(feature, "dtype", None)
+    if kind not in _STRINGS:
+        holds = f"holds {kind}" if isinstance(kind, str) and kind != "null" else f"holds no {expected}"
+        raise UsageError(
+            f"the column {column!r} of the part {part!r} {holds}",
+            expected,
+            f"Name another: --columns {role}=NAME; or write what it holds as {expected}.",
+        )
+
+
+def _require_values(rows: Dataset, part: str, role: str, column: str) -> None:
+    if rows.data.column(column).null_count:  # of the whole file: the row may be of another part
+        row = _first_without(rows.select_columns([column])[:][column])
+        if row is not None:
+            raise UsageError(
+                f"no {role} in row {row + 1} of the part {part!r} (column {column!r})",
+                "one in every row",
+                "Correct the row, or leave it out.",
+            )
+
+
+def _first_without(values: Iterable[Any]) -> int | None:
+    return next((row for row, value in enumerate(values) if value is None), None)
