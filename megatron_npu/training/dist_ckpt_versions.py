@@ -67,7 +67,7 @@ def save_keywords(described: Metadata, *, in_background: bool = False) -> dict[s
     result: dict[str, Any] = {"content_metadata": described} if _version() >= (0, 13) else {}
     if in_background:
         result["async_sharded_save"] = True
-        if _version() >= (0, 18):  # whose default is a package's queue
+        if _version() >= (0, 17):  # whose default is a package's queue
             result["async_strategy"] = "mcore"
     return result
 

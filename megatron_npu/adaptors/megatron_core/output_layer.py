@@ -28,6 +28,7 @@ _WHY = (
     "--cross-entropy-fusion-impl linear, which no release has: logits are never whole in memory; on a cpu, "
     "where each block of them stays in the cache, always"
 )
+_TOKENS_AT_ONCE = 128  # of each sample
 
 
 class Factors(NamedTuple):
@@ -146,6 +147,41 @@ def compute_language_model_loss(
         loss = loss_and_embedding.vocab_parallel_cross_entropy(logits, labels.t().contiguous())
         return loss.t().contiguous()
     return original(self, labels, logits)
+
+
+@around(
+    "megatron.core.transformer.multi_token_prediction:_compute_mtp_acceptance_counts",
+    versions=">=0.19",
+    why="it asks for the likeliest further token, of logits that are never whole; it ended in a TypeError",
+)
+def count_right_further_tokens(
+    original: Callable[..., tuple[Tensor, Tensor]],
+    mtp_logits: Tensor | Factors,
+    mtp_labels: Tensor,
+    loss_mask: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Of how many further tokens, ``[b, s]``, the likeliest is right, and how many there are: block by block.
+
+    The product is computed again, upstream's own has it; in blocks of the sequence, so that memory is as
+    the loss's.
+    """
+    if not isinstance(mtp_logits, Factors):
+        return original(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)
+    with torch.no_grad():
+        parts = zip(
+            _of_all_ranks(mtp_logits).split(_TOKENS_AT_ONCE),
+            mtp_labels.split(_TOKENS_AT_ONCE, dim=1),
+            loss_mask.split(_TOKENS_AT_ONCE, dim=1),
+            strict=True,
+        )
+        counts = [
+            original(hidden @ mtp_logits.weight.t(), labels, mask, *args, **kwargs)
+            for hidden, labels, mask in parts
+        ]
+    right, all_of_them = (torch.stack(column).sum(0) for column in zip(*counts, strict=True))
+    return right, all_of_them
 
 
 def _group(layer: Any) -> Any:

@@ -99,6 +99,33 @@ def test_each_further_word_that_is_predicted_has_its_loss_in_one(in_one, monkeyp
     torch.testing.assert_close(gradients, right)
 
 
+def right_tokens(logits, labels, mask):
+    """``_compute_mtp_acceptance_counts`` of 0.19, for one tensor-parallel rank."""
+    right = (logits.argmax(-1) == labels.t()) & mask.t().bool()
+    return right.sum().float(), mask.sum().float()
+
+
+def test_right_further_tokens_are_counted_without_whole_logits(monkeypatch):
+    layer = gpt(tied=False).module.output_layer
+    hidden, labels = torch.randn(8, 2, layer.weight.size(1)), torch.randint(WORDS, (2, 8))
+    mask = torch.ones(2, 8)
+    mask[1, 3:] = 0
+    logits = hidden @ layer.weight.t()
+    labels[:, ::2] = logits.argmax(-1).t()[:, ::2]
+    monkeypatch.setattr(output_layer, "_TOKENS_AT_ONCE", 3)
+    sizes = []
+
+    def spied(logits, *rest):
+        sizes.append(len(logits))
+        return right_tokens(logits, *rest)
+
+    counting = output_layer.count_right_further_tokens
+    counts = counting(spied, output_layer.Factors(layer, hidden, layer.weight), labels, mask)
+    assert counts == right_tokens(logits, labels, mask) == counting(right_tokens, logits, labels, mask)
+    assert 6 <= counts[0] < counts[1] == 11
+    assert sizes == [3, 3, 2]
+
+
 @pytest.mark.parametrize(
     ("flag", "reason"),
     [("use_mup", "--use-mup scales the logits"), ("mtp_detach_heads", "--mtp-detach-heads keeps gradients")],

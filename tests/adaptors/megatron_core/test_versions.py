@@ -18,6 +18,11 @@ VERSIONS = ["0.12.1", "0.13.1", "0.14.0", "0.15.3"]
 NEWER = ["0.17.1", "0.18.2", "0.19.2"]  # than the installed one
 EXACT = ["--attention-dropout", "0", "--hidden-dropout", "0", "--no-plot"]
 FOUR_LAYERS = "--num-layers 4"
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 "
+    "--position-embedding-type rope --mtp-num-layers 1 --train-iters 3 --async-save --save-interval 1 "
+    "--sample-prompt 1 --sample-tokens 2 --eval-interval 2"
+)
 PP2 = "--pipeline-model-parallel-size 2"
 # 0.12's destroy_model_parallel() leaves the ranks of position embeddings: stages must come first
 TWO = {
@@ -48,11 +53,29 @@ def train(
     return {name: curves.read(folder, name) for name in cases}
 
 
+def latent(folder: Path) -> dict[str, str]:
+    """Return the case of multi-latent attention that predicts two tokens and is saved as it goes on."""
+    return {"latent": f"{LATENT} --save {folder / 'latent'}"}
+
+
+def check_latent(found: Curve, expected: Curve) -> None:
+    """Check that both losses are those of the installed megatron-core."""
+    for name in ("loss", "mtp_1_loss"):
+        assert found.of(name) == pytest.approx(expected.of(name), rel=1e-5)
+
+
 @pytest.fixture(scope="session")
-def installed(flags, tmp_path_factory) -> list[float]:
-    """Return the losses of the installed megatron-core."""
+def on_installed(flags, tmp_path_factory) -> dict[str, Curve]:
+    """Return the curves of the installed megatron-core."""
     pytest.importorskip("megatron.core")
-    return curves.train(tmp_path_factory.mktemp("installed"), flags, {"one": ""})["one"].losses()
+    folder = tmp_path_factory.mktemp("installed")
+    return curves.train(folder, flags, {"one": "", **latent(folder)})
+
+
+@pytest.fixture(scope="session")
+def installed(on_installed) -> list[float]:
+    """Return the losses of the tiny run."""
+    return on_installed["one"].losses()
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -74,6 +97,7 @@ def one(flags, root, tmp_path_factory) -> dict[str, Curve]:
     folder = tmp_path_factory.mktemp("one")
     save = f"--save {folder / 'saved'} --load {folder / 'saved'}"
     cases = {"first": f"{save} --exit-interval 3", "rest": save, "four layers": FOUR_LAYERS}
+    cases |= latent(folder)
     return train(flags, folder, root, cases, 1)
 
 
@@ -88,13 +112,21 @@ def test_one_process_and_its_resumption(one, installed) -> None:
     assert len(rest) == 3
 
 
+def test_latent_attention_that_predicts_is_saved_as_it_goes_on(one, on_installed) -> None:
+    check_latent(one["latent"], on_installed["latent"])
+
+
 @pytest.mark.parametrize("version", NEWER)
-def test_a_newer_one_saves_and_resumes(version, flags, tmp_path, installed) -> None:
+def test_a_newer_one_saves_and_resumes(version, flags, tmp_path, installed, on_installed) -> None:
     save = f"--save {tmp_path / 'checkpoint'} --load {tmp_path / 'checkpoint'}"
     found: list[float] = []
     for name, end in (("first", 2), ("rest", 4)):
         case = {name: f"{save} --exit-interval {end}"}
-        found += train(flags, tmp_path, wheel(version), case, 1)[name].losses()
+        further = latent(tmp_path) if name == "first" else {}
+        trained = train(flags, tmp_path, wheel(version), case | further, 1)
+        found += trained[name].losses()
+        if further:
+            check_latent(trained["latent"], on_installed["latent"])
     assert found == installed[:4]
 
 
