@@ -14,7 +14,7 @@ from megatron_npu.arg_parser import Parser, beta, integer, number, positive, who
 from megatron_npu.attention_flags import add_attention_flags
 from megatron_npu.switches import add_switches
 from megatron_npu.tokenization import flags
-from megatron_npu.training import expert_flags, latent_flags
+from megatron_npu.training import expert_flags, latent_flags, muon_flags
 from megatron_npu.web.address import address
 
 Add = Callable[..., Any]
@@ -310,6 +310,12 @@ def _training(add: Add) -> None:
 
 
 def _optimizer(add: Add) -> None:
+    add(
+        "--optimizer",
+        choices=["adam", "muon"],
+        default="adam",
+        help="muon: matrices of the layers by Muon, all else by Adam; megatron-core 0.17 or later",
+    )
     add("--lr", type=number, help="highest learning rate; required to train")
     add("--min-lr", type=number, default=0.0, help="learning rate that the decay ends with")
     add(
@@ -509,6 +515,7 @@ _GROUPS: tuple[tuple[str, Callable[[Add], None]], ...] = (
     ("parallelism", _parallel),
     ("training", _training),
     ("optimizer", _optimizer),
+    ("Muon", muon_flags.add),
     ("precision", _precision),
     ("data", _data),
     ("checkpoints", _checkpoints),

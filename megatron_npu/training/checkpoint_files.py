@@ -375,8 +375,15 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
         args: the flags of the run that is to load it, with what follows from them.
 
     Raises:
-        UsageError: it is of the other kind, or sharded for other sizes.
+        UsageError: it is of another kind, or sharded for other sizes.
     """
+    saved = found.arguments.get("optimizer", "adam")
+    if saved != args.optimizer:
+        raise UsageError(
+            f"--load {found.path} was saved with --optimizer {saved}, this run has {args.optimizer}",
+            "the same",
+            "Change --optimizer, or give --no-load-optim.",
+        )
     kinds = {True: "the distributed optimizer", False: "the plain optimizer"}
     distributed = bool(found.arguments.get("use_distributed_optimizer"))
     if distributed != args.use_distributed_optimizer:

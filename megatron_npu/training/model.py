@@ -193,11 +193,17 @@ def wrapped(
 
 
 def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """Return Adam as megatron-core builds it: master weights, loss scale, clipping, its decay groups."""
+    """Return the optimizer as megatron-core builds it: master weights, loss scale, clipping, decay groups."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     values = of_the_same_name(OptimizerConfig, args) | {"params_dtype": dtype(args)}
-    result = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **values), model)
+    make = get_megatron_optimizer
+    if args.optimizer == "muon" and hasattr(OptimizerConfig, "muon_use_nesterov"):  # 0.17
+        from megatron.core.optimizer import muon
+
+        make = muon.get_megatron_muon_optimizer
+        values["muon_use_nesterov"] = args.muon_nesterov
+    result = make(OptimizerConfig(**values), model)
     for part in getattr(result, "chained_optimizers", [result]):
         # before the first update there are no moments, and a checkpoint without them cannot be loaded
         if part.init_state_fn is not None:  # an offloaded one makes them itself

@@ -26,7 +26,7 @@ from megatron_npu.training.checks import (
 # What megatron-core ends in an assertion for, deep inside, or computes nonsense with.
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
-        "attention-dropout hidden-dropout adam-beta1 adam-beta2 moe-input-jitter-eps",
+        "attention-dropout hidden-dropout adam-beta1 adam-beta2 muon-momentum moe-input-jitter-eps",
         lambda value: 0 <= value < 1,
         "a number from 0 to below 1",
     ),
@@ -38,7 +38,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ),
     (
         "rotary-base rope-scaling-factor norm-epsilon loss-scale initial-loss-scale min-loss-scale "
-        "moe-router-topk-scaling-factor moe-expert-capacity-factor rotary-scaling-factor",
+        "moe-router-topk-scaling-factor moe-expert-capacity-factor rotary-scaling-factor "
+        "muon-extra-scale-factor",
         lambda value: value > 0,
         "a number above 0",
     ),

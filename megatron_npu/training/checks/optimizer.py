@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_npu.errors import UsageError
-from megatron_npu.training import derive
+from megatron_npu.training import derive, muon_flags
+from megatron_npu.training.checks import nothing_without
 
 
 def check(args: Namespace) -> None:
@@ -15,6 +16,10 @@ def check(args: Namespace) -> None:
         UsageError: they do not fit together.
     """
     derive.optimizer(args)
+    if args.optimizer == "muon":
+        _muon(args)
+    else:
+        nothing_without("--optimizer muon", muon_flags.add, args, "both", "Add that flag.")
     _learning_rate(args)
     _one_unit(args)
     derive.schedule(args)
@@ -25,6 +30,34 @@ def check(args: Namespace) -> None:
         raise UsageError(
             "both --override- and --use-checkpoint-opt_param-scheduler", "one of them", "Drop one."
         )
+
+
+def _muon(args: Namespace) -> None:
+    """Refuse what megatron-core's Muon does not do, and what it is not made of here."""
+    if tuple(map(int, args.megatron_version.split(".")[:2])) < muon_flags.SINCE:
+        raise UsageError(
+            f"--optimizer muon with megatron-core {args.megatron_version}",
+            "0.17 or later: before, it does not fit the package that has Muon",
+            "Give --optimizer adam.",
+        )
+    if not muon_flags.installed():
+        raise UsageError(
+            f"--optimizer muon without the package {muon_flags.PACKAGE}",
+            "it: megatron-core takes Muon from there",
+            f"pip install --no-deps --ignore-requires-python {muon_flags.PACKAGE}==0.3.0",
+        )
+    for what, given in (
+        ("fp16", args.fp16),
+        ("a distributed optimizer", args.use_distributed_optimizer),
+        ("sharded weights", args.fully_sharded),
+        ("--overlap-grad-reduce", args.overlap_grad_reduce),
+    ):
+        if given:
+            raise UsageError(
+                f"--optimizer muon with {what}",
+                "fp32 or bf16, and whole matrices on every data-parallel rank",
+                "Leave one out.",
+            )
 
 
 def _learning_rate(args: Namespace) -> None:

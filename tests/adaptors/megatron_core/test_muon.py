@@ -1,4 +1,4 @@
-"""Muon of megatron-core 0.17 and newer without Triton, which its package imports always."""
+"""Muon of megatron-core 0.17 and newer without Triton, which its package always imports; the driver too."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.adaptors.megatron_core.test_versions import environment_of, wheel
+from tests.adaptors.megatron_core.test_versions import EXACT, environment_of, wheel
 from tests.conftest import ROOT
+from tests.distributed import curves
+from tests.distributed.curves import Curve, deviation
+from tests.end_to_end import tiny
 
 WORKER = Path(__file__).with_name("muon_worker.py")
 UNPACKED = ROOT / "checkouts" / "emerging_optimizers-0.3.0"
@@ -33,14 +36,56 @@ def folder() -> Path:
     return UNPACKED
 
 
+def environment(version: str) -> dict[str, str]:
+    """Return an environment with a version of megatron-core, and with the package."""
+    found = environment_of(wheel(version))
+    return found | {"PYTHONPATH": os.pathsep.join([found["PYTHONPATH"], str(folder())])}
+
+
 @pytest.mark.parametrize("version", ["0.17.1", "0.19.2"])
 def test_muon_trains_and_its_first_update_is_that_of_fp64(version, tmp_path) -> None:
-    environment = environment_of(wheel(version))
-    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(folder())])
     command = [sys.executable, str(WORKER), str(tmp_path / "store")]
-    done = warm.run(command, env=environment, capture_output=True, text=True)
+    done = warm.run(command, env=environment(version), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["error"] < 1e-4
     assert found["losses"] == sorted(found["losses"], reverse=True)
     assert found["losses"][-1] < found["losses"][0] / 2
+
+
+MUON = "--optimizer muon --muon-nesterov --muon-fp32-matmul-prec highest --lr 2e-2 --eval-iters 0".split()
+LAYOUTS = {
+    "dp2": "--global-batch-size 4",
+    "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel --muon-tp-mode duplicated",
+    "pp2": "--pipeline-model-parallel-size 2",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, Curve]:
+    """Return the driver's curves with Muon: of one process, its resumption and layouts, from one start."""
+    version, place = os.environ.get("TEST_MUON_VERSION", "0.19.2"), tmp_path_factory.mktemp("muon")
+    dataset = tiny.write_dataset(place / "numbers")
+    flags, env = [*tiny.flags_for(dataset), *EXACT, *MUON], environment(version)
+    save = f"--save {place / 'saved'} --load {place / 'saved'}"
+    cases = {
+        **curves.from_one_start(place / "start", {"one": ""}),
+        **{"first": f"{save} --exit-interval 3", "rest": save, "whole": ""},
+    }
+    curves.run(place / "alone", flags, cases, env=env)
+    curves.run(place / "two", [*flags, *curves.begin_with(place / "start")], LAYOUTS, 2, env)
+    places = dict.fromkeys(cases, "alone") | dict.fromkeys(LAYOUTS, "two")
+    return {name: curves.read(place / folder, name) for name, folder in places.items()}
+
+
+def test_the_driver_goes_on_with_muon_as_if_never_interrupted(found) -> None:
+    halves = [*found["first"].losses(), *found["rest"].losses()]
+    assert halves == found["whole"].losses()
+    assert len(found["rest"].losses()) == 3
+    assert halves[-1] < halves[0] - 0.05
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_with_muon_have_the_curve_of_one(found, layout) -> None:
+    for name in ("loss", "grad_norm"):
+        assert deviation(found[layout].of(name), found["one"].of(name)) < 1e-3

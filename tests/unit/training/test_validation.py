@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_npu.errors import UsageError
-from megatron_npu.training import arguments, validation
+from megatron_npu.training import arguments, muon_flags, validation
+from megatron_npu.training.checks import machine
 
 
 @pytest.fixture
@@ -107,6 +108,34 @@ def test_what_cannot_be_is_refused(check, changes, processes, named):
     with pytest.raises(UsageError, match=named) as caught:
         check(*changes.split(), processes=processes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "words", "named"),
+    [
+        ("0.16.1", "--optimizer muon", "megatron-core 0.16.1"),
+        ("0.17.1", "--optimizer muon --fp16", "muon with fp16"),
+        ("0.19.2", "--optimizer muon --use-distributed-optimizer", "a distributed optimizer"),
+        ("0.19.2", "--optimizer muon --overlap-grad-reduce", "--overlap-grad-reduce"),
+        ("0.19.2", "--optimizer muon --muon-momentum 1", "--muon-momentum 1"),
+        ("0.19.2", "--muon-nesterov", "--muon-nesterov without --optimizer muon"),
+        ("0.19.2", "--muon-no-split-qkv", "--muon-no-split-qkv without"),
+    ],
+)
+def test_what_muon_does_not_do_is_refused(check, monkeypatch, version, words, named):
+    monkeypatch.setattr(machine, "require_megatron_core", lambda: version)
+    monkeypatch.setattr(muon_flags, "installed", lambda: True)
+    with pytest.raises(UsageError, match=named):
+        check(*words.split())
+
+
+def test_muon_needs_its_package(check, monkeypatch):
+    monkeypatch.setattr(machine, "require_megatron_core", lambda: "0.17.1")
+    monkeypatch.setattr(muon_flags, "installed", lambda: True)
+    assert check("--optimizer", "muon", "--bf16").muon_split_qkv
+    monkeypatch.setattr(muon_flags, "installed", lambda: False)
+    with pytest.raises(UsageError, match=r"pip install .* emerging_optimizers"):
+        check("--optimizer", "muon")
 
 
 def test_interleaving_of_two_stages_needs_overlapped_sends(check):
