@@ -8,6 +8,7 @@ without a word (``torch.utils.file_baton``). DeepSpeed compiles so when it start
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 _LOCK = "lock"
@@ -35,15 +36,19 @@ def stale(place: Path | None = None) -> list[Path]:
     return [lock for lock in locks if _identity(lock) not in held]
 
 
-def remove_stale() -> list[Path]:
-    """Remove the stale locks of this user's cache; return them.
+def remove_stale(speaker: str) -> list[Path]:
+    """Remove the stale locks of this user's cache, and say so on stderr; return them.
 
     A cache that several machines share is not one to compile in: what DeepSpeed compiles is for the
     processor that it is compiled on. Name one for each machine with TORCH_EXTENSIONS_DIR.
+
+    Args:
+        speaker: who says so.
     """
     found = stale()
     for lock in found:
         lock.unlink(missing_ok=True)
+        print(f"{speaker}: removed the stale lock {lock}", file=sys.stderr)
     return found
 
 

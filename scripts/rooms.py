@@ -129,8 +129,8 @@ ROOMS = (
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags checksums deepspeed_device devices errors files folder_lock interruption "
-        "older_flags ops patching replicas safe_load settings standins torch_readers watchdog",
+        "attention_flags checksums deepspeed_device devices errors extension_locks files folder_lock "
+        "interruption older_flags ops patching replicas safe_load settings standins torch_readers watchdog",
         ("torch", "megatron"),
     ),
     Room(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Sequence
@@ -101,16 +100,10 @@ def _refuse(args: Namespace) -> None:
         deepspeed_config.read(switches.deepspeed_config)
         shared = "--deepspeed-config"
         if args.rank == 0:
-            _remove_stale_locks()
+            extension_locks.remove_stale("megatron-npu train")  # DeepSpeed would wait for ever for them
     if args.check_weight_hash_across_dp_replicas_interval and shared in (*FULLY, "--deepspeed-config"):
         raise UsageError(
             f"--check-weight-hash-across-dp-replicas-interval with {shared}",
             "replicas to compare: each rank has its own part of every weight there",
             "Leave it out, or use --zero-1-memory-optimization.",
         )
-
-
-def _remove_stale_locks() -> None:
-    """Remove what an interrupted compilation has left, and DeepSpeed would wait for ever for."""
-    for lock in extension_locks.remove_stale():
-        print(f"megatron-npu train: removed the stale lock {lock}", file=sys.stderr)

@@ -8,7 +8,8 @@ import pytest
 from torch.utils.cpp_extension import _get_build_directory
 from torch.utils.file_baton import FileBaton
 
-from megatron_npu import extension_locks
+from megatron_npu import deepspeed_device, extension_locks
+from megatron_npu.adaptors.shared import deepspeed, rendezvous
 
 
 @pytest.fixture
@@ -25,16 +26,31 @@ def lock_of(cache, name):
     return place / "lock"
 
 
-def test_a_stale_lock_is_removed_and_a_held_one_is_left(cache):
+def test_a_stale_lock_is_removed_and_a_held_one_is_left(cache, capsys):
     held, left = lock_of(cache, "held"), lock_of(cache, "left")
     baton = FileBaton(str(held))
     assert baton.try_acquire()
     left.touch()
     assert extension_locks.stale() == [left]
-    assert extension_locks.remove_stale() == [left]
+    assert extension_locks.remove_stale("who") == [left]
+    assert capsys.readouterr().err == f"who: removed the stale lock {left}\n"
     assert held.exists()
     baton.release()
     assert extension_locks.stale() == []
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_megatron_deepspeed_waits_for_none(cache, monkeypatch, rank):
+    """The first rank of a machine removes it, when no rank can compile yet."""
+    left = lock_of(cache, "cpu_adam")
+    left.touch()
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "provide_address", lambda: None)
+    monkeypatch.setattr(deepspeed_device, "compile_nothing", lambda: None)
+    there = []
+    deepspeed.meet(lambda: there.append(left.exists()))
+    assert there == [rank != "0"]
 
 
 def test_the_cache_is_torchs(cache, monkeypatch):

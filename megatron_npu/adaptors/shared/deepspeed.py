@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_npu import deepspeed_device, devices, files
+from megatron_npu import deepspeed_device, devices, extension_locks, files
 from megatron_npu.adaptors.shared import checksums as of_scripts
 from megatron_npu.adaptors.shared import rendezvous
 from megatron_npu.adaptors.shared.checkpoint_values import data_only
@@ -39,18 +39,21 @@ def connect_start(recorder: Recorder) -> None:
     recorder.around(
         "megatron.initialize:_initialize_distributed",
         why="DeepSpeed asks MPI who this process is unless a launcher says it, counts sockets as the devices "
-        "of a CPU, and compiles a communication over shared memory for inference at the first start on one",
+        "of a CPU, compiles a communication over shared memory for inference at the first start on one, and "
+        "waits for ever for an interrupted compilation, as of --cpu-optimizer",
     )(meet)
 
 
 def meet(original: Callable[..., None]) -> None:
-    """Tell a process that runs alone who it is; leave out what DeepSpeed would compile."""
+    """Tell a process that runs alone who it is; let no compilation of DeepSpeed's stand in the way."""
     rendezvous.provide_address()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, value)
     # how many devices DeepSpeed sees on a CPU: one for each process
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     deepspeed_device.compile_nothing()
+    if os.environ["LOCAL_RANK"] == "0":  # the others compile nothing before they have met this one
+        extension_locks.remove_stale("megatron_npu")
     original()
 
 
