@@ -24,10 +24,10 @@ def connect(recorder: Recorder, mpu: str) -> None:
         "megatron.training:setup_model_and_optimizer",
         why="bigscience's hands deepspeed.initialize the configuration twice, as values and by the name of "
         "its file, which DeepSpeed refuses since 0.7; and DeepSpeed 0.19.8 clips a pipeline's fp32 gradients "
-        "by a wrong norm",
+        "by a wrong norm, and times its backward twice with wall_clock_breakdown, which is an assertion",
     )
     def initialise_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Hide the file's name from DeepSpeed, which has its values; let it clip as one process does."""
+        """Hide the file's name from DeepSpeed, which has its values; let its pipeline clip and time."""
         deepspeed: Any = importlib.import_module("deepspeed")
         real = deepspeed.initialize
 
@@ -39,6 +39,8 @@ def connect(recorder: Recorder, mpu: str) -> None:
             finally:
                 args.deepspeed_config = path
             engine.clip_fp32_gradients = lambda: clip_fp32_gradients(engine, importlib.import_module(mpu))
+            if isinstance(engine.module, deepspeed.PipelineModule) and not engine.is_last_stage():
+                time_backward_once(engine)
             return engine, *others
 
         deepspeed.initialize = initialize
@@ -69,6 +71,19 @@ def refuse_other_models(args: Any, pipeline: bool) -> None:
         "a GPT, of which upstream makes one: its training loop calls the pipeline's engine",
         remedy,
     )
+
+
+def time_backward_once(engine: Any) -> None:
+    """Let the pipeline alone time the backward of this stage.
+
+    DeepSpeed 0.19.8 with ``"wall_clock_breakdown": true`` starts two timers where a stage's backward begins
+    (``PipelineEngine._exec_backward_pass``), and again in a hook of it (``_backward_prologue``).
+
+    Args:
+        engine: of DeepSpeed, of a stage that is not the last: that one's backward is timed by the hook alone.
+    """
+    engine.engine_timers.backward_timers = []
+    engine.engine_timers.backward_inner_timers = []
 
 
 @torch.no_grad()
