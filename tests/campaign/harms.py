@@ -75,6 +75,7 @@ def kill_worker(trial: Trial, phase: str) -> None:
     """SIGKILL of a process that prepares data, as for want of memory: the run must name it, and end."""
 
     def strike() -> bool:
+        trial.until(lambda: bool(_workers(trial)), 0.001)  # a tool has them for a moment only
         found = _workers(trial)
         return bool(found) and trial.send(signal.SIGKILL, trial.rng.choice(found))
 
