@@ -13,6 +13,7 @@ import torch
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, wrap
+from megatron_npu.errors import LoaderWorkerError
 
 
 @around(
@@ -38,7 +39,7 @@ def leave_without_a_word(
     original: Callable[..., bool], self: Any, kind: type[BaseException] | None, *rest: Any
 ) -> bool:
     """Leave it: who ends the run tells why."""
-    if kind is None or issubclass(kind, Exception):
+    if kind is None or (issubclass(kind, Exception) and not issubclass(kind, LoaderWorkerError)):
         return original(self, kind, *rest)
     return original(self, None, None, None)
 

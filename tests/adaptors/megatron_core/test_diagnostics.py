@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_npu.errors import LoaderWorkerError
 from tests.adaptors.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -39,9 +40,10 @@ def test_the_straggler_detector_measures(detector) -> None:
     assert detector.report(total_flops=1e12, log_interval=1)
 
 
-def test_ctrl_c_where_the_straggler_detector_is_on_is_no_traceback(detector, caplog) -> None:
-    with pytest.raises(KeyboardInterrupt), detector:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), LoaderWorkerError("DataLoader worker")])
+def test_an_end_in_one_line_where_the_straggler_detector_is_on_is_no_traceback(detector, caplog, end) -> None:
+    with pytest.raises(type(end)), detector:
+        raise end
     assert not caplog.text
     with pytest.raises(ValueError, match="lost"), detector:
         raise ValueError("lost")
