@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from megatron_npu.devices.replaced import Replaced
 from megatron_npu.errors import LoaderWorkerError
 
 _replaced = Replaced()
+_noted: list[str] = []  # torch's words about workers of this process that have died
+_taking: list[Any] = []  # iterators whose next batch is being taken
 
 
 def begin() -> None:
@@ -30,22 +33,53 @@ def end() -> None:
 
 
 def _failures() -> Iterator[Replacement]:
-    """Yield what tells of a dead worker: at its signal, in any line of the main thread, or at a batch."""
-    yield signal_handling, "_error_if_any_worker_fails", _told(signal_handling._error_if_any_worker_fails)
+    """Yield what tells of a dead worker: where a batch is due, and not in whatever line its signal comes.
+
+    There torch's error could end a save in the middle, or be swallowed, as in a callback of Python's.
+    """
+    yield signal_handling, "_error_if_any_worker_fails", _noting(signal_handling._error_if_any_worker_fails)
     iterator = dataloader._MultiProcessingDataLoaderIter
-    yield iterator, "_try_get_data", _told(iterator._try_get_data)
+    yield iterator, "_try_get_data", _telling(iterator._try_get_data)
 
 
-def _told(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose error of a dead worker is ``LoaderWorkerError``."""
+def _noting(raise_if_one_failed: Callable[[], None]) -> Callable[[], None]:
+    """Return what torch's handler of SIGCHLD calls: it takes a note of the error."""
 
-    @functools.wraps(function)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(raise_if_one_failed)
+    def note() -> None:
         try:
-            return function(*args, **kwargs)
+            raise_if_one_failed()
+        except RuntimeError as error:
+            _noted.append(str(error))
+            if _taking:  # perhaps the rest of what a dead one has begun to send
+                raise
+
+    return note
+
+
+def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's method that takes a batch; it raises ``LoaderWorkerError`` where a worker has died."""
+
+    @functools.wraps(method)
+    def take(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _taking.append(self)
+        try:
+            _tell_of(self)
+            return method(self, *args, **kwargs)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise
+            _tell_of(self)
             raise LoaderWorkerError(" ".join(str(error).split())) from error.__cause__
+        finally:
+            _taking.pop()
 
-    return told
+    return take
+
+
+def _tell_of(iterator: Any) -> None:
+    """Raise ``LoaderWorkerError`` if a death of one of its workers was noted."""
+    numbers = {str(worker.pid) for worker in iterator._workers}
+    for death in _noted:
+        if not numbers.isdisjoint(re.findall(r"\d+", death)):
+            raise LoaderWorkerError(" ".join(death.split())) from None

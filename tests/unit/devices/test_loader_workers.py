@@ -10,6 +10,8 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing import connection, process, resource_sharer
 from pathlib import Path
@@ -108,16 +110,28 @@ def test_a_worker_that_is_killed_is_named_and_leaves_nothing(temporary: Path) ->
     next(loader)
     worker = loader._workers[1].pid
 
-    def go_on_without() -> None:
-        os.kill(worker, signal.SIGKILL)
-        list(loader)
-
-    with pytest.raises(LoaderWorkerError, match=rf"^DataLoader worker .*\b{worker}\b.*\. Was") as told:
-        go_on_without()
+    os.kill(worker, signal.SIGKILL)
+    while not any(str(worker) in death for death in loader_workers._noted):
+        time.sleep(0.01)  # its signal comes in any line, and ends none
+    with pytest.raises(LoaderWorkerError, match=rf"^DataLoader worker .*\b{worker}\b.*Killed\. Was") as told:
+        next(loader)
     assert "\n" not in str(told.value)
     assert "--num-workers" in str(told.value)
     loader._shutdown_workers()
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.usefixtures("nameless")
+def test_a_worker_that_is_killed_while_it_sends_is_not_waited_for() -> None:
+    """What it has begun to send is more than a pipe holds, and the rest never comes."""
+    loader = iter(DataLoader([b"x" * 2**20], batch_size=None, num_workers=1))  # type: ignore[arg-type]
+    worker = loader._workers[0].pid
+    assert loader._data_queue._reader.poll(60)
+    os.kill(worker, signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (worker, signal.SIGKILL)).start()
+    with pytest.raises(LoaderWorkerError, match=rf"\b{worker}\b"):
+        next(loader)
+    loader._shutdown_workers()
 
 
 @pytest.mark.usefixtures("nameless")
