@@ -8,11 +8,11 @@ through them: the driver, the stock scripts of megatron-core, their tools.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import io
 import pickle
-import pickletools
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -63,8 +63,17 @@ def last_refusal() -> UsageError | None:
     return _refusals.pop() if _refusals else None
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds what torch writes into ``.metadata``."""
+class _MetadataUnpickler(pickle._Unpickler):
+    """Builds what torch writes into ``.metadata``.
+
+    Python's own, for what it refuses: C's gives a state to classes and enumerations, too, and so changes
+    them for the whole process (``PosixPath._str`` is what every path says of itself); and it makes a table
+    (to 3.14) as long as the largest number that a value is remembered by: six bytes of a file are 26 GB.
+    """
+
+    stack: list[Any]
+    dispatch = {**pickle._Unpickler.dispatch}
+    del dispatch[pickle.BYTEARRAY8[0]]  # takes as much memory as the file says; torch writes none
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a type of the list.
@@ -78,26 +87,23 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         raise refusal("the checkpoint's .metadata", f"it names {module}.{name}")
 
+    def load_build(self) -> None:
+        """Give a state to what this file has made.
 
-def _require_modest(content: bytes) -> None:
-    """Check that unpickling takes no more memory than its bytes can ask for.
+        Raises:
+            UsageError: it is for what others use, too.
+        """
+        made = self.stack[-2]
+        if isinstance(made, type) or not dataclasses.is_dataclass(made):
+            raise refusal("the checkpoint's .metadata", f"it changes {made!r}")
+        super().load_build()  # type: ignore[misc]  # typeshed does not know it
 
-    CPython (to 3.14) makes a table as long as the largest number that a value is remembered by: six bytes
-    of a file are 26 GB. It believes lengths as well; to list what is in a pickle is to compare those.
-
-    Raises:
-        ValueError: it takes more, or is cut off.
-    """
-    for code, value, _ in pickletools.genops(content):
-        if code.name in ("PUT", "LONG_BINPUT") and int(value or 0) > len(content):
-            raise ValueError(f"it remembers more values than it can have ({value})")
+    dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
 
 
 def _load_metadata(stream: IO[bytes]) -> Any:
     try:
-        content = stream.read()
-        _require_modest(content)
-        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        metadata = _MetadataUnpickler(io.BytesIO(stream.read())).load()
         # 0.16 has a MCoreMetadata that is none of torch's, to read what 0.15 wrote
         if not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
             raise ValueError(f"it holds a {type(metadata).__name__}")

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import resource
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -180,12 +182,42 @@ def test_changed_bytes_reach_nothing(name, data, tmp_path):
     read(name, tmp_path / "file", bytes(whole))
 
 
-@pytest.mark.parametrize("remembered", [b"r" + (2**31).to_bytes(4, "little"), b"p2147483648\n"])
-def test_a_few_bytes_take_no_gigabytes(remembered, monkeypatch):
-    """The C unpickler makes a table for all values up to the number: 34 GB here."""
-    monkeypatch.setattr(torch_readers, "_MetadataUnpickler", lambda stream: pytest.fail("it is unpickled"))
-    with pytest.raises(ValueError, match="more values than it can have"):
-        torch_readers._load_metadata(io.BytesIO(b"N" + remembered + b"."))
+@pytest.fixture
+def few_gigabytes():
+    """Let this process take 2 GiB more than it has, so that what takes all ends with an error."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    most = psutil.Process().memory_info().vms + 2**31
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"Nr" + (2**31).to_bytes(4, "little") + b".", "it holds a NoneType"),
+        (b"Np2147483648\n.", "it holds a NoneType"),
+        (b"\x96" + (2**40).to_bytes(8, "little") + b".", "broken: 150"),
+    ],
+)
+def test_a_few_bytes_take_no_gigabytes(content, said, few_gigabytes):
+    """C's unpickler makes a table for all values up to the number: 34 GB; and room for bytes that it is told."""
+    with pytest.raises(ValueError, match=said):
+        torch_readers._load_metadata(io.BytesIO(content))
+
+
+METADATA = "torch.distributed.checkpoint.metadata"
+FORMAT = f"c{METADATA}\n_MEM_FORMAT_ENCODING\n(I0\ntR"
+
+
+@pytest.mark.parametrize("changed", ["cpathlib\nPosixPath\n", f"c{METADATA}\nMetadata\n", FORMAT])
+@pytest.mark.parametrize("state", ["(N(dS'_str'\nS'/elsewhere'\nst", "(dS'_str'\nS'/elsewhere'\ns"])
+def test_what_others_use_is_not_changed(changed, state):
+    """With a state for a class a file could make every path of the process mean another one."""
+    with pytest.raises((UsageError, ValueError)) as refused:
+        torch_readers._load_metadata(io.BytesIO(f"{changed}{state}b0".encode() + metadata()))
+    assert "it changes" in str(refused.value)
+    assert str(Path("/here")) == "/here"
 
 
 @given(content=st.binary(max_size=200))
