@@ -13,9 +13,10 @@ import functools
 import importlib
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 from torch import serialization
@@ -72,7 +73,7 @@ class _MetadataUnpickler(pickle._Unpickler):
     """
 
     stack: list[Any]
-    dispatch = {**pickle._Unpickler.dispatch}
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {**pickle._Unpickler.dispatch}
     del dispatch[pickle.BYTEARRAY8[0]]  # takes as much memory as the file says; torch writes none
 
     def find_class(self, module: str, name: str) -> Any:
@@ -98,7 +99,7 @@ class _MetadataUnpickler(pickle._Unpickler):
             raise refusal("the checkpoint's .metadata", f"it changes {made!r}")
         super().load_build()  # type: ignore[misc]  # typeshed does not know it
 
-    dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 def _load_metadata(stream: IO[bytes]) -> Any:

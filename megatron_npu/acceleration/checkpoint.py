@@ -246,11 +246,14 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 def _set_random_states(states: dict[str, torch.Tensor]) -> None:
     device = devices.current()
-    version, numbers, gauss = _value(states["python"])
-    random.setstate((version, tuple(numbers), gauss))
-    of_numpy = _value(states["numpy"])
-    of_numpy["state"]["key"] = np.asarray(of_numpy["state"]["key"], np.uint32)
-    np.random.set_state(of_numpy)
+    try:
+        version, numbers, gauss = _value(states["python"])
+        random.setstate((version, tuple(numbers), gauss))
+        of_numpy = _value(states["numpy"])
+        of_numpy["state"]["key"] = np.asarray(of_numpy["state"]["key"], np.uint32)
+        np.random.set_state(of_numpy)
+    except (TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"its states of random generators are none ({error})") from error
     device.set_host_rng_state(states["host"])
     device.set_rng_state(states["device"])
 

@@ -132,7 +132,7 @@ def read_examples(file: str, tokenizer: Tokenizer, *, strict: bool, longest: int
     for number, line in enumerate(lines, 1):
         try:
             example = _example(json.loads(line)["text"], tokenizer, strict)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             expected = 'a JSON object with a passage of two words or more as "text"'
             raise UsageError(f"{file}, line {number}: {line[:40]!r}", expected, "Correct it.") from error
         asked = len(example.answer)

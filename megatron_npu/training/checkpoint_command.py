@@ -116,14 +116,15 @@ def _of_train(path: Path) -> checkpoint_files.CheckpointInfo:
     try:
         found = json.loads(description.read_text(encoding="utf-8"))
         iteration, arguments = int(found["iteration"]), dict(found["arguments"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        samples = iteration * int(arguments.get("global_batch_size") or 0)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(
             f"{description}: {error}", "the description that `megatron-npu train` writes", "Name another one."
         ) from error
     return checkpoint_files.CheckpointInfo(
         path=path,
         iteration=iteration,
-        consumed_train_samples=iteration * int(arguments.get("global_batch_size") or 0),
+        consumed_train_samples=samples,
         consumed_valid_samples=0,
         has_optimizer=True,
         has_rng=True,

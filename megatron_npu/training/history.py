@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +44,14 @@ class History:
     end: dict[str, Any] = field(default_factory=dict)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take in one JSON object."""
+        """Take in one JSON object.
+
+        Raises:
+            KeyError, TypeError, ValueError, OverflowError: it is none of a run's: it may be a stranger's.
+        """
         kind = row["event"]
+        if type(row["iteration"]) is not int:
+            raise TypeError(f"iteration {row['iteration']!r}")
         if kind == "start":
             self._restart(row)
         elif kind == "train":
@@ -54,7 +61,7 @@ class History:
             _note(self.evaluated, row["iteration"], row.get("training_loss"))
         elif kind == "sample":
             texts = self.samples.setdefault(row["iteration"], [])
-            texts.append({"prompt": row["prompt"], "text": row["text"]})
+            texts.append({name: _text(row[name]) for name in ("prompt", "text")})
         elif kind == "rewind":
             self._forget_after(row["iteration"])
         elif kind == "end":
@@ -62,6 +69,8 @@ class History:
 
     def _restart(self, row: dict[str, Any]) -> None:
         """Forget what came after the iteration at which a run begins."""
+        for name in _COUNTED:
+            _number(row.get(name) or 0)
         self.start, self.last, self.end = row, {}, {}
         self._forget_after(row["iteration"])
 
@@ -85,9 +94,24 @@ class History:
         self.last = {name: value for name, value in row.items() if not isinstance(value, list)}
 
 
+_COUNTED = ("global_batch_size", "seq_length", "train_iters")  # what the dashboard computes with
+
+
 def _note(points: Points, iteration: int, value: float | None) -> None:
     if value is not None:  # as JSON says a number that is none
-        points[iteration] = value
+        points[iteration] = _number(value)
+
+
+def _number(value: float) -> float:
+    if not math.isfinite(value):  # which takes numbers alone, and none that no float can hold
+        raise ValueError(f"{value} is no number of a run")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 class Reader:
@@ -119,7 +143,7 @@ class Reader:
             lines = stream.read().rpartition(b"\n")[0]
         self._place += len(lines) + 1 if lines else 0
         for line in lines.splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 self.history.add(json.loads(line))
         return bool(lines)
 

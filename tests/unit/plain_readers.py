@@ -16,13 +16,16 @@ import torch
 from tokenizers import Tokenizer, models
 
 from megatron_npu import checksums
+from megatron_npu.acceleration import checkpoint as of_train
 from megatron_npu.acceleration import deepspeed_config
-from megatron_npu.conversion import config, hf_files
+from megatron_npu.conversion import config, hf_files, model_card
+from megatron_npu.evaluation import lambada
 from megatron_npu.preprocessing import indexed_dataset
 from megatron_npu.tokenization.bert_wordpiece import BertWordPieceTokenizer
 from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.tokenization.hf import HuggingFaceTokenizer
-from megatron_npu.training import checkpoint_files
+from megatron_npu.training import checkpoint_command, checkpoint_files, history
+from megatron_npu.training.dashboard import snapshot
 from tests.adaptors.megatron_lm import runs
 
 Reader = Callable[[Path], object]
@@ -104,6 +107,28 @@ def read_shards(file: Path) -> object:
     return _tensors(folder)
 
 
+def read_description_of_train(file: Path) -> object:
+    place = named(file, checkpoint_files.DESCRIPTION_OF_TRAIN).parent
+    return of_train._description(place), checkpoint_command._of_train(place)
+
+
+def read_metrics(file: Path) -> object:
+    return snapshot._state(history.read(file))
+
+
+def read_summary(file: Path) -> object:
+    place = named(file, "summary.json").with_name("iter_0000003")
+    return model_card._losses(checkpoint_files.CheckpointInfo(place, 3, 12, 0, True, True, None, {}))
+
+
+def read_passages(file: Path) -> object:
+    words = folder_of(file).with_suffix(".words")
+    words.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb")
+    tokenizer = BertWordPieceTokenizer(words, lower_case=True)
+    words.unlink()
+    return lambada.read_examples(str(file), tokenizer, strict=True, longest=8)
+
+
 def read_deepspeed_config(file: Path) -> object:
     return deepspeed_config.read(file)
 
@@ -136,6 +161,10 @@ def _made(folder: Path) -> dict[str, bytes]:
         "read_description": {"iteration": 3, "consumed_train_samples": 12, "consumed_valid_samples": 0}
         | {"has_optimizer": True, "has_rng": True, "optimizer_sharding": None}
         | {"arguments": {"num_layers": 2, "hidden_size": 32}},
+        "read_description_of_train": {"iteration": 3, "arguments": {"global_batch_size": 4}},
+        "read_metrics": {"event": "start", "iteration": 0, "global_batch_size": 4, "train_iters": 9},
+        "read_summary": {"iterations": 3, "loss_last": 2.5, "validation_loss": 2.4},
+        "read_passages": {"text": "a b a b"},
         "read_config": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "torch_dtype": "float32"},
         "read_shards": {"weight_map": {"w": "part.safetensors", "b": "part.safetensors"}},
         "read_deepspeed_config": {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0},
@@ -149,8 +178,15 @@ def _made(folder: Path) -> dict[str, bytes]:
         "read_pytorch_bin": "w.bin",
     }
     words = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"])
+    lines = [
+        {"event": "train", "iteration": 2, "losses": [2.5, None], "tokens_per_second": 9.5, "loss": 2.5},
+        {"event": "sample", "iteration": 2, "prompt": "a", "text": "b"},
+        {"event": "validation", "iteration": 2, "loss": 2.4, "training_loss": 2.3},
+    ]
+    made = {name: json.dumps(values).encode() for name, values in texts.items()}
+    made["read_metrics"] = b"".join(json.dumps(row).encode() + b"\n" for row in [texts["read_metrics"], *lines])
     return (
-        {name: json.dumps(values).encode() for name, values in texts.items()}
+        made
         | {name: (folder / file).read_bytes() for name, file in names.items()}
         | {"read_words": words.encode()}
     )

@@ -146,6 +146,27 @@ def test_what_is_whole_is_read(name, tmp_path):
     assert reader(tmp_path / "file") is not None
 
 
+# a list of faults; half of them is one, too; what cannot be read is left out of both others
+MILD = ("checksums", "merges", "metrics", "summary")
+BRACKETS = b'{"a":' * 50_000
+STRANGE = [b"[" * 100_000, BRACKETS, b"9" * 5000, b"null", b"[[]]", b'{"text": 5, "event": "train"}']
+
+
+@pytest.mark.parametrize("line", [*STRANGE, b'{"event": "train", "iteration": "x", "losses": ["y"]}'])
+@pytest.mark.parametrize("name", ["metrics", "passages", "summary", "description-of-train"])
+def test_lines_of_a_stranger_are_left_out_or_refused(name, line, tmp_path):
+    reader, whole = plain_readers.whole()[name]
+    (tmp_path / "file").write_bytes(whole.rstrip(b"\n") + b"\n" + line + b"\n")
+    if name in MILD:
+        assert reader(tmp_path / "file") is not None
+    else:
+        with pytest.raises(UsageError):
+            reader(tmp_path / "file")
+    (tmp_path / "file").write_bytes(line)
+    with contextlib.suppress(UsageError):
+        reader(tmp_path / "file")
+
+
 def test_what_is_no_pickle_is_read_and_refused(tmp_path):
     """The readers that fuzz.py has besides take what is whole, and refuse half of it or say what is wrong."""
     pytest.importorskip("safetensors")
@@ -153,7 +174,7 @@ def test_what_is_no_pickle_is_read_and_refused(tmp_path):
         file = tmp_path / name
         file.write_bytes(whole)
         assert reader(file) is not None
-        if name not in ("checksums", "merges"):  # which is a list of faults; of which half is one, too
+        if name not in MILD:
             file.write_bytes(whole[: len(whole) // 2])
             with pytest.raises(UsageError):
                 reader(file)

@@ -11,6 +11,8 @@ import pytest
 
 from megatron_npu import cli, one_line_end
 from megatron_npu.errors import UsageError
+from tests import warm
+from tests.end_to_end import tiny
 
 
 @pytest.fixture
@@ -25,11 +27,39 @@ def reached(monkeypatch) -> list[BaseException]:
 def test_a_mistake_is_one_line_and_other_errors_are_none_of_ours(reached, capsys) -> None:
     one_line_end.arm(UsageError)
     one_line_end.arm(UsageError)
-    sys.excepthook(UsageError, UsageError("a flag", "another", "Change it."), None)
+    with pytest.raises(SystemExit, match="2"):
+        sys.excepthook(UsageError, UsageError("a flag", "another", "Change it."), None)
     assert capsys.readouterr().err == "megatron_npu: error: a flag; expected another. Change it.\n"
     other = ValueError("else")
     sys.excepthook(ValueError, other, None)
     assert reached == [other]
+
+
+def test_of_other_kinds_and_at_a_prompt_the_process_goes_on(reached, capsys, monkeypatch) -> None:
+    one_line_end.arm(UsageError, KeyError)
+    sys.excepthook(KeyError, KeyError("drift"), None)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    sys.excepthook(UsageError, UsageError("a flag", "another", "Change it."), None)
+    assert [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()] == ["error", "error"]
+    assert reached == []
+
+
+def test_the_exit_code_of_a_mistake_is_2_also_behind_the_hook_of_torchs_ranks() -> None:
+    code = """
+import atexit
+import torch.distributed as dist
+from megatron_npu import one_line_end
+from megatron_npu.errors import UsageError
+one_line_end.arm(UsageError)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+atexit.register(print, "the end of a process")
+raise UsageError("a flag", "another", "Change it.")
+"""
+    command, env = warm.ready([sys.executable, "-c", code], tiny.environment())
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "the end of a process\n")
+    assert done.stderr.splitlines()[-1] == "megatron_npu: error: a flag; expected another. Change it."
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["convert", "run"])
