@@ -95,7 +95,14 @@ def _losses(found: CheckpointInfo) -> dict[str, float]:
         summary = json.loads((found.path.parent / "summary.json").read_text(encoding="utf-8"))
         same = summary["iterations"] == found.iteration
         return {name: float(summary[name]) for name in _LOSSES if same and summary[name] is not None}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):  # there is none, or it is of another program
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+    ):  # there is none, or it is of another program
         return {}
 
 

@@ -184,7 +184,9 @@ def _made(folder: Path) -> dict[str, bytes]:
         {"event": "validation", "iteration": 2, "loss": 2.4, "training_loss": 2.3},
     ]
     made = {name: json.dumps(values).encode() for name, values in texts.items()}
-    made["read_metrics"] = b"".join(json.dumps(row).encode() + b"\n" for row in [texts["read_metrics"], *lines])
+    made["read_metrics"] = b"".join(
+        json.dumps(row).encode() + b"\n" for row in [texts["read_metrics"], *lines]
+    )
     return (
         made
         | {name: (folder / file).read_bytes() for name, file in names.items()}

@@ -222,7 +222,7 @@ def few_gigabytes():
     ],
 )
 def test_a_few_bytes_take_no_gigabytes(content, said, few_gigabytes):
-    """C's unpickler makes a table for all values up to the number: 34 GB; and room for bytes that it is told."""
+    """C's unpickler makes a table for all values up to the number: 34 GB; and believes a length."""
     with pytest.raises(ValueError, match=said):
         torch_readers._load_metadata(io.BytesIO(content))
 
