@@ -10,14 +10,13 @@ pairs. With --cold the kernel forgets the files before each (``posix_fadvise``).
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import page_cache
 import report
 import torch
 from torch.distributed import checkpoint as dcp
@@ -58,14 +57,6 @@ WAYS: dict[str, Callable[[Path, dict[str, torch.Tensor]], None]] = {
 }
 
 
-def forget(folder: Path) -> None:
-    """Let the kernel forget what it has of the files."""
-    for path in folder.iterdir():
-        with contextlib.closing(os.fdopen(os.open(path, os.O_RDONLY))) as stream:
-            os.fsync(stream.fileno())
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -86,7 +77,7 @@ def main() -> None:
         for number in range(given.rounds + 1):  # the first warms up
             for way, run in WAYS.items():
                 if given.cold:
-                    forget(folder)
+                    page_cache.forget(folder)
                 start, spent = time.perf_counter(), time.process_time()
                 run(folder, into)
                 if number:
