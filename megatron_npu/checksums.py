@@ -120,6 +120,17 @@ def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
     _require_none(folder, found, remedy)
 
 
+def require_whole(folder: Path, names: Iterable[str], remedy: str = _WHOLE) -> None:
+    """Compare some files of a checkpoint, at once and in this process alone.
+
+    Raises:
+        UsageError: one that has a checksum is damaged, or the checksums themselves are.
+    """
+    entries, faults = _entries(folder)
+    faults += _faults(folder, entries, set(names) & set(entries))
+    _require_none(folder, [faults], remedy)
+
+
 def _require_none(folder: Path, faults: Iterable[list[str]], remedy: str) -> None:
     found = sorted(set().union(*faults))
     if found:

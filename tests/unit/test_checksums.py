@@ -199,3 +199,19 @@ def test_what_a_tracker_names(text, name, tmp_path) -> None:
     place = of_scripts.of_tracker(tmp_path)
     assert (place and place.name) == name
     assert of_scripts.is_release(tmp_path) == (name == "release")
+
+
+@pytest.mark.parametrize("name", ["common.pt", "metadata.json"])
+def test_what_a_script_reads_before_the_rest_is_compared_before(name, tmp_path) -> None:
+    """Upstream reads ``common.pt`` before it loads; torch's error of a file cut short is a traceback."""
+    place = tmp_path / "iter_0000003"
+    place.mkdir()
+    for each in ("common.pt", "metadata.json", "__0_0.distcp"):
+        (place / each).write_bytes(bytes(8))
+    checksums.write(place)
+    flip(place / "__0_0.distcp")  # which is compared where it is loaded
+    (tmp_path / of_scripts.TRACKER).write_text("3")
+    assert core._of_ranks(str(tmp_path), None) is None
+    (place / name).write_bytes(b"")
+    with pytest.raises(UsageError, match=f"damaged: {name} .*--load-last-good"):
+        core._of_ranks(str(tmp_path), None)

@@ -104,9 +104,16 @@ def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _of_ranks(root: str, step: int | None) -> Path | None:
-    """Return the checkpoint to be loaded, None for one that ``compare_checksums`` sees."""
+    """Return the checkpoint to be loaded, None for one that ``compare_checksums`` sees.
+
+    Raises:
+        UsageError: a file of that one is damaged that a script reads before.
+    """
     place = of_scripts.folder(root, step) if step else of_scripts.of_tracker(root)
-    return None if place is None or (place / _DECLARED).is_file() else place
+    if place is None or not (place / _DECLARED).is_file():
+        return place
+    checksums.require_whole(place, (_DECLARED, "common.pt"), of_scripts.REMEDY)
+    return None
 
 
 @contextlib.contextmanager
