@@ -43,11 +43,13 @@ from megatron_lm import OPERATIONS, write_vocabulary  # the benchmark beside thi
 STYLES, VARIANTS = ("gpt", "llama", "moe"), ("redirection", "project", "te-names")
 HIDDEN, HEADS, GROUPS, VOCABULARY = 256, 4, 2, 512
 
-# Ways to keep what Adam needs, by name: options of Megatron's OptimizerConfig.
+# Ways to keep what Adam needs, by name: options of Megatron's OptimizerConfig; the second is
+# --swap-optimizer.
 _AWARE = {"use_precision_aware_optimizer": True}
 _BF16 = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "fp32 main weights": {},
+    "moments in the host's memory": {"swap_moments": True},
     "remainders": _AWARE,
     "remainders, bf16 moments": {**_AWARE, **_BF16},
     "fp16 main weights, bf16 moments": {**_AWARE, **_BF16, "main_params_dtype": "float16"},
@@ -161,7 +163,8 @@ def write_optimizers(arguments: argparse.Namespace) -> None:
 def optimizer_cost(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     """Measure one way to keep what Adam needs, and print it."""
     cost = in_child(arguments, "--optimizer", name)
-    print(f"{name:<32} {cost['launches']:3} launches, {cost['bytes_per_parameter']:.2f} bytes", flush=True)
+    print(f"{name:<32} {cost['launches']:3} launches, {cost['bytes_per_parameter']:.2f} bytes held, ", end="")
+    print(f"{cost['swapped_bytes_per_parameter']:.2f} read and written on the host", flush=True)
     return cost
 
 
@@ -224,17 +227,23 @@ def measure(style: str, variant: str, layers: int, arguments: argparse.Namespace
 
 
 def measure_optimizer(name: str, sequence: int) -> dict[str, float]:
-    """Return what a GPT of two layers holds per parameter after a step, in bytes, and the step's launches."""
+    """Return what a GPT of two layers holds per parameter after a step, in bytes, and the step's launches.
+
+    Also the bytes of the host's memory that the NPU reads and writes in a step.
+    """
     import megatron_npu
     from megatron_npu.sim import counting
 
     megatron_npu.install()
     import torch
 
+    from megatron_npu.ops.adam import FusedAdam
+
     options = {
         option: getattr(torch, value) if isinstance(value, str) else value
         for option, value in OPTIMIZERS[name].items()
     }
+    FusedAdam.swap_moments = options.pop("swap_moments", False)
     training = prepare_megatron_core("gpt", 2, sequence, optimizer=options, **FUSED)
     for _ in range(2):
         for forget in training.forget:
@@ -244,7 +253,11 @@ def measure_optimizer(name: str, sequence: int) -> dict[str, float]:
         with counting() as update:
             training.update()
     held = torch.npu.memory_stats()["requested_bytes.all.current"] / training.parameters
-    return {"launches": update.total_launches, "bytes_per_parameter": held}
+    return {
+        "launches": update.total_launches,
+        "bytes_per_parameter": held,
+        "swapped_bytes_per_parameter": update.swapped.bytes / training.parameters,
+    }
 
 
 def keep_only_what_is_needed() -> None:

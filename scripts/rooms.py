@@ -103,6 +103,11 @@ ROOMS = (
         "devices errors settings",
         ("torch", "torch_npu"),
     ),
+    Room(
+        "memory_flags.py",
+        "flags that move what a step needs out of the device's memory",
+        "devices errors",
+    ),
     Room("tokenization/", "tokenizers: text to ids, without Megatron", "errors"),
     Room(
         "upstream.py",
@@ -130,7 +135,8 @@ ROOMS = (
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
         "attention_flags checksums deepspeed_device devices errors extension_locks files folder_lock "
-        "interruption older_flags ops patching replicas safe_load settings standins torch_readers watchdog",
+        "interruption memory_flags older_flags ops patching replicas safe_load settings standins "
+        "torch_readers watchdog",
         ("torch", "megatron"),
     ),
     Room(
@@ -168,9 +174,9 @@ ROOMS = (
     Room(
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
-        "arg_parser attention_flags checksums devices errors files folder_lock generation older_flags ops "
-        "plugin preprocessing replicas safe_load settings switch_rules switches tokenization torch_readers "
-        "upstream watchdog web",
+        "arg_parser attention_flags checksums devices errors files folder_lock generation memory_flags "
+        "older_flags ops plugin preprocessing replicas safe_load settings switch_rules switches tokenization "
+        "torch_readers upstream watchdog web",
         ("torch", "megatron"),
     ),
     Room(

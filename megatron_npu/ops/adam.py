@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.ops import narrow_states
+from megatron_npu.ops import narrow_states, swapped_memory
 from megatron_npu.ops.dispatch import Make, Operation
 from megatron_npu.ops.fused_optimizer import FusedOptimizer, update_fused
 from megatron_npu.ops.multi_tensor import local_parts
@@ -65,9 +65,16 @@ class FusedAdam(FusedOptimizer):
             parameter lacks alone (``remainders``): 2 bytes a parameter less, the same numbers to the bit.
         others: further options of TransformerEngine's class, which are refused unless they are off.
 
+    Attributes:
+        swap_moments: whether fp32 moments rest in the host's memory, where the NPU's kernel updates them: 8
+            bytes a parameter less on the device, the same numbers to the bit. Of the class it is what the
+            next ones begin with: who builds them, Megatron, has no argument for it.
+
     Raises:
         ValueError: an option that this optimizer cannot honour.
     """
+
+    swap_moments = False
 
     _options = (
         "set_grad_none",
@@ -75,6 +82,7 @@ class FusedAdam(FusedOptimizer):
         "master_weights",
         "use_decoupled_grad",
         "store_param_remainders",
+        "swap_moments",
         "_dtypes",
         "_scales",
     )
@@ -116,6 +124,7 @@ class FusedAdam(FusedOptimizer):
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders
+        self.swap_moments = type(self).swap_moments
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -152,13 +161,30 @@ class FusedAdam(FusedOptimizer):
     def initialize_state(self, parameter: Tensor) -> None:
         """Make the state of a parameter: zero moments, and its main weight, if it is to have one."""
         dtypes = self._dtypes_of(parameter)
-        state = {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in dtypes.items()}
+        state = {
+            name: swapped_memory.zeros(parameter, dtype)
+            if self._swaps(parameter, name, dtype)
+            else torch.zeros_like(parameter, dtype=dtype)
+            for name, dtype in dtypes.items()
+        }
         self.state[parameter] = state
         if dtypes.get("master_param") is parameter.dtype:
             # It is the main weight itself: Megatron's checkpoints look for one of every parameter.
             state["master_param"] = parameter.detach()
         elif dtypes.get("master_param") in (torch.float32, torch.float16):  # of a remainder, zero is right
             self.set_scaled_state(parameter, "master_param", parameter.detach())
+
+    def _swaps(self, parameter: Tensor, name: str, dtype: torch.dtype) -> bool:
+        """Return whether this part of a parameter's state rests in the host's memory."""
+        fp32_moment = name in _MOMENT_NAMES and dtype is torch.float32
+        return self.swap_moments and fp32_moment and parameter.device.type == "npu" and parameter.numel() > 0
+
+    def _placed(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
+        if self._swaps(parameter, name, value.dtype):
+            return swapped_memory.moved(value, like=parameter)
+        if swapped_memory.is_swapped(value):  # of the optimizer that was swapped before it was saved
+            value = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+        return super()._placed(parameter, name, value)
 
     def _dtypes_of(self, parameter: Tensor) -> dict[str, torch.dtype]:
         """Return the names of what a parameter's state is made of, and the dtypes it rests in."""
@@ -290,6 +316,7 @@ class FusedAdam(FusedOptimizer):
                 self.set_scaled_state(parameter, name, value)
 
 
+_MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 _MOMENTS = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPES = {"exp_avg": _MOMENTS, "exp_avg_sq": _MOMENTS, "master_param": (torch.float32, torch.float16)}
 _PARTS = {"exp_avg": "first", "exp_avg_sq": "second", "master_param": "main"}

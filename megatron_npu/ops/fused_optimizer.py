@@ -76,17 +76,34 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, of apex's optimizer or of torch's of the same kind.
 
-        torch casts state to the dtype of its parameter, which would round the fp32 moments of a 16-bit
-        parameter: they are taken as they were saved instead.
+        torch casts state to the dtype and device of its parameter, which would round the fp32 moments of a
+        16-bit parameter: what has its shape is kept from torch, and taken as it was saved instead.
         """
-        super().load_state_dict(state_dict)
+        shapes = {
+            key: parameter.shape
+            for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False)
+            for parameter, key in zip(group["params"], saved["params"], strict=False)
+        }
+        rest = {
+            key: {name: value for name, value in state.items() if not _shaped(value, shapes.get(key))}
+            for key, state in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": rest})
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, key in zip(group["params"], saved_group["params"], strict=True):
                 for name, value in state_dict["state"].get(key, {}).items():
-                    if torch.is_tensor(value) and value.shape == parameter.shape:
-                        self.state[parameter][name] = value.to(parameter.device)
+                    if _shaped(value, parameter.shape):
+                        self.state[parameter][name] = self._placed(parameter, name, value)
             for name, value in self.defaults.items():  # torch's groups lack what only apex has
                 group.setdefault(name, value)
+
+    def _placed(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
+        """Return a loaded state where it is to rest: on the device of its parameter."""
+        return value.to(parameter.device)
+
+
+def _shaped(value: Any, shape: torch.Size | None) -> bool:
+    return torch.is_tensor(value) and value.shape == shape
 
 
 def update_fused(rows: Sequence[tuple[Tensor, ...]], update: Callable[..., None]) -> None:

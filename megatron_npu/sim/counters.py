@@ -55,6 +55,9 @@ class Counts:
     Attributes:
         launches: operation, such as ``aten::mm`` -> calls and bytes of fresh results.
         transfers: copies between host and device.
+        swapped: what operations read and wrote of tensors whose memory is the host's
+            (``torch_npu.empty_with_swapped_memory``): a call for each such tensor.
+        registered: bytes of host memory that the devices use at the end; torch's allocator knows of none.
         communication: collective, such as ``AllReduce`` -> calls and bytes that this rank sent.
         groups: process group, by its description such as ``TENSOR_MODEL_PARALLEL_GROUP`` -> what its
             communicator cost, if it has one; ``pair`` are those that torch_npu makes of two ranks for
@@ -66,6 +69,8 @@ class Counts:
 
     launches: dict[str, Work] = field(default_factory=dict)
     transfers: Work = field(default_factory=Work)
+    swapped: Work = field(default_factory=Work)
+    registered: int = 0
     communication: dict[str, Work] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)
     allocated: int = 0
@@ -110,7 +115,10 @@ def counting() -> Iterator[Counts]:
         torch.npu.synchronize()
         after = _read()
         counts.launches = _difference(after.launches, before.launches)
-        counts.transfers = _difference({"": after.transfers}, {"": before.transfers}).get("", Work())
+        for name in ("transfers", "swapped"):
+            work = _difference({"": getattr(after, name)}, {"": getattr(before, name)}).get("", Work())
+            setattr(counts, name, work)
+        counts.registered = after.registered
         counts.communication = _difference(after.communication, before.communication)
         counts.groups = {
             name: _since(group, before.groups.get(name, Group())) for name, group in after.groups.items()
@@ -151,7 +159,11 @@ def _read() -> Counts:
     compute = ctypes.CDLL(str(build.compute()))
     launches = _works(compute.sim_launches)
     transfers = [launches.pop(name, Work()) for name in _TRANSFERS]
+    swapped = launches.pop("swapped", Work())
+    runtime.sim_registered.restype = ctypes.c_size_t
     return Counts(
+        swapped=swapped,
+        registered=runtime.sim_registered(),
         transfers=Work(sum(work.calls for work in transfers), sum(work.bytes for work in transfers)),
         launches=launches,
         communication=_works(runtime.sim_communication),

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_npu import older_flags
 from megatron_npu.arg_parser import Parser, beta, integer, number, positive, whole
 from megatron_npu.attention_flags import add_attention_flags
+from megatron_npu.memory_flags import add_swap_optimizer
 from megatron_npu.switches import add_switches
 from megatron_npu.tokenization import flags
 from megatron_npu.training import expert_flags, latent_flags, muon_flags
@@ -173,6 +174,7 @@ def _parallel(add: Add) -> None:
         action="store_true",
         help="tensor-parallel ranks share the sequence between their layers, too",
     )
+    add_swap_optimizer(add)
     add("--use-distributed-optimizer", action="store_true", help="shard the optimizer over data parallelism")
     add(
         "--overlap-grad-reduce",

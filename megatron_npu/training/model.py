@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices
+from megatron_npu import devices, memory_flags
 from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.errors import UsageError
+from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.training import data_parallel
 from megatron_npu.training.data_parallel import of_the_same_name
 
@@ -194,8 +195,12 @@ def wrapped(
 
 def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Return the optimizer as megatron-core builds it: master weights, loss scale, clipping, decay groups."""
+    from megatron.core import optimizer as upstreams
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+    if args.swap_optimizer:
+        memory_flags.refuse_foreign_adam(upstreams.Adam, FusedAdam)
+    FusedAdam.swap_moments = args.swap_optimizer
     values = of_the_same_name(OptimizerConfig, args) | {"params_dtype": dtype(args)}
     make = get_megatron_optimizer
     if args.optimizer == "muon" and hasattr(OptimizerConfig, "muon_use_nesterov"):  # 0.17

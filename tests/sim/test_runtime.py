@@ -164,6 +164,64 @@ class TestMemory:
         assert torch.npu.mem_get_info()[0] >= free
 
 
+class TestHostMemoryOfADevice:
+    """Page-locked host memory that kernels of the device read and write (aclrtHostRegister)."""
+
+    @pytest.fixture
+    def runtime(self, on_device_0):
+        from megatron_npu.sim import build
+
+        torch.npu.init()
+        return ctypes.CDLL(str(build.runtime() / build.RUNTIME_LIBRARY))
+
+    def test_a_tensor_of_it_computes_and_is_counted_apart(self, on_device_0):
+        import torch_npu
+
+        from megatron_npu.sim import counting
+        from megatron_npu.sim.counters import Work
+
+        with counting() as counts:
+            x = torch_npu.empty_with_swapped_memory([1024, 4], dtype=torch.float32, device="npu:0")
+            x.fill_(2)
+            y = torch.ones(1024, 4, device="npu")
+            y.copy_(x)
+            assert x.cpu().sum().item() == 8192
+        assert 4 * 4096 <= counts.peak <= 4 * 4096 + 512  # of y alone
+        assert counts.registered == 4 * 4096
+        assert counts.swapped == Work(3, 3 * 4 * 4096)
+        with pytest.raises(RuntimeError, match=r"aten::add_\.Tensor: given a tensor of torch_npu\.empty"):
+            x.add_(1)
+        del x
+        with counting() as counts:
+            torch.npu.synchronize()
+        assert counts.registered == 0
+
+    def test_memory_without_the_attribute_has_another_address_that_is_not_copied(self, runtime):
+        host, device = ctypes.c_void_p(), ctypes.c_void_p()
+        size, kind = ctypes.c_uint64(8192), 0
+        assert runtime.aclrtMallocHost(ctypes.byref(host), size) == 0
+        assert runtime.aclrtHostRegister(host, size, 1, ctypes.byref(device)) != 0  # no such type
+        assert (
+            runtime.aclrtHostRegister(ctypes.c_void_p(host.value + 64), size, kind, ctypes.byref(device)) != 0
+        )
+        assert runtime.aclrtHostRegister(host, size, kind, ctypes.byref(device)) == 0
+        assert runtime.aclrtHostRegister(host, size, kind, ctypes.byref(device)) != 0  # once is enough
+        assert device.value != host.value
+        ctypes.memset(device.value, 7, 8192)  # as a kernel does
+        assert ctypes.string_at(host.value, 8192) == b"\7" * 8192
+        assert runtime.aclrtMemcpy(host, size, device, size, 2) != 0
+        assert runtime.aclrtMemset(device, size, 0, size) != 0
+        assert runtime.aclrtMemset(host, size, 0, size) == 0
+        assert runtime.aclrtHostUnregister(host) == 0
+        assert runtime.aclrtHostUnregister(host) != 0
+        assert runtime.aclrtFreeHost(host) == 0
+
+    def test_memory_of_others_is_refused(self, runtime):
+        own, device = ctypes.create_string_buffer(3 * 4096), ctypes.c_void_p()
+        start = ctypes.c_void_p(-(-ctypes.addressof(own) // 4096) * 4096)
+        assert runtime.aclrtHostRegister(start, ctypes.c_uint64(4096), 0, ctypes.byref(device)) != 0
+
+
 class TestCounting:
     def test_launches_transfers_and_memory(self):
         from megatron_npu.sim import counting

@@ -12,8 +12,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_npu import devices, older_flags
-from megatron_npu.adaptors.megatron_core import precision_aware_optimizer, unsupported_options
+from megatron_npu import devices, memory_flags, older_flags
+from megatron_npu.adaptors.megatron_core import (
+    precision_aware_optimizer,
+    swapped_optimizer,
+    unsupported_options,
+)
 from megatron_npu.adaptors.megatron_core.decorators import (
     NOT_FIXED,
     WITHOUT_CUDA,
@@ -169,6 +173,11 @@ CHECKS = (  # they run in this order
         "torch",
     ),
     Check(
+        swapped_optimizer.tell_adam,
+        condition=fused_optimizer_present,
+        why="Megatron has no argument for --swap-optimizer, which needs an NPU and fp32 moments",
+    ),
+    Check(
         unsupported_options.take_local_implementation,
         condition=transformer_engine_present,
         why="--transformer-impl transformer_engine, the default, ends in a NameError without "
@@ -234,6 +243,18 @@ def add_reuse_of_weights(original: Callable[..., Any], parser: argparse.Argument
         help="keep of each fp32 main weight only the 16 bits that its bf16 parameter lacks (the same numbers "
         "to the bit); means --use-precision-aware-optimizer",
     )
+    return parser
+
+
+@around(
+    "megatron.training.arguments:add_megatron_arguments",
+    condition=fused_optimizer_present,
+    why="--swap-optimizer, the name that users of Ascend know for moments in the host's memory",
+)
+def add_swapped_optimizer(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
+    """Declare it after upstream's own flags."""
+    parser = original(parser)
+    memory_flags.add_swap_optimizer(parser.add_argument)
     return parser
 
 

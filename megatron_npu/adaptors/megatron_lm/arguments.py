@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from megatron_npu import memory_flags
 from megatron_npu.adaptors.megatron_lm.decorators import around
 from megatron_npu.adaptors.shared.arguments import (
     WHY_FLAGS,
@@ -14,6 +15,7 @@ from megatron_npu.adaptors.shared.arguments import (
     add_attention_flags,
 )
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
+from megatron_npu.ops.adam import FusedAdam
 
 around("megatron.arguments:_add_training_args", why=WHY_FLAGS)(add_attention_flags)
 
@@ -35,6 +37,36 @@ def add_linear_loss(
         "are never whole in memory",
     )
     return parser
+
+
+@around(
+    "megatron.arguments:_add_training_args",
+    why="--swap-optimizer, the name that users of Ascend know for moments in the host's memory",
+)
+def add_swapped_optimizer(
+    original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
+    """Declare it after upstream's own flags."""
+    parser = original(parser)
+    memory_flags.add_swap_optimizer(parser.add_argument)
+    return parser
+
+
+@around(
+    "megatron.arguments:validate_args",
+    why="Megatron has no argument for --swap-optimizer, which needs an NPU and Adam",
+)
+def tell_adam(
+    original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any
+) -> argparse.Namespace:
+    """Let Adam know, or refuse the flag."""
+    memory_flags.check_swap_optimizer(args)
+    if args.swap_optimizer:
+        from apex.optimizers import FusedAdam as FoundAdam  # the real one, or ours under that name
+
+        memory_flags.refuse_foreign_adam(FoundAdam, FusedAdam)
+    FusedAdam.swap_moments = args.swap_optimizer
+    return original(args, *rest)
 
 
 around(

@@ -49,6 +49,16 @@ std::mutex registry_mutex;
 auto& operations = *new std::map<std::string, std::unique_ptr<Operation>>;
 auto& libraries = *new std::vector<std::unique_ptr<torch::Library>>;
 
+Operation& counted(const std::string& name) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  auto& operation = operations[name];
+  if (!operation) {
+    operation = std::make_unique<Operation>();
+    operation->name = name;
+  }
+  return *operation;
+}
+
 // ---------------------------------------------------------------- arguments
 
 // The devices of the tensors among the arguments of one call.
@@ -114,6 +124,32 @@ void take_over_all(const IValue& original, const IValue& alias) {
   for (size_t i = 0; i < originals.size(); ++i) take_over(originals[i], aliases[i]);
 }
 
+// ---------------------------------------------------------------- memory that is the host's
+
+// What torch_npu documents for tensors of empty_with_swapped_memory (fill_, zero_, npu_apply_adam_w) or CANN for
+// their memory (copies); and fused AdamW, the operation that is documented under another name of torch's.
+const auto& taken_swapped = *new std::map<std::string, bool>{{"aten::fill_.Scalar", true}, {"aten::fill_.Tensor", true},
+    {"aten::zero_", true}, {"aten::copy_", true}, {"npu::npu_apply_adam_w.out", false}, {"aten::_fused_adamw_", false}};
+
+bool swapped(const Tensor& tensor) { return on_npu(tensor) && tensor.numel() && in_host_memory(first_byte(tensor)); }
+
+// Counts what an operation reads and writes there: the one or the other, or both.
+void note_swapped(const std::string& name, const Tensor& tensor) {
+  static Operation& traffic = counted("swapped");
+  auto found = taken_swapped.find(name);
+  TORCH_CHECK(found != taken_swapped.end(), name, ": given a tensor of torch_npu.empty_with_swapped_memory, which ",
+              "torch_npu documents for fill_, zero_ and npu_apply_adam_w alone");
+  ++traffic.launches;
+  traffic.bytes += (found->second ? 1 : 2) * tensor.numel() * tensor.element_size();
+}
+
+void note_swapped(const std::string& name, const IValue& value) {
+  if (value.isTensor() && swapped(value.toTensor())) note_swapped(name, value.toTensor());
+  if (value.isTensorList())
+    for (const Tensor& tensor : value.toTensorVector())
+      if (swapped(tensor)) note_swapped(name, tensor);
+}
+
 // ---------------------------------------------------------------- random numbers
 
 // SplitMix64 (Steele, Lea, Flood 2014): spreads (seed, offset) over all 64 bits.
@@ -166,7 +202,10 @@ class Kernel : public c10::OperatorKernel {
     const size_t count = handle.schema().arguments().size();
     Devices devices(operation_);
     std::vector<IValue> originals = torch::jit::pop(*stack, count), hosts;
-    for (const IValue& value : originals) hosts.push_back(to_host(value, devices));
+    for (const IValue& value : originals) {
+      note_swapped(operation_.name, value);
+      hosts.push_back(to_host(value, devices));
+    }
 
     bool result_on_npu = true;
     if (operation_.device != kNone && originals[operation_.device].isDevice()) {
@@ -236,16 +275,6 @@ class Kernel : public c10::OperatorKernel {
 
 // ---------------------------------------------------------------- copies
 
-Operation& counted(const std::string& name) {
-  std::lock_guard<std::mutex> lock(registry_mutex);
-  auto& operation = operations[name];
-  if (!operation) {
-    operation = std::make_unique<Operation>();
-    operation->name = name;
-  }
-  return *operation;
-}
-
 // Copies between any two devices and dtypes. Only one within the device is a kernel on hardware; the others
 // are transfers and are counted under another name.
 Tensor copy_from(const Tensor& source, const Tensor& target, bool /*non_blocking*/) {
@@ -254,6 +283,8 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool /*non_blocking
   Operation& operation = on_npu(source) && on_npu(target) ? kernel : transfer;
   ++operation.launches;
   operation.bytes += target.numel() * target.element_size();
+  for (const Tensor& tensor : {source, target})
+    if (swapped(tensor)) note_swapped(kernel.name, tensor);
   auto device = on_npu(target) ? target.device() : source.device();
   c10::OptionalDeviceGuard guard(device);
   wait_for_queued(c10_npu::getCurrentNPUStream(device.index()).stream());

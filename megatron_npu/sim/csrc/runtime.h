@@ -65,6 +65,9 @@ void wait_for_queued(void* stream);
 // The device that the calling thread has set; 0 if it has set none.
 int current_device();
 
+// Whether an address of a device lies in host memory that is registered for it (torch_npu's swapped memory).
+bool in_host_memory(const void* address);
+
 // Counts one collective of this rank: `name` as in HcclAllReduce without Hccl, `bytes` this rank sends.
 void count_communication(const std::string& name, size_t bytes);
 

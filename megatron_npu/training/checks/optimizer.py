@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from megatron_npu import memory_flags
 from megatron_npu.errors import UsageError
 from megatron_npu.training import derive, muon_flags
 from megatron_npu.training.checks import nothing_without
@@ -20,6 +21,7 @@ def check(args: Namespace) -> None:
         _muon(args)
     else:
         nothing_without("--optimizer muon", muon_flags.add, args, "both", "Add that flag.")
+    memory_flags.check_swap_optimizer(args)
     _learning_rate(args)
     _one_unit(args)
     derive.schedule(args)

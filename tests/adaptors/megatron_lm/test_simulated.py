@@ -33,9 +33,9 @@ def on_cpu(checkout, data) -> dict[str, dict[int, float]]:
     ("processes", "window", "layout", "limit"),
     [
         (2, CAUSAL, f"{TP2} --sequence-parallel {BSH}", 1e-5),
-        (2, WINDOW, f"--use-distributed-optimizer --bf16 {SBH}", 1e-3),
+        (2, WINDOW, f"--use-distributed-optimizer --swap-optimizer --bf16 {SBH}", 1e-3),
     ],
-    ids=["tp2-sp-BSH", "dp2-distributed-optimizer-bf16-window-SBH"],
+    ids=["tp2-sp-BSH", "dp2-distributed-optimizer-swapped-bf16-window-SBH"],
 )
 def test_trains_like_the_cpu(checkout, data, on_cpu, processes, window, layout, limit, tmp_path):
     if unavailable():

@@ -1,0 +1,36 @@
+"""Tensors of an NPU whose memory is the host's, which the NPU's kernels read and write where it is.
+
+torch_npu documents them for ``fill_``, ``zero_`` and ``npu_apply_adam_w``, and CANN their memory for copies;
+what else takes them is for who has tried it on hardware.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MARK = "_megatron_npu_swapped"  # an attribute: nothing of torch_npu tells such a tensor from others
+
+
+def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return zeros of the shape and device of ``like``, contiguous, in host memory.
+
+    Args:
+        like: a tensor of an NPU with at least one number.
+        dtype: of the result.
+    """
+    import torch_npu
+
+    result = torch_npu.empty_with_swapped_memory(like.shape, dtype=dtype, device=like.device).zero_()
+    setattr(result, _MARK, True)
+    return result
+
+
+def moved(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return ``tensor``, of whatever device, as one in host memory for the device of ``like``."""
+    return tensor if is_swapped(tensor) else zeros(like, tensor.dtype).copy_(tensor)
+
+
+def is_swapped(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` itself, not a view or a copy of it, was made here."""
+    return getattr(tensor, _MARK, False)

@@ -1,0 +1,40 @@
+"""The flags that move what a step needs out of the device's memory: where they have no place."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from megatron_npu import devices, memory_flags
+from megatron_npu.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("device", "others", "said"),
+    [
+        ("cpu", {}, "--swap-optimizer on the cpu device; expected an Ascend NPU"),
+        ("cuda", {}, "--swap-optimizer on the cuda device"),
+        ("npu", {"optimizer": "sgd"}, "--swap-optimizer with --optimizer sgd; expected --optimizer adam"),
+        ("npu", {"reuse_fp32_param": True}, "--swap-optimizer with --reuse-fp32-param"),
+        ("npu", {"use_precision_aware_optimizer": True}, "with --use-precision-aware-optimizer"),
+        ("npu", {"optimizer_cpu_offload": True}, "with --optimizer-cpu-offload"),
+        ("npu", {"use_torch_fsdp2": True}, "with FSDP"),
+        ("npu", {"fully_sharded": "megatron"}, "with FSDP"),
+        ("npu", {}, None),
+        ("cpu", {"swap_optimizer": False}, None),
+    ],
+)
+def test_swap_optimizer_is_refused_by_name(device, others, said, monkeypatch):
+    monkeypatch.setattr(devices, "current", lambda: Namespace(name=device))
+    args = Namespace(**({"swap_optimizer": True} | others))
+    if said is None:
+        memory_flags.check_swap_optimizer(args)
+        return
+    with pytest.raises(UsageError, match=said):
+        memory_flags.check_swap_optimizer(args)
+
+
+def test_another_adam_is_refused():
+    with pytest.raises(UsageError, match="--swap-optimizer with the Adam of collections"):
+        memory_flags.refuse_foreign_adam(__import__("collections").OrderedDict, object())
