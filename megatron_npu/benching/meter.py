@@ -125,7 +125,9 @@ def lift_limit() -> None:
 def _data() -> int:
     """Return the bytes of this process that RLIMIT_DATA counts."""
     try:
-        line = next(row for row in _STATUS.read_text().splitlines() if row.startswith("VmData:"))
+        line = next(
+            row for row in _STATUS.read_text(encoding="utf-8").splitlines() if row.startswith("VmData:")
+        )
     except (OSError, StopIteration):
         return psutil.Process(os.getpid()).memory_info().vms
     return int(line.split()[1]) * 1024

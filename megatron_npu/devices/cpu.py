@@ -125,7 +125,9 @@ class CpuDevice(Device):
     def reset_peak_memory(self) -> None:
         """Restart the peak (on Linux only; elsewhere it stays that of the whole process)."""
         with contextlib.suppress(OSError):
-            _CLEAR_REFS.write_text("5")  # proc(5): resets the high-water mark of this process
+            _CLEAR_REFS.write_text(
+                "5", encoding="utf-8"
+            )  # proc(5): resets the high-water mark of this process
 
     def cuda_namespace(self) -> Mapping[str, Any]:
         return cpu_cuda_api.namespace(self, lambda: self.index, lambda: self.device_generator)
@@ -134,7 +136,9 @@ class CpuDevice(Device):
 def _peak_resident() -> int:
     """Return the high-water mark of the resident set, in bytes; 0 where the system does not say."""
     try:
-        line = next(row for row in _STATUS.read_text().splitlines() if row.startswith("VmHWM:"))
+        line = next(
+            row for row in _STATUS.read_text(encoding="utf-8").splitlines() if row.startswith("VmHWM:")
+        )
     except (OSError, StopIteration):
         return 0
     return int(line.split()[1]) * 1024

@@ -132,4 +132,4 @@ def report() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(report()))
+    Path(sys.argv[1]).write_text(json.dumps(report()), encoding="utf-8")

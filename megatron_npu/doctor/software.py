@@ -137,7 +137,7 @@ def _nvidia_driver() -> str | None:
 
 def _line_with_version(path: Path) -> str | None:
     try:
-        lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
         return None
     return next((line for line in lines if "version" in line.lower()), None)

@@ -245,3 +245,17 @@ def test_what_does_not_fit_is_said(folder, changes, said, tmp_path):
         changes = f"--pretrained-model-name-or-path {tmp_path}"
     with pytest.raises(UsageError, match=said):
         train([*flags_for(folder), *changes.split()])
+
+
+def test_masks_and_positions_follow_the_documents_as_the_flags_say(monkeypatch):
+    from megatron_npu.acceleration import get_ltor_masks_and_position_ids
+
+    tokens = torch.tensor([[5, 0, 6, 7, 0, 8]])  # 0 ends a document
+    mask, loss, places = get_ltor_masks_and_position_ids(tokens, 0, False, False, False)
+    assert (mask, loss.tolist(), places.tolist()) == (None, [[1.0] * 6], [list(range(6))])
+    mask, loss, places = get_ltor_masks_and_position_ids(tokens, 0, True, True, True)
+    assert loss.tolist() == [[1.0, 0.0, 1.0, 1.0, 0.0, 1.0]]
+    assert places.tolist() == [[0, 1, 0, 1, 2, 0]]
+    seen = [[0, 1], [0, 1], [2, 3, 4], [2, 3, 4], [2, 3, 4], [5]]
+    expected = [[other not in own or other > row for other in range(6)] for row, own in enumerate(seen)]
+    assert mask.tolist() == [[expected]]
