@@ -313,6 +313,17 @@ def test_a_script_as_it_should_be(tmp_path: Path, capsys) -> None:
     assert list(board.glob("events.out.tfevents.*"))
 
 
+def test_a_terminal_has_a_progress_bar(tmp_path: Path, capsys, monkeypatch) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT + END)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert cli.main(["train", "--user-script", str(tmp_path / "mine.py"), "--epochs", "3"]) == 0
+    out, error = capsys.readouterr()
+    assert "3/3" in error
+    assert "iteration        3/       3" in out
+    assert "iteration" not in error
+
+
 def test_what_the_file_system_refuses_is_said_in_one_line(tmp_path: Path, capsys) -> None:
     script, log = tmp_path / "mine.py", "/dev/full"  # a disk without room
     script.write_text(SCRIPT + END)
