@@ -24,7 +24,8 @@ def connect(recorder: Recorder, mpu: str) -> None:
         "megatron.training:setup_model_and_optimizer",
         why="bigscience's hands deepspeed.initialize the configuration twice, as values and by the name of "
         "its file, which DeepSpeed refuses since 0.7; and DeepSpeed 0.19.8 clips a pipeline's fp32 gradients "
-        "by a wrong norm, and times its backward twice with wall_clock_breakdown, which is an assertion",
+        "by a wrong norm, times its backward twice with wall_clock_breakdown, which is an assertion, and has "
+        "the loss scale of fp16 without ZeRO in another place",
     )
     def initialise_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Hide the file's name from DeepSpeed, which has its values; let its pipeline clip and time."""
@@ -39,6 +40,7 @@ def connect(recorder: Recorder, mpu: str) -> None:
             finally:
                 args.deepspeed_config = path
             engine.clip_fp32_gradients = lambda: clip_fp32_gradients(engine, importlib.import_module(mpu))
+            show_loss_scale(engine.optimizer)
             if isinstance(engine.module, deepspeed.PipelineModule) and not engine.is_last_stage():
                 time_backward_once(engine)
             return engine, *others
@@ -71,6 +73,18 @@ def refuse_other_models(args: Any, pipeline: bool) -> None:
         "a GPT, of which upstream makes one: its training loop calls the pipeline's engine",
         remedy,
     )
+
+
+def show_loss_scale(optimizer: Any) -> None:
+    """Let the loss scale be where upstream's training loop reads it: ``cur_scale``.
+
+    DeepSpeed 0.19.8's optimizers for fp16 without ZeRO keep it in ``loss_scale_config``.
+
+    Args:
+        optimizer: of DeepSpeed's engine; None where it has none of its own.
+    """
+    if hasattr(optimizer, "loss_scale_config") and not hasattr(optimizer, "cur_scale"):
+        type(optimizer).cur_scale = property(lambda one: one.loss_scale_config.cur_scale)
 
 
 def time_backward_once(engine: Any) -> None:

@@ -25,13 +25,13 @@ def steps(tree: Path, data: Path, *changes: str) -> list[str]:
     return [str(tree / "pretrain_gpt.py"), *runs.flags(data), "--train-iters", str(ITERATIONS), *more]
 
 
-def engine(folder: Path, stage: int) -> str:
-    """Write a configuration of DeepSpeed; return the flags that name it."""
+def engine(folder: Path, stage: int, **more: object) -> str:
+    """Write a configuration of DeepSpeed, with ``more`` entries; return the flags that name it."""
     path = folder / f"stage-{stage}.json"
     sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": runs.BATCH}
     timed = {"steps_per_print": 1, "wall_clock_breakdown": True}  # as in the trees' own scripts
     zero = {"gradient_clipping": 1.0, "zero_optimization": {"stage": stage}}
-    path.write_text(json.dumps({**sizes, **timed, **zero}))
+    path.write_text(json.dumps({**sizes, **timed, **zero, **more}))
     return f"--deepspeed --deepspeed_config {path} --zero-stage {stage}"
 
 

@@ -12,19 +12,23 @@ from tests.sim.conftest import run_simulated, unavailable
 pytest.importorskip("deepspeed")
 
 
+SCALED = {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}}
+
+
 @pytest.mark.parametrize(
     ("changes", "stage"),
-    [(f"{TP2} --fp16 --initial-loss-scale 4096", None), ("", 1)],
-    ids=["tp2-fp16", "zero-1"],
+    [(f"{TP2} --fp16 --initial-loss-scale 4096", None), ("", 1), ("--fp16", 0)],
+    ids=["tp2-fp16", "zero-1", "zero-0-fp16"],
 )
 def test_trains_like_the_cpu(checkout, data, expected, changes, stage, tmp_path):
     if unavailable():
         pytest.skip(unavailable())
-    changes += "" if stage is None else f" {engine(tmp_path, stage)}"
+    half = "--fp16" in changes
+    changes += "" if stage is None else f" {engine(tmp_path, stage, **(SCALED if half else {}))}"
     command = tiny.command("run", *steps(checkout, data, changes), processes=2)
     result = run_simulated(*command, PYTHONDONTWRITEBYTECODE="1")
     assert result.returncode == 0, result.stdout[-5000:]
     assert "· simulated npu/hccl ·" in result.stdout
     assert "| simulated npu |" in result.stdout
-    limit = 1e-5 if stage is not None else 1e-4
+    limit = 1e-4 if half else 1e-5
     assert runs.losses(result.stdout) == pytest.approx(expected, rel=limit)
