@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_npu.adaptors.megatron_deepspeed_core.decorators import records
+from megatron_npu.adaptors.megatron_deepspeed_core.decorators import UNTIL, records
 from megatron_npu.adaptors.shared import data
 
 data.connect(
     records,
     ("gpt_dataset", "dataset_utils", "blendable_dataset", "biencoder_dataset_utils", "realm_dataset_utils"),
-    until="4efb479d is its last commit: for ever",
+    until=UNTIL,
 )

@@ -8,9 +8,10 @@ from megatron_npu.adaptors.shared.decorators import backports_not_wanted, record
 
 records = recorder("megatron_deepspeed_core")
 replace, around, constant = records.replace, records.around, records.constant
+UNTIL = "4efb479d is its last commit: for ever"
 backport = partial(
     around,
     upstream_bug=True,
     condition=backports_not_wanted,
-    until="4efb479d is its last commit: for ever",
+    until=UNTIL,
 )

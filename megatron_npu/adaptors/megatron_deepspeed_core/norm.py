@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_deepspeed_core.decorators import replace
+from megatron_npu.adaptors.megatron_deepspeed_core.decorators import UNTIL, around, replace
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 from megatron_npu.adaptors.shared.fused_kernels import mixed_layer_norm
 from megatron_npu.ops import norm
+
+_OF_CUDA = ("no_persist_layer_norm", "mem_efficient_ln", "apply_layernorm_1p")
+
+
+@around(
+    "megatron.model.layernorm:SPLayerNorm.__init__",
+    devices=WITHOUT_CUDA,
+    why="a decoder gives it what the layer norm for CUDA takes, on every device: T5 ends in a TypeError",
+    upstream_bug=True,
+    until=UNTIL,
+)
+def initialise(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Leave out which of CUDA's kernels is meant; --apply-layernorm-1p is refused (unsupported_options)."""
+    original(self, *args, **{name: value for name, value in kwargs.items() if name not in _OF_CUDA})
 
 
 @replace(

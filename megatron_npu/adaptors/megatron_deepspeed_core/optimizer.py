@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_deepspeed_core.decorators import constant, replace
+from megatron_npu.adaptors.megatron_deepspeed_core.decorators import UNTIL, constant, replace
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 from megatron_npu.ops import multi_tensor
 from megatron_npu.ops.adam import FusedAdam
@@ -20,7 +20,7 @@ constant(
     why="without CUDA upstream takes torch's Adam, which adds weight decay to the gradient; apex's, taken "
     "with CUDA, decouples it: another training with the same flags",
     upstream_bug=True,
-    until="4efb479d is its last commit: for ever",
+    until=UNTIL,
 )
 
 replace(
@@ -34,7 +34,7 @@ replace(
     devices=WITHOUT_CUDA,
     why="without CUDA it asks a Python float for .to(), and compares with a type of tensor that is not one",
     upstream_bug=True,
-    until="4efb479d is its last commit: for ever",
+    until=UNTIL,
 )
 def clip_grad_norm_fp32(
     parameters: Tensor | Iterable[Tensor],

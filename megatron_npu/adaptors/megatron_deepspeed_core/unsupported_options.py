@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_npu import settings
+from megatron_npu import devices, settings
 from megatron_npu.adaptors.megatron_deepspeed_core.decorators import records
 from megatron_npu.adaptors.shared.deepspeed import (
     connect_refusals,
@@ -20,13 +20,19 @@ def refuse(args: argparse.Namespace) -> None:
 
     Raises:
         UsageError: ``--ds-sequence-parallel-fpdt``; ``--ds-sequence-parallel-size`` where it does not train;
-            rotary embedding where upstream's wrong one ends in an error; with ``--deepspeed``: what its
-            configuration cannot do.
+            rotary embedding where upstream's wrong one ends in an error; ``--apply-layernorm-1p`` without
+            CUDA; with ``--deepspeed``: what its configuration cannot do.
     """
     if args.ds_sequence_parallel_fpdt:
         raise UsageError(
             "--ds-sequence-parallel-fpdt, whose attention in chunks is flash-attn's for CUDA",
             "--ds-sequence-parallel-size alone",
+            "Leave it out.",
+        )
+    if args.apply_layernorm_1p and devices.current().name != "cuda":
+        raise UsageError(
+            "--apply-layernorm-1p without CUDA, where upstream takes a layer norm that does not have it",
+            "plain layer norm, or --normalization rmsnorm",
             "Leave it out.",
         )
     if args.ds_sequence_parallel_size > 1:

@@ -114,7 +114,9 @@ def _newest(given: argparse.Namespace, root: str) -> Path | None:
     """Return the checkpoint that is to be loaded, None if the trackers name none."""
     if not given.deepspeed:
         return of_scripts.of_tracker(root)
-    tracker = Path(root, _TAG)
+    # of DeepSpeed's ds_to_universal, beside the other
+    universal = getattr(given, "universal_checkpoint", False)
+    tracker = Path(root, f"{_TAG}_universal" if universal else _TAG)
     tag = getattr(given, "load_tag", None)  # deepspeedai's --load-tag
     if tag is None and tracker.is_file():
         tag = tracker.read_text(encoding="utf-8", errors="replace").strip()

@@ -85,3 +85,15 @@ MEAN_THE_DEVICE_GENERATOR = Callers(
 def caller() -> str:
     """Return the module name of the frame that called the function that calls this."""
     return sys._getframe(2).f_globals.get("__name__", "")
+
+
+# torch._dynamo puts these around torch.manual_seed when it is imported, which may be before or after us
+_AROUND_SEEDING = ("torch._compile", "torch._dynamo.eval_frame")
+
+
+def caller_of_seeding() -> str:
+    """Return the same as ``caller``, but for ``torch.manual_seed``."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _AROUND_SEEDING:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))

@@ -31,7 +31,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
     @functools.wraps(seed)
     def manual_seed(value: int) -> torch.Generator:
-        if callers.caller() not in callers.MEAN_THE_DEVICE_GENERATOR:
+        if callers.caller_of_seeding() not in callers.MEAN_THE_DEVICE_GENERATOR:
             device.host_generator.manual_seed(value)
         return seed(value)
 

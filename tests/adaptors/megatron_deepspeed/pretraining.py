@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -17,6 +18,14 @@ def train(tree: Path, data: Path, *changes: str, processes: int = 1) -> dict[int
     """Return the losses of a run of a tree's own script."""
     script, *flags = steps(tree, data, *changes)
     return runs.losses(runs.succeeded(runs.run(Path(script), flags, processes=processes)))
+
+
+def train_sentences(
+    tree: Path, data: Path, script: str, *changes: str, processes: int = 1
+) -> dict[int, float]:
+    """Return the losses of a short run of a tree's BERT or T5; the data is of ``write_sentences``."""
+    given = [*runs.sentence_flags(data, script), *" ".join(changes).split()]
+    return runs.losses(runs.succeeded(runs.run(tree / script, given, processes=processes)))
 
 
 def steps(tree: Path, data: Path, *changes: str) -> list[str]:
@@ -38,6 +47,15 @@ def engine(folder: Path, stage: int, **more: object) -> str:
 def split_into_stages(tree: Path, checkpoint: Path, stages: int) -> None:
     """Call ``stages.py``."""
     call_in_tree(tree, "stages.py", checkpoint, stages)
+
+
+def to_universal(tree: Path, checkpoint: Path) -> None:
+    """Let DeepSpeed write a universal checkpoint beside one of its engine."""
+    (package,) = importlib.util.find_spec("deepspeed").submodule_search_locations
+    script = Path(package) / "checkpoint" / "ds_to_universal.py"
+    folders = f"--input_folder {checkpoint} --output_folder {checkpoint}_universal"
+    workers = "--num_extract_workers 1 --num_merge_workers 1"
+    call_in_tree(tree, str(script), *folders.split(), *workers.split())
 
 
 def call_in_tree(tree: Path, script: str, *arguments: object) -> None:

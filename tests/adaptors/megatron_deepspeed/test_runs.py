@@ -15,8 +15,10 @@ from tests.adaptors.megatron_deepspeed.pretraining import (
     split_into_stages,
     steps,
     train,
+    train_sentences,
 )
 from tests.adaptors.megatron_lm import runs
+from tests.conftest import checkout as find_or_skip
 from tests.payload import Runs
 
 pytest.importorskip("deepspeed")
@@ -38,6 +40,15 @@ def test_every_patch_fits(checkout):
 def test_it_trains_like_megatron_lm(checkout, data, expected, changes, stage, processes):
     changes += "" if stage is None else f" {engine(data, stage)}"
     assert train(checkout, data, changes, processes=processes) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("script", [runs.BERT, runs.T5])
+def test_bert_and_t5_train_like_those_of_megatron_lm(checkout, data, script):
+    runs.write_sentences(data)
+    of_lm = find_or_skip("megatron_lm", upstream.LEGACY_VERSION)
+    expected = train_sentences(of_lm, data, script, "--train-iters 4")
+    found = train_sentences(checkout, data, script, f"--train-iters 4 {TP2}", processes=2)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from megatron_npu import patch_commands, upstream
-from tests.adaptors.megatron_deepspeed.pretraining import TP2, call_in_tree, engine, train
+from tests.adaptors.megatron_deepspeed.pretraining import (
+    TP2,
+    call_in_tree,
+    engine,
+    to_universal,
+    train,
+    train_sentences,
+)
+from tests.adaptors.megatron_lm import runs
+from tests.conftest import checkout as find_or_skip
 
 pytest.importorskip("deepspeed")
 
@@ -36,6 +45,33 @@ def test_ranks_of_a_sequence_train_like_one_process(checkout, data, expected, ro
     parts = f"{WHOLE} --ds-sequence-parallel-size 2"
     found = train(checkout, data, engine(tmp_path, 1), parts, flags, processes=2)
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("script", [runs.BERT, runs.T5])
+def test_bert_and_t5_train_like_those_of_megatron_lm(checkout, data, script, tmp_path):
+    """From the same weights: those after one step, whose learning rate is 0."""
+    runs.write_sentences(data)
+    saved = f"--train-iters 4 --save {tmp_path}/saved --save-interval 1"
+    found = train_sentences(checkout, data, script, saved)
+    folders = (tmp_path / "saved", 1, tmp_path / "other")
+    call_in_tree(checkout, "../megatron_deepspeed_core/by_heads.py", *folders)
+    of_lm = find_or_skip("megatron_lm", upstream.LEGACY_VERSION)
+    changes = f"--train-iters 4 --load {tmp_path}/other {ANEW}"
+    assert train_sentences(of_lm, data, script, changes) == pytest.approx(found, rel=1e-5)
+
+
+def test_a_universal_checkpoint_goes_on_with_another_layout(checkout, data, tmp_path):
+    """Of ranks whose rows of the fused projection are queries, keys and values, as in one process."""
+    # an even number of tokens: rows of padding would begin anew
+    vocabulary, merges = runs.write_vocabulary(tmp_path, merges=["a b"])
+    flags = f"{engine(tmp_path, 1)} --vocab-file {vocabulary} --merge-file {merges}"
+    saved = f"--save {tmp_path} --save-interval 3"
+    expected = train(checkout, data, flags, saved, f"{TP2} --make-vocab-size-divisible-by 1", processes=2)
+    to_universal(checkout, tmp_path / "global_step3")
+    next((tmp_path / "global_step6").glob("*.pt")).write_bytes(b"")  # is not what is loaded
+    flags += " --make-vocab-size-divisible-by 2"
+    found = train(checkout, data, flags, f"--load {tmp_path} --universal-checkpoint")
+    assert found == pytest.approx({i: expected[i] for i in range(4, 7)}, rel=1e-5)
 
 
 def test_a_pipeline_turns_by_positions(checkout, data, tmp_path, monkeypatch):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 
 import pytest
 
+from megatron_npu import devices
 from megatron_npu.adaptors.megatron_deepspeed_core import unsupported_options
 from megatron_npu.errors import UsageError
 
 
 def arguments(**changes: object) -> argparse.Namespace:
     given = {"deepspeed": True, "no_pipeline_parallel": False, "ds_sequence_parallel_fpdt": False}
+    given["apply_layernorm_1p"] = False
     given |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     given |= {"ds_sequence_parallel_size": 1, "use_rotary_position_embeddings": False}
     return argparse.Namespace(**{**given, **changes})
@@ -29,6 +32,14 @@ def test_a_pipeline_has_no_stage_2(tmp_path):
 def test_attention_in_chunks_of_flash_attn():
     with pytest.raises(UsageError, match="--ds-sequence-parallel-fpdt"):
         unsupported_options.refuse(arguments(deepspeed=False, ds_sequence_parallel_fpdt=True))
+
+
+@pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("npu", True), ("cuda", False)])
+def test_weights_around_zero_of_a_layer_norm_are_of_cuda(monkeypatch, device, refused):
+    monkeypatch.setattr(devices, "current", lambda: argparse.Namespace(name=device))
+    given = arguments(deepspeed=False, apply_layernorm_1p=True)
+    with pytest.raises(UsageError, match="--apply-layernorm-1p") if refused else contextlib.nullcontext():
+        unsupported_options.refuse(given)
 
 
 def test_ranks_of_a_sequence_need_the_engine_and_no_pipeline(tmp_path):

@@ -60,6 +60,22 @@ def write_data(folder: Path) -> Path:
     return folder
 
 
+def write_sentences(folder: Path, words: int = 250) -> None:
+    """Write a WordPiece vocabulary and documents in sentences, which ``sentence_flags`` names."""
+    if (folder / "words.txt").exists():
+        return
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (folder / "words.txt").write_text("\n".join([*special, *(f"w{n}" for n in range(words))]) + "\n")
+    generator = np.random.RandomState(1)
+    with indexed_dataset.Writer(str(folder / "sentences"), np.dtype(np.uint16)) as writer:
+        for _ in range(150):
+            lengths = generator.randint(3, 20, generator.randint(2, 9)).astype(np.int32)
+            tokens = (generator.randint(words) + np.arange(lengths.sum())) % words + len(special)
+            writer.add(tokens.astype(np.uint16).tobytes(), lengths, np.array([len(lengths)], np.int64))
+        writer.finish()
+        indexed_dataset.publish([writer])
+
+
 def flags(folder: Path) -> list[str]:
     """Return the flags of the run with the data of ``folder``; later flags on a command line win."""
     return [
@@ -72,6 +88,23 @@ def flags(folder: Path) -> list[str]:
         *f"--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt".split(),
         *f"--data-path {folder}/text --make-vocab-size-divisible-by 64".split(),
     ]
+
+
+BERT, T5 = "pretrain_bert.py", "pretrain_t5.py"
+_OF_T5 = (
+    "--encoder-seq-length 64 --decoder-seq-length 32 --vocab-extra-ids 20 --kv-channels 16 "
+    "--ffn-hidden-size 256 --num-layers 2"
+)
+
+
+def sentence_flags(folder: Path, script: str) -> list[str]:
+    """Return the flags of a run of ``BERT`` or ``T5`` with the data of ``folder``."""
+    given = flags(folder)
+    if script == T5:  # takes the lengths of encoder and decoder instead
+        position = given.index("--seq-length")
+        given[position : position + 2] = _OF_T5.split()
+    data = f"--vocab-file {folder}/words.txt --data-path {folder}/sentences --split 80,10,10"
+    return [*given, *data.split(), "--tokenizer-type", "BertWordPieceLowerCase"]
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -416,13 +416,18 @@ def test_megatron_reads_the_host_generator(redirection):
     assert not torch.equal(torch.get_rng_state(), default), "outside Megatron: the default generator"
 
 
-def test_deepspeeds_accelerator_seeds_the_device_alone(redirection):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_deepspeeds_accelerator_seeds_the_device_alone(redirection, monkeypatch, wrapped):
+    """Also where torch._dynamo, imported after the redirection, has put its wrapper around ours."""
+    if wrapped:
+        monkeypatch.setattr(torch, "manual_seed", torch._disable_dynamo(torch.manual_seed))
     source = "def seed(value): torch.manual_seed(value)"
     names = as_megatron(source, "deepspeed.accelerator.cpu_accelerator")
+    torch.manual_seed(4)
+    first = torch.rand(3)
     torch.manual_seed(3)
     host = redirection.device.host_rng_state()
-    first = torch.rand(3)
-    names["seed"](3)
+    names["seed"](4)
     assert torch.equal(torch.rand(3), first)
     assert torch.equal(redirection.device.host_rng_state(), host)
 
