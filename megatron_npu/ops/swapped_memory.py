@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-_MARK = "_megatron_npu_swapped"  # an attribute: nothing of torch_npu tells such a tensor from others
+# Nothing of torch_npu tells them from others; an attribute would go into what torch.save writes.
+_made = WeakIdKeyDictionary()
 
 
 def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -22,7 +24,7 @@ def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     import torch_npu
 
     result = torch_npu.empty_with_swapped_memory(like.shape, dtype=dtype, device=like.device).zero_()
-    setattr(result, _MARK, True)
+    _made[result] = None
     return result
 
 
@@ -33,4 +35,4 @@ def moved(tensor: Tensor, like: Tensor) -> Tensor:
 
 def is_swapped(tensor: Tensor) -> bool:
     """Return whether ``tensor`` itself, not a view or a copy of it, was made here."""
-    return getattr(tensor, _MARK, False)
+    return tensor in _made

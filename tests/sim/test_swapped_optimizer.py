@@ -65,7 +65,8 @@ def test_equal_to_the_bit_and_not_on_the_device(options, monkeypatch):
 
 @pytest.mark.parametrize("from_swapped", [True, False])
 @pytest.mark.parametrize("to_swapped", [True, False])
-def test_a_state_goes_from_one_to_the_other(from_swapped, to_swapped, monkeypatch):
+def test_a_state_goes_from_one_to_the_other(from_swapped, to_swapped, monkeypatch, tmp_path):
+    """As it is, and through a file, of which torch makes tensors of the host."""
     from megatron_npu.ops import swapped_memory
     from megatron_npu.ops.adam import FusedAdam
 
@@ -74,6 +75,11 @@ def test_a_state_goes_from_one_to_the_other(from_swapped, to_swapped, monkeypatc
     monkeypatch.setattr(FusedAdam, "swap_moments", to_swapped)
     _, second = stepped(first.state_dict(), steps=0)
     assert all(torch.equal(a, b) for a, b in zip(bits(first), bits(second), strict=True))
+    torch.save(first.state_dict(), tmp_path / "state")
+    _, third = stepped(torch.load(tmp_path / "state", map_location="cpu"), steps=0)
+    assert all(torch.equal(a, b) for a, b in zip(bits(first), bits(third), strict=True))
+    _, going_on = stepped(torch.load(tmp_path / "state", map_location="cpu"), steps=1)
+    assert all(state["exp_avg"].device.type == "npu" for state in going_on.state.values())
     weight = second.param_groups[0]["params"][0]
     assert swapped_memory.is_swapped(second.state[weight]["exp_avg"]) is to_swapped
 
