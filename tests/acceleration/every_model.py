@@ -53,6 +53,7 @@ _OTHER = {
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
     "attention_types": [[["global"], 2]],
+    "default_language": "en_XX",
 }
 _PLACES = dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 80)
 
@@ -83,7 +84,7 @@ def write(folder: Path, kind: str) -> Path:
     changes = {name: value for name, value in sizes.items() if name in plain}
     changes |= {name: 0.0 for name in plain if "drop" in name and isinstance(plain[name], float)}
     for name in ("pad", "bos", "eos", "decoder_start", "forced_eos", "cls", "sep", "mask"):
-        if f"{name}_token_id" in plain:
+        if f"{name}_token_id" in plain or (name == "decoder_start" and kind in BOTH):
             changes[f"{name}_token_id"] = before.get(f"{name}_token_id") or 0
     config = own(**changes)
     for file in ("model.safetensors", "config.json", "generation_config.json"):
@@ -115,7 +116,9 @@ def difference(kind: str, folder: Path, flags: list[str]) -> float:
         return iter(loading.Loader(samples, collate, **alone, whole=2, seed=1234))  # type: ignore[arg-type]
 
     lines = (folder / task / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    plain = plain_tasks.losses(task, name, list(map(json.loads, lines)), batches, seed=1234, most=3)
+    plain = plain_tasks.losses(
+        task, name, list(map(json.loads, lines)), batches, seed=1234, most=len(outcome.losses)
+    )
     pairs = zip(outcome.losses, plain, strict=True)
     if plain[-1] == plain[0]:
         raise ValueError("the losses do not change")
