@@ -1,11 +1,13 @@
-"""Put the recorded tables of `megatron-npu bench` into docs/bench.md: bench_page.py [--check]
+"""Put the recorded tables of `megatron-npu bench` into docs/bench.md: bench_page.py [--check|--pictures]
 
 The tables are the files in benchmarks/results/bench/, as --markdown wrote them; nothing is measured. With
---check nothing is written; the exit code is 1 if the page is not up to date.
+--check nothing is written; the exit code is 1 if the page is not up to date. --pictures first draws what
+--plot would have drawn of each file of --json that has a number and no picture.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -32,9 +34,25 @@ def tables() -> str:
             if path.is_file():
                 text = path.read_text(encoding="utf-8").strip()
                 parts.append(text.replace(f"## {suite}", f"### {suite}, {where}", 1))
+                if path.with_suffix(".png").is_file():
+                    picture = f"../{path.with_suffix('.png').relative_to(ROOT).as_posix()}"
+                    parts.append(f"![throughput and memory of {suite}, {where}]({picture})")
     return "\n\n".join(parts)
 
 
+def draw_pictures() -> None:
+    """Draw the tables that have a number and no picture."""
+    from megatron_npu.benching import plot
+
+    for path in sorted(RESULTS.glob("*.json")):
+        table = json.loads(path.read_text(encoding="utf-8"))
+        picture = path.with_suffix(".png")
+        if not picture.is_file() and any(row["outcome"] == "measured" for row in table["rows"]):
+            plot.draw(table, picture)
+
+
 if __name__ == "__main__":
+    if "--pictures" in sys.argv[1:]:
+        draw_pictures()
     page = inserted(PAGE.read_text(encoding="utf-8"), BEGIN, tables(), END)
     sys.exit(finish({PAGE: page}, check="--check" in sys.argv[1:]))

@@ -111,4 +111,4 @@ def _write(report: Report, args: Namespace) -> None:
     if args.markdown is not None:
         files.write(args.markdown, report.markdown())
     if args.plot is not None:
-        plot.draw(report, args.plot)
+        plot.draw(report.to_json(), args.plot)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatron_npu import files
-from megatron_npu.benching.report import Report
+from megatron_npu.benching.ranks import MEASURED
+from megatron_npu.benching.schemes import SUITES
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(table: dict[str, Any], path: Path) -> None:
     """Write a PNG: samples per second with their deviation on the left, peak memory on the right.
 
     A row without numbers has its word (OOM, NA) in the place of a bar.
+
+    Args:
+        table: what ``Report.to_json`` returns, or a file of ``--json`` holds.
+        path: of the picture.
 
     Raises:
         ModuleNotFoundError: matplotlib is absent (``plan.check`` asks before).
@@ -19,23 +25,25 @@ def draw(report: Report, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows, plan = report.rows, report.plan
+    rows, columns = table["rows"], SUITES[table["suite"]].columns
     figure = Figure(figsize=(10, 1.2 + 0.45 * len(rows)), layout="constrained")
     throughput, memory = figure.subplots(1, 2, sharey=True)
     for place, row in enumerate(rows):
-        if row.is_measured:
-            if not plan.machine.simulated:
-                throughput.barh(place, row.throughput, xerr=row.deviation, color="tab:blue", capsize=3)
-            memory.barh(place, row.peak, color="tab:orange")
+        if row["outcome"] == MEASURED:
+            if "samples_per_second" in row:
+                deviation = row["standard_deviation"]
+                throughput.barh(place, row["samples_per_second"], xerr=deviation, color="tab:blue", capsize=3)
+            memory.barh(place, row["peak_mb"], color="tab:orange")
             continue
-        word = row.outcome.kind if row.outcome else "not measured"
         for axes in (throughput, memory):
-            axes.text(0.01, place, word, transform=axes.get_yaxis_transform(), va="center")
-    throughput.set_yticks(range(len(rows)), [row.scheme.name for row in rows])
+            axes.text(0.01, place, row["outcome"], transform=axes.get_yaxis_transform(), va="center")
+    simulated = any(row["outcome"] == MEASURED and "samples_per_second" not in row for row in rows)
+    names = [" x ".join(row[column] for column in columns) for row in rows]
+    throughput.set_yticks(range(len(rows)), names)
     throughput.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
-    throughput.set_xlabel("samples per second" + " (simulated: left out)" * plan.machine.simulated)
+    throughput.set_xlabel("samples per second" + " (simulated: left out)" * simulated)
     memory.set_xlabel("peak memory of the largest rank (MB)")
-    figure.suptitle(f"{plan.suite.name}: {plan.size.name} on {plan.ranks} x {plan.machine.device}")
+    figure.suptitle(f"{table['suite']}: {table['model']['name']} on {table['devices']} x {table['device']}")
     for axes in (throughput, memory):
         axes.grid(axis="x", alpha=0.3)
     with files.writing(path) as stream:
