@@ -18,6 +18,7 @@ from megatron_npu.acceleration.loading import Loader
 from megatron_npu.acceleration.outcome import Evaluation, Outcome
 from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.acceleration.report import Report
+from megatron_npu.devices.rows import Rows
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files
 from megatron_npu.training.clock import Clock
@@ -61,7 +62,7 @@ class Loop:
         self.clock = Clock()
         self.nonfinite = FirstNonFinite()
         self._begin = 0  # where this process's part of the run began
-        self._losses: list[torch.Tensor] = []  # of this rank, since the last log event
+        self._losses = Rows()  # of this rank, since the last log event
         self._norms: list[float | None] = []
         self._tokens = 0  # of this rank, since then
 
@@ -141,7 +142,7 @@ class Loop:
                 f"the norm of the gradient is {norm} at iteration {self.iteration}; nothing was saved after "
                 f"it. {self.nonfinite.words()} Lower --lr or look at the data."
             )
-        self._losses.append(total)
+        self._losses.add(total[None])
         self._norms.append(norm)
 
     def _compares_replicas(self) -> bool:
@@ -170,7 +171,7 @@ class Loop:
             return
         seconds = self.clock.lap()
         count = torch.tensor(float(self._tokens), device=self.engine.device)
-        *losses, tokens = self._mean_over_ranks(torch.stack([*self._losses, count])).tolist()
+        *losses, tokens = self._mean_over_ranks(torch.cat([self._losses.all(), count[None]])).tolist()
         scale = self.prepared.loss_scale
         self.report.training(
             self.iteration,
@@ -183,7 +184,7 @@ class Loop:
         )
         self.outcome.losses += losses
         self.outcome.grad_norms += self._norms
-        self._losses, self._norms, self._tokens = [], [], 0
+        self._losses, self._norms, self._tokens = Rows(), [], 0
 
     def _mean_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         if self.args.world_size > 1:

@@ -121,7 +121,7 @@ class Guard:
         return sums, fault
 
     def _fault(self, number: int, sums: torch.Tensor) -> Fault | None:
-        (value,) = loss.means([sums])
+        (value,) = loss.means(sums[None])
         if not math.isfinite(value):
             # fp16's scaler leaves such an update out by itself, and lowers the scale
             return None if self.args.fp16 else Fault(f"the loss is {value} at iteration {number}")
@@ -156,7 +156,7 @@ class Guard:
         wrong = [place for place in places if place is not None]
         if not wrong:
             return second, replace(fault, words=f"{fault.words}; computed again, it is the same")
-        (value,) = loss.means([second])
+        (value,) = loss.means(second[None])
         self.say(
             f" {fault.words}; computed again, the loss is {value:.4f}, and another on rank "
             f"{', '.join(wrong)}: a device or memory that computes wrongly? The second result counts"

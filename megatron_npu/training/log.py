@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-import torch
-
 from megatron_npu import devices
+from megatron_npu.devices.rows import Rows
 from megatron_npu.training import flops
 from megatron_npu.training.expert_losses import LOSSES
 from megatron_npu.training.prediction_losses import PREFIX
@@ -36,7 +35,7 @@ class Interval:
         skipped: iterations whose update was left out.
     """
 
-    losses: list[torch.Tensor] = field(default_factory=list)
+    losses: Rows = field(default_factory=Rows)
     norms: list[float | None] = field(default_factory=list)
     skipped: int = 0
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron_npu import devices, replicas, watchdog
+from megatron_npu.devices.rows import Rows
 from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     checkpoint,
@@ -230,7 +231,7 @@ class Trainer:
 
     def _count(self, losses: torch.Tensor, norm: float | None, *, updated: bool) -> None:
         """Note an iteration for the log; the run has come by it."""
-        self.interval.losses.append(losses)
+        self.interval.losses.add(losses[None])
         self.interval.norms.append(norm)
         self.interval.skipped += not updated
         self._advance()
@@ -314,7 +315,7 @@ class Trainer:
             return
         groups = self.state.optimizer.param_groups
         seconds = self.clock.lap()
-        losses = loss.means(self.interval.losses)
+        losses = loss.means(self.interval.losses.all())
         self.log.training(
             self.position.iteration,
             self.position.train_samples,
@@ -323,7 +324,7 @@ class Trainer:
             seconds,
             learning_rate=groups[0]["lr"] if groups else 0.0,
             scale=self.state.optimizer.get_loss_scale().item(),
-            of_ranks=loss.of_ranks(self.interval.losses) if self.args.log_loss_per_rank else None,
+            of_ranks=loss.of_ranks(self.interval.losses.all()) if self.args.log_loss_per_rank else None,
             of_experts=expert_losses.take(self.args, len(losses)),
             of_predictions=prediction_losses.take(self.args, len(losses)),
         )
@@ -389,8 +390,10 @@ class Trainer:
     def _mean_loss(self, dataset: Dataset | None, consumed: int) -> float:
         """Return the loss of --eval-iters global batches."""
         batches = self.batches(dataset, consumed)
-        sums = [self._forward(batches, forward_only=True) for _ in range(self.args.eval_iters)]
-        (mean,) = loss.means([torch.stack(sums).sum(0)])
+        sums = Rows()
+        for _ in range(self.args.eval_iters):
+            sums.add(self._forward(batches, forward_only=True)[None])
+        (mean,) = loss.means(sums.all().sum(0)[None])
         return mean
 
     def _save(self) -> None:

@@ -24,18 +24,18 @@ def masked_sum(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, 
     return loss, tokens.to(torch.int), torch.stack([loss.detach(), tokens])
 
 
-def means(sums: list[torch.Tensor]) -> list[float]:
+def means(sums: torch.Tensor) -> list[float]:
     """Return the mean loss of each iteration over the tokens of all processes, in nats a token.
 
     A collective: all ranks must call it, and all get the same.
 
     Args:
-        sums: for each iteration [2], this process's sum of losses and number of tokens; what processes
+        sums: [iterations, 2], this process's sum of losses and number of tokens of each; what processes
             before the last pipeline stage give does not count.
     """
     from megatron.core import parallel_state
 
-    total = torch.stack(sums)
+    total = sums.clone()
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
@@ -48,14 +48,14 @@ def means(sums: list[torch.Tensor]) -> list[float]:
     return (losses / tokens).tolist()
 
 
-def of_ranks(sums: list[torch.Tensor]) -> dict[int, float]:
+def of_ranks(sums: torch.Tensor) -> dict[int, float]:
     """Return each rank's own loss, the mean over the iterations of that over its tokens, in nats a token.
 
     Ranks that compute none of their own are left out: those before the last pipeline stage, and of
     tensor-parallel ranks, which have the same, all but the first. A collective: all ranks must call it.
 
     Args:
-        sums: for each iteration [2], this process's sum of losses and number of tokens.
+        sums: [iterations, 2], this process's sum of losses and number of tokens of each.
     """
     from megatron.core import parallel_state
 
@@ -63,7 +63,7 @@ def of_ranks(sums: list[torch.Tensor]) -> dict[int, float]:
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0
     )
-    own = torch.stack(sums) * counts
+    own = sums * counts
     each = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(each, own)
     losses, tokens = torch.stack(each).cpu().double().unbind(-1)

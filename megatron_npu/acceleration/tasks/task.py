@@ -18,6 +18,7 @@ from megatron_npu.acceleration import columns, pretrained, texts
 from megatron_npu.acceleration.datasets import load
 from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.acceleration.templates import Finetuner
+from megatron_npu.devices.rows import Rows
 from megatron_npu.errors import UsageError
 
 EXAMPLE = "example"  # the column that numbers the examples of an evaluation, through all parts
@@ -193,14 +194,13 @@ class Task(Finetuner):
                 differs between batches, -100 fills up.
             forward: gives the outputs; by default those of the model called with the batch.
         """
-        found: dict[str, list[Tensor]] = collections.defaultdict(list)
+        found: dict[str, Rows] = collections.defaultdict(lambda: Rows(IGNORED))
         for batch in batches:
             outputs = forward(model[0], batch) if forward else model[0](**inputs(batch))
             for name, rows in {EXAMPLE: batch[EXAMPLE], **read(batch, outputs)}.items():
-                found[name].append(rows.detach().cpu())
+                found[name].add(rows.cpu())
         together = {
-            name: self.gather(_stacked(rows).to(self.engine.device)).cpu().numpy()
-            for name, rows in found.items()
+            name: self.gather(rows.all().to(self.engine.device)).cpu().numpy() for name, rows in found.items()
         }
         _, first = np.unique(together[EXAMPLE], return_index=True)
         return {name: rows[first] for name, rows in together.items()}
@@ -246,11 +246,3 @@ def mean_loss(rows: Mapping[str, np.ndarray]) -> float:
 def _filled(row: list[int], width: int, left: bool) -> list[int]:
     rest = [IGNORED] * (width - len(row))
     return rest + row if left else row + rest
-
-
-def _stacked(rows: Sequence[Tensor]) -> Tensor:
-    if rows[0].dim() == 1:
-        return torch.cat(list(rows))
-    width = max(one.shape[1] for one in rows)
-    full = [torch.nn.functional.pad(one, (0, width - one.shape[1]), value=IGNORED) for one in rows]
-    return torch.cat(full)
