@@ -71,6 +71,7 @@ def start(argv: Sequence[str], processes: int) -> int:
         nproc_per_node=processes,
         run_id="megatron_npu_train",
         max_restarts=0,
+        logs_specs=_no_logs(),
         **_meeting(),
     )
     try:
@@ -100,6 +101,26 @@ def _silence_agent() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _no_logs() -> Any:
+    """Return that ranks print where this process does, and have no folder for logs.
+
+    By default the agent makes one for each run and leaves it behind, empty.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+
+    class NoLogs(DefaultLogsSpecs):
+        """Names no file."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            """Leave out the threads that would look for lines in /dev/null, ten times a second."""
+            found = super().reify(envs)
+            found.tee_stdouts.clear()
+            found.tee_stderrs.clear()
+            return found
+
+    return NoLogs(os.devnull)
 
 
 def _meeting() -> dict[str, Any]:

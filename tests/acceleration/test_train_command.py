@@ -357,10 +357,13 @@ def test_a_mistake_on_several_ranks_is_told_once(tmp_path: Path) -> None:
     assert "AttributeError: 'Mine' object has no attribute 'trian'" in said
 
 
-def test_ctrl_c_ends_all_ranks_and_says_what_is_saved(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_ranks_says_what_is_saved_and_leaves_nothing_else(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_npu", "train", "--user-script", str(SLOW), "--nproc-per-node"]
     flags = "2 --train-iters 5000 --micro-batch-size 4 --log-interval 1 --save-interval 2 --save".split()
-    command, env = warm.ready([*command, *flags, str(tmp_path)], env=tiny.environment(), modules=runs.MODULES)
+    (tmp_path / "temporary").mkdir()
+    environment = {**tiny.environment(), "TMPDIR": str(tmp_path / "temporary")}
+    command = [*command, *flags, str(tmp_path / "save")]
+    command, env = warm.ready(command, env=environment, modules=runs.MODULES)
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     watchdog = threading.Timer(LONGEST, process.kill)
     watchdog.start()
@@ -375,6 +378,7 @@ def test_ctrl_c_ends_all_ranks_and_says_what_is_saved(tmp_path: Path) -> None:
     # the level of torch's C++ log is read when torch is loaded, which the warm parent has done
     (said,) = [line for line in error.splitlines() if "reducer.cpp" not in line]
     assert "megatron-npu train: interrupted; the last checkpoint in" in said
+    assert not [*(tmp_path / "temporary").iterdir()]
 
 
 def test_two_machines_meet_where_the_variables_say(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import types
 import warnings
 from pathlib import Path
@@ -166,6 +167,7 @@ def run(request: dict[str, Any]) -> None:
     added = {name: value for name, value in os.environ.items() if name not in _ENVIRONMENT}
     os.environ.clear()
     os.environ.update({**added, **request["env"]})
+    tempfile.tempdir = None  # TMPDIR counts again
     multiprocessing.spawn.set_executable(request["program"])
     if AUTOLOAD in _ENVIRONMENT and AUTOLOAD not in os.environ:
         _load_backends()
