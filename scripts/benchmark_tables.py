@@ -246,6 +246,24 @@ def train_hf(name: str, data: dict[str, Any]) -> Iterator[Goal]:
         yield Goal(f"{what}, speed", ratio, least=1.2 if ways.endswith("compile") else 1.5)
 
 
+def hf_losses(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
+    """Yield how far losses of `train` are from the Trainer's; with dropout, in standard errors."""
+    first, steps = data["first"], data["steps"]
+    for title, row in data["rows"].items():
+        exact = title.endswith("fp32")
+        of = first if exact else steps
+        apart = row["apart_in_the_first" if exact else "apart"]
+        yield Goal(f"losses of {of} steps, {title}, relative difference", apart, most=1e-5 if exact else 1e-2)
+        errors = abs(row["difference"]) / row["standard_error"]
+        what = f"last losses with dropout, {title}, difference in standard errors of {data['seeds']} seeds"
+        yield Goal(what, errors, most=2.57)  # 95 % of Student's t for six seeds
+    for title, row in data["rows"].items():
+        yield (
+            f"- {title}: from {row['ours'][0]:.3f} to {row['ours'][-1]:.3f} in {steps} steps, at most "
+            f"{row['apart']:.1e} apart; with dropout {row['difference']:+.4f} of a loss"
+        )
+
+
 def two_authors(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
     """Yield the goal of an encoder's accuracy beside Transformers' Trainer, and the accuracies."""
     yield Goal(
@@ -309,6 +327,7 @@ def hccl(name: str, data: dict[str, Any]) -> Iterator[str]:
 PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str]]], ...] = (
     ("train-", "Training step of the embedded driver", train),
     ("hf-train-", "Training step of a Transformers model", train_hf),
+    ("hf-losses-", "Losses of `train` beside Transformers' Trainer", hf_losses),
     ("two-authors-", "An encoder fine-tuned on the verses of two authors", two_authors),
     ("steady-", "A run that saves, evaluates and resumes", steady),
     ("ranks-", "Data-parallel ranks on one machine", ranks),
