@@ -13,7 +13,8 @@ def refuse(args: argparse.Namespace) -> None:
     """Refuse options that cannot work.
 
     Raises:
-        UsageError: ``--cpu-optimizer``; with ``--deepspeed``: what its configuration cannot do.
+        UsageError: ``--cpu-optimizer``; ``--universal-checkpoint``; with ``--deepspeed``: what its
+            configuration cannot do.
     """
     if args.cpu_optimizer:
         raise UsageError(
@@ -21,6 +22,13 @@ def refuse(args: argparse.Namespace) -> None:
             "an optimizer on the device, or one that DeepSpeed offloads",
             'Leave it out; for DeepSpeed: "offload_optimizer": {"device": "cpu"} and '
             '"zero_force_ds_cpu_optimizer": false in its configuration.',
+        )
+    if args.universal_checkpoint:
+        raise UsageError(
+            "--universal-checkpoint, whose files DeepSpeed 0.19.8 does not read as this tree's "
+            "ds_to_universal.py writes them, and does not write from what this tree saves",
+            "the layout that the checkpoint was saved with",
+            "Load that one without the flag; deepspeedai's tree goes on with other layouts.",
         )
     if args.deepspeed:
         remedy = "Take stage 1; gradients and weights are sharded by megatron-npu train --deepspeed-config."

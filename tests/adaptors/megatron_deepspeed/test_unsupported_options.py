@@ -14,7 +14,8 @@ from megatron_npu.errors import UsageError
 
 
 def arguments(**changes: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"cpu_optimizer": False, "deepspeed": True, "zero_stage": 1.0, **changes})
+    given = {"cpu_optimizer": False, "universal_checkpoint": False, "deepspeed": True, "zero_stage": 1.0}
+    return argparse.Namespace(**{**given, **changes})
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,8 @@ def test_flags_that_cannot_work(tmp_path):
         unsupported_options.refuse(arguments(deepspeed_config=None))
     with pytest.raises(UsageError, match="declares and does not have"):
         unsupported_options.refuse(arguments(cpu_optimizer=True))
+    with pytest.raises(UsageError, match=r"--universal-checkpoint.*ds_to_universal\.py"):
+        unsupported_options.refuse(arguments(universal_checkpoint=True))
 
 
 def test_others_pass(tmp_path):
