@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from megatron_npu import devices, memory_flags, older_flags
 from megatron_npu.adaptors.megatron_core import (
+    activation_offloading,
     precision_aware_optimizer,
     swapped_optimizer,
     unsupported_options,
@@ -178,6 +179,11 @@ CHECKS = (  # they run in this order
         why="Megatron has no argument for --swap-optimizer, which needs an NPU and fp32 moments",
     ),
     Check(
+        activation_offloading.refuse_on_the_host,
+        devices=("cpu",),
+        why="--fine-grained-activation-offloading would move activations from the host to the host",
+    ),
+    Check(
         unsupported_options.take_local_implementation,
         condition=transformer_engine_present,
         why="--transformer-impl transformer_engine, the default, ends in a NameError without "
@@ -267,4 +273,5 @@ def validate_args(
     for check in CHECKS:
         if device in check.devices and not (check.condition and check.condition()):
             check.run(args)
-    return original(args, *rest, **kwargs)
+    with activation_offloading.unseen_by_upstream(args):
+        return original(args, *rest, **kwargs)

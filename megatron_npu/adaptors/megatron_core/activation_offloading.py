@@ -1,0 +1,121 @@
+"""``--fine-grained-activation-offloading`` (since 0.16) on the local layers and on NPUs.
+
+Connects ``pipeline_parallel.fine_grained_activation_offload``, ``pipeline_parallel.utils``,
+``models.gpt.gpt_model`` and ``extensions.transformer_engine`` of ``megatron.core``; ``arguments`` shields the
+flag from upstream's check.
+"""
+
+from __future__ import annotations
+
+import weakref
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_npu import devices
+from megatron_npu.adaptors.megatron_core.decorators import (
+    WITHOUT_CUDA,
+    around,
+    constant,
+    replace,
+    transformer_engine_present,
+)
+from megatron_npu.errors import UsageError
+
+FLAG = "--fine-grained-activation-offloading"
+
+constant(
+    "megatron.core.extensions.transformer_engine:cpu_offload",
+    SimpleNamespace(CPUOffloadEnabled=False),
+    versions=">=0.16",
+    condition=transformer_engine_present,
+    why=f"{FLAG} tells TransformerEngine's layers that it is on, and is a RuntimeError without them; it "
+    "moves what autograd saves, of whatever layers",
+)
+
+
+@replace(
+    "megatron.core.pipeline_parallel.utils:set_ideal_affinity_for_current_gpu",
+    versions=">=0.16",
+    devices=WITHOUT_CUDA,
+    why=f"{FLAG} binds the process to the cores near its GPU, which it asks CUDA's driver for",
+)
+def stay_on_all_cores() -> None:
+    """Leave the process where the launcher has put it."""
+
+
+@around(
+    "megatron.core.pipeline_parallel.fine_grained_activation_offload:"
+    "ChunkOffloadHandler._can_manage_tensor_for_offload",
+    versions=">=0.19",
+    devices=("npu",),
+    why="it takes tensors of the device cuda alone: of an NPU nothing is moved, and nothing is said",
+)
+def manage_tensors_of_npus(original: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> bool:
+    """Take what an NPU holds as upstream takes what a GPU holds: no parameters."""
+    if tensor.device.type == "npu":
+        return not isinstance(tensor, torch.nn.Parameter)
+    return original(tensor)
+
+
+# Of each model, where the memory of its parameters begins; the model may be a chunk of a pipeline.
+_parameters: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
+
+
+@around(
+    "megatron.core.models.gpt.gpt_model:GPTModel.preprocess_for_fine_grained_offloading",
+    versions=">=0.16",
+    devices=("npu",),
+    why="it marks parameters as not to be moved, but autograd hands out others over their memory",
+)
+def note_parameters(original: Callable[[Any], None], self: Any) -> None:
+    """Note before each forward pass where they lie."""
+    _parameters[self] = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
+    original(self)
+
+
+@around(
+    "megatron.core.pipeline_parallel.fine_grained_activation_offload:"
+    "ChunkOffloadHandler.tensor_need_offloading_checker",
+    versions=">=0.16",
+    devices=("npu",),
+    why="it would move, for every layer, what stays on the device anyway: weights, and the one mask of "
+    "attention, 4 MiB; the step would then hold more than without",
+)
+def leave_what_stays(original: Callable[..., bool], self: Any, tensor: torch.Tensor) -> bool:
+    """Leave masks, the only tensors of truth values, and what lies in a parameter's memory."""
+    if tensor.dtype is torch.bool:
+        return False
+    start = tensor.untyped_storage().data_ptr()
+    return not any(start in starts for starts in _parameters.values()) and original(self, tensor)
+
+
+def refuse_on_the_host(args: Namespace) -> None:
+    """Refuse the flag on the cpu device.
+
+    Raises:
+        UsageError: activations are in the host's memory already.
+    """
+    if getattr(args, "fine_grained_activation_offloading", False):
+        raise UsageError(
+            f"{FLAG} on the {devices.current().name} device",
+            "a device whose memory is not the host's",
+            "Leave out the flag: activations are in the host's memory already.",
+        )
+
+
+@contextmanager
+def unseen_by_upstream(args: Namespace) -> Iterator[None]:
+    """Take the flag away while upstream validates, which wants it with TransformerEngine's layers alone."""
+    wanted = getattr(args, "fine_grained_activation_offloading", False) and not transformer_engine_present()
+    if wanted:
+        args.fine_grained_activation_offloading = False
+    try:
+        yield
+    finally:
+        if wanted:
+            args.fine_grained_activation_offloading = True
