@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu.ops import activation, tiling
+from megatron_npu.ops import activation
 from tests.ops.against_fp64 import RELAXED, check, rows_of
 
 widths = st.integers(1, 40)
@@ -62,18 +62,11 @@ def test_forward_and_gradients(device, dtype, name, shape, with_bias):
     against_the_formula(name, shape, device, dtype, with_bias)
 
 
-@every_operation
-def test_tiles_of_any_size(device, dtype, name, monkeypatch):
-    monkeypatch.setattr(tiling, "_TILE_BYTES", 200)
-    against_the_formula(name, (7, 3, 9), device, dtype, True)
-
-
-@pytest.mark.parametrize("rows", [3, 5000], ids=["few", "many"])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_without_gradients(device, dtype, rows, with_bias):
-    """Few rows, of texts that grow by a token, take another way on a cpu; both are the formula."""
+def test_without_gradients(device, dtype, with_bias):
+    """No autograd function is made for texts that grow by a token: it is the formula all the same."""
     torch.manual_seed(1)
-    x = (2 * torch.randn(rows, 9, device=device)).to(dtype)
+    x = (2 * torch.randn(3, 9, device=device)).to(dtype)
     bias = torch.randn(9, device=device).to(dtype) if with_bias else None
     with torch.no_grad():
         found = activation.bias_gelu(x, bias)

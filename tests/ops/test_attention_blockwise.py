@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_npu.ops.attention import PackedSequences, attention, cpu, reference
-from megatron_npu.ops.attention.blockwise import blockwise, function, tiles
+from megatron_npu.ops.attention.blockwise import blockwise, products, tiles
 from megatron_npu.ops.attention.spec import (
     AttentionSpec,
     Segment,
@@ -32,7 +32,7 @@ def on_the_cpu():
 @pytest.fixture
 def tiny_tiles(monkeypatch):
     """Make several tiles of anything."""
-    monkeypatch.setattr(tiles, "TILE_ROWS_ELSE", 4)
+    monkeypatch.setattr(tiles, "TILE_ROWS", 4)
     monkeypatch.setattr(tiles, "TILE_AREA", 50)
 
 
@@ -170,7 +170,7 @@ def test_long_windows_shrink_the_rows_of_a_tile():
     """One row of scores may be long; a tile of them is not."""
     segments = dense_segments(100_000, 100_000, True, (None, None), 0)
     case = AttentionSpec("SBND", 1, 1, 1.0, segments, dropout_p=0.1)
-    shapes = [tile.shape for tile in tiles.tiles(1, torch.bfloat16, case)]
+    shapes = [tile.shape for tile in tiles.tiles(1, case)]
     assert all(h * rows * keys <= tiles.TILE_AREA for h, rows, keys in shapes)
     assert sum(rows for _, rows, _ in shapes) == 100_000
 
@@ -179,11 +179,11 @@ def test_products_are_rounded_to_bf16_only_meanwhile():
     """The process's own setting comes back, after an error too, and fp32 calls never change it."""
     switch = torch.backends.mkldnn.matmul
     before = switch.fp32_precision
-    with contextlib.suppress(ZeroDivisionError), function.bf16_products(torch.bfloat16):
+    with contextlib.suppress(ZeroDivisionError), products.bf16_products(torch.bfloat16):
         assert switch.fp32_precision == "bf16"
         raise ZeroDivisionError
     assert switch.fp32_precision == before
-    with function.bf16_products(torch.float32):
+    with products.bf16_products(torch.float32):
         assert switch.fp32_precision == before
 
 
@@ -211,3 +211,46 @@ def test_without_dropout_the_generator_rests():
     torch.manual_seed(1)
     attention(query, query, query, layout="BNSD", scale=0.5, causal=True, window=(2, 0))
     assert torch.equal(torch.rand(3), expected)
+
+
+@settings(max_examples=30)
+@given(
+    queries=st.integers(1, 23),
+    keys=st.integers(1, 23),
+    groups=st.sampled_from([(2, 2), (6, 2)]),
+    causal=st.booleans(),
+    masked=st.booleans(),
+)
+def test_bf16_in_any_tiling(tiny_tiles, queries, keys, groups, causal, masked):
+    """Rounded are the arguments, the weights and the gradients of the scores; sums of tiles are not."""
+    torch.manual_seed(0)
+    heads, key_heads = groups
+    shapes = [(2, heads, queries, 4), (2, key_heads, keys, 4), (2, key_heads, keys, 4)]
+    leaves = [torch.randn(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    mask = torch.rand(2, heads, queries, keys) < 0.3 if masked else None
+    segments = dense_segments(queries, keys, causal, (None, None), 0)
+    case = AttentionSpec("BNSD", heads, key_heads, 0.5, segments, masked=masked)
+    output, exact = blockwise(*leaves, case, mask), blockwise(*doubles, case, mask)
+    torch.testing.assert_close(output.double(), exact, rtol=2e-2, atol=2e-2)
+    grad = torch.randn_like(exact).bfloat16()
+    output.backward(grad)
+    exact.backward(grad.double())
+    for leaf, double in zip(leaves, doubles, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), double.grad, rtol=3e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "amx", "queries", "tiled"),
+    [
+        (torch.bfloat16, False, 64, True),
+        (torch.bfloat16, True, 64, False),  # torch's kernel has AMX, too
+        (torch.float32, False, 64, False),
+        (torch.bfloat16, False, 4, False),  # a few words after a cache
+    ],
+)
+def test_tiles_take_what_they_are_faster_with(monkeypatch, dtype, amx, queries, tiled):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: True)
+    case = AttentionSpec("BNSD", 2, 2, 1.0, dense_segments(queries, 64, True, (None, None), "end"))
+    assert cpu.tiles_are_faster(torch.empty(1, 2, queries, 8, dtype=dtype), case) == tiled

@@ -1,4 +1,4 @@
-"""Activations by torch's own kernels, with nothing but the inputs kept: what devices share."""
+"""Activations by torch's own kernels, with nothing kept but the inputs: for cpu, cuda and, in part, npu."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron_npu.ops.activation import reference
 
 
 def with_bias(input: Tensor, bias: Tensor | None) -> Tensor:
@@ -70,3 +72,23 @@ def _gradient(curve: str, grad: Tensor, gate: Tensor) -> Tensor:
     if curve == "silu":
         return torch.ops.aten.silu_backward(grad, gate)
     return torch.ops.aten.gelu_backward(grad, gate, approximate="tanh")
+
+
+reference.gelu.on("cpu", "cuda", note="`F.gelu`")(F.gelu)
+
+
+@reference.bias_gelu.on("cpu", "cuda", note="`F.gelu`")
+def _bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
+    if torch.is_grad_enabled():
+        return BiasGelu.apply(input, bias)
+    return F.gelu(with_bias(input, bias), approximate="tanh")  # autograd would cost more than one token's row
+
+
+@reference.swiglu.on("cpu", "cuda", note="`F.silu`")
+def _swiglu(input: Tensor, bias: Tensor | None) -> Tensor:
+    return Gated.apply(input, bias, "silu")
+
+
+@reference.geglu.on("cpu", "cuda", note="`F.gelu`")
+def _geglu(input: Tensor, bias: Tensor | None) -> Tensor:
+    return Gated.apply(input, bias, "gelu")

@@ -1,20 +1,23 @@
-"""Attention on the CPU: torch's flash kernel where it applies, else tile by tile."""
+"""Attention on the CPU: torch's flash kernel where it applies and is the faster, else tile by tile."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_npu.ops.attention.blockwise import blockwise
+from megatron_npu.ops.attention.blockwise import blockwise, multiplies_bf16
 from megatron_npu.ops.attention.layouts import bnsd_shape, from_bnsd, to_bnsd
 from megatron_npu.ops.attention.reference import operation
 from megatron_npu.ops.attention.spec import AttentionSpec
+
+_FEWEST_QUERIES = 32  # of a call that tiles are worth their start for
 
 
 @operation.on("cpu")
 def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
     """Return the attention of ``spec``; no more pairs are stored than the caller's own mask has."""
-    if not torch_has_a_kernel(query, value, spec):
+    if not torch_has_a_kernel(query, value, spec) or tiles_are_faster(query, spec):
         return blockwise(query, key, value, spec, mask)
     segment = spec.segments[0]
     query = to_bnsd(query, spec.layout, spec.heads)
@@ -38,7 +41,7 @@ def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> boo
     """Return whether torch's flash kernel takes the call: plain, causal, one query, or a mask.
 
     With dropout, with head sizes that differ, or with a mask for what a window says, it would build all the
-    scores or an ``[sq, sk]`` mask. Where both can, it is the faster one (benchmarks/results/attention.json).
+    scores or an ``[sq, sk]`` mask.
     """
     head_size = bnsd_shape(query.shape, spec.layout, spec.heads)[3]
     value_size = bnsd_shape(value.shape, spec.layout, spec.key_heads)[3]
@@ -51,3 +54,15 @@ def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> boo
         return False
     one_query = segment.q1 - segment.q0 == 1
     return one_query or (segment.window_left is None and segment.window_right == 0)
+
+
+def tiles_are_faster(query: Tensor, spec: AttentionSpec) -> bool:
+    """Return whether tiles are faster where both can: for bf16 on a processor that multiplies it without AMX.
+
+    There torch 2.13's kernel takes 1.5 to 2.2 times as long, forward and backward (an EPYC with AVX512-BF16,
+    128 to 2,048 tokens); otherwise it is the faster one (benchmarks/results/attention.json, from a Xeon with
+    AMX). A few queries over a cache are its, too.
+    """
+    amx = torch.cpu._is_amx_tile_supported()
+    many = bnsd_shape(query.shape, spec.layout, spec.heads)[2] >= _FEWEST_QUERIES
+    return many and query.dtype is torch.bfloat16 and multiplies_bf16() and not amx

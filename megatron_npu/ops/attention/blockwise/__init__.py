@@ -1,11 +1,12 @@
 """Exact attention tile by tile on the CPU: windows, packed sequences, masks and dropout without ``[sq, sk]``.
 
 ``function`` is the differentiable function, ``tiles`` cuts its work; ``softmax`` and ``dropout`` compute the
-weights of one tile, in ``buffers`` that all tiles of a call share.
+weights of one tile, ``products`` multiplies, in ``buffers`` that all tiles of a call share.
 """
 
 from __future__ import annotations
 
 from megatron_npu.ops.attention.blockwise.function import blockwise
+from megatron_npu.ops.attention.blockwise.products import multiplies_bf16
 
-__all__ = ["blockwise"]
+__all__ = ["blockwise", "multiplies_bf16"]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.ops.attention.blockwise.buffers import Buffers
+from megatron_npu.ops.attention.blockwise.products import TileProducts
 from megatron_npu.ops.attention.blockwise.tiles import Tile
 from megatron_npu.ops.attention.spec import AttentionSpec
 from megatron_npu.ops.caching import lru_cache_tensors
@@ -17,21 +18,21 @@ class TileSoftmax:
     Args:
         spec: what the call asks for.
         mask: ``[b or 1, n or 1, sq or 1, sk or 1]``, True where masked, or None.
-        dtype: of scores and weights, fp32 or fp64.
+        products: of the call; scores and weights are of its ``sums``.
         buffers: of the call.
     """
 
     def __init__(
-        self, spec: AttentionSpec, mask: Tensor | None, dtype: torch.dtype, buffers: Buffers
+        self, spec: AttentionSpec, mask: Tensor | None, products: TileProducts, buffers: Buffers
     ) -> None:
         self._spec = spec
         self._mask = mask
-        self._dtype = dtype
+        self._products = products
         self._buffers = buffers
 
     def scores_of(self, tile: Tile) -> Tensor:
         """Return the memory of the scores, ``[heads, queries · r, keys]``; free once there are weights."""
-        return self._buffers.take("scores", tile.shape, self._dtype)
+        return self._buffers.take("scores", tile.shape, self._products.sums)
 
     def weights(self, tile: Tile, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the weights ``[heads, queries · r, keys]`` before dropout.
@@ -42,14 +43,19 @@ class TileSoftmax:
             columns: its keys, ``[heads, keys, d]``.
         """
         scores = self.scores_of(tile)
-        torch.baddbmm(scores, rows, columns.mT, beta=0, alpha=self._spec.scale, out=scores)
+        self._products.precise(scores, rows, columns, self._spec.scale)
         _forbid_beyond_window(scores.unflatten(1, (-1, tile.repeats)), tile)
         has_keys = None
         if self._mask is not None:
             has_keys = _forbid_masked(scores, tile, self._mask, self._spec.key_heads)
-        weights = self._buffers.take("weights", tile.shape, self._dtype)
+        weights = self._buffers.take("weights", tile.shape, self._products.sums)
         torch.ops.aten._softmax.out(scores, -1, False, out=weights)
         return weights if has_keys is None else weights.mul_(has_keys)
+
+    @staticmethod
+    def backward(grad: Tensor, weights: Tensor) -> None:
+        """Replace the gradient of the weights by that of the scores."""
+        torch.ops.aten._softmax_backward_data.out(grad, weights, -1, weights.dtype, grad_input=grad)
 
 
 def _forbid_beyond_window(scores: Tensor, tile: Tile) -> None:

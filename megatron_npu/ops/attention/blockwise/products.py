@@ -1,0 +1,94 @@
+"""The matrix products of one tile: of which type their factors are, and of which their sums."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.attention.blockwise.buffers import Buffers
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of scores, of weights and of what tiles add up: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def factor_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a call's tensors are multiplied in: bf16 where the processor multiplies it."""
+    return dtype if dtype is torch.bfloat16 and multiplies_bf16() else sum_dtype(dtype)
+
+
+def multiplies_bf16() -> bool:
+    """Return whether oneDNN has fast bf16 products on this processor: AVX512 or AMX."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class TileProducts:
+    """Batched products of a call with factors of one dtype.
+
+    Args:
+        dtype: of the factors, ``factor_dtype`` of the call's.
+        buffers: of the call.
+
+    Attributes:
+        sums: dtype of scores and weights, and of what tiles add up.
+    """
+
+    def __init__(self, dtype: torch.dtype, buffers: Buffers) -> None:
+        self.sums = sum_dtype(dtype)
+        self._dtype, self._buffers = dtype, buffers
+
+    def rounded(self, name: str, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` in the dtype of the factors: itself, or a copy in the buffer ``name``."""
+        return self._cast(name, tensor, self._dtype)
+
+    def precise(self, out: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
+        """Write ``factor · left · rightᵀ``, ``[heads, n, m]`` of ``sums``, without rounding factors.
+
+        Args:
+            out: where to.
+            left: ``[heads, n, d]``, factors.
+            right: ``[heads, m, d]``, factors.
+            factor: of the product.
+        """
+        left, right = self._cast("left", left, self.sums), self._cast("right", right, self.sums)
+        torch.baddbmm(out, left, right.mT, beta=0, alpha=factor, out=out)
+
+    def write(self, out: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
+        """Write ``factor · left · right`` to ``out``; all of the dtype of the factors."""
+        torch.baddbmm(out, left, right, beta=0, alpha=factor, out=out)
+
+    def add(self, total: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
+        """Add ``factor · left · right`` to ``total``, which is of ``sums``."""
+        if self._dtype is self.sums:
+            total.baddbmm_(left, right, alpha=factor)
+            return
+        product = self._buffers.take("product", tuple(total.shape), self._dtype)
+        total.add_(torch.bmm(left, right, out=product), alpha=factor)
+
+    def _cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if tensor.dtype is dtype:
+            return tensor
+        return self._buffers.take(name, tuple(tensor.shape), dtype).copy_(tensor)
+
+
+@contextlib.contextmanager
+def bf16_products(dtype: torch.dtype) -> Iterator[None]:
+    """Let oneDNN round the factors of fp32 matrix products to bf16 where ``dtype``, the call's, is bf16.
+
+    Queries, keys and values lose nothing by it, weights are rounded as in any bf16 kernel, sums and softmax
+    stay fp32; on a processor with AMX or AVX512-BF16 the products take half the time. The switch is the
+    process's, hence off again at once; where torch has none the products stay fp32.
+    """
+    switch = getattr(torch.backends.mkldnn, "matmul", None)
+    if dtype is not torch.bfloat16 or switch is None:
+        yield
+        return
+    before, switch.fp32_precision = switch.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        switch.fp32_precision = before
