@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +12,18 @@ from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.dispatch import Make, Operation
 
+# Takes a table, the numbers [...] of the rows that were read, and their gradients [..., h].
+KeepRows = Callable[[Tensor, Tensor, Tensor], bool]
+
 
 def vocab_parallel_embedding(
-    ids: Tensor, weight: Tensor, vocab_start: int, vocab_end: int, *, split: bool = True
+    ids: Tensor,
+    weight: Tensor,
+    vocab_start: int,
+    vocab_end: int,
+    *,
+    split: bool = True,
+    keep_rows: KeepRows | None = None,
 ) -> Tensor:
     """Return this rank's summand of the embedding: zeros for tokens of other ranks' parts.
 
@@ -22,6 +32,8 @@ def vocab_parallel_embedding(
         weight: ``[vocab_end - vocab_start, h]``, this rank's rows of the table.
         vocab_start, vocab_end: the range of ids that this rank holds.
         split: False says that the range is the whole vocabulary, so that there is nothing to mask.
+        keep_rows: on a cpu, is offered the gradients of the rows that were read before a table of zeros is
+            made for them; if it returns True, it has added them up itself, and the weight gets no gradient.
 
     Returns:
         ``[..., h]``, to be summed over the tensor-parallel group.
@@ -30,7 +42,7 @@ def vocab_parallel_embedding(
     gradients of a token that occurs many times are added up in fp32, in the order of the tokens on a cpu;
     torch adds 16-bit ones up in 16 bits there, in which the sum of a frequent token stops growing.
     """
-    return _embedding(ids, weight, vocab_start, vocab_end, split)
+    return _embedding(ids, weight, vocab_start, vocab_end, split, keep_rows)
 
 
 def _masked(ids: Tensor, start: int, end: int, split: bool) -> tuple[Tensor, Tensor | None]:
@@ -41,7 +53,9 @@ def _masked(ids: Tensor, start: int, end: int, split: bool) -> tuple[Tensor, Ten
     return (ids - start).masked_fill_(elsewhere, 0), elsewhere
 
 
-def _reference(ids: Tensor, weight: Tensor, start: int, end: int, split: bool) -> Tensor:
+def _reference(
+    ids: Tensor, weight: Tensor, start: int, end: int, split: bool, keep_rows: KeepRows | None
+) -> Tensor:
     rows, elsewhere = _masked(ids, start, end, split)
     output = F.embedding(rows, weight)
     return output if elsewhere is None else output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
@@ -52,24 +66,35 @@ _embedding = Operation("vocab_parallel_embedding", _reference, group="embedding"
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, start: int, end: int, split: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        ids: Tensor,
+        weight: Tensor,
+        start: int,
+        end: int,
+        split: bool,
+        keep_rows: KeepRows | None,
+    ) -> Tensor:
         rows, elsewhere = _masked(ids, start, end, split)
         ctx.save_for_backward(rows, elsewhere)
-        ctx.table_rows = weight.size(0)
+        ctx.table_rows, ctx.weight, ctx.keep_rows = weight.size(0), weight, keep_rows
         output = F.embedding(rows, weight)
         return output if elsewhere is None else output.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, elsewhere = ctx.saved_tensors
         if elsewhere is not None:
             grad = grad.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        if grad.device.type == "cpu" and grad.dtype in (torch.bfloat16, torch.float16):
-            return None, _sum_in_fp32(grad, rows, ctx.table_rows), None, None, None
+        on_cpu = grad.device.type == "cpu"
+        if on_cpu and ctx.keep_rows is not None and ctx.keep_rows(ctx.weight, rows, grad):
+            return (None,) * 6
+        if on_cpu and grad.dtype in (torch.bfloat16, torch.float16):
+            return None, _sum_in_fp32(grad, rows, ctx.table_rows), None, None, None, None
         # by sorting on cuda; in the order of the tokens on a cpu
         result = torch.ops.aten.embedding_dense_backward(grad, rows, ctx.table_rows, -1, False)
-        return None, result, None, None, None
+        return None, result, None, None, None, None
 
 
 def _sum_in_fp32(grad: Tensor, rows: Tensor, table_rows: int) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_npu.adaptors.shared import gradients
 from megatron_npu.ops.embedding import vocab_parallel_embedding
 from tests.ops.against_fp64 import RELAXED, check
 
@@ -76,3 +77,35 @@ def test_the_gradient_is_the_same_every_time(device, dtype):
         results.append(weight.grad)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def buffered(dtype):
+    """Return a table whose gradients go to a buffer, as a data-parallel wrapper gives it one."""
+    table = torch.nn.Parameter(torch.randn(6, 4).to(dtype))
+    table.main_grad = torch.ones(6, 4)
+    gradients.may_take_rows(table)
+    return table
+
+
+def test_rows_are_added_to_the_buffer(dtype):
+    """In fp32, a token that occurs often too; a token of another rank adds nothing."""
+    table, ids = buffered(dtype), torch.tensor([[4, 2, 4], [9, 2, 4]])
+    output = vocab_parallel_embedding(ids, table, 0, 6, keep_rows=gradients.keep_rows)
+    grad = torch.randn(2, 3, 4).to(dtype)
+    output.backward(grad)
+    assert table.grad is None
+    expected = torch.ones(6, 4)
+    for row, part in zip(ids.flatten().tolist(), grad.reshape(-1, 4), strict=True):
+        if row < 6:
+            expected[row] += part
+    torch.testing.assert_close(table.main_grad, expected)
+
+
+def test_a_table_without_such_a_buffer_gets_its_gradient():
+    """With --overlap-grad-reduce the wrapper waits for it, and may send the buffer at once."""
+    table = torch.nn.Parameter(torch.randn(6, 4))
+    table.main_grad = torch.zeros(6, 4)
+    ids = torch.tensor([1, 1])
+    vocab_parallel_embedding(ids, table, 0, 6, keep_rows=gradients.keep_rows).sum().backward()
+    assert table.grad[1].tolist() == [2.0] * 4
+    assert not table.main_grad.any()

@@ -15,12 +15,15 @@ from megatron_npu.adaptors.shared import gradients
     why=gradients.WHY,
 )
 def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) -> Callable[..., None]:
-    """Let the gradients of vectors wait for the end of the backward pass.
+    """Let the gradients of vectors wait for the end of the backward pass, and tables take rows.
 
     Not with --overlap-grad-reduce, which sends a part of the buffer as soon as it is complete.
     """
     hook = original(self, param)
-    if param.dim() != 1 or self.ddp_config.overlap_grad_reduce:
+    if self.ddp_config.overlap_grad_reduce:
+        return hook
+    if param.dim() != 1:
+        gradients.may_take_rows(param)
         return hook
     gradients.may_wait(param)
 

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.decorators import around, replace
+from megatron_npu.adaptors.shared import gradients
 from megatron_npu.ops import cross_entropy
 from megatron_npu.ops.embedding import vocab_parallel_embedding
 
@@ -98,6 +99,7 @@ def embed_without_waiting(original: Callable[..., Tensor], self: Any, input_: Te
         self.vocab_start_index,
         self.vocab_end_index,
         split=self.weight.size(0) != self.num_embeddings,
+        keep_rows=gradients.keep_rows,
     )
     return _combined(self, part)
 

@@ -11,8 +11,9 @@ from megatron_npu.adaptors.shared import gradients
 
 @around("megatron.model.distributed:DistributedDataParallel._make_param_hook", why=gradients.WHY)
 def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) -> Callable[..., None]:
-    """Let the gradients of vectors, which cost no memory, wait for the end of the backward pass."""
+    """Let the gradients of vectors, which cost no memory, wait for the end of the pass; tables take rows."""
     if param.dim() != 1:
+        gradients.may_take_rows(param)
         return original(self, param)
     gradients.may_wait(param)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_lm.decorators import replace
+from megatron_npu.adaptors.shared import gradients
 from megatron_npu.adaptors.shared.output_layer import loss_of_factors
 from megatron_npu.ops.cross_entropy import CrossEntropy
 from megatron_npu.ops.embedding import vocab_parallel_embedding
@@ -24,7 +25,9 @@ def embedding_forward(self: Any, input_: Tensor) -> Tensor:
 
     start, end = self.vocab_start_index, self.vocab_end_index
     split = self.tensor_model_parallel_size > 1
-    part = vocab_parallel_embedding(input_, self.weight, start, end, split=split)
+    part = vocab_parallel_embedding(
+        input_, self.weight, start, end, split=split, keep_rows=gradients.keep_rows
+    )
     return reduce_from_tensor_model_parallel_region(part)
 
 

@@ -1,6 +1,8 @@
-"""Gradients of vectors, of biases and norms, added to Megatron's buffer in one call at the end of backward.
+"""Gradients that need not pass through autograd to reach Megatron's buffer, as both trees' DDP has them do.
 
-Both trees' DDP adds each in a launch of its own, eight a layer; vectors that wait cost no memory.
+Those of vectors, of biases and norms, are added to it in one call at the end of backward instead of a launch
+each, eight a layer; vectors that wait cost no memory. On a cpu, those of the words' table are added for the
+rows that were read, instead of a table of zeros, its sum with the output layer's and a pass over the buffer.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from torch import Tensor
 
 from megatron_npu.ops.multi_tensor import group_by_dtypes
 
-WHY = "it adds the gradient of every bias and norm to the buffer in a launch, eight a layer"
+WHY = (
+    "it adds the gradient of every bias and norm to the buffer in a launch, eight a layer, and the words' "
+    "table whole, mostly zeros"
+)
 
-_MAY_WAIT = "megatron_npu_may_wait"
+_MAY_WAIT, _TAKES_ROWS = "megatron_npu_may_wait", "megatron_npu_takes_rows"
 
 # Of the backward pass that runs: parameter -> its part of the gradient buffer and its new gradient.
 _waiting: dict[Tensor, tuple[Tensor, Tensor]] = {}
@@ -40,6 +45,25 @@ def keep(parameter: Any, grad: Tensor) -> bool:
     if not getattr(parameter, _MAY_WAIT, False):
         return False
     _let_wait(parameter, parameter.main_grad, grad)
+    return True
+
+
+def may_take_rows(parameter: Any) -> None:
+    """Say that a table has a gradient buffer of which nothing is sent before the backward pass has ended."""
+    setattr(parameter, _TAKES_ROWS, True)
+
+
+def takes_rows(parameter: Any) -> bool:
+    """Return whether ``may_take_rows`` was said: then autograd need not bring a gradient of the table."""
+    return getattr(parameter, _TAKES_ROWS, False)
+
+
+def keep_rows(table: Any, rows: Tensor, grad: Tensor) -> bool:
+    """Add the gradients ``[..., h]`` of a table's ``rows`` ``[...]`` to its buffer; False if it has none."""
+    if not takes_rows(table):
+        return False
+    total = table.main_grad
+    total.index_add_(0, rows.reshape(-1), grad.reshape(-1, grad.size(-1)).to(total.dtype))
     return True
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron_npu.adaptors.shared import gradients
 from megatron_npu.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -51,7 +52,7 @@ class _GradientElsewhere(torch.autograd.Function):
 
     megatron-core's data-parallel wrapper waits for a gradient of every parameter all the same, and leaves it
     alone if ``grad_added_to_main_grad`` says so; ``zero_out_wgrad``: others add to it before, so it must be
-    zero.
+    zero. Where the buffer is whole until the pass ends, nobody waits.
     """
 
     @staticmethod
@@ -63,7 +64,7 @@ class _GradientElsewhere(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: None) -> Tensor | None:
-        if not hasattr(ctx.weight, "grad_added_to_main_grad"):
+        if gradients.takes_rows(ctx.weight) or not hasattr(ctx.weight, "grad_added_to_main_grad"):
             return None
         ctx.weight.grad_added_to_main_grad = True
         filled = torch.zeros_like if getattr(ctx.weight, "zero_out_wgrad", False) else torch.empty_like

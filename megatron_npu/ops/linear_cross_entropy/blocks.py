@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.cross_entropy import reduce_over_ranks
+from megatron_npu.ops.exponential import exponential_
 from megatron_npu.ops.linear import product
 from megatron_npu.ops.linear_cross_entropy.part import Part
 from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
@@ -68,7 +69,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         rows, factor = hidden.reshape(-1, hidden.size(-1)), grad.reshape(-1, 1).to(normalizer.dtype)
         gradients = Gradients(ctx, rows, weight)
         for block in vocabulary_blocks(rows, weight):
-            d_logits = product(rows, weight[block]).to(normalizer.dtype).sub_(normalizer[:, None]).exp_()
+            logits = product(rows, weight[block]).to(normalizer.dtype)
+            d_logits = exponential_(logits.sub_(normalizer[:, None]))
             column, inside = columns(local, block)
             d_logits.scatter_add_(1, column, -inside.to(d_logits.dtype)).mul_(factor)
             gradients.add(block, d_logits.to(rows.dtype))
