@@ -10,19 +10,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.activation import reference
+from megatron_npu.ops.bias_gradient import bias_gradient
 
 
 def with_bias(input: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``input + bias`` in the dtype of ``input``."""
     return input if bias is None else (input + bias).to(input.dtype)
-
-
-def bias_gradient(grad: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return the sum of ``grad`` over its rows, added up in fp32, in the dtype of ``bias``."""
-    if bias is None:
-        return None
-    precise = torch.promote_types(grad.dtype, torch.float32)
-    return grad.reshape(-1, grad.size(-1)).sum(0, dtype=precise).to(bias.dtype)
 
 
 class BiasGelu(torch.autograd.Function):

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.activation import reference
-from megatron_npu.ops.activation.native import bias_gradient, with_bias
+from megatron_npu.ops.activation.native import with_bias
+from megatron_npu.ops.bias_gradient import bias_gradient
 from megatron_npu.ops.dispatch import unsupported_dtype
 
 
