@@ -107,8 +107,8 @@ def right_tokens(logits, labels, mask):
 
 def test_right_further_tokens_are_counted_without_whole_logits(monkeypatch):
     layer = gpt(tied=False).module.output_layer
-    hidden, labels = torch.randn(8, 2, layer.weight.size(1)), torch.randint(WORDS, (2, 8))
-    mask = torch.ones(2, 8)
+    hidden = torch.randn(8, 2, layer.weight.size(1), device=here())
+    labels, mask = torch.randint(WORDS, (2, 8), device=here()), torch.ones(2, 8, device=here())
     mask[1, 3:] = 0
     logits = hidden @ layer.weight.t()
     labels[:, ::2] = logits.argmax(-1).t()[:, ::2]
