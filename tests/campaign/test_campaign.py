@@ -21,6 +21,7 @@ TRIALS = [
     ("pretrain, 2 ranks", harms.kill_launcher, "saving"),
     ("pretrain, 2 ranks", harms.restart, "training"),
     ("train, 2 ranks", harms.kill, "training"),
+    ("train, 2 ranks", harms.kill_worker, "training"),
     ("preprocess", harms.kill, "anywhere"),
     ("pretrain", harms.terminate, "saving"),
     ("pretrain", harms.hang_up, "saving"),
