@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from typing import Any
 
 from torch.utils.data import dataloader
@@ -14,6 +15,8 @@ from megatron_npu.devices import nameless_sharing
 from megatron_npu.devices.base import Replacement
 from megatron_npu.devices.replaced import Replaced
 from megatron_npu.errors import LoaderWorkerError
+
+_UNTIL_SEEN = 2.0  # seconds
 
 _replaced = Replaced()
 _noted: list[str] = []  # torch's words about workers of this process that have died
@@ -39,7 +42,7 @@ def _failures() -> Iterator[Replacement]:
     """
     yield signal_handling, "_error_if_any_worker_fails", _noting(signal_handling._error_if_any_worker_fails)
     iterator = dataloader._MultiProcessingDataLoaderIter
-    yield iterator, "_try_get_data", _telling(iterator._try_get_data)
+    yield iterator, "_next_data", _telling(iterator._next_data)
 
 
 def _noting(raise_if_one_failed: Callable[[], None]) -> Callable[[], None]:
@@ -62,19 +65,33 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def take(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _taking.append(self)
         try:
-            _tell_of(self)
-            return method(self, *args, **kwargs)
+            return _take(method, self, *args, **kwargs)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise
             _tell_of(self)
             raise LoaderWorkerError(" ".join(str(error).split())) from error.__cause__
-        finally:
-            _taking.pop()
+        except (ConnectionError, EOFError) as error:  # it closes its files before it is seen as dead
+            workers = {worker.sentinel: worker for worker in self._workers}
+            ended = [str(workers[each].pid) for each in connection.wait(workers, _UNTIL_SEEN)]
+            _tell_of(self)
+            if not ended:  # an error of the user's data
+                raise
+            what = f"DataLoader worker (pid {', '.join(ended)}) ended while it handed over a batch"
+            raise LoaderWorkerError(what) from error
 
     return take
+
+
+def _take(method: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Take a batch; meanwhile a death is an error at once."""
+    _taking.append(iterator)
+    try:
+        _tell_of(iterator)
+        return method(iterator, *args, **kwargs)
+    finally:
+        _taking.pop()
 
 
 def _tell_of(iterator: Any) -> None:

@@ -135,6 +135,34 @@ def test_a_worker_that_is_killed_while_it_sends_is_not_waited_for() -> None:
 
 
 @pytest.mark.usefixtures("nameless")
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_connection_that_breaks_is_a_dead_worker_or_an_error_of_the_data(
+    monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """A broken pipe would end a run without a word, as where the reader of its output has gone."""
+    loader = batches(first, 1)
+    next(loader)
+    worker = loader._workers[0]
+
+    def broken(*_: Any) -> Any:
+        if dies:
+            os.kill(worker.pid, signal.SIGKILL)
+            assert connection.wait([worker.sentinel], 60)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(loader, "_try_get_data", broken)
+    monkeypatch.setattr(loader_workers, "_UNTIL_SEEN", 0.1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # its death is not seen yet
+    try:
+        with pytest.raises(LoaderWorkerError if dies else BrokenPipeError):
+            next(loader)
+    finally:
+        monkeypatch.undo()
+        loader._shutdown_workers()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+
+@pytest.mark.usefixtures("nameless")
 def test_a_tensor_that_is_shared_stays_where_its_views_look() -> None:
     whole = torch.arange(6)
     view = whole[2:]
@@ -176,7 +204,7 @@ def test_at_the_end_torch_and_python_are_as_they_were() -> None:
             storage.get("_new_using_fd_cpu"),
             storage["_share_fd_cpu_"],
             resource_sharer._resource_sharer,
-            loader._try_get_data,
+            loader._next_data,
         ]
 
     before = looked_at()
