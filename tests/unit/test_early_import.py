@@ -36,11 +36,14 @@ assert "transformer-engine" not in {each.name for each in metadata.distributions
 CORE = Upstream("megatron_core", "0.16.1", Path())
 
 
-def test_a_library_may_import_it_before_megatron() -> None:
+@pytest.mark.parametrize("started", ["by python", "by megatron-npu run, before torch"])
+def test_a_library_may_import_it_before_megatron(tmp_path: Path, started: str) -> None:
     environment = tiny.environment() | {"MEGATRON_NPU_TE": "local"}
-    done = subprocess.run(
-        [sys.executable, "-c", LIBRARY], env=environment, capture_output=True, text=True, check=False
-    )
+    script = tmp_path / "script.py"
+    ran = "run" in started
+    script.write_text(LIBRARY.replace("import torch\n", "") if ran else LIBRARY)
+    command = tiny.command("run", str(script)) if ran else [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
