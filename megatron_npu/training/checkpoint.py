@@ -159,15 +159,15 @@ def _load_own(args: Namespace, state: State, found: checkpoint_files.CheckpointI
     wanted = _state_dict(state, metadata, optimizer=args.load_optim, rng=rng, loading=True)
     with checkpoint_failures.reading(path):
         content = dist_checkpointing.load(wanted, path)
-    _load_weights(state.model, content)
-    if args.load_optim:
-        optimizer = row_shards.shared_out(content["optimizer"], state.optimizer.state_dict())
-        state.optimizer.load_state_dict(optimizer)
-        _load_schedule(state.schedule, content["opt_param_scheduler"])
-    else:
+        _load_weights(state.model, content)
+        if args.load_optim:
+            optimizer = row_shards.shared_out(content["optimizer"], state.optimizer.state_dict())
+            state.optimizer.load_state_dict(optimizer)
+            _load_schedule(state.schedule, content["opt_param_scheduler"])
+        if rng:
+            set_rng_state(content["rng_state"][0])
+    if not args.load_optim:
         _begin_optimizer(args, state, found)
-    if rng:
-        set_rng_state(content["rng_state"][0])
     return _position(args, found)
 
 
@@ -226,7 +226,7 @@ def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
         _require_all_used(wanted, str(path))
         sharded_weights.read_in_place(wanted)
         content = dist_checkpointing.load(wanted, str(path))
-    _load_weights(model, content)
+        _load_weights(model, content)
 
 
 def _require_all_used(wanted: dict[str, Any], path: str) -> None:

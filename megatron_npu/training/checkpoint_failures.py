@@ -14,6 +14,7 @@ from megatron_npu.training import checkpoint_files
 
 # Failures of files; CheckpointException, which is not an Exception, holds those of each process.
 FAILURES = (OSError, CheckpointException)
+_STUMBLES = (TypeError, KeyError, AttributeError, IndexError)  # over what a file holds in another's place
 
 
 class UnsavedError(RuntimeError):
@@ -65,6 +66,8 @@ def reading(path: str | Path) -> Iterator[None]:
     root.addFilter(_not_of_torchs_loader)
     try:
         yield
+    except _STUMBLES as error:
+        raise _broken(path, f"cannot be read: {type(error).__name__}: {reason(error)}") from error
     # a torn file is a ValueError to JSON, a RuntimeError or EOFError to torch
     except (*FAILURES, CheckpointingException, ValueError, RuntimeError, EOFError) as error:
         raise _broken(path, f"cannot be read: {reason(error)}") from error

@@ -99,6 +99,28 @@ def test_a_broken_metadata_is_told_in_one_line(content, saved, flags, refused, c
     assert "Traceback" not in caplog.text
 
 
+def of_another_kind(saved: Path, name: str, content: object) -> None:
+    """Put a value in the place of one of ``common.pt``, or a text in that of ``metadata.json``."""
+    if name == "metadata.json":
+        (saved / name).write_text(str(content))
+    else:
+        torch.save({**torch.load(saved / "common.pt"), name: content}, saved / "common.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("metadata.json", text) for text in ("[]", "null", '{"a": 1}', "[" * 100_000)),
+        *(("opt_param_scheduler", value) for value in (None, [])),
+        ("optimizer", [1]),
+    ],
+)
+def test_values_of_another_kind_are_told_in_one_line(name, content, saved, flags, refused):
+    of_another_kind(saved, name, content)
+    line = flags("--train-iters", 2, "--load", saved.parent, "--no-plot", "--eval-iters", 0)
+    assert f"the checkpoint {saved} cannot be read: " in refused("pretrain", *line)
+
+
 def in_ranks(saved: Path, mark: Path) -> None:
     """Make it a checkpoint of the format torch."""
     shutil.rmtree(saved)
