@@ -50,8 +50,8 @@ class History:
             KeyError, TypeError, ValueError, OverflowError: it is none of a run's: it may be a stranger's.
         """
         kind = row["event"]
-        if type(row["iteration"]) is not int:
-            raise TypeError(f"iteration {row['iteration']!r}")
+        if type(row["iteration"]) is not int or not 0 <= row["iteration"] < _MANY:
+            raise ValueError(f"iteration {row['iteration']!r}")
         if kind == "start":
             self._restart(row)
         elif kind == "train":
@@ -70,7 +70,8 @@ class History:
     def _restart(self, row: dict[str, Any]) -> None:
         """Forget what came after the iteration at which a run begins."""
         for name in _COUNTED:
-            _number(row.get(name) or 0)
+            if not 0 <= (row.get(name) or 0) < _MANY:
+                raise ValueError(f"{name} {row[name]!r}")
         self.start, self.last, self.end = row, {}, {}
         self._forget_after(row["iteration"])
 
@@ -94,6 +95,7 @@ class History:
         self.last = {name: value for name, value in row.items() if not isinstance(value, list)}
 
 
+_MANY = 1 << 63
 _COUNTED = ("global_batch_size", "seq_length", "train_iters")  # what the dashboard computes with
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import pickle
 import resource
 import zipfile
@@ -150,6 +151,16 @@ def test_what_is_whole_is_read(name, tmp_path):
 MILD = ("checksums", "merges", "metrics", "summary")
 BRACKETS = b'{"a":' * 50_000
 STRANGE = [b"[" * 100_000, BRACKETS, b"9" * 5000, b"null", b"[[]]", b'{"text": 5, "event": "train"}']
+
+
+def test_a_run_of_too_many_or_no_tokens_a_second_has_no_end_that_is_known(tmp_path):
+    """Found by fuzz.py: numbers that no float holds."""
+    row = {"event": "start", "iteration": 0, "global_batch_size": 4, "seq_length": 8, "train_iters": 10**300}
+    slow = {"event": "train", "iteration": 1, "losses": [2.0], "tokens_per_second": 0.0}
+    for start in (row, row | {"global_batch_size": 10**30}, row | {"train_iters": 9}):
+        lines = [json.dumps(line) for line in (start, slow)]
+        (tmp_path / "file").write_text("\n".join([*lines, ""]))
+        assert plain_readers.read_metrics(tmp_path / "file")["seconds_left"] is None
 
 
 @pytest.mark.parametrize("line", [*STRANGE, b'{"event": "train", "iteration": "x", "losses": ["y"]}'])

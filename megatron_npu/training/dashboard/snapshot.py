@@ -107,9 +107,10 @@ def _seconds_left(history: History) -> float | None:
     tokens = (history.start.get("global_batch_size") or 0) * (history.start.get("seq_length") or 0)
     speeds = list(history.throughput.values())[-_RECENT:]
     total = history.start.get("train_iters")
-    if history.end or total is None or not speeds or not tokens:
+    speed = statistics.median(speeds) if speeds else 0
+    if history.end or total is None or not speed or not tokens:
         return None
-    return max(0, total - _iteration(history)) * tokens / statistics.median(speeds)
+    return max(0, total - _iteration(history)) * tokens / speed
 
 
 def _newest(points: Points) -> float | None:
