@@ -164,10 +164,10 @@ def _load_own(args: Namespace, state: State, found: checkpoint_files.CheckpointI
             optimizer = row_shards.shared_out(content["optimizer"], state.optimizer.state_dict())
             state.optimizer.load_state_dict(optimizer)
             _load_schedule(state.schedule, content["opt_param_scheduler"])
+        else:
+            _begin_optimizer(args, state, found)
         if rng:
             set_rng_state(content["rng_state"][0])
-    if not args.load_optim:
-        _begin_optimizer(args, state, found)
     return _position(args, found)
 
 
