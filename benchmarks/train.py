@@ -69,6 +69,9 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=MODELS, default="demo")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument(
+        "--seq-length", type=int, help="instead of the model's, with as many tokens in a batch"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--variant", choices=VARIANTS, help="measure this one in this process")
@@ -76,7 +79,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="instead of a file in benchmarks/results/")
     arguments = parser.parse_args()
     if arguments.variant:
-        rate, started = MEASURES[arguments.variant](MODELS[arguments.model], arguments)
+        rate, started = MEASURES[arguments.variant](shape_of(arguments), arguments)
         found = {"tokens_per_second": rate, "start_seconds": started, "peak_bytes": peak_bytes()}
         print(json.dumps(found))
         return
@@ -94,6 +97,13 @@ def main() -> None:
             )
     if arguments.output or not arguments.only:
         write(arguments, found)
+
+
+def shape_of(arguments: argparse.Namespace) -> dict[str, int]:
+    """Return the model's sizes, with the sequence length that is asked for."""
+    model = MODELS[arguments.model]
+    seq = arguments.seq_length or model["seq"]
+    return {**model, "seq": seq, "batch": max(1, model["batch"] * model["seq"] // seq)}
 
 
 def peak_bytes() -> int:
@@ -134,6 +144,7 @@ def run_child(variant: str, arguments: argparse.Namespace) -> dict[str, float]:
     """Run one variant in a fresh process; return what it has measured."""
     command = [sys.executable, __file__, "--variant", variant, "--model", arguments.model]
     command += ["--dtype", arguments.dtype, "--steps", str(arguments.steps)]
+    command += ["--seq-length", str(arguments.seq_length)] if arguments.seq_length else []
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(result.stdout.strip().splitlines()[-1])
 
@@ -153,15 +164,16 @@ def write(arguments: argparse.Namespace, found: dict[str, list[dict[str, float]]
     ratios = {other: medians["project"] / medians[other] for other in others}
     device = devices.current()
     results = {
-        "model": {"name": arguments.model, **MODELS[arguments.model]},
+        "model": {"name": arguments.model, **shape_of(arguments)},
         "dtype": arguments.dtype,
         **by_name,
         "project_over": ratios,
     }
     if not device.is_host:
-        results |= {"device": device_name(), "mfu": shares_of_peak(medians, MODELS[arguments.model])}
+        results |= {"device": device_name(), "mfu": shares_of_peak(medians, shape_of(arguments))}
     versions = {"megatron_core": upstream.find().version, "transformers": transformers.__version__}
-    default = report.RESULTS / f"train-{arguments.model}-{arguments.dtype}-{device.name}.json"
+    length = f"-{arguments.seq_length}-tokens" if arguments.seq_length else ""
+    default = report.RESULTS / f"train-{arguments.model}-{arguments.dtype}{length}-{device.name}.json"
     report.write(arguments.output or default, results, **versions)
     for other, ratio in ratios.items():
         print(f"project / {other:<21} {ratio:.2f}")

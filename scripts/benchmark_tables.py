@@ -90,16 +90,17 @@ def deepspeed_memory(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 def train(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     """Yield the goals of a training step of the embedded driver."""
-    for other, least in (("huggingface", 1.3), ("redirection", 2.0), ("floor", 0.8)):
-        label = {"huggingface": "Hugging Face", "redirection": "the redirection", "floor": "the floor"}[other]
-        what = f"tokens/s, {data['model']['name']} {data['dtype']}, over {label}"
-        yield Goal(what, data["project_over"][other], least=least)
-    peers = [ratio for other, ratio in data["project_over"].items() if other.endswith("compiled")]
+    bf16, ratios = data["dtype"] == "bf16", data["project_over"]
+    run = f"{data['model']['name']} {data['dtype']}, {data['model']['seq']} tokens"
+    goals = {"huggingface": 1.3, "redirection": 2.0, "floor": 0.6 if bf16 else 0.85}
+    labels = {"huggingface": "Hugging Face", "redirection": "the redirection", "floor": "the floor"}
+    for other in (other for other in goals if other in ratios):
+        yield Goal(f"tokens/s, {run}, over {labels[other]}", ratios[other], least=goals[other])
+    peers = [ratio for other, ratio in ratios.items() if other.endswith("compiled")]
     if peers:
-        what = f"tokens/s, {data['model']['name']} {data['dtype']}, over the best compiled peer"
-        yield Goal(what, min(peers), least=1.4 if data["dtype"] == "bf16" else 1.3)
+        yield Goal(f"tokens/s, {run}, over the best compiled peer", min(peers), least=1.4 if bf16 else 1.3)
         start = statistics.median(data["start_seconds"]["project"])
-        yield Goal(f"seconds to the first step, {data['model']['name']} {data['dtype']}", start, most=6)
+        yield Goal(f"seconds to the first step, {run}", start, most=6)
 
 
 def megatron_lm(name: str, data: dict[str, Any]) -> Iterator[Goal]:
