@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import queue
 import re
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from typing import Any
 
-from torch.utils.data import dataloader
+from torch.utils.data import _utils, dataloader
 from torch.utils.data._utils import signal_handling
 
 from megatron_npu.devices import nameless_sharing
@@ -43,6 +44,7 @@ def _failures() -> Iterator[Replacement]:
     yield signal_handling, "_error_if_any_worker_fails", _noting(signal_handling._error_if_any_worker_fails)
     iterator = dataloader._MultiProcessingDataLoaderIter
     yield iterator, "_next_data", _telling(iterator._next_data)
+    yield iterator, "_try_get_data", _try_to_take
 
 
 def _noting(raise_if_one_failed: Callable[[], None]) -> Callable[[], None]:
@@ -82,6 +84,33 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
             raise LoaderWorkerError(what) from error
 
     return take
+
+
+def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) -> tuple[bool, Any]:
+    """Return whether a batch has come, and the batch, as torch's method of this name does.
+
+    On an error torch 2.13 also makes ten files, to see whether descriptors are left: of a rank that is ended
+    meanwhile, as all are when one has failed, they stay. An error of descriptors says so itself.
+
+    Raises:
+        RuntimeError: a worker has died, in torch's words.
+    """
+    try:
+        return True, self._data_queue.get(timeout=timeout)
+    except Exception as error:
+        dead = [
+            number
+            for number, worker in enumerate(self._workers)
+            if self._workers_status[number] and not worker.is_alive()
+        ]
+        for number in dead:
+            self._mark_worker_as_unavailable(number)
+        if dead:
+            pids = ", ".join(str(self._workers[number].pid) for number in dead)
+            raise RuntimeError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly") from error
+        if isinstance(error, queue.Empty):
+            return False, None
+        raise
 
 
 def _take(method: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -160,6 +161,25 @@ def test_a_connection_that_breaks_is_a_dead_worker_or_an_error_of_the_data(
         monkeypatch.undo()
         loader._shutdown_workers()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+
+@pytest.mark.usefixtures("nameless")
+def test_an_error_of_the_queue_makes_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts the descriptors that are left with files, which stay if a signal ends the process then."""
+    loader = batches(first, 1)
+    next(loader)
+    made: list[Any] = []
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", lambda *_, **__: made.append(0))
+
+    def broken(timeout: float) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(loader._data_queue, "get", broken)
+    with pytest.raises(OSError, match="Too many open files"):
+        next(loader)
+    monkeypatch.undo()
+    loader._shutdown_workers()
+    assert made == []
 
 
 @pytest.mark.usefixtures("nameless")
