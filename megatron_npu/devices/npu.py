@@ -108,6 +108,7 @@ class NpuDevice(Device):
         names = {name: _taking_cuda(getattr(npu, name)) for name in _SAME_NAME if hasattr(npu, name)}
         names |= {f"random.{name}": names[name] for name in _RANDOM if name in names}
         names["default_generators"] = _DefaultGenerators()
+        names["Event"] = _event_of_any_graph(npu.Event)
         names["get_device_capability"] = _capability
         names["_lazy_call"] = _call_when_ready
         names["get_device_properties"] = _with_capability(names["get_device_properties"])
@@ -116,6 +117,25 @@ class NpuDevice(Device):
         names["device_memory_used"] = _memory_used
         names |= dict.fromkeys(("temperature", "power_draw", "clock_rate"), device_monitor.unknown)
         return names | tensor_types("npu")
+
+
+def _event_of_any_graph(event: type) -> type:
+    """Return torch.npu's event; it takes torch 2.9's ``external``, which counts in captures of graphs alone.
+
+    megatron-core 0.19 gives it for ``--fine-grained-activation-offloading``, with graphs and without.
+    """
+
+    class Event(event):  # type: ignore[misc]
+        def __new__(
+            cls,
+            enable_timing: bool = False,
+            blocking: bool = False,
+            interprocess: bool = False,
+            external: bool = False,
+        ) -> Any:
+            return super().__new__(cls, enable_timing, blocking, interprocess)
+
+    return Event
 
 
 def _no_range(*_: Any, **__: Any) -> None:

@@ -51,7 +51,6 @@ VALUES = {
 NO_NAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # Where torch_npu 2.13 has fewer parameters than torch.
 UNCALLED = {
-    "Event",
     "ExternalStream",
     "memory._record_memory_history",
     "memory._snapshot",
