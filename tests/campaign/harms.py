@@ -30,7 +30,7 @@ def until(trial: Trial, phase: str) -> bool:
         trial.end()
         trial.start()
     if trial.way.progress is None or phase in ("starting", "going on"):
-        time.sleep(rng.random() ** 2 * 2)
+        time.sleep(rng.random() ** 2 * trial.early)
     elif phase == "saving":
         after = max(rng.choice((0, INTERVAL, 2 * INTERVAL)), trial.way.newest(trial.folder))
         trial.until(lambda: trial.way.newest(trial.folder) >= after and trial.is_saving(), 0.001)

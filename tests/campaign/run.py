@@ -81,6 +81,7 @@ class Campaign:
         self.folder, self.keep, self.only = folder, keep, only
         self.tally = Tally()
         self._calm: dict[str, object] = {}
+        self._lasts: dict[str, float] = {}  # seconds of an unharmed run
         self._variables = variables or {}
         trainings = ways.trainings(folder, HERE.parents[1] / "checkouts")
         source = self._unharmed(trainings[0], keep=True)
@@ -95,12 +96,14 @@ class Campaign:
         place = self.folder / f"calm {way.label}".replace(" ", "-").replace(",", "")
         trial = Trial(way, place, random.Random(0), None, self._variables)
         trial.start()
+        begun = time.monotonic()
         try:
             code = trial.end()
         except FaultError as error:
             raise SystemExit(f"{way.label}, unharmed: {': '.join(error.args)}") from None
         if code:
             raise SystemExit(f"{way.label}, unharmed: {trial.told()[-5000:]}")
+        self._lasts[way.label] = time.monotonic() - begun
         self._calm[way.label] = way.outcome(place)
         label = ("none", "unharmed", way.label)
         self.tally.trials[label] += 1
@@ -162,6 +165,7 @@ class Campaign:
             self._unharmed(way)
         label = (harm.__name__, phase, way.label)
         trial = Trial(way, self.folder / f"trial{seed}", rng, self._calm[way.label], self._variables)
+        trial.early = min(trial.early, self._lasts[way.label])
         found = None
         begun = time.monotonic()
         try:
