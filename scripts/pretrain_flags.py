@@ -64,6 +64,8 @@ OWN = tuple(
     --fused-ops --lora-rank --deepspeed-config --deepspeed_config --deepspeed
     """.split()
 )
+# Flags of later Megatrons: 0.18's name of --muon-use-nesterov, and one of 0.17.
+LATER = ("--muon-nesterov", "--muon-coefficient-type")
 
 
 def page() -> str:
@@ -99,6 +101,7 @@ def _exceptions() -> Iterator[str]:
     for flag, cells in OTHERWISE.items():
         yield f"| `{flag}` | {' | '.join(cells)} |"
     yield f"\nMegatron-LM does not have {', '.join(f'`{flag}`' for flag in OWN)}.\n"
+    yield f"core_v0.16.1 does not have {' and '.join(f'`{flag}`' for flag in LATER)}, later ones do.\n"
 
 
 if __name__ == "__main__":
