@@ -24,6 +24,7 @@ from torch import serialization
 from megatron_npu import safe_load
 from megatron_npu.errors import UsageError
 
+_OF_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 # Module -> what ``.metadata`` may name of it. Older torch kept some of it in other modules.
 _OF_METADATA = {
     "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata "
@@ -32,7 +33,7 @@ _OF_METADATA = {
     "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
     "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType BytesIOWriteData "
     "TensorWriteData",
-    "megatron.core.dist_checkpointing.strategies.torch": "MCoreSavePlan MCoreMetadata",
+    _OF_MEGATRON: "MCoreSavePlan MCoreMetadata",
     "torch.serialization": "_get_layout",
     "torch": "Size",
     "pathlib": "PosixPath",
@@ -95,7 +96,9 @@ class _MetadataUnpickler(pickle._Unpickler):
             UsageError: it is for what others use, too.
         """
         made = self.stack[-2]
-        if isinstance(made, type) or not dataclasses.is_dataclass(made):
+        # 0.16's MCoreSavePlan, with which it reads what 0.12 wrote, is none
+        own = dataclasses.is_dataclass(made) or type(made).__module__ == _OF_MEGATRON
+        if isinstance(made, type) or not own:
             raise refusal("the checkpoint's .metadata", f"it changes {made!r}")
         super().load_build()  # type: ignore[misc]  # typeshed does not know it
 
