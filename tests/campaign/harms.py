@@ -81,7 +81,7 @@ def kill_worker(trial: Trial, phase: str) -> None:
 
     def judge() -> None:
         ended = trial.process and trial.process.returncode
-        if ended and not re.search(r"DataLoader worker|a process that encodes", trial.told()):
+        if ended and not re.search(r"DataLoader worker|a worker process was killed", trial.told()):
             raise FaultError("unnamed", f"a worker: {trial.told()[-1000:]}")
 
     _again_and_again(trial, "training" if phase == "starting" else phase, strike, judge)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_npu import checksums, files
 from megatron_npu.adaptors.megatron_lm.decorators import around
@@ -124,7 +127,8 @@ around(
 
 @around(
     "megatron.checkpointing:save_checkpoint",
-    why="files are to be 640, folders 750, to have checksums, and the tracker to appear at once",
+    why="files are to be 640, folders 750, to have checksums, and the tracker to appear at once; the last "
+    "iteration is saved twice, the second time over the files that the tracker names",
 )
 def save_privately(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
     """Save private files; write their checksums, and rename the tracker when all is written."""
@@ -134,7 +138,27 @@ def save_privately(original: Callable[..., None], iteration: int, *args: Any, **
     place = of_scripts.folder(given.save, iteration)
     mask = files.tighten_umask()
     try:
-        with of_scripts.saving(given.save, place, verifies=getattr(given, "verify_checkpoint", True)):
+        verifies = getattr(given, "verify_checkpoint", True)
+        with of_scripts.saving(given.save, place, verifies=verifies), whole_files():
             original(iteration, *args, **kwargs)
     finally:
         os.umask(mask)
+
+
+@contextlib.contextmanager
+def whole_files() -> Iterator[None]:
+    """Let ``torch.save`` put a file in its place when it is whole; on a full disk the old one stays."""
+    save = torch.save
+
+    def save_whole(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(file, str | os.PathLike):
+            with files.writing(Path(file)) as stream:
+                save(value, stream, *args, **kwargs)
+        else:
+            save(value, file, *args, **kwargs)
+
+    torch.save = save_whole
+    try:
+        yield
+    finally:
+        torch.save = save
