@@ -148,7 +148,7 @@ def save_privately(original: Callable[..., None], iteration: int, *args: Any, **
 @contextlib.contextmanager
 def whole_files() -> Iterator[None]:
     """Let ``torch.save`` put a file in its place when it is whole; on a full disk the old one stays."""
-    save = torch.save
+    save: Callable[..., None] = torch.save
 
     def save_whole(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(file, str | os.PathLike):
@@ -157,7 +157,7 @@ def whole_files() -> Iterator[None]:
         else:
             save(value, file, *args, **kwargs)
 
-    torch.save = save_whole
+    torch.save = save_whole  # type: ignore[assignment]
     try:
         yield
     finally:
