@@ -83,7 +83,7 @@ class Way:
     def newest(self, folder: Path) -> int:
         """Return the iteration of the newest whole checkpoint."""
         tracker = folder / "save" / checkpoint_files.TRACKER
-        return int(tracker.read_text()) if tracker.exists() else 0
+        return int(tracker.read_text() or 0) if tracker.exists() else 0  # empty for a moment, asynchronously
 
 
 def _logged(folder: Path) -> int:

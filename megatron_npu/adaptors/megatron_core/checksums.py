@@ -2,8 +2,8 @@
 
 Connects ``megatron.core.dist_checkpointing.serialization`` and ``megatron.training``. Those of the format
 ``torch_dist`` are written when upstream declares its files complete: with its metadata, before the tracker;
-those of other formats when it has saved, and the tracker gets its name after them. The driver, which saves
-through the same functions, writes its own.
+those of other formats when it has saved. The tracker gets its name after them, but for asynchronous saves,
+where upstream writes it in place. The driver, which saves through the same functions, writes its own.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any
         if kwargs.get("non_persistent_ckpt"):  # which has another place
             return original(iteration, *args, **kwargs)
         place = of_scripts.folder(given.save, iteration, release=kwargs.get("release", False))
-        if given.ckpt_format in _OF_DIST_CHECKPOINTING:
+        declared = given.ckpt_format in _OF_DIST_CHECKPOINTING
+        if declared and getattr(given, "async_save", False):  # the tracker is written when that has ended
             of_scripts.begin_save(place)
             return original(iteration, *args, **kwargs)
         former = of_scripts.of_tracker(given.save)
-        with of_scripts.saving(given.save, place, verifies=verifies):
+        with of_scripts.saving(given.save, place, verifies=verifies and not declared):
             result = original(iteration, *args, **kwargs)
         _retire(former, place, getattr(given, "save_retain_interval", None))
     do_afterwards()
@@ -69,7 +70,8 @@ def _retire(former: Path | None, place: Path, interval: int | None) -> None:
 
 around(
     "megatron.training.checkpointing:get_checkpoint_tracker_filename",
-    why="upstream names a checkpoint of the format torch as the newest before its checksums are there",
+    why="upstream names a checkpoint of the format torch as the newest before its checksums are there, and "
+    "opens the tracker for writing in place: killed then, it leaves an empty one",
 )(of_scripts.tracker_to_write)
 
 
