@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -173,7 +174,9 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
         yield from map(Encoder(recipe).encode, batches)
         return
     pool = ProcessPoolExecutor(workers, _context(), _start_worker, (recipe,))
-    with interruption.deferred():  # which a worker that has just been forked would take for its own
+    # A worker that has just been forked would take both for its own. A SIGTERM waits until it can end it:
+    # with the handler of this process it could be lost, and a pool waits for ever for whom it has ended.
+    with interruption.deferred(), _holding(signal.SIGTERM):
         pool.submit(os.getpid)  # the first task starts all of them
     try:
         yield from _in_order(pool, batches, 2 * workers)
@@ -185,6 +188,16 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _holding(number: signal.Signals) -> Iterator[None]:
+    """Let a signal wait until the block ends; of what is forked inside, until that lets it come."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _in_order(pool: ProcessPoolExecutor, batches: Iterable[jsonl.Batch], ahead: int) -> Iterator[Result]:
@@ -212,6 +225,7 @@ def _start_worker(recipe: Recipe) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     _encoder = Encoder(recipe)
 

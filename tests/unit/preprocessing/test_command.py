@@ -12,6 +12,8 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -239,6 +241,44 @@ def test_a_killed_worker_is_said(tiny: Vocabulary) -> None:
         child.kill()
     with pytest.raises(UsageError, match="a worker process was killed"):
         list(results)
+
+
+def test_a_worker_is_killed_while_another_begins(
+    tiny: Vocabulary, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The pool ends that one with a SIGTERM, for which it has the handler of this process yet."""
+    start, others = encoder._start_worker, set(multiprocessing.active_children())
+
+    def late(recipe: encoder.Recipe) -> None:
+        try:
+            time.sleep(0.3)
+        except KeyboardInterrupt:
+            (tmp_path / "interrupted").touch()
+            raise
+        start(recipe)
+
+    def kill_one() -> None:
+        while not (found := set(multiprocessing.active_children()) - others):
+            time.sleep(0.001)
+        found.pop().kill()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(encoder, "_start_worker", late)
+    before = signal.signal(signal.SIGTERM, interrupt)
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    try:
+        files = GPT2Files(str(tiny.vocab_file), str(tiny.merge_file))
+        recipe = encoder.Recipe(files, ("text",), False, "uint16")
+        batches = iter([jsonl.Batch("f", 1, b'{"text": "a"}\n', 0)])
+        with pytest.raises(UsageError, match="a worker process was killed"):
+            list(encoder.encode_all(batches, recipe, workers=2))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        killer.join()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_log_lines_without_a_terminal(
