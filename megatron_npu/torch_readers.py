@@ -23,6 +23,7 @@ from torch import serialization
 
 from megatron_npu import safe_load
 from megatron_npu.errors import UsageError
+from megatron_npu.replaced import Replaced
 
 _OF_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 # Module -> what ``.metadata`` may name of it. Older torch kept some of it in other modules.
@@ -41,7 +42,7 @@ _OF_METADATA = {
 }
 _MANY = 1000  # a file may be larger than memory; a name is not
 _refusals: list[UsageError] = []  # the last one
-_replaced: list[tuple[ModuleType, str, ModuleType]] = []
+_replaced = Replaced()
 
 
 def refusal(what: str, reason: str) -> UsageError:
@@ -202,9 +203,7 @@ def guard(of_megatron: bool = True) -> None:
 
 
 def _put(place: ModuleType, name: str, **own: Any) -> None:
-    module = getattr(place, name)
-    _replaced.append((place, name, module))
-    setattr(place, name, _Module(module, **own))
+    _replaced.set(place, name, _Module(getattr(place, name), **own))
 
 
 def guarding() -> bool:
@@ -214,5 +213,4 @@ def guarding() -> bool:
 
 def release() -> None:
     """Give torch's reader its own modules back."""
-    while _replaced:
-        setattr(*_replaced.pop())
+    _replaced.undo()

@@ -61,6 +61,7 @@ ROOMS = (
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
     Room("inert_packages.py", "what stands in torch's place where it is only named: in help texts, `check`"),
     Room("visible_devices.py", "`CUDA_VISIBLE_DEVICES`, and what it means on an NPU and a CPU"),
+    Room("replaced.py", "attributes of torch and Python that stand for something else for a while"),
     Room("arg_parser.py", "the parser that all commands share", "errors"),
     Room("settings.py", "every environment variable", "arg_parser errors"),
     Room("checked_numpy.py", "numpy's values in a file, built after a look at them"),
@@ -73,7 +74,7 @@ ROOMS = (
     Room(
         "torch_readers.py",
         "the types that torch's reader of checkpoints may build",
-        "errors safe_load",
+        "errors replaced safe_load",
         ("torch",),
     ),
     Room("replicas.py", "whether data-parallel ranks hold the same bits", heavy=("torch", "megatron")),
@@ -94,7 +95,7 @@ ROOMS = (
     Room(
         "devices/",
         "npu, cuda, cpu behind one interface; what `torch.cuda` means here",
-        "elastic_agent errors settings visible_devices",
+        "elastic_agent errors replaced settings visible_devices",
         ("torch", "torch_npu"),
     ),
     Room(

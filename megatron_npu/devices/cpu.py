@@ -125,9 +125,8 @@ class CpuDevice(Device):
     def reset_peak_memory(self) -> None:
         """Restart the peak (on Linux only; elsewhere it stays that of the whole process)."""
         with contextlib.suppress(OSError):
-            _CLEAR_REFS.write_text(
-                "5", encoding="utf-8"
-            )  # proc(5): resets the high-water mark of this process
+            # proc(5): resets the high-water mark of this process
+            _CLEAR_REFS.write_text("5", encoding="utf-8")
 
     def cuda_namespace(self) -> Mapping[str, Any]:
         return cpu_cuda_api.namespace(self, lambda: self.index, lambda: self.device_generator)

@@ -14,8 +14,8 @@ from torch.utils.data._utils import signal_handling
 
 from megatron_npu.devices import nameless_sharing
 from megatron_npu.devices.base import Replacement
-from megatron_npu.devices.replaced import Replaced
 from megatron_npu.errors import LoaderWorkerError
+from megatron_npu.replaced import Replaced
 
 _UNTIL_SEEN = 2.0  # seconds
 

@@ -38,17 +38,8 @@ def _slices(rows: int, step: int) -> Iterator[slice]:
         yield slice(start, min(rows, start + step))
 
 
-def row_tiles(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same rows of ``[n, h]`` tensors, tile by tile; the widest tensor sets how many rows."""
-    step = rows_per_tile(max(tensor.size(-1) for tensor in tensors))
-    return zip(*(tensor.split(step) for tensor in tensors), strict=True)
-
-
-def scratch_buffers(count: int, like: Tensor, dtype: torch.dtype, step: int | None = None) -> list[Tensor]:
-    """Return ``count`` buffers for one tile of ``like``, which is as wide as the widest of ``row_tiles``.
-
-    ``step`` is the number of rows of a tile, if not that of ``rows_per_tile``.
-    """
+def scratch_buffers(count: int, like: Tensor, dtype: torch.dtype, step: int) -> list[Tensor]:
+    """Return ``count`` buffers for one tile of ``like``, which has ``step`` rows."""
     width = like.size(-1)
-    rows = min(step or rows_per_tile(width), max(1, like.numel() // max(width, 1)))
+    rows = min(step, max(1, like.numel() // max(width, 1)))
     return [torch.empty((rows, width), dtype=dtype, device=like.device) for _ in range(count)]

@@ -21,7 +21,7 @@ from megatron_npu.devices.redirect import (
     namespace,
     tensors,
 )
-from megatron_npu.devices.replaced import Replaced
+from megatron_npu.replaced import Replaced
 
 _SUBJECTS = (namespace, factories, tensors, device_arguments, autocast, collectives, generators, loaders)
 

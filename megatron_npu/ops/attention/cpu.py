@@ -63,6 +63,6 @@ def tiles_are_faster(query: Tensor, spec: AttentionSpec) -> bool:
     128 to 2,048 tokens); otherwise it is the faster one (benchmarks/results/attention.json, from a Xeon with
     AMX). A few queries over a cache are its, too.
     """
-    amx = torch.cpu._is_amx_tile_supported()
-    many = bnsd_shape(query.shape, spec.layout, spec.heads)[2] >= _FEWEST_QUERIES
-    return many and query.dtype is torch.bfloat16 and multiplies_bf16() and not amx
+    if query.dtype is not torch.bfloat16 or not multiplies_bf16() or torch.cpu._is_amx_tile_supported():
+        return False
+    return bnsd_shape(query.shape, spec.layout, spec.heads)[2] >= _FEWEST_QUERIES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -21,6 +22,7 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype is torch.bfloat16 and multiplies_bf16() else sum_dtype(dtype)
 
 
+@functools.cache
 def multiplies_bf16() -> bool:
     """Return whether oneDNN has fast bf16 products on this processor: AVX512 or AMX."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
