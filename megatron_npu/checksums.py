@@ -2,7 +2,7 @@
 
 They find damage (a disk, a copy that was cut off), not malice: who can change a file can change its checksum.
 XXH3 with 128 bits, as the package xxhash computes it: more than 10 GB/s; the disk is what takes time.
-Sizes and small files are compared first; large ones by threads beside the loading, which has ended only when
+Sizes and small files are compared first; large ones by a thread beside the loading, which has ended only when
 they are as they were saved.
 """
 
@@ -23,6 +23,7 @@ NAME = "checksums.json"
 ALGORITHM = "xxh3_128"
 _BLOCK = 1 << 20  # bytes read at a time
 _AT_ONCE = 4  # files: one is hashed while the disk brings others
+_BESIDE = 1  # files beside a load: it reads one after the other, too, and more of them slow it down
 _SMALL = 1 << 22  # bytes of a file that is compared before anything is loaded
 
 Entries = dict[str, list[int | str]]  # of each file its bytes and digest
@@ -107,7 +108,7 @@ def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
     _require_none(folder, _gathered(faults, ranks), remedy)
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        later = pool.submit(_faults, folder, entries, large, stop)
+        later = pool.submit(_faults, folder, entries, large, _BESIDE, stop)
         try:
             yield
             found = _gathered(later.result(), ranks)
@@ -158,11 +159,15 @@ def _entries(folder: Path) -> tuple[Entries, list[str]]:
 
 
 def _faults(
-    folder: Path, entries: Entries, names: Iterable[str], stop: threading.Event | None = None
+    folder: Path,
+    entries: Entries,
+    names: Iterable[str],
+    at_once: int = _AT_ONCE,
+    stop: threading.Event | None = None,
 ) -> list[str]:
     """Return what is wrong with these files; reading and hashing do not hold the interpreter's lock."""
     ordered = sorted(names)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         faults = pool.map(lambda name: _fault(folder / name, entries[name], stop), ordered)
         return [f"{name} {fault}" for name, fault in zip(ordered, faults, strict=True) if fault]
 
