@@ -216,8 +216,8 @@ ROOMS = (
     Room(
         "doctor/",
         "`megatron-npu doctor`: what is installed, what works, what to do",
-        "arg_parser devices early_import errors extension_locks known_bugs ops patch_commands settings "
-        "upstream",
+        "arg_parser deepspeed_device devices early_import errors extension_locks known_bugs ops "
+        "patch_commands settings upstream",
         ("torch",),
     ),
     Room(

@@ -27,6 +27,7 @@ def advice(report: Report) -> list[str]:
         *_of_devices(versions, devices),
         *_of_ledger(report.get("ledger", {})),
         *_of_operations(report.get("operations", {})),
+        *_of_deepspeed(report.get("deepspeed", {})),
         *_of_communication(report.get("communication", {})),
     ]
 
@@ -90,6 +91,15 @@ def _of_extensions(extensions: dict[str, list[str]]) -> list[str]:
         f"A compilation was interrupted and has left {lock}: the next one (DeepSpeed's at its start, say) "
         "waits for ever. Remove this file."
         for lock in extensions.get("stale_locks", [])
+    ]
+
+
+def _of_deepspeed(deepspeed: dict[str, str]) -> list[str]:
+    if "error" not in deepspeed:
+        return []
+    return [
+        f"DeepSpeed does not start: {deepspeed['error']}. Install the version that was tested: "
+        "pip install 'megatron_npu[deepspeed]'."
     ]
 
 

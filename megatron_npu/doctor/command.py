@@ -82,6 +82,7 @@ def _with_torch(megatron: dict[str, Any], *, quick: bool) -> Report:
     if "error" not in megatron and not megatron["failing"]:
         found["ledger"] = subprocess_checks.ledger(megatron["root"])
     found["operations"] = subprocess_checks.operations()
+    found["deepspeed"] = subprocess_checks.deepspeed()
     found["communication"] = subprocess_checks.communication()
     return found
 

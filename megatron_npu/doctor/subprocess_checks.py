@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_npu import devices, settings
+from megatron_npu import devices, early_import, settings
 from megatron_npu.doctor import collectives
 
 TIMEOUT = 300  # seconds for one check; on an idle machine a few are enough
@@ -72,6 +72,14 @@ def ledger(root: str) -> dict[str, Any]:
         "not_imported": sorted({row["reason"] for row in patches if _misses_a_package(row)}),
         "seconds": round(time.monotonic() - began, 1),
     }
+
+
+def deepspeed() -> dict[str, Any]:
+    """Import DeepSpeed as a run does; return its accelerator, nothing where it is not installed."""
+    if early_import.is_absent("deepspeed"):
+        return {}
+    output, error = _wait(_start("megatron_npu.doctor.deepspeed_check"), TIMEOUT)
+    return {"error": error} if error is not None else json.loads(output.splitlines()[-1])
 
 
 def _misses_a_package(row: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -98,6 +99,8 @@ def test_this_machine_is_well(tmp_path, monkeypatch):
     assert max(errors.values()) > 0  # bf16 rounds: a test that compares nothing finds nothing
     assert {check.__name__ for check in collectives.CHECKS} <= report["communication"].keys()
     assert report["communication"]["processes"] == 2
+    there = importlib.util.find_spec("deepspeed") is not None
+    assert report["deepspeed"] == ({"accelerator": "cpu", "communication": "gloo"} if there else {})
 
 
 def test_an_absent_device_is_told(inspected, monkeypatch):
@@ -200,6 +203,7 @@ _NPU = {"npu": "8 with hccl", "cuda": "absent", "selected": "npu"}
         ("operations", {"failures": {"norm": "RuntimeError: x"}}, "norm fails: RuntimeError: x"),
         ("operations", {"beyond_limit": ["rotary"], "largest_error": {"rotary": 0.5}}, "rotary is too far"),
         ("operations", {"error": "exit code -11"}, "exit code -11"),
+        ("deepspeed", {"error": "ImportError: x"}, "DeepSpeed does not start: ImportError: x"),
         ("communication", {"error": "rank 0: no end after 180 seconds"}, "GLOO_SOCKET_IFNAME"),
     ],
 )

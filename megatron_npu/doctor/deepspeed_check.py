@@ -1,0 +1,24 @@
+"""What DeepSpeed takes this machine for, in a process of its own that tells it the device as a run does.
+
+    python -m megatron_npu.doctor.deepspeed_check
+
+Its own lines go to stdout, too; the answer is the last.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+from megatron_npu import deepspeed_device, devices
+
+
+def answer() -> dict[str, str]:
+    """Return the names of DeepSpeed's accelerator and of what its ranks communicate through."""
+    deepspeed_device.choose(devices.current().name)
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    return {"accelerator": accelerator._name, "communication": accelerator.communication_backend_name()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer()))
