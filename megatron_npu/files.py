@@ -12,6 +12,7 @@ import fcntl
 import glob
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -70,6 +71,18 @@ def _is_abandoned(partial: Path) -> bool:
     except OSError:  # somebody holds it, or nobody can say
         return False
     return True
+
+
+def refusal(folder: Path) -> str:
+    """Return why no file can be made in a folder that is there; empty where one can.
+
+    A file without a name is made: ``os.access`` says yes to root of folders such as /proc, which take none.
+    """
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.strerror or "no reason given"
+    return ""
 
 
 def write(path: str | Path, content: str | bytes) -> None:

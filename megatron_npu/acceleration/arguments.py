@@ -7,6 +7,7 @@ A user's script finds the result in ``get_args()``.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ _TOKENIZERS = (
 _DECAYS = ("linear", "cosine", "constant")
 _fraction = Number("a number from 0 to 1", float, 0.0, 1.0, metavar="X")
 _rate = Number("a number from 0 on", float, 0.0, metavar="X")
+_above_0 = Number("a number above 0", float, math.nextafter(0.0, 1.0), metavar="X")
 
 _USAGE = """%(prog)s --task TASK --pretrained-model-name-or-path NAME_OR_DIR --data-path PATH [FLAG...]
        %(prog)s --user-script FILE [FLAG...]"""
@@ -59,6 +61,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     _refuse_blanks(argv)
     flags_of_train = parser()
     args = flags_of_train.parse_args(list(argv))
+    _refuse_empty(args)
     _derive(args)
     _check(args)
     if args.user_script is None:
@@ -138,6 +141,7 @@ def _check(args: argparse.Namespace) -> None:
             "a warm-up that ends before the decay does",
             "Correct one of the two.",
         )
+    data_flags.refuse_repeated_columns(args.columns)
     if args.min_lr > args.lr:
         raise UsageError(
             f"--min-lr {args.min_lr:g} above --lr {args.lr:g}", "at most --lr", "Correct one of the two."
@@ -152,6 +156,17 @@ def _refuse_blanks(argv: Sequence[str]) -> None:
             "a backslash as the last letter of a line that goes on",
             "Remove what stands behind it; the shell ends the command there.",
         )
+
+
+def _refuse_empty(args: argparse.Namespace) -> None:
+    """Refuse what a shell makes of a variable that is not set: ``--save "$RUNS"``, and nothing is saved."""
+    for name, value in vars(args).items():
+        if name != "source_prefix" and value in ("", [""]):
+            raise UsageError(
+                f"--{name.replace('_', '-')} with an empty value",
+                "a value, or not this flag",
+                "Is a variable of the shell not set?",
+            )
 
 
 def _task(add: Add) -> None:
@@ -222,7 +237,7 @@ def _optimizer(add: Add) -> None:
     add("--clip-grad", type=_rate, default=1.0, help="largest norm of the gradient; 0: no limit")
     add("--adam-beta1", type=beta, default=0.9, help="decay of the mean of gradients, a step")
     add("--adam-beta2", type=beta, default=0.999, help="decay of the mean of their squares, a step")
-    add("--adam-eps", type=_rate, default=1e-8, help="added to the root of that mean")
+    add("--adam-eps", type=_above_0, default=1e-8, help="added to the root of that mean")
 
 
 def _data(add: Add) -> None:

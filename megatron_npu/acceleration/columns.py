@@ -71,6 +71,10 @@ def find_texts(
         else:
             columns = {"text": _first("text", [name for name in _SINGLE if name != label], there["train"])}
     _refuse_missing(there, columns)
+    if label in columns.values():
+        raise UsageError(
+            f"the column {label!r} as the text and as its label", "a column for each", "Correct --columns."
+        )
     return columns["text"], columns.get("pair")
 
 

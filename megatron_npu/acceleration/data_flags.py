@@ -6,7 +6,8 @@ And which of all flags are of some tasks alone: another one would leave them unr
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Any
 
 from megatron_npu.arg_parser import Number, Unfit, positive
@@ -44,6 +45,7 @@ def add_data_flags(add: Callable[..., Any]) -> None:
         "--columns",
         type=_role_and_name,
         nargs="+",
+        action="extend",
         default=[],
         metavar="ROLE=NAME",
         help="columns that have other names than usual; the roles are text, pair, label, tokens, tags, "
@@ -69,6 +71,27 @@ def add_data_flags(add: Callable[..., Any]) -> None:
     add("--num-beams", type=positive, default=1, help="beams of these outputs")
 
 
+def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
+    """Check that ``--columns`` names each role once, and each column for one role.
+
+    Of two columns for a role the last one would count, and nobody would know.
+
+    Args:
+        columns: (role, name) of each.
+
+    Raises:
+        UsageError: it does not.
+    """
+    for role, times in Counter(role for role, _ in columns).items():
+        if times > 1:
+            names = " ".join(f"{one}={name}" for one, name in columns if one == role)
+            raise UsageError(f"--columns {names}", f"one column for the {role}", "Leave the others out.")
+    for name, times in Counter(name for _, name in columns).items():
+        if times > 1:
+            roles = " ".join(f"{role}={one}" for role, one in columns if one == name)
+            raise UsageError(f"--columns {roles}", "a column for each role", "Correct the names.")
+
+
 def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> None:
     """Check that a task reads every flag that is given; a script of the user's may read any.
 
@@ -88,3 +111,7 @@ def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> No
                 else "it in a script",
                 "Leave it out, or give --user-script FILE.",
             )
+    if args.num_beams != default("num_beams") and not args.predict_with_generate:
+        raise UsageError(
+            "--num-beams without --predict-with-generate", "both: beams are of outputs", "Add or drop one."
+        )

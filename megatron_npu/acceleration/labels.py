@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 IGNORED = -100  # of a position that has none, as torch's and Transformers' losses have it
+_SHOWN = 8  # of many labels, in a message
 HIDDEN = -1  # what the hub's data sets have for labels that are not given away
 
 
@@ -166,7 +168,8 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> list[str]:
         UsageError: numbers are left out, and the model has no such classes.
     """
     count = max(trained) + 1
-    absent = sorted(set(range(count)) - trained)
+    # the first ones alone: labels such as 20231122 leave out millions
+    absent = list(itertools.islice((number for number in range(count) if number not in trained), _SHOWN + 1))
     if absent and count > len(own):
         raise UsageError(
             f"labels that leave out {_few(absent)}: {_few(sorted(trained))}",
@@ -183,7 +186,7 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> list[str]:
 def _few(known: Sequence[Any]) -> str:
     if isinstance(known, range):
         return f"0 to {len(known) - 1}"
-    return ", ".join(map(repr, known[:8])) + (", …" if len(known) > 8 else "")
+    return ", ".join(map(repr, known[:_SHOWN])) + (", …" if len(known) > _SHOWN else "")
 
 
 def _single(known: Sequence[Any]) -> UsageError:

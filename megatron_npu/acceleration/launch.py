@@ -18,14 +18,32 @@ from megatron_npu import devices, visible_devices
 from megatron_npu.acceleration.ranks import from_environment
 from megatron_npu.devices import cores
 from megatron_npu.errors import UsageError
+from megatron_npu.training import host_memory
 
 _SECONDS = 900  # for the other machines to come
+_BYTES_OF_A_RANK = 200 * 10**6  # what Python, torch and Transformers take before there is a model
 
 
 def local_processes(args: Namespace) -> int:
-    """Return how many ranks this machine is to have: as asked for, or one for each device."""
+    """Return how many ranks this machine is to have: as asked for, or one for each device.
+
+    Raises:
+        UsageError: more are asked for than there are devices, or on a CPU than its memory has room for.
+    """
     visible_devices.name_for_ascend()
-    return args.nproc_per_node or devices.current().count()
+    device = devices.current()
+    asked: int | None = args.nproc_per_node
+    if asked is None:
+        return device.count()
+    if device.name == "cpu":
+        host_memory.require(asked * _BYTES_OF_A_RANK, f"--nproc-per-node {asked}")
+    elif asked > device.count():
+        raise UsageError(
+            f"--nproc-per-node {asked} with {device.count()} devices ({device.title})",
+            "a device for each process",
+            "Ask for fewer, or make more devices visible.",
+        )
+    return asked
 
 
 def machines() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -284,12 +285,13 @@ def _made(function: Any, of: Any, what: str, *, has: str) -> Any:
     """Return the optimizer or scheduler that a user's function makes.
 
     Raises:
-        UsageError: it is no function, or makes something else.
+        UsageError: it is no function of one thing, or makes something else.
     """
     if not callable(function):
         raise UsageError(
             f"a {type(function).__name__} as what makes the {what}", "a function, or None", "Correct it."
         )
+    _require_argument(function, what)
     made = function(of)
     if not hasattr(made, has):
         raise UsageError(
@@ -298,6 +300,19 @@ def _made(function: Any, of: Any, what: str, *, has: str) -> Any:
             "Let it return what it makes.",
         )
     return made
+
+
+def _require_argument(function: Callable[..., Any], what: str) -> None:
+    """Refuse a function that the parameters, or the optimizer, cannot be given to."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        takes = "parameters" if what == "optimizer" else "optimizer"
+        raise UsageError(
+            f"a function for the {what}: {error}", f"one argument, the {takes}", "Correct what it takes."
+        ) from None
+    except ValueError:  # of C, whose signature nobody can say
+        return
 
 
 def _adam(

@@ -8,6 +8,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_npu import files
 from megatron_npu.arg_parser import Unfit
 from megatron_npu.benching import estimate
 from megatron_npu.benching.job import Job, Setting
@@ -170,14 +171,22 @@ def _check_surroundings(args: Namespace) -> None:
         raise UsageError(
             "--plot without the package matplotlib", "matplotlib, which draws it", "pip install matplotlib"
         )
-    for path in (args.json, args.markdown, args.plot):
-        if path is not None:
-            _check_file(path)
+    given = [path for path in (args.json, args.markdown, args.plot) if path is not None]
+    for path in given:
+        _check_file(path)
+    if len({path.absolute() for path in given}) < len(given):
+        raise UsageError(
+            f"one file for two of --json, --markdown and --plot: {given[0]}",
+            "a file for each",
+            "Name others.",
+        )
 
 
 def _check_file(path: Path) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UsageError(f"{path}: no folder {folder}", "a folder that is there", "Make the folder.")
-    if path.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"{path}", "a file that can be written", "Name another.")
+    if path.is_dir():
+        raise UsageError(f"{path}, a folder", "a file that can be written", "Name another.")
+    if reason := files.refusal(folder):
+        raise UsageError(f"{path}: {folder} takes no file ({reason})", "one that does", "Name another.")

@@ -188,6 +188,8 @@ def test_texts_have_the_names_of_glue_or_those_that_are_said() -> None:
     assert found("a", "b", "label", said=(("text", "b"), ("label", "label"))) == ("b", None)
     with pytest.raises(UsageError, match=r"no column for the text \(the data have 'a', 'label'\)"):
         found("a", "label")
+    with pytest.raises(UsageError, match="the column 'label' as the text and as its label"):
+        found("a", "label", said=(("text", "label"),))
 
 
 def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
@@ -262,6 +264,7 @@ def test_labels_are_numbers_names_or_of_the_data_set_s_own() -> None:
             "labels that leave out 2, 3, 4: 0, 1, 5; expected every number from 0 to 5, or names",
         ),
         ([1, 2], [1], "labels that leave out 0: 1, 2; expected every number from 0 to 2, or names"),
+        ([0, 10**15], [0], "labels that leave out 1, 2, 3, 4, 5, 6, 7, 8, …: 0, 1000000000000000; expected"),
     ],
 )
 def test_labels_out_of_range_are_told_with_their_row(

@@ -116,9 +116,25 @@ def test_a_data_set_may_be_named_alone() -> None:
         ),
         (f"--user-script {SLOW} --train-iters 1 --load {SLOW}", "slow.py is a file; expected a folder that"),
         (f"--user-script {SLOW} --train-iters 1 --load {SCRIPTS}", "scripts: no checkpoint there; expected"),
+        (f"--user-script {SLOW} --train-iters 1 --json-log /proc/log", "/proc cannot be written ("),
+        (
+            f"--user-script {SLOW} --train-iters 1 --json-log /proc/version",
+            "/proc/version cannot be written (",
+        ),
+        (f"--user-script {SLOW} --train-iters 1 --tensorboard-dir /proc/board", "/proc cannot be written ("),
+        (f"--user-script {SLOW} --train-iters 1 --save ''", "--save with an empty value; expected a value"),
+        (f"--user-script {SLOW} --train-iters 1 --nproc-per-node 100000", "--nproc-per-node 100000 needs 2"),
+        (f"--user-script {SLOW} --train-iters 1 --adam-eps 0", "--adam-eps 0; expected a number above 0"),
+        (f"{FEW} --columns text=a text=b", "--columns text=a text=b; expected one column for the text"),
+        (f"{FEW} --columns text=a --columns text=b", "--columns text=a text=b; expected one column for the"),
+        (f"{FEW} --columns text=a label=a", "--columns text=a label=a; expected a column for each role"),
         (f"{FEW} --num-layers 3", "--num-layers with --task causal_lm, which does not read it; expected"),
         (f"{FEW} --vocab-file x", "expected it with --task pretraining. Leave it out"),
         (f"{FEW} --columns label=x --num-beams 2", "--num-beams with --task causal_lm"),
+        (
+            f"{FEW.replace('causal_lm', 'seq2seq')} --num-beams 2",
+            "--num-beams without --predict-with-generate; expected both",
+        ),
         (f"{FEW} --reset-position-ids", "expected it in a script. Leave it out, or give --user-script"),
         (
             "--task causal_lm --pretrained-model-name-or-path x --data-path x --epochs 1 "
@@ -182,6 +198,11 @@ END = "\nMine(RapidformerEngine()).train()\n"
             "Linear(2, 1), None, None",
             "Linear(2, 1), 3, None",
             "an optimizer, a function that makes one, or No",
+        ),
+        (
+            "Linear(2, 1), None, None",
+            "Linear(2, 1), lambda: 3, None",
+            "a function for the optimizer: too many positional arguments; expected one argument, the par",
         ),
         (
             "model(batch).mean()",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_npu import files
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files, derive, stock_checkpoints, whole_checkpoints
 from megatron_npu.training.checkpoint_files import CheckpointInfo
@@ -200,22 +200,37 @@ def places(args: Namespace) -> None:
     """
     if args.rank:  # on other machines there may be no such places, and only the first process writes to all
         return
-    log = args.json_log and os.path.dirname(os.path.abspath(args.json_log))
     for flag, place in (
         ("--save", args.save),
         ("--tensorboard-dir", args.tensorboard_dir),
         ("--data-cache-path", args.data_cache_path),
-        ("--json-log", log),
     ):
         if place:
             _require_writable(flag, Path(place).absolute())
-    if args.json_log and Path(args.json_log).is_dir():
-        raise UsageError(f"--json-log {args.json_log} is a directory", "a file", "Give another path.")
+    if args.json_log:
+        _require_appendable("--json-log", Path(args.json_log).absolute())
 
 
 def _require_writable(flag: str, place: Path) -> None:
     there = next(path for path in (place, *place.parents) if path.exists())
     if not there.is_dir():
         raise UsageError(f"{flag}: {there} is a file", "a directory", "Give another path.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"{flag}: {there} cannot be written", "a directory of yours", "Give another path.")
+    if reason := files.refusal(there):
+        raise UsageError(
+            f"{flag}: {there} cannot be written ({reason})", "a directory of yours", "Give another path."
+        )
+
+
+def _require_appendable(flag: str, file: Path) -> None:
+    if file.is_dir():
+        raise UsageError(f"{flag}: {file} is a directory", "a file", "Give another path.")
+    if not file.exists():
+        _require_writable(flag, file.parent)
+    if not file.is_file():  # to be made; or a device or a pipe, which an attempt could hold up
+        return
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise UsageError(
+            f"{flag}: {file} cannot be written ({error.strerror})", "a file of yours", "Give another path."
+        ) from None
