@@ -135,8 +135,8 @@ ROOMS = (
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags checksums deepspeed_device devices errors extension_locks files folder_lock "
-        "interruption memory_flags older_flags ops patching replicas safe_load settings standins "
+        "attention_flags checked_numpy checksums deepspeed_device devices errors extension_locks files folder_lock "
+        "interruption memory_flags older_flags ops patching replaced replicas safe_load settings standins "
         "torch_readers watchdog",
         ("torch", "megatron"),
     ),

@@ -161,6 +161,26 @@ def test_who_is_killed_while_a_script_saves_leaves_no_checkpoint_without_checksu
     assert not list(saved.parent.glob("*.partial"))
 
 
+def test_the_tracker_of_an_asynchronous_save_gets_its_name_at_once(saved, second) -> None:
+    """Upstream's, of which a kill between opening and writing leaves an empty one."""
+    seen: list[Path | None] = []
+
+    def look() -> None:
+        seen.append(of_scripts.of_tracker(saved.parent))
+
+    with of_scripts.beginning(saved.parent, second) as publish:
+        name = of_scripts.tracker_to_write(lambda root: f"{root}/{of_scripts.TRACKER}", second.parent)
+    look()
+    assert not publish()  # not yet written
+    with open(name, "w") as stream:  # what upstream does when all files are there
+        look()
+        stream.write("6")
+    assert publish()
+    look()
+    assert seen == [saved, saved, second]
+    assert not list(saved.parent.glob("*.partial"))
+
+
 def test_a_save_that_fails_leaves_the_tracker_where_it_was(saved, second, monkeypatch) -> None:
     monkeypatch.setattr(checksums, "write", lambda place: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"), of_scripts.saving(saved.parent, second, verifies=True):

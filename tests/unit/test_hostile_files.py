@@ -24,7 +24,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_npu import safe_load, torch_readers
-from megatron_npu.adaptors.shared import safe_numpy
+from megatron_npu.adaptors.shared import safe_numpy, safe_pickle
 from megatron_npu.errors import UsageError
 from tests.payload import Calls
 from tests.unit import plain_readers
@@ -93,12 +93,18 @@ def read_rank(file: Path) -> object:
     return safe_load.read(file, safe_load.OF_STOCK_SCRIPTS)
 
 
+def read_embeddings(file: Path) -> object:
+    with file.open("rb") as stream:
+        return safe_pickle.load(stream)
+
+
 READERS: dict[str, tuple[Reader, bytes]] = {
     "metadata": (read_metadata, metadata()),
     "value": (read_value, saved([np.arange(3, dtype=np.uint32), {"a": torch.ones(2)}])),
     "rank": (read_rank, saved(RANK)),
     "rank-of-old": (read_rank, saved(RANK, zipped=False)),
     "index": (safe_numpy.load, index()),
+    "embeddings": (read_embeddings, pickle.dumps({"embed_data": {np.int64(3): np.ones(4, np.float16)}}, 4)),
 }
 
 

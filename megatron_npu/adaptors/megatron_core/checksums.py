@@ -2,8 +2,8 @@
 
 Connects ``megatron.core.dist_checkpointing.serialization`` and ``megatron.training``. Those of the format
 ``torch_dist`` are written when upstream declares its files complete: with its metadata, before the tracker;
-those of other formats when it has saved. The tracker gets its name after them, but for asynchronous saves,
-where upstream writes it in place. The driver, which saves through the same functions, writes its own.
+those of other formats when it has saved. The tracker gets its name after them, of asynchronous saves, too.
+The driver, which saves through the same functions, writes its own.
 """
 
 from __future__ import annotations
@@ -39,15 +39,69 @@ def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any
             return original(iteration, *args, **kwargs)
         place = of_scripts.folder(given.save, iteration, release=kwargs.get("release", False))
         declared = given.ckpt_format in _OF_DIST_CHECKPOINTING
-        if declared and getattr(given, "async_save", False):  # the tracker is written when that has ended
-            of_scripts.begin_save(place)
-            return original(iteration, *args, **kwargs)
+        wanted, retain = verifies and not declared, getattr(given, "save_retain_interval", None)
+        if getattr(given, "async_save", False):
+            with _beginning(given.save, place, wanted, retain):
+                return original(iteration, *args, **kwargs)
         former = of_scripts.of_tracker(given.save)
-        with of_scripts.saving(given.save, place, verifies=verifies and not declared):
+        with of_scripts.saving(given.save, place, verifies=wanted):
             result = original(iteration, *args, **kwargs)
-        _retire(former, place, getattr(given, "save_retain_interval", None))
+        _retire(former, place, retain)
     do_afterwards()
     return result
+
+
+_finishing: tuple[Callable[[], None], Callable[[], None]] | None = None  # while an asynchronous save begins
+
+
+@contextlib.contextmanager
+def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> Iterator[None]:
+    """Let a script begin an asynchronous save in the block, and know what is to be done when it has ended.
+
+    Args:
+        verifies: whether checksums are wanted that ``write_checksums`` does not write.
+        retain: upstream's ``--save-retain-interval``.
+    """
+    global _finishing
+    with of_scripts.beginning(root, place) as publish:
+
+        def sum_up() -> None:
+            if verifies:
+                checksums.write(place)
+
+        def name() -> None:
+            former = of_scripts.of_tracker(root)
+            if publish():
+                _retire(former, place, retain)
+
+        _finishing = sum_up, name
+        try:
+            yield
+        finally:
+            _finishing = None
+
+
+@around(
+    "megatron.training.async_utils:schedule_async_save",
+    why="upstream opens the tracker of an asynchronous save for writing in place: killed then, it leaves an "
+    "empty one",
+)
+def finish_by_name(original: Callable[..., Any], async_request: Any) -> Any:
+    """Give the tracker its name when upstream has written it, before anybody is told of the checkpoint."""
+    if _finishing is not None and async_request.finalize_fns:  # 0.19 hands them on to a second request
+        sum_up, name = _finishing
+        own = async_request.finalize_fns
+        # the first is that of the files, on every rank; later ones are of some ranks
+        own[:] = [*own[:1], sum_up, *(_then(each, name) for each in own[1:])]
+    return original(async_request)
+
+
+def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def do_afterwards() -> None:

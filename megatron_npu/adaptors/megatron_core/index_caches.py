@@ -1,4 +1,7 @@
-"""``megatron.core.datasets``: caches of indices, read without pickle, made anew where they are damaged."""
+"""``megatron.core.datasets``: caches of indices, read without pickle, made anew where they are damaged.
+
+``megatron.legacy.data``, too, of the trees of Megatron-LM that have it: read without pickle.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import numpy
 import torch.distributed as dist
 
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, constant
-from megatron_npu.adaptors.shared import safe_numpy
+from megatron_npu.adaptors.shared import data, safe_numpy, safe_pickle
 from megatron_npu.adaptors.shared.safe_numpy import DamagedIndexError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,24 @@ for _module in ("gpt_dataset", "blended_dataset", "masked_dataset"):
         why="it reads index files in numpy's place, lets tensors be unpickled from them, and a file that is "
         "truncated ends the training",
     )
+# ICT, REALM's retriever and T5 of --use-legacy-models
+for _module in ("dataset_utils", "biencoder_dataset_utils", "realm_dataset_utils"):
+    constant(
+        f"megatron.legacy.data.{_module}:np",
+        safe_numpy,
+        versions="<0.17",
+        why=_PICKLES,
+        upstream_bug=True,
+        until="0.17, which has no such modules",
+    )
+constant(
+    "megatron.legacy.data.realm_index:pickle",
+    safe_pickle,
+    versions="<0.17",
+    why=data.WHY_EMBEDDINGS,
+    upstream_bug=True,
+    until="0.17, which has no such module",
+)
 _PART = 1 << 20  # entries that are looked at together
 
 

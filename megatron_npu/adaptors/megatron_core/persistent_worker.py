@@ -13,10 +13,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import queues, resource_tracker, synchronize
 from typing import Any
 
 from megatron_npu.adaptors.megatron_core.checkpoint_writers import end_of, end_with_parent
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around
+from megatron_npu.replaced import Replaced
 
 _CALLER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller"
 _POLL = 0.1  # seconds, as upstream
@@ -30,12 +32,62 @@ _mended = functools.partial(around, upstream_bug=True, until=NOT_FIXED)
 
 @_mended(
     f"{_CALLER}.async_loop",
-    why="the persistent worker outlives a training that is killed, and waits for its next checkpoint",
+    why="the persistent worker outlives a training that is killed, and waits for its next checkpoint; 19 "
+    "names in /dev/shm outlive a machine's kill of everything",
 )
 def end_with_training(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Have the kernel end this process when the one that started it ends."""
+    """Have the kernel end this process when the one that started it ends; take away what only it needed."""
     end_with_parent()
+    for each in (*args, *kwargs.values()):
+        for semaphore in _semaphores(each):
+            _take_name(semaphore._semlock.name)  # type: ignore[attr-defined]
     return original(*args, **kwargs)
+
+
+def _semaphores(value: Any) -> Iterator[synchronize.SemLock]:
+    """Yield the semaphores of a queue between processes; nothing of any other value."""
+    if isinstance(value, synchronize.SemLock):
+        yield value
+    elif isinstance(value, (queues.Queue, synchronize.Condition)):
+        for each in vars(value).values():
+            yield from _semaphores(each)
+
+
+def _take_name(name: str) -> None:
+    """Take a semaphore's name away, unless somebody has: those that have opened it go on with it."""
+    try:
+        synchronize.sem_unlink(name)  # type: ignore[attr-defined]  # typeshed does not know it
+    except FileNotFoundError:
+        return
+    resource_tracker.unregister(name, "semaphore")
+
+
+@contextlib.contextmanager
+def _names_may_go() -> Iterator[None]:
+    """Let semaphores that are made in the block be content at their end when their names have gone before."""
+    replaced = Replaced()
+    replaced.set(synchronize.SemLock, "_cleanup", staticmethod(_take_name))
+    try:
+        yield
+    finally:
+        replaced.undo()
+
+
+_WHY_NAMES = "at its end Python would complain of the names that the worker has taken away"
+
+
+@_mended(f"{_CALLER}.__init__", versions="<0.17", why=_WHY_NAMES)
+def make_queues(original: Callable[..., None], self: Any) -> None:
+    """Make the queues to the worker, whose semaphores have names until it has opened them."""
+    with _names_may_go():
+        original(self)
+
+
+@_mended(f"{_CALLER}._get_process", versions=">=0.17", why=_WHY_NAMES)
+def start_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As ``make_queues``, and start the worker."""
+    with _names_may_go():
+        return original(*args, **kwargs)
 
 
 @_mended(

@@ -74,18 +74,36 @@ def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
         place: that of this one, in which the block leaves all its files.
         verifies: whether checksums are wanted.
     """
-    global _unfinished
-    tracker = Path(root, TRACKER)
-    if is_first():
-        files.remove_abandoned(tracker)  # of runs that were killed while they saved
-    begin_save(place)
-    _unfinished = files.partial_file(tracker)
-    try:
+    with beginning(root, place) as publish:
         yield
         if verifies:
             checksums.write(place)
-        if _unfinished.is_file():  # on rank 0; DeepSpeed's engine writes none
-            _unfinished.replace(tracker)
+        publish()  # DeepSpeed's engine writes none
+
+
+@contextlib.contextmanager
+def beginning(root: str | Path, place: Path) -> Iterator[Callable[[], bool]]:
+    """Let a script begin to save inside the block; what it calls the tracker there is its temporary name.
+
+    Gives a function that lets the tracker have its name once the script has written it, after the block,
+    too, and returns whether it did.
+    """
+    global _unfinished
+    tracker = Path(root, TRACKER)
+    partial = files.partial_file(tracker)
+    if is_first():
+        files.remove_abandoned(tracker)  # of runs that were killed while they saved
+    begin_save(place)
+
+    def publish() -> bool:
+        if not partial.is_file():  # on rank 0 alone it is
+            return False
+        partial.replace(tracker)
+        return True
+
+    _unfinished = partial
+    try:
+        yield publish
     finally:
         _unfinished = None
 

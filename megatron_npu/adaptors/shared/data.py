@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_npu.adaptors.shared import safe_numpy
+from megatron_npu.adaptors.shared import safe_numpy, safe_pickle
 from megatron_npu.adaptors.shared.start import compile_no_helpers
 from megatron_npu.patching.registry import Recorder
+
+WHY_EMBEDDINGS = (
+    "upstream unpickles the embeddings of REALM's blocks, which runs whatever code the file holds"
+)
 
 
 def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
@@ -24,6 +28,13 @@ def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
             upstream_bug=True,
             until=until,
         )
+    recorder.constant(
+        "megatron.data.realm_index:pickle",
+        safe_pickle,
+        why=WHY_EMBEDDINGS,
+        upstream_bug=True,
+        until=until,
+    )
     recorder.replace(
         "megatron.data.dataset_utils:compile_helper",
         why="it runs make inside the checkout, for whichever python3 is first on the path, and ends the "

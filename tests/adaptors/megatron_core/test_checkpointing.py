@@ -6,11 +6,16 @@ import time
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_npu import checksums
+from megatron_npu.adaptors.megatron_core import checksums as core_checksums
+from megatron_npu.adaptors.megatron_core import persistent_worker
 from megatron_npu.adaptors.megatron_core.checkpointing import with_other_experts
+from megatron_npu.adaptors.shared import checksums as of_scripts
 from megatron_npu.errors import UsageError
 from tests.adaptors.comparison import here
 
@@ -44,6 +49,34 @@ def test_tensors_of_a_prefix_are_removed(checkpoint):
     assert torch.equal(load(wanted, str(checkpoint))["kept"], torch.arange(6.0).reshape(2, 3))
 
 
+def test_an_asynchronous_save_is_summed_up_and_named_before_anybody_hears_of_it(tmp_path: Path) -> None:
+    """In the order in which upstream finishes it; the one before goes as ``--save-retain-interval`` says."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+    places = [tmp_path / f"iter_000000{number}" for number in (2, 4)]
+    for place in places:
+        place.mkdir()
+    tracker = tmp_path / of_scripts.TRACKER
+    tracker.write_text("2")
+    heard = []
+
+    def tell() -> None:
+        heard.append((tracker.read_text(), checksums.damaged(places[1]), of_scripts.named(str(tracker))))
+
+    with core_checksums._beginning(str(tmp_path), places[1], verifies=True, retain=4):
+        name = of_scripts.tracker_to_write(str, tracker)
+        written = partial(Path(name).write_text, "4")
+        request = AsyncRequest(None, (), [partial((places[1] / "weights").write_bytes, b"4"), written, tell])
+        core_checksums.finish_by_name(lambda scheduled: None, request)
+    request.execute_sync()
+    assert heard == [("4", [], str(tracker))]
+    assert (places[1] / checksums.NAME).is_file()
+    deadline = time.monotonic() + 10
+    while places[0].exists() and time.monotonic() < deadline:  # a thread removes it
+        time.sleep(0.01)
+    assert not places[0].exists()
+
+
 def _staged(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Bring tensors to the host as ``FileSystemWriterAsync.preload_tensors`` does."""
     return [tensor.to("cpu", non_blocking=True) for tensor in tensors]
@@ -54,6 +87,11 @@ def _write_when_told(rank: int, tensors: list[torch.Tensor], folder: Path) -> No
     while not (folder / "go").exists():
         time.sleep(0.01)
     torch.save(tensors, folder / "written")
+
+
+def semaphores(caller: object) -> list[Any]:
+    """Return those of the queues between a training and its persistent writer."""
+    return [each for queue in vars(caller).values() for each in persistent_worker._semaphores(queue)]
 
 
 def test_a_persistent_writer_gets_the_weights_of_its_iteration(tmp_path: Path) -> None:
@@ -70,6 +108,9 @@ def test_a_persistent_writer_gets_the_weights_of_its_iteration(tmp_path: Path) -
         weight.add_(1)  # the next iteration
         (tmp_path / "go").touch()
         assert caller.is_current_async_call_done(blocking=True)
+        names = [each._semlock.name for each in semaphores(caller)]
+        assert len(names) == 19
+        assert not [name for name in names if Path(f"/dev/shm/sem.{name[1:]}").exists()]  # none to be left
     finally:
         caller.close()
     assert torch.load(tmp_path / "written")[0].eq(0).all()

@@ -1,0 +1,69 @@
+"""pickle for upstream modules that read pickled arrays: builds numbers, texts, tables and arrays alone.
+
+It stands in those modules' globals under their name for it; every other name is pickle's own.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import IO, Any, ClassVar
+
+from megatron_npu import checked_numpy
+from megatron_npu.errors import UsageError
+
+_ALLOWED = {name: value for value, name in checked_numpy.ENTRIES}
+
+
+class _DataUnpickler(pickle._Unpickler):
+    """Builds numpy's values, looked at first.
+
+    Python's own: C's makes a table as long as the largest number that a value is remembered by, and six
+    bytes of a file are gigabytes; and it gives a state to classes, too.
+    """
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
+    del dispatch[pickle.BYTEARRAY8[0]]  # takes as much memory as the file says
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for one of numpy's.
+
+        Raises:
+            UnpicklingError: another one.
+        """
+        try:
+            return _ALLOWED[f"{module}.{name}"]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it names {module}.{name}") from None
+
+    def load_build(self) -> None:
+        """Give a state to what this file has made."""
+        if not isinstance(self.stack[-2], (checked_numpy.CheckedArray, checked_numpy.CheckedDtype)):
+            raise pickle.UnpicklingError(f"it changes {type(self.stack[-2]).__name__}")
+        super().load_build()  # type: ignore[misc]  # typeshed does not know it
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(pickle, name)
+
+
+def load(stream: IO[bytes]) -> Any:
+    """``pickle.load`` of data.
+
+    Raises:
+        UsageError: it is broken, or names something else.
+    """
+    try:
+        return _DataUnpickler(io.BytesIO(stream.read())).load()
+    except OSError:
+        raise
+    except Exception as error:  # a broken pickle raises whatever it stumbles over
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UsageError(
+            f"{getattr(stream, 'name', 'a pickle')}: {reason[:1000]}",
+            "numbers, texts and arrays of numpy",
+            "It cannot be read; what names something else may run it, and does not come from Megatron.",
+        ) from error
