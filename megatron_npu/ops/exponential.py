@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 _LOG2_E = math.log2(math.e)
@@ -17,3 +18,18 @@ def exponential_(tensor: Tensor) -> Tensor:
     up to |x| roundings.
     """
     return tensor.mul_(_LOG2_E).exp2_() if tensor.device.type == "cpu" else tensor.exp_()
+
+
+def exponential_of_difference_(tensor: Tensor, subtrahend: Tensor) -> Tensor:
+    """Replace the values by the exponentials of their differences to ``subtrahend``, and return the tensor.
+
+    On a cpu the subtrahend is multiplied beforehand, which saves a pass. Both products are rounded, so the
+    result is off by up to |x| + |subtrahend| roundings: as much as those of the logits that are subtracted.
+
+    Args:
+        tensor: fp32 or fp64, changed in place.
+        subtrahend: of its dtype, broadcast to it.
+    """
+    if tensor.device.type != "cpu":
+        return tensor.sub_(subtrahend).exp_()
+    return torch.add(subtrahend * -_LOG2_E, tensor, alpha=_LOG2_E, out=tensor).exp2_()

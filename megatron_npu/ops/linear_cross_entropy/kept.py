@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.cross_entropy import reduce_over_ranks
-from megatron_npu.ops.exponential import exponential_
+from megatron_npu.ops.exponential import exponential_of_difference_
 from megatron_npu.ops.linear import product
 from megatron_npu.ops.linear_cross_entropy.blocks import (
     Gradients,
     precise,
-    predicted_logits,
     vocabulary_blocks,
 )
 from megatron_npu.ops.linear_cross_entropy.part import Part
@@ -61,20 +60,28 @@ class _Exponentials:
     """The exponentials of the logits by blocks of their columns, the sums, and the logits of the targets."""
 
     def __init__(self, rows: Tensor, weight: Tensor, local: Tensor) -> None:
-        self.rows, self.weight, self.local = rows, weight, local
+        self.rows, self.weight = rows, weight
+        self.targets = _targets_by_block(local, [*vocabulary_blocks(rows, weight)])
         first = next(vocabulary_blocks(rows, weight))
         self.fill(product(rows, weight[first]).amax(1).to(precise(rows)))
         if self.is_far_from(self.normalizer()):
             self.fill(self._largest())
 
     def fill(self, reference: Tensor) -> None:
-        """Take ``exp(z - reference)`` of every block."""
+        """Take ``exp(z - reference)`` of every block, in memory that all blocks share where z is 16 bits."""
         self.reference, self.blocks = reference, []
         self.sums, self.predicted = torch.zeros_like(reference), torch.zeros_like(reference)
-        for block in vocabulary_blocks(self.rows, self.weight):
-            logits = product(self.rows, self.weight[block])
-            self.predicted += predicted_logits(logits, self.local, block)
-            exact = exponential_(logits.to(reference.dtype).sub_(reference[:, None]))  # in place in fp32
+        shared = reference.new_empty(0)
+        for block, (tokens, columns) in zip(
+            vocabulary_blocks(self.rows, self.weight), self.targets, strict=True
+        ):
+            exact = logits = product(self.rows, self.weight[block])
+            if tokens.numel():
+                self.predicted[tokens] = logits[tokens, columns].to(reference.dtype)
+            if logits.dtype is not reference.dtype:
+                shared = shared if shared.numel() else torch.empty_like(logits, dtype=reference.dtype)
+                exact = shared.view(-1)[: logits.numel()].view(logits.shape).copy_(logits)
+            exponential_of_difference_(exact, reference[:, None])
             self.sums += exact.sum(1)
             self.blocks.append(exact if exact is logits else logits.copy_(exact))
 
@@ -96,6 +103,22 @@ class _Exponentials:
     def subtract_targets(self, normalizer: Tensor) -> None:
         """Put ``e - exp(normalizer - reference)`` where the targets are: the gradient of the logit there."""
         at_target = (self.predicted - self.reference).exp_() - (normalizer - self.reference).exp_()
-        for block, part in zip(vocabulary_blocks(self.rows, self.weight), self.blocks, strict=True):
-            hits = ((self.local >= block.start) & (self.local < block.stop)).nonzero().squeeze(1)
-            part[hits, self.local[hits] - block.start] = at_target[hits].to(part.dtype)
+        for (tokens, columns), part in zip(self.targets, self.blocks, strict=True):
+            if tokens.numel():
+                part[tokens, columns] = at_target[tokens].to(part.dtype)
+
+
+def _targets_by_block(local: Tensor, blocks: list[slice]) -> list[tuple[Tensor, Tensor]]:
+    """Return for each block of the vocabulary the tokens whose targets are in it, and the columns of those.
+
+    Args:
+        local: ``[t]``, the targets, of which some are in no block.
+        blocks: in order, without gaps.
+    """
+    in_order, tokens = local.sort()
+    bounds = torch.tensor([*(block.start for block in blocks), blocks[-1].stop], device=local.device)
+    cuts = torch.searchsorted(in_order, bounds).tolist()
+    return [
+        (tokens[begin:end], in_order[begin:end] - block.start)
+        for block, begin, end in zip(blocks, cuts, cuts[1:], strict=False)
+    ]
