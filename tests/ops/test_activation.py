@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_npu.ops import activation
+from megatron_npu.ops.activation import cpu
 from tests.ops.against_fp64 import RELAXED, check, rows_of
 
 widths = st.integers(1, 40)
@@ -145,3 +146,31 @@ def test_gradient_for_functions_of_upstream(device, dtype, shape):
     ours = activation.swiglu_backward(grad, x)
     limit = 2e-5 if dtype is torch.float32 else 5e-2
     torch.testing.assert_close(ours.cpu().double(), leaf.grad, rtol=limit, atol=limit)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """A few rows are several tiles of GELU on the CPU, the last one smaller."""
+    monkeypatch.setattr(cpu, "_TILE", 64)
+    monkeypatch.setattr(cpu, "_FEWEST", 0)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(5, 3, 20), (7, 64), (1, 200), (0, 8)])
+def test_gelu_by_tiles(small_tiles, shape, with_bias):
+    against_the_formula("bias_gelu", shape, torch.device("cpu"), torch.bfloat16, with_bias)
+
+
+def test_gelu_by_tiles_far_out_and_kept(small_tiles):
+    device = torch.device("cpu")
+    test_far_out_and_empty(device, torch.bfloat16, "bias_gelu")
+    test_no_more_is_kept_than_the_inputs_take(device, torch.bfloat16, "bias_gelu")
+
+
+def test_gelu_computed_again_is_the_same():
+    """Recomputed activations are first computed without gradients, then with."""
+    z = torch.randn(40, 512).bfloat16().requires_grad_()
+    assert z.numel() >= cpu._FEWEST
+    with torch.no_grad():
+        without = activation.bias_gelu(z)
+    assert torch.equal(without, activation.bias_gelu(z))

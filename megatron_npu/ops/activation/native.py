@@ -70,8 +70,9 @@ def _gradient(curve: str, grad: Tensor, gate: Tensor) -> Tensor:
 reference.gelu.on("cpu", "cuda", note="`F.gelu`")(F.gelu)
 
 
-@reference.bias_gelu.on("cpu", "cuda", note="`F.gelu`")
-def _bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
+@reference.bias_gelu.on("cuda", note="`F.gelu`")
+def torch_bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the GELU of the sum, tanh form, by torch's kernels."""
     if torch.is_grad_enabled():
         return BiasGelu.apply(input, bias)
     return F.gelu(with_bias(input, bias), approximate="tanh")  # autograd would cost more than one token's row
