@@ -13,6 +13,7 @@ GROUPS = {
     "an NPU or a GPU": r"needs an NPU|no GPU|no CUDA|cuda is not",
     "data (../shared/data or make demo)": r"gpt2-vocab|lambada|LAMBADA|text of the guide",
     "a package": r"could not import|not installed|no Megatron is installed|needs einops",
+    "time (TEST_EVERY_VERSION=1)": r"TEST_EVERY_VERSION",
     "a program": r"no (Chromium|g\+\+|gcc|C\+\+ compiler|shellcheck|git)",
 }
 CASE = "nothing: the case does not arise here"

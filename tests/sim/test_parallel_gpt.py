@@ -1,4 +1,8 @@
-"""A GPT, dense or of experts, on simulated NPUs, alone and over HCCL, has the curve of one CPU process."""
+"""A GPT on simulated NPUs, alone and over HCCL, has the curve of one CPU process.
+
+It is dense, of experts, or of multi-latent attention that predicts two further tokens.
+tests/sim/test_layouts.py has the other layouts.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +28,26 @@ EXPERTS = (
     "--num-layers 2 --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --init-method-std 0.1 "
     "--disable-bias-linear --swiglu --normalization RMSNorm --train-iters 3"
 )
-ALONE = {"one": "", "experts": EXPERTS}
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 8 --qk-layernorm --position-embedding-type rope --mtp-num-layers 2 --swiglu "
+    "--disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights --num-layers 2 "
+    "--init-method-std 0.1 --train-iters 3"
+)
+OF_LATENT = ("loss", "grad_norm", "mtp_1_loss", "mtp_2_loss")
+MODELS = {"one": "", "experts": EXPERTS, "latent": LATENT}
 TWO = {
     "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2",
     "ep2": f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    "latent-tp2-sp": f"{LATENT} --tensor-model-parallel-size 2 --sequence-parallel",
+    "latent-pp2": f"{LATENT} --pipeline-model-parallel-size 2",
 }
+
+
+def model_of(words: str) -> str:
+    """Return the name of the model that a case trains."""
+    return max(MODELS, key=lambda name: len(MODELS[name]) if MODELS[name] in words else -1)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +63,9 @@ def flags(dataset):
 @pytest.fixture(scope="module")
 def expected(flags, folder) -> dict[str, Curve]:
     """Return the curve of one CPU process of each model, from the checkpoint that all begin with."""
-    cases = curves.from_one_start(folder / "dense", {"one": ""})
-    cases |= curves.from_one_start(folder / "moe", {"experts": ""}, EXPERTS)
+    cases = {}
+    for name, words in MODELS.items():
+        cases |= curves.from_one_start(folder / f"{name}-start", {name: ""}, words)
     return curves.train(folder / "cpu", flags, cases)
 
 
@@ -58,8 +77,10 @@ def on_npus(simulated, flags, folder, expected):
         place = folder / str(npus)
         place.mkdir()
         report = {"MEGATRON_NPU_SIM_REPORT": str(place / "report.json")}
-        starts = {name: folder / ("moe" if EXPERTS in words else "dense") for name, words in cases.items()}
-        begun = {name: f"{words} --load {starts[name]} --finetune" for name, words in cases.items()}
+        begun = {
+            name: f"{words} --load {folder / model_of(words)}-start --finetune"
+            for name, words in cases.items()
+        }
         line = curves.command(place, flags, begun, npus)
         done = simulated("python", *line, MEGATRON_NPU_SIM_HCCL_TIMEOUT="120", **report)
         assert done.returncode == 0, done.stdout[-6000:]
@@ -82,7 +103,7 @@ def check(found: Curve, expected: Curve, columns: tuple[str, ...] = ("loss", "gr
 
 
 def test_one_npu(on_npus, expected):
-    found, _ = on_npus(ALONE, 1)
+    found, _ = on_npus({name: MODELS[name] for name in ("one", "experts")}, 1)
     check(found["one"], expected["one"])
     check(found["experts"], expected["experts"], OF_EXPERTS)
 
@@ -92,6 +113,8 @@ def test_two_npus(on_npus, expected):
     check(found["tp2-sp"], expected["one"])
     check(found["pp2"], expected["one"])
     check(found["ep2"], expected["experts"], OF_EXPERTS)
+    for name in ("latent-tp2-sp", "latent-pp2"):
+        check(found[name], expected["latent"], OF_LATENT)
     for counts in counted:
         for name in ("AllReduce", "AllGather", "ReduceScatter", "BatchSendRecv"):
             assert counts["communication"][name]["calls"] >= STEPS, (name, counts["communication"])

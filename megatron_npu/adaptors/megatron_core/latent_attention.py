@@ -1,0 +1,89 @@
+"""Gradients of multi-latent attention in tensor-parallel ranks.
+
+Connects ``megatron.core.transformer.multi_latent_attention`` and ``distributed.finalize_model_grads``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around
+
+
+class _SharedByAllHeads(torch.autograd.Function):
+    """The keys of a rank's heads, the last columns of which are the same in all heads of all ranks.
+
+    Whoever sums the gradients of these columns over the rank's heads gets those of all ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, columns: int, group: dist.ProcessGroup) -> Tensor:
+        """``[..., heads, d]`` to the same."""
+        ctx.columns, ctx.group = columns, group
+        return key.view_as(key)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        own, shared = gradient.split([gradient.size(-1) - ctx.columns, ctx.columns], -1)
+        total = shared.sum(-2, keepdim=True)
+        dist.all_reduce(total, group=ctx.group)
+        return torch.cat([own, (total / shared.size(-2)).expand_as(shared)], -1), None, None
+
+
+@around(
+    "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors",
+    why="the rotary part of a key is one for all heads, and its gradient only that of the heads of one "
+    "tensor-parallel rank, unless a layer of TransformerEngine's names makes it and the sequence is parallel",
+    until=NOT_FIXED,
+    upstream_bug=True,
+)
+def sum_gradients_of_the_shared_key(
+    original: Callable[..., tuple[Tensor, ...]], self: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """Return queries, keys and values as upstream does, the keys ``[..., heads, d]``."""
+    from megatron.core import parallel_state
+
+    query, key, *rest = original(self, *args, **kwargs)
+    group = getattr(self, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
+    config = self.config
+    # a whole layer on each rank: upstream's gather of a parallel sequence sums when it goes back
+    whole = (
+        self.linear_kv_down_proj.weight.size(0) == config.kv_lora_rank + config.qk_pos_emb_head_dim
+        and config.sequence_parallel
+    )
+    if key.requires_grad and not whole and dist.get_world_size(group) > 1:
+        key = _SharedByAllHeads.apply(key, config.qk_pos_emb_head_dim, group)
+    return query, key, *rest
+
+
+_around_reduction = partial(
+    around,
+    why="with --qk-layernorm and tensor parallelism, but not of the sequence, the gradient of multi-latent "
+    "attention's norm of queries, which each rank has whole, is multiplied by the number of ranks",
+    until=NOT_FIXED,
+    upstream_bug=True,
+)
+
+
+@_around_reduction(
+    "megatron.core.distributed.finalize_model_grads:_allreduce_layernorm_grads", versions="<0.13"
+)
+@_around_reduction(
+    "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
+    versions=">=0.13",
+)
+def leave_norms_of_latents(
+    original: Callable[..., None], model: list[torch.nn.Module], config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Hide the flag: upstream means by it norms of single heads, of which each rank has others."""
+    if getattr(config, "multi_latent_attention", False) and not config.sequence_parallel:
+        config = copy.copy(config)
+        config.qk_layernorm = False
+    original(model, config, *args, **kwargs)
