@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Get the Megatrons that the tests run: Megatron-LM trees, each at its commit, and the older wheels of
-# megatron-core, unpacked side by side. What is already there is left alone.
+# Get the Megatrons that the tests run: Megatron-LM trees, each at its commit, and the other wheels of
+# megatron-core, unpacked side by side, with the package that has Muon. What is already there is left alone.
 #   get_megatron.sh [FOLDER [NAME...]]   into checkouts/, or FOLDER; all of them, or those named (285068c8, ...)
 # Some trees come only when they are named, as one slow test alone runs them:
 #   get_megatron.sh checkouts core_v0.13.1 core_v0.14.0 core_v0.15.3 core_v0.17.1 core_v0.18.2 core_v0.19.0
@@ -23,7 +23,7 @@ elsewhere=(
 )
 on_request=(core_v0.13.1 core_v0.14.0 core_v0.15.3 core_v0.17.1 core_v0.18.2 core_v0.19.0)
 
-wheels=(0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2)
+wheels=(emerging_optimizers-0.3.0 megatron_core-{0.12.1,0.13.1,0.14.0,0.15.3,0.17.1,0.18.2,0.19.2})
 python=${PYTHON:-python3}
 
 # wanted NAME: whether it is asked for and not there yet
@@ -32,21 +32,23 @@ wanted() {
 }
 
 for name in "${names[@]}"; do
-    known=" ${trees[*]%% *} ${elsewhere[*]%% *} ${wheels[*]/#/megatron_core-} ${on_request[*]} "
+    known=" ${trees[*]%% *} ${elsewhere[*]%% *} ${wheels[*]} ${on_request[*]} "
     [[ $known == *" $name "* ]] || { echo "no $name; there are:$known" >&2; exit 2; }
     [[ " ${on_request[*]} " != *" $name "* ]] || trees+=("$name $name")
     for tree in "${elsewhere[@]}"; do [ "${tree%% *}" != "$name" ] || trees+=("$tree"); done
 done
 
-for version in "${wheels[@]}"; do
-    name=megatron_core-$version
+for name in "${wheels[@]}"; do
     wanted "$name" || continue
     rm -rf "$folder/$name.part"
     # From 0.17 on there are wheels for Python 3.12 alone, whose one compiled module has a stand-in here.
     newer=()
-    case $version in 0.17.* | 0.18.* | 0.19.*) newer=(--python-version 3.12 --ignore-requires-python) ;; esac
+    # Muon's package says that it is for Python 3.12, too.
+    case $name in
+        *-0.17.* | *-0.18.* | *-0.19.* | emerging_*) newer=(--python-version 3.12 --ignore-requires-python) ;;
+    esac
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: "${newer[@]}" \
-        --target "$folder/$name.part" "megatron-core==$version"
+        --target "$folder/$name.part" "${name/-/==}"
     mv "$folder/$name.part" "$folder/$name"
     echo "$folder/$name"
 done

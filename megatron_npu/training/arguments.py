@@ -316,7 +316,7 @@ def _optimizer(add: Add) -> None:
         "--optimizer",
         choices=["adam", "muon"],
         default="adam",
-        help="muon: matrices of the layers by Muon, all else by Adam; megatron-core 0.17 or later",
+        help="muon: matrices of the layers by Muon, all else by Adam; megatron-core 0.16 or later",
     )
     add("--lr", type=number, help="highest learning rate; required to train")
     add("--min-lr", type=number, default=0.0, help="learning rate that the decay ends with")

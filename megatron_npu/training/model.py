@@ -203,7 +203,7 @@ def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> Megatron
     FusedAdam.swap_moments = args.swap_optimizer
     values = of_the_same_name(OptimizerConfig, args) | {"params_dtype": dtype(args)}
     make = get_megatron_optimizer
-    if args.optimizer == "muon" and hasattr(OptimizerConfig, "muon_use_nesterov"):  # 0.17
+    if args.optimizer == "muon" and hasattr(OptimizerConfig, "muon_use_nesterov"):  # until 0.17
         from megatron.core.optimizer import muon
 
         make = muon.get_megatron_muon_optimizer

@@ -11,7 +11,8 @@ from megatron_npu.arg_parser import number, positive
 Add = Callable[..., Any]
 
 PACKAGE = "emerging_optimizers"  # which megatron-core takes Muon from
-SINCE = (0, 17)  # 0.16 names an argument as the package did before 0.2
+SINCE = (0, 16)  # of megatron-core
+COEFFICIENTS_SINCE = (0, 17)  # quintic before
 COEFFICIENTS = ("simple", "quintic", "polar_express")
 
 

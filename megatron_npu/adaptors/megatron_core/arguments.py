@@ -7,7 +7,6 @@ function and its line there.
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -114,27 +113,17 @@ def refuse_linear_loss_alone(args: argparse.Namespace) -> None:
 
 
 def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
-    """Refuse Muon where the package that has it is absent, or is one that this megatron-core does not fit."""
+    """Refuse Muon where the package that has it is absent."""
     if "muon" not in args.optimizer:
         return
-    from megatron.core import package_info
-
     try:
-        from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
+        import emerging_optimizers.orthogonalized_optimizers  # noqa: F401
     except ImportError as error:
         raise UsageError(
             f"--optimizer {args.optimizer} without the package emerging_optimizers ({error})",
             "it: Megatron takes Muon from there",
             "pip install --no-deps --ignore-requires-python emerging_optimizers==0.3.0",
         ) from error
-    names = inspect.signature(OrthogonalizedOptimizer.__init__).parameters
-    if (package_info.MAJOR, package_info.MINOR) < (0, 17) and "use_nesterov" not in names:
-        raise UsageError(
-            f"--optimizer {args.optimizer} of megatron-core {package_info.__version__} with this version of "
-            "emerging_optimizers",
-            "one before 0.2: it has renamed an argument since (use_nesterov), which ends in a TypeError",
-            "Take megatron-core 0.17 or later, or --optimizer adam.",
-        )
 
 
 def set_variables_of_cuda(args: argparse.Namespace) -> None:
@@ -173,8 +162,7 @@ CHECKS = (  # they run in this order
     ),
     Check(
         refuse_muon_without_its_package,
-        why="--optimizer muon ends in an assertion without emerging_optimizers, and in a TypeError with one "
-        "that this megatron-core was not written for (0.16), when the model is there",
+        why="--optimizer muon ends in an assertion without emerging_optimizers, when the model is there",
     ),
     Check(
         refuse_tools_of_cuda,

@@ -36,11 +36,18 @@ def check(args: Namespace) -> None:
 
 def _muon(args: Namespace) -> None:
     """Refuse what megatron-core's Muon does not do, and what it is not made of here."""
-    if tuple(map(int, args.megatron_version.split(".")[:2])) < muon_flags.SINCE:
+    version = tuple(map(int, args.megatron_version.split(".")[:2]))
+    if version < muon_flags.SINCE:
         raise UsageError(
             f"--optimizer muon with megatron-core {args.megatron_version}",
-            "0.17 or later: before, it does not fit the package that has Muon",
+            "0.16 or later: there is none before",
             "Give --optimizer adam.",
+        )
+    if version < muon_flags.COEFFICIENTS_SINCE and args.muon_coefficient_type != "quintic":
+        raise UsageError(
+            f"--muon-coefficient-type {args.muon_coefficient_type} of megatron-core {args.megatron_version}",
+            "quintic: others can be chosen from 0.17 on",
+            "Leave it out.",
         )
     if not muon_flags.installed():
         raise UsageError(

@@ -1,7 +1,8 @@
 """Train a linear layer with ``--optimizer muon`` of megatron-core; print its losses and its first update.
 
 Newton-Schulz is done again here, in fp64 and by plain products, after Jordan et al. 2024 with the package's
-table of coefficients. argv: a file for the store.
+table of coefficients. argv: a file for the store; and the number of this process of two that see the same
+data, where the optimizer is to be shared out, as that of 0.16's ``dist_muon`` is.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def main() -> None:
         from megatron.core.optimizer.muon import get_megatron_muon_optimizer as make
     else:
         make = optimizers.get_megatron_optimizer
-    dist.init_process_group("nccl", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+    shared = len(sys.argv) > 2
+    rank, size = (int(sys.argv[2]), 2) if shared else (0, 1)
+    dist.init_process_group("nccl", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=size)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(2)
@@ -58,7 +61,7 @@ def main() -> None:
         clip_grad=0.0,
         muon_fp32_matmul_prec="highest",  # the default, medium, lets a CPU multiply in bf16
     )
-    optimizer = make(options, [ddp])
+    optimizer = make(options, [ddp], **({"layer_wise_distributed_optimizer": True} if shared else {}))
     data, target = torch.randn(8, 1, 16), torch.randn(8, 1, 12)
     losses, before = [], layer.weight.detach().clone()
     for step in range(STEPS):

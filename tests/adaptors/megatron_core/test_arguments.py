@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-import types
 from typing import Any
 
 import pytest
@@ -56,35 +54,6 @@ def test_tools_of_cuda_are_refused_before_anything_is_built() -> None:
     else:
         arguments.refuse_tools_of_cuda(history)
         assert history.record_memory_history
-
-
-class _OlderPackage:
-    def __init__(self, params: Any, use_nesterov: bool) -> None:
-        pass
-
-
-class _Package:
-    def __init__(self, params: Any, nesterov: bool) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("minor", "optimizer", "refused"),
-    [(16, _Package, True), (16, _OlderPackage, False), (17, _Package, False)],
-)
-def test_muon_of_0_16_is_refused_with_the_package_that_it_does_not_fit(
-    monkeypatch, minor: int, optimizer: type, refused: bool
-) -> None:
-    from megatron.core import package_info
-
-    monkeypatch.setattr(package_info, "MINOR", minor)
-    part = types.ModuleType("emerging_optimizers.orthogonalized_optimizers")
-    part.OrthogonalizedOptimizer = optimizer  # type: ignore[attr-defined]
-    for module in (types.ModuleType("emerging_optimizers"), part):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    wanted = pytest.raises(UsageError, match="one before 0") if refused else contextlib.nullcontext()
-    with wanted:
-        arguments.refuse_muon_without_its_package(_arguments(optimizer="dist_muon"))
 
 
 def test_muon_is_refused_without_its_package(monkeypatch) -> None:

@@ -1,10 +1,11 @@
-"""Muon of megatron-core 0.17 and newer without Triton, which its package always imports; the driver too."""
+"""Muon of megatron-core 0.16 and newer without Triton, which its package always imports; the driver too."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,18 +13,14 @@ import pytest
 
 from tests import warm
 from tests.adaptors.megatron_core.test_versions import EXACT, environment_of, wheel
-from tests.conftest import ROOT
+from tests.conftest import ROOT, on_a_leash
 from tests.distributed import curves
 from tests.distributed.curves import Curve, deviation
 from tests.end_to_end import tiny
 
 WORKER = Path(__file__).with_name("muon_worker.py")
+INSTALLED = "0.16.1"
 UNPACKED = ROOT / "checkouts" / "emerging_optimizers-0.3.0"
-# Beside and not into the environment: the package says that it is for Python 3.12.
-COMMAND = (
-    f"pip install --no-deps --ignore-requires-python --target {UNPACKED.relative_to(ROOT)} "
-    "emerging_optimizers==0.3.0"
-)
 
 
 def folder() -> Path:
@@ -32,17 +29,17 @@ def folder() -> Path:
     if found is not None and found.origin is not None:
         return Path(found.origin).parents[1]
     if not UNPACKED.is_dir():
-        pytest.skip(f"emerging_optimizers is not installed: {COMMAND}")
+        pytest.skip(f"no {UNPACKED.relative_to(ROOT)}: run scripts/get_megatron.sh")
     return UNPACKED
 
 
 def environment(version: str) -> dict[str, str]:
     """Return an environment with a version of megatron-core, and with the package."""
-    found = environment_of(wheel(version))
+    found = tiny.environment() if version == INSTALLED else environment_of(wheel(version))
     return found | {"PYTHONPATH": os.pathsep.join([found["PYTHONPATH"], str(folder())])}
 
 
-@pytest.mark.parametrize("version", ["0.17.1", "0.19.2"])
+@pytest.mark.parametrize("version", [INSTALLED, "0.17.1", "0.19.2"])
 def test_muon_trains_and_its_first_update_is_that_of_fp64(version, tmp_path) -> None:
     command = [sys.executable, str(WORKER), str(tmp_path / "store")]
     done = warm.run(command, env=environment(version), capture_output=True, text=True)
@@ -51,6 +48,18 @@ def test_muon_trains_and_its_first_update_is_that_of_fp64(version, tmp_path) -> 
     assert found["error"] < 1e-4
     assert found["losses"] == sorted(found["losses"], reverse=True)
     assert found["losses"][-1] < found["losses"][0] / 2
+
+
+def test_two_processes_that_share_the_optimizer_out_are_one(tmp_path) -> None:
+    """Of 0.16's ``dist_muon``: there is one matrix, so that one of them has nothing to update."""
+    command = [sys.executable, str(WORKER), str(tmp_path / "store")]
+    options: dict = {"env": environment(INSTALLED), "stdout": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank)], **options) for rank in (0, 1)]
+    with on_a_leash(ranks[0]), on_a_leash(ranks[1]):
+        lines = [json.loads(process.communicate()[0].splitlines()[-1]) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0]
+    assert lines[0]["losses"] == lines[1]["losses"] == sorted(lines[0]["losses"], reverse=True)
+    assert lines[0]["error"] < 1e-4
 
 
 MUON = "--optimizer muon --muon-nesterov --muon-fp32-matmul-prec highest --lr 2e-2 --eval-iters 0".split()

@@ -113,7 +113,8 @@ def test_what_cannot_be_is_refused(check, changes, processes, named):
 @pytest.mark.parametrize(
     ("version", "words", "named"),
     [
-        ("0.16.1", "--optimizer muon", "megatron-core 0.16.1"),
+        ("0.15.3", "--optimizer muon", "megatron-core 0.15.3"),
+        ("0.16.1", "--optimizer muon --muon-coefficient-type simple", "simple of megatron-core 0.16.1"),
         ("0.17.1", "--optimizer muon --fp16", "muon with fp16"),
         ("0.19.2", "--optimizer muon --use-distributed-optimizer", "a distributed optimizer"),
         ("0.19.2", "--optimizer muon --overlap-grad-reduce", "--overlap-grad-reduce"),

@@ -1,0 +1,67 @@
+"""Muon's optimizers: connects ``megatron.core.optimizer.muon`` and ``layer_wise_optimizer``.
+
+0.16 was written for emerging_optimizers 0.1, and names two arguments as it did.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import around, wrap
+
+_RENAMED = "--optimizer muon and dist_muon of 0.16 end in a TypeError: emerging_optimizers 0.2 has renamed "
+
+
+def names_fit() -> str | None:
+    """Return why no argument has to be renamed: the package is absent, or as old as megatron-core 0.16."""
+    try:
+        from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
+    except ImportError as error:
+        return str(error)
+    known = inspect.signature(OrthogonalizedOptimizer.__init__).parameters
+    return "emerging_optimizers is older than 0.2" if "use_nesterov" in known else None
+
+
+@wrap(
+    "megatron.core.optimizer.muon:TensorParallelMuon",
+    versions=">=0.16,<0.17",
+    condition=names_fit,
+    why=f"{_RENAMED}the argument use_nesterov of its base class",
+    until="0.17, which gives the new name",
+)
+def with_the_new_name(original: type) -> type:
+    """Return the class with one more between it and its base, which hands the argument on."""
+
+    class Renamed(original.__bases__[0]):  # type: ignore[misc]
+        def __init__(self, *args: Any, use_nesterov: bool, **kwargs: Any) -> None:
+            super().__init__(*args, nesterov=use_nesterov, **kwargs)
+
+    return type(original.__name__, (original, Renamed), {"__module__": original.__module__})
+
+
+@around(
+    "megatron.core.optimizer.muon:newton_schulz_tp",
+    versions=">=0.16,<0.17",
+    condition=names_fit,
+    why=f"{_RENAMED}the argument mode of newton_schulz_tp",
+    until="0.17, which gives the new name",
+)
+def newton_schulz(original: Callable[..., Tensor], x: Tensor, *, mode: str, **kwargs: Any) -> Tensor:
+    """``[rows, columns]`` to the same, orthogonal; ``mode``: what is now ``tp_mode``."""
+    return original(x, tp_mode=mode, **kwargs)
+
+
+@around(
+    "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params",
+    versions=">=0.16",
+    devices=("cpu",),
+    why="its ranks gather parts of different sizes, which NCCL and HCCL can and gloo cannot",
+)
+def broadcast_params(original: Callable[..., None], self: Any) -> None:
+    """Let each rank send what it has updated, by upstream's own function for that."""
+    if self.pg_collection is not None:
+        self.broadcast_params()
