@@ -135,9 +135,9 @@ ROOMS = (
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags checked_numpy checksums deepspeed_device devices errors extension_locks files folder_lock "
-        "interruption memory_flags older_flags ops patching replaced replicas safe_load settings standins "
-        "torch_readers watchdog",
+        "attention_flags checked_numpy checksums deepspeed_device devices errors extension_locks files "
+        "folder_lock interruption memory_flags older_flags ops patching replaced replicas safe_load settings "
+        "standins torch_readers watchdog",
         ("torch", "megatron"),
     ),
     Room(
