@@ -36,7 +36,9 @@ def names_fit() -> str | None:
 def with_the_new_name(original: type) -> type:
     """Return the class with one more between it and its base, which hands the argument on."""
 
-    class Renamed(original.__bases__[0]):  # type: ignore[misc]
+    base: Any = original.__bases__[0]
+
+    class Renamed(base):
         def __init__(self, *args: Any, use_nesterov: bool, **kwargs: Any) -> None:
             super().__init__(*args, nesterov=use_nesterov, **kwargs)
 
