@@ -8,12 +8,14 @@ through them: the driver, the stock scripts of megatron-core, their tools.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import io
+import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, ClassVar
@@ -204,6 +206,24 @@ def guard(of_megatron: bool = True) -> None:
 
 def _put(place: ModuleType, name: str, **own: Any) -> None:
     _replaced.set(place, name, _Module(getattr(place, name), **own))
+
+
+@contextlib.contextmanager
+def without_logged_tracebacks() -> Iterator[None]:
+    """Keep torch in the block from logging a traceback for a ``.metadata`` that it cannot read.
+
+    The error that it raises then says the same.
+    """
+    root = logging.getLogger()
+    root.addFilter(_not_of_torchs_loader)
+    try:
+        yield
+    finally:
+        root.removeFilter(_not_of_torchs_loader)
+
+
+def _not_of_torchs_loader(record: logging.LogRecord) -> bool:
+    return record.module != "state_dict_loader"
 
 
 def guarding() -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_npu import torch_readers
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files
 
@@ -62,17 +62,14 @@ def reading(path: str | Path) -> Iterator[None]:
     if missing := checkpoint_files.missing(Path(path)):
         raise _broken(path, f"lacks {' and '.join(missing)}")
     _require_readable_common(Path(path))
-    root = logging.getLogger()
-    root.addFilter(_not_of_torchs_loader)
     try:
-        yield
+        with torch_readers.without_logged_tracebacks():
+            yield
     except _STUMBLES as error:
         raise _broken(path, f"cannot be read: {type(error).__name__}: {reason(error)}") from error
     # a torn file is a ValueError to JSON, a RuntimeError or EOFError to torch
     except (*FAILURES, CheckpointingException, ValueError, RuntimeError, EOFError) as error:
         raise _broken(path, f"cannot be read: {reason(error)}") from error
-    finally:
-        root.removeFilter(_not_of_torchs_loader)
 
 
 def _require_readable_common(path: Path) -> None:
@@ -92,11 +89,6 @@ def _require_readable_common(path: Path) -> None:
         f"{checkpoint_files.COMMON}, which older ones read and newer ones do not write",
         "Install megatron-core 0.19 for it.",
     )
-
-
-def _not_of_torchs_loader(record: logging.LogRecord) -> bool:
-    """Leave out torch's traceback for a ``.metadata`` that it cannot read; the error says the same."""
-    return record.module != "state_dict_loader"
 
 
 def _broken(path: str | Path, why: str) -> UsageError:

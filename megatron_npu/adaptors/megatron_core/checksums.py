@@ -168,7 +168,7 @@ def _of_ranks(root: str, step: int | None) -> Path | None:
     place = of_scripts.folder(root, step) if step else of_scripts.of_tracker(root)
     if place is None or not (place / _DECLARED).is_file():
         return place
-    checksums.require_whole(place, (_DECLARED, "common.pt"), of_scripts.REMEDY)
+    checksums.require_whole(place, (_DECLARED, "common.pt", ".metadata"), of_scripts.REMEDY)
     return None
 
 
