@@ -6,17 +6,21 @@ the exit code is 1 if one has ended otherwise than a rank on a GPU would. NAME i
 ``installed``.
 
 About a minute of a core for each Megatron. ``--output`` writes the reports as JSON, which
-docs/cuda-without-a-gpu.md sums up.
+docs/cuda-without-a-gpu.md sums up; with ``--resume`` those ranks do not run again that have trained according
+to it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_npu import files
@@ -26,7 +30,7 @@ from tests.end_to_end import tiny
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUTS = ROOT / "checkouts"
 OLD = "285068c8"  # knows neither context nor expert parallelism, nor a tokenizer of numbers
-LONGEST = 900  # seconds for the ranks of one Megatron
+LONGEST = 900  # seconds without the end of a rank, which takes some five when nothing else runs
 
 MODEL = [
     *"--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64".split(),
@@ -117,21 +121,41 @@ def run(folder: Path, listed: list[dict], path: Path | None) -> dict[str, dict]:
     places = [str(ROOT), *([str(path)] if path else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
     environment |= {"MEGATRON_LM_PATH": str(path)} if path else {}
-    subprocess.run(
-        [sys.executable, "-m", "tests.fake_cuda.ranks", str(folder / "cases.json"), str(folder)],
-        env=environment,
-        cwd=ROOT,
-        check=True,
-        timeout=LONGEST,
-    )
+    command = [sys.executable, "-m", "tests.fake_cuda.ranks", str(folder / "cases.json"), str(folder)]
+    ranks = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True)
+    try:
+        _wait(ranks, lambda: sum((folder / f"{case['name']}.json").exists() for case in listed))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
     return {case["name"]: _report(folder, case["name"]) for case in listed}
+
+
+def _wait(process: subprocess.Popen, ended: Callable[[], int], longest: float = LONGEST) -> None:
+    """Wait until a process ends, or until no more have ended for ``longest`` seconds.
+
+    Raises:
+        subprocess.CalledProcessError: it has failed.
+    """
+    seen = 0
+    while True:
+        try:
+            if process.wait(longest):
+                raise subprocess.CalledProcessError(process.returncode, process.args)
+            return
+        except subprocess.TimeoutExpired:
+            before, seen = seen, ended()
+            if seen == before:
+                return
 
 
 def _report(folder: Path, name: str) -> dict:
     path = folder / f"{name}.json"
     report = json.loads(path.read_text()) if path.exists() else {"exit_code": None}
     if report["exit_code"] != 0:
-        report["failed"] = (folder / f"{name}.log").read_text().splitlines()[-8:]
+        log = folder / f"{name}.log"
+        report["failed"] = log.read_text().splitlines()[-8:] if log.exists() else ["has not begun"]
     return report
 
 
@@ -145,12 +169,16 @@ def wrong(report: dict) -> str | None:
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    if options.resume and not options.output:
+        parser.error("--resume: expected --output FILE, which says what has trained")
     found = {path.name: path for path in sorted(CHECKOUTS.iterdir()) if path.is_dir()} | {"installed": None}
-    reports = {}
+    resumed = options.resume and options.output.exists()
+    reports = json.loads(options.output.read_text()) if resumed else {}
     for name in options.name or found:
         with tempfile.TemporaryDirectory() as folder:
-            reports[name] = _of(Path(folder), name, found[name], options.layout)
+            reports[name] = _of(Path(folder), name, found[name], options.layout, reports.get(name, {}))
         for case, report in reports[name].items():
             print(f"{name:22} {case:24} {wrong(report) or 'trained'}", flush=True)
         if options.output:
@@ -158,15 +186,27 @@ def main() -> int:
     return any(wrong(report) for each in reports.values() for report in each.values())
 
 
-def _of(folder: Path, name: str, path: Path | None, chosen: list[str] | None) -> dict[str, dict]:
-    """Run the layouts of one Megatron: a tree has ``pretrain_gpt.py``, a wheel has the driver."""
+def _of(
+    folder: Path, name: str, path: Path | None, chosen: list[str] | None, known: dict[str, dict]
+) -> dict[str, dict]:
+    """Run the layouts of one Megatron: a tree has ``pretrain_gpt.py``, a wheel has the driver.
+
+    Args:
+        folder: for their files.
+        name: of the Megatron.
+        path: where it is; None for the installed one.
+        chosen: these layouts; None for all.
+        known: reports of ranks by name, of which those that have trained stay as they are.
+    """
     layouts = EVERYWHERE if name == OLD else EVERYWHERE | CORE
     beyond = BEYOND_FAKE.get(name.removeprefix("megatron_core-").removeprefix("core_v"), ())
     layouts = {key: each for key, each in layouts.items() if not any(word in each[1] for word in beyond)}
     if chosen:
         layouts = {key: value for key, value in layouts.items() if key in chosen}
     tree = path if path is not None and (path / "pretrain_gpt.py").is_file() else None
-    return run(folder, cases(folder, tree, layouts), path)
+    trained = {case: report for case, report in known.items() if not wrong(report)}
+    listed = [case for case in cases(folder, tree, layouts) if case["name"] not in trained]
+    return trained | (run(folder, listed, path) if listed else {})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -174,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("name", nargs="*", metavar="NAME")
     parser.add_argument("--layout", nargs="+")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--resume", action="store_true", help="leave out what --output says has trained")
     return parser
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from megatron_npu.ops import dispatch
@@ -59,3 +62,19 @@ def test_each_rank_updates_its_part_of_the_parameters(reports):
     # buffers of the distributed optimizer are padded, so the halves are of a little more
     assert first / 2 - 128 <= updated["tp2-pp2-dp2-rank0"] <= first / 2 + 128
     assert last / 2 - 128 <= updated["tp2-pp2-dp2-rank7"] <= last / 2 + 128
+
+
+def test_ranks_are_waited_for_as_long_as_some_end():
+    """However slow a machine is; and what has ended is kept when no more do."""
+    endless = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    counts = iter([1, 2, 2])
+    try:
+        grid._wait(endless, lambda: next(counts), longest=0.01)
+        assert endless.poll() is None
+        assert not list(counts)
+    finally:
+        endless.kill()
+        endless.communicate()
+    failing = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"])
+    with pytest.raises(subprocess.CalledProcessError):
+        grid._wait(failing, lambda: 0)
