@@ -49,6 +49,14 @@ LAYOUTS = {
     ),
     "cp4-p2p": Layout(4, {"context_parallel_size": 4}, {"cp_comm_type": "p2p"}),
     "cp4-a2a": Layout(4, {"context_parallel_size": 4}, {"cp_comm_type": "a2a"}),
+    "cp4-a2a+p2p": Layout(
+        4,
+        {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]},
+        {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]},
+    ),
+    "cp4-p2p-window": Layout(
+        4, {"context_parallel_size": 4}, {"cp_comm_type": "p2p", "window_size": (63, 0)}
+    ),
     "cp4-all_gather": Layout(4, {"context_parallel_size": 4}, {"cp_comm_type": "all_gather"}),
 }
 

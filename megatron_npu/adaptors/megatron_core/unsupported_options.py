@@ -54,11 +54,6 @@ NEED_TRANSFORMER_ENGINE = (
         asks=lambda value: bool(value) and devices.current().name != "npu",  # see tensor_parallel_overlap
         remedy="Leave it out: its buffers are TransformerEngine's; --sequence-parallel works without.",
     ),
-    Option(  # since 0.16
-        "--hybrid-context-parallel",
-        ("hybrid_context_parallel",),
-        remedy="Leave it out: only its attention heeds groups of batches; --context-parallel-size works.",
-    ),
     Option(  # since 0.18
         "--moe-paged-stash",
         ("moe_paged_stash",),

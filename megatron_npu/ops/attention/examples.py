@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_npu.ops.attention import attention
 from megatron_npu.ops.attention.block import Residuals, attention_block, attention_block_backward
 from megatron_npu.ops.attention.reference import operation
+from megatron_npu.ops.attention.spec import AttentionSpec, dense_segments
 from megatron_npu.ops.dispatch import Make
 
 
@@ -26,6 +27,7 @@ def _window(make: Make) -> Tensor:
 @attention_block.example()  # and of its backward, which is an operation of its own
 def _block(make: Make) -> None:
     query, key, value = (make(64, 2, heads, 64).detach() for heads in (4, 2, 2))
-    output, lse = attention_block(query, key, value, 0.125, True)
+    spec = AttentionSpec("SBND", 4, 2, 0.125, dense_segments(64, 64, True, (None, None), 0))
+    output, lse, drawn = attention_block(query, key, value, spec)
     residuals = Residuals(query, key, value, output, lse)
-    attention_block_backward(torch.ones_like(output), residuals, 0.125, True)
+    attention_block_backward(torch.ones_like(output), residuals, spec, drawn)

@@ -1,6 +1,6 @@
-"""One of two ranks: its part of core attention under context parallelism, beside the whole sequence's.
+"""One of two or four ranks: its part of core attention under context parallelism, beside the whole's.
 
-Usage: torchrun --nproc-per-node 2 context_parallel_worker.py
+Usage: torchrun --nproc-per-node 2|4 context_parallel_worker.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from megatron_npu.ops import dispatch  # noqa: E402
 
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 torch.set_default_device(devices.current().torch_device())
-LENGTH, BATCH, HEADS, GROUPS, SIZE = 16, 2, 4, 2, 8
+RANKS = int(os.environ["WORLD_SIZE"])
+LENGTH, BATCH, HEADS, GROUPS, SIZE = 8 * RANKS, 2, 4, 2, 8
 column = torch.arange(LENGTH)
 row = column[:, None]
 FUTURE = (column > row).expand(BATCH, 1, LENGTH, LENGTH).contiguous()
@@ -39,13 +40,11 @@ def documents() -> torch.Tensor:
     return FUTURE | other[:, None]
 
 
-COMMUNICATION = ("p2p", "all_gather", "a2a")
+COMMUNICATION = {2: ("p2p", "all_gather", "a2a"), 4: ("p2p", "a2a+p2p")}[RANKS]
+RINGS = ("p2p", "a2a+p2p")
+HIERARCHY = None if RANKS == 2 else [2, 2]
 # What a ring does not compute, and says: these gather.
-NO_RING = {
-    "the loader's documents": "the mask of the data loader",
-    "a window ahead": "a window",
-    "flags": "the mask of the data loader",
-}
+NO_RING = ("the loader's documents", "flags")
 
 # name: (type of mask, mask of the data loader, configuration, our flags, which pairs are hidden)
 CASES = {
@@ -71,9 +70,9 @@ CASES = {
 
 
 def own(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return what megatron-core gives this rank: the chunks r and 3 - r of four."""
-    rank, chunks = dist.get_rank(), tensor.chunk(4, dim)
-    return torch.cat([chunks[rank], chunks[3 - rank]], dim)
+    """Return what megatron-core gives this rank: the chunks r and 2·ranks - 1 - r."""
+    rank, chunks = dist.get_rank(), tensor.chunk(2 * RANKS, dim)
+    return torch.cat([chunks[rank], chunks[-1 - rank]], dim)
 
 
 def attention(query, key, value, hidden):
@@ -91,7 +90,8 @@ def layer_of(kind: str, communication: str, options: dict, flags: dict) -> DotPr
         num_attention_heads=HEADS,
         num_query_groups=GROUPS,
         attention_dropout=0.0,
-        context_parallel_size=2,
+        context_parallel_size=RANKS,
+        hierarchical_context_parallel_sizes=HIERARCHY,
         **options,
     )
     config.attention_flags = AttentionFlags(**flags)
@@ -122,7 +122,7 @@ def compare(communication, kind, mask, options, flags, hidden) -> None:
     check(output, parts, attention(*whole, hidden), whole, lambda t: own(t, 0))
 
 
-# name: (type of mask, boundaries of the documents, the same without padding, our flags)
+# name: (type of mask, boundaries of the documents for two ranks, the same without padding, our flags)
 PACKED = {
     "documents": ("padding_causal", [0, 4, 4, 16], None, {}),
     "documents, both directions": ("padding", [0, 12, 16], None, {}),
@@ -133,7 +133,7 @@ PACKED = {
 
 
 def compare_packed(communication, kind, bounds, unpadded, flags) -> None:
-    starts, ends = torch.tensor(bounds), torch.tensor(unpadded or bounds)
+    starts, ends = (torch.tensor(each) * RANKS // 2 for each in (bounds, unpadded or bounds))
     params = PackedSeqParams("thd", ends, ends, starts if unpadded else None, starts if unpadded else None)
     document = torch.bucketize(column, starts, right=True) - 1
     real = column < starts[document] + (ends[1:] - ends[:-1])[document]  # no padding
@@ -165,6 +165,20 @@ def compare_whole() -> None:
     check(output.unsqueeze(1), whole, attention(*whole, hidden), whole, lambda t: t)
 
 
+def compare_group(size: int) -> None:
+    """A sequence that upstream has cut over some of the ranks is whole (--hybrid-context-parallel, 0.16)."""
+    whole = tensors(1)
+    batch = {"tokens": column.to(whole[0].device)}
+    mine, params = utils.get_batch_on_this_hybrid_cp_rank(batch, size)
+    index = mine["tokens"][0]
+    assert index.numel() == LENGTH // size
+    parts = [t.detach()[index].requires_grad_() for t in whole]
+    output = layer_of("causal", "p2p", {"hybrid_context_parallel": True}, {})(
+        *parts, None, packed_seq_params=params
+    )
+    check(output, parts, attention(*whole, FUTURE[:1]), whole, lambda t: t[index])
+
+
 def say(line: str) -> None:
     """Write a line in one piece: the ranks share the pipe, and theirs would come between its words."""
     if dist.get_rank() == 0:
@@ -174,20 +188,31 @@ def say(line: str) -> None:
 
 def main() -> None:
     dist.init_process_group("nccl")
-    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    dynamic = "hybrid_context_parallel" in TransformerConfig.__dataclass_fields__  # since 0.16
+    parallel_state.initialize_model_parallel(
+        context_parallel_size=RANKS,
+        hierarchical_context_parallel_sizes=HIERARCHY,
+        **({"hybrid_context_parallel": True} if dynamic else {}),
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     for communication in COMMUNICATION:
         for name, case in CASES.items():
             dispatch.fallbacks.clear()
             compare(communication, *case)
             gathered = [reason for _, reason in dispatch.fallbacks]
-            assert gathered == [NO_RING[name]] * (communication == "p2p") if name in NO_RING else not gathered
+            reported = communication in RINGS and name in NO_RING
+            assert gathered == ["the mask of the data loader"] * reported
             say(f"equal: {communication} {name}")
         for name, case in PACKED.items():
+            dispatch.fallbacks.clear()
             compare_packed(communication, *case)
+            assert not dispatch.fallbacks
             say(f"equal: {communication} packed {name}")
     if "local_cp_size" in PackedSeqParams.__dataclass_fields__:
         compare_whole()
+    if dynamic:
+        for size in (1, 2, 4)[: RANKS // 2 + 1]:
+            compare_group(size)
 
 
 if __name__ == "__main__":

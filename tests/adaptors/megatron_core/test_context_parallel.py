@@ -1,12 +1,15 @@
-"""Core attention under context parallelism, in two processes, against the whole sequence."""
+"""Core attention under context parallelism, in two and four processes, against the whole sequence."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 
+from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.attention.layer_options import comm_type
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
@@ -16,24 +19,26 @@ from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")
-LAUNCHER = tiny.torchrun(2)
-CASES = 3 * (6 + 5)  # three ways to communicate; masks of a batch, and packed documents
+CASES = 6 + 5  # masks of a batch, and packed documents
+WAYS = {2: 3, 4: 2}  # to communicate; on four ranks the two that are rings
 
 
-def test_every_mask_and_window_is_that_of_the_whole_sequence() -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_mask_and_window_is_that_of_the_whole_sequence(ranks) -> None:
     pytest.importorskip("megatron.core")
-    done = tiny.run_python([sys.executable, *LAUNCHER, str(WORKER)])
+    done = tiny.run_python([sys.executable, *tiny.torchrun(ranks), str(WORKER)])
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("equal: ") == CASES
+    assert done.stdout.count("equal: ") == CASES * WAYS[ranks]
 
 
-def test_so_it_is_over_hccl() -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_so_it_is_over_hccl(ranks) -> None:
     pytest.importorskip("megatron.core")
     if unavailable():
         pytest.skip(unavailable())
-    done = run_simulated(sys.executable, *LAUNCHER, str(WORKER))
+    done = run_simulated(sys.executable, *tiny.torchrun(ranks), str(WORKER))
     assert done.returncode == 0, done.stdout[-3000:]
-    assert done.stdout.count("equal: ") == CASES
+    assert done.stdout.count("equal: ") == CASES * WAYS[ranks]
 
 
 @pytest.fixture
@@ -58,13 +63,18 @@ def test_each_way_to_communicate_is_the_one_asked_for(config, monkeypatch, asked
     assert not dispatch.fallbacks
 
 
-def test_what_is_not_there_is_reported_or_refused(config, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(dispatch, "fallbacks", {})
-    assert comm_type(config, "a2a+p2p") == "p2p"
-    assert list(dispatch.fallbacks) == [
-        ("--cp-comm-type a2a+p2p", "hierarchical context parallelism is not here")
-    ]
-    assert "--cp-comm-type a2a+p2p runs as one ring over all ranks: " in caplog.text
+def test_near_and_far_ranks_have_two_sizes(config) -> None:
+    with pytest.raises(UsageError, match=r"hierarchical sizes \[\].*two sizes"):
+        comm_type(config, "a2a+p2p")
+    config.context_parallel_size = 8
+    config.hierarchical_context_parallel_sizes = [2, 4]
+    assert comm_type(config, "a2a+p2p") == "a2a+p2p"  # two heads of keys, for the two near ranks
+    config.hierarchical_context_parallel_sizes = [4, 2]
+    with pytest.raises(UsageError, match="2 heads of keys on 4 ranks"):
+        comm_type(config, "a2a+p2p")
+
+
+def test_what_is_not_there_is_refused(config) -> None:
     with pytest.raises(UsageError, match="p2p, all_gather, a2a or a2a"):
         comm_type(config, "ring")
 
@@ -73,6 +83,38 @@ def test_heads_that_cannot_be_dealt_out_are_refused(config) -> None:
     config.tensor_model_parallel_size = 2
     with pytest.raises(UsageError, match="2 heads of keys on 4 ranks"):
         comm_type(config, "a2a")
+
+
+class _Rank(NamedTuple):
+    """As much of a group as dropout asks for."""
+
+    number: int
+
+    def rank(self) -> int:
+        return self.number
+
+
+def test_ranks_drop_other_weights_and_go_on_alike() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron_npu.adaptors.megatron_core.attention.context_parallel import draws_of_rank
+
+    device = devices.current()
+    state = device.rng_state()
+    found = []
+    for rank in (0, 1, 0):
+        device.set_rng_state(state)
+        with draws_of_rank(0.1, _Rank(rank)):
+            within = torch.rand(4, device=device.torch_device())
+        found.append((within.tolist(), torch.rand(4, device=device.torch_device()).tolist()))
+    assert found[0] == found[2]
+    assert found[0][0] != found[1][0]
+    assert found[0][1] == found[1][1]
+    device.set_rng_state(state)
+    assert torch.rand(4, device=device.torch_device()).tolist() != found[0][1]  # the next layer's are others
+    device.set_rng_state(state)
+    with draws_of_rank(0.0, _Rank(1)):
+        pass
+    assert torch.equal(device.rng_state(), state)
 
 
 @pytest.mark.parametrize(("starts", "rank", "tokens"), [([0, 4, 12], 0, [0, 3, 4, 5, 10, 11])])

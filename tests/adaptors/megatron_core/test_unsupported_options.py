@@ -57,7 +57,6 @@ def test_no_graph_is_captured_without_cuda(asked, monkeypatch) -> None:
         ({"fp4": "e2m1"}, "--fp4-format e2m1"),
         ({"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl te"),
         ({"tp_comm_overlap": True, "tensor_model_parallel_size": 2}, "--tp-comm-overlap"),
-        ({"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 64}, "--hybrid-context-parallel"),
     ],
 )
 def test_what_needs_transformer_engine_is_refused(asked, line) -> None:

@@ -3,11 +3,16 @@
 megatron-core cuts a sequence, or each of the packed ones, into 2·cp equal chunks and gives rank r the chunks
 r and 2·cp - 1 - r, so that causal work is balanced. As ``--cp-comm-type`` says, keys and values go round in a
 ring (``p2p``, the default) or are gathered (``all_gather``), or each rank gets some of the heads, over the
-whole sequence (``a2a``; DeepSpeed-Ulysses, Jacobs et al. 2023).
+whole sequence (``a2a``; DeepSpeed-Ulysses, Jacobs et al. 2023), or near ranks do that and far ones are a ring
+(``a2a+p2p``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.attention.attention_mask import (
     cu_seqlens,
     packed_sequences,
@@ -24,7 +30,12 @@ from megatron_npu.adaptors.megatron_core.attention.attention_mask import (
 )
 from megatron_npu.adaptors.megatron_core.attention.call import CoreAttentionCall
 from megatron_npu.errors import UsageError
-from megatron_npu.ops.attention.context_parallel.packed import PackedSharding, packed_sharding
+from megatron_npu.ops.attention.context_parallel.packed import (
+    PackedSharding,
+    packed_sharding,
+    ring_documents,
+    token_indices,
+)
 from megatron_npu.ops.attention.context_parallel.ring import ring_attention
 from megatron_npu.ops.attention.context_parallel.sequence import (
     a2a_gather_heads,
@@ -34,7 +45,8 @@ from megatron_npu.ops.attention.context_parallel.sequence import (
     to_rank_order,
     to_sequence_order,
 )
-from megatron_npu.ops.caching import cache_on_object, cache_on_tensor
+from megatron_npu.ops.attention.context_parallel.visible import Document
+from megatron_npu.ops.caching import cache_on_object, cache_on_tensor, lru_cache_tensors
 from megatron_npu.ops.dispatch import report_fallback
 
 
@@ -60,6 +72,27 @@ def _group_of_layer(module: Any) -> dist.ProcessGroup:
     return of_layer or parallel_state.get_context_parallel_group()
 
 
+@contextlib.contextmanager
+def draws_of_rank(dropout_p: float, group: dist.ProcessGroup) -> Iterator[None]:
+    """Let attention dropout draw other masks on each rank that shares a sequence: their states are the same.
+
+    A state and a rank always give the same masks, so that a recomputed layer drops what it has dropped.
+    Afterwards the state is the same on all ranks again, and another than before.
+    """
+    if dropout_p == 0.0:
+        yield
+        return
+    device = devices.current()
+    state = device.rng_state()
+    digest = hashlib.blake2b(state.cpu().numpy().tobytes() + bytes([group.rank() % 256]), digest_size=7)
+    device.manual_seed(int.from_bytes(digest.digest(), "big"))
+    try:
+        yield
+    finally:
+        device.set_rng_state(state)
+        torch.rand(1, device=device.torch_device())
+
+
 def attend(
     call: CoreAttentionCall,
     group: dist.ProcessGroup,
@@ -76,16 +109,17 @@ def attend(
         query, key, value: ``[s / cp, b, n or g, d]``.
         mask: ``[b, 1, s / cp, s]``: of this rank's queries, as megatron-core cuts it, and of all keys.
     """
-    if call.options.cp_comm_type == "a2a":
-        return _a2a(call, group, query, key, value, mask)
-    causal, mask = _causal_or_masked(call, group, mask, query.size(0))
-    call = replace(call, causal=causal)
-    if call.options.cp_comm_type == "p2p":
-        reason = _reason_against_a_ring(call, query.size(0) * group.size(), key, value, mask)
-        if reason is None:
-            return ring_attention(query, key, value, scale=call.scale, causal=causal, group=group).flatten(2)
-        _report_no_ring(reason)
-    return _all_gather(call, group, query, key, value, mask)
+    with draws_of_rank(call.dropout_p, group):
+        if call.options.cp_comm_type == "a2a":
+            return _a2a(call, group, query, key, value, mask)
+        causal, mask = _causal_or_masked(call, group, mask, query.size(0))
+        call = replace(call, causal=causal)
+        if call.options.cp_comm_type in ("p2p", "a2a+p2p"):
+            reason = _reason_against_a_ring(call, query.size(0) * group.size(), key, value, mask)
+            if reason is None:
+                return _ring(call, group, query, key, value)
+            _report_no_ring(call, reason)
+        return _all_gather(call, group, query, key, value, mask)
 
 
 def _causal_or_masked(
@@ -105,16 +139,57 @@ def _reason_against_a_ring(
     """Return what the ring does not compute, of a sequence of ``tokens``."""
     if mask is not None:
         return "the mask of the data loader"
+    if key.size(-1) != value.size(-1):
+        return "keys and values of different head sizes"
+    if devices.current().name != "cuda":
+        return None
     if any(limit is not None and limit < tokens - 1 for limit in call.options.window):
         return "a window"
-    if call.dropout_p:
-        return "attention dropout"
-    return "keys and values of different head sizes" if key.size(3) != value.size(3) else None
+    return "attention dropout" if call.dropout_p else None
 
 
-def _report_no_ring(reason: str) -> None:
+def _report_no_ring(call: CoreAttentionCall, reason: str) -> None:
     does = "gathers keys and values, as all_gather does"
-    report_fallback("--cp-comm-type p2p", reason, does, "Give --cp-comm-type all_gather")
+    report_fallback(
+        f"--cp-comm-type {call.options.cp_comm_type}", reason, does, "Give --cp-comm-type all_gather"
+    )
+
+
+def _ring(
+    call: CoreAttentionCall, group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Attend to keys that come from the other ranks, or with ``a2a+p2p`` from those that are far.
+
+    Near ranks have neighbouring chunks. When they have exchanged their tokens for heads, each has two larger
+    chunks, one behind the other, as if these ranks were one.
+    """
+    limits: dict[str, Any] = {"causal": call.causal, "window": call.options.window}
+    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, **limits}
+    if call.options.cp_comm_type == "p2p":
+        return ring_attention(query, key, value, group=group, **options).flatten(2)
+    near, far = near_and_far(group)
+    tensors = (to_sequence_order(a2a_gather_sequence(t, near)) for t in (query, key, value))
+    heads = ring_attention(*tensors, group=far, **options)
+    return a2a_gather_heads(to_rank_order(heads, near.size()), near).flatten(2)
+
+
+def near_and_far(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the ranks that exchange heads and those that exchange keys, of ``group``, as upstream made them.
+
+    Raises:
+        UsageError: it has made none, not two, or the batch names a group of its own.
+    """
+    from megatron.core import parallel_state
+
+    groups = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) or ()
+    sizes = [each.size() for each in groups]
+    if len(groups) != 2 or sizes[0] * sizes[1] != group.size():
+        raise UsageError(
+            f"--cp-comm-type a2a+p2p, {group.size()} ranks and hierarchical groups of {sizes}",
+            "two groups whose sizes multiply to the context-parallel size",
+            "Give --hierarchical-context-parallel-sizes NEAR FAR.",
+        )
+    return groups[0], groups[1]
 
 
 def _all_gather(
@@ -170,8 +245,6 @@ def attend_packed(
 ) -> Tensor:
     """Return attention of packed sequences, each of which is cut over the ranks, ``[t / cp, n * d]``.
 
-    There is no ring of packed sequences: under p2p their keys and values are gathered, which is reported.
-
     Args:
         call: how the layer attends, and how its ranks share keys and values.
         group: the ranks that share each sequence.
@@ -179,8 +252,89 @@ def attend_packed(
         packed_seq_params: with the boundaries of the whole sequences, ``[sequences + 1]``.
 
     Raises:
-        UsageError: a sequence is not a multiple of 2·cp long, or has a window and looks ahead.
+        UsageError: a sequence is not a multiple of 2·cp long; or has a window, looks ahead, and its keys are
+            gathered.
     """
+    with draws_of_rank(call.dropout_p, group):
+        if call.options.cp_comm_type in ("p2p", "a2a+p2p"):
+            reason = _reason_against_a_packed_ring(call, key, value)
+            if reason is None:
+                return _packed_ring(call, group, query, key, value, packed_seq_params)
+            _report_no_ring(call, reason)
+        return _attend_packed(call, group, query, key, value, packed_seq_params)
+
+
+def _reason_against_a_packed_ring(call: CoreAttentionCall, key: Tensor, value: Tensor) -> str | None:
+    if devices.current().name == "cuda":
+        return "packed sequences"
+    return _reason_against_a_ring(call, key.size(0), key, value, None)
+
+
+def _packed_ring(
+    call: CoreAttentionCall,
+    group: dist.ProcessGroup,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed_seq_params: Any,
+) -> Tensor:
+    """As ``_ring``, of packed sequences: ``[t / cp, n, d]`` to ``[t / cp, n * d]``."""
+    documents = _documents_of_batch(packed_seq_params, key.size(0), group.size())
+    limits: dict[str, Any] = {"causal": call.causal, "window": call.options.window}
+    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, **limits}
+    tensors = [query, key, value]
+    if call.options.cp_comm_type == "p2p":
+        tensors = [t.unsqueeze(1) for t in tensors]
+        return ring_attention(*tensors, group=group, documents=documents, **options).squeeze(1).flatten(1)
+    near, far = near_and_far(group)
+    documents = tuple(each._replace(tokens=each.tokens * near.size()) for each in documents)
+    orders = _orders_of_near(documents, near.size(), key.device)
+    tensors = [a2a_gather_sequence(t, near).flatten(0, 1).index_select(0, orders[0]) for t in tensors]
+    tensors = [t.unsqueeze(1) for t in tensors]
+    heads = ring_attention(*tensors, group=far, documents=documents, **options).squeeze(1)
+    by_rank = heads.index_select(0, orders[1]).unflatten(0, (near.size(), -1))
+    return a2a_gather_heads(by_rank, near).flatten(1)
+
+
+def _documents_of_batch(packed_seq_params: Any, tokens: int, size: int) -> tuple[Document, ...]:
+    """Return the packed sequences as a ring over ``size`` ranks takes them; looked up once a batch."""
+
+    def read() -> tuple[Document, ...]:
+        actual = packed_seq_params.cu_seqlens_kv.flatten().tolist()
+        padded = packed_seq_params.cu_seqlens_kv_padded
+        return ring_documents(actual if padded is None else padded.flatten().tolist(), actual, tokens, size)
+
+    sources = cu_seqlens(packed_seq_params)
+    return cache_on_object(packed_seq_params, "documents", sources, read, (tokens, size))
+
+
+@lru_cache_tensors(maxsize=8)  # the same for every layer of a batch
+def _orders_of_near(
+    documents: tuple[Document, ...], near: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return what brings the tokens of near ranks, one rank after the other, into order, and the inverse.
+
+    Args:
+        documents: as the near ranks have them together.
+        near: number of these ranks.
+        device: of the result, two ``[t]`` int64.
+    """
+    starts = [0, *itertools.accumulate(each.tokens for each in documents)]
+    by_rank = torch.cat([token_indices(starts, near, rank) for rank in range(near)])
+    order = torch.empty_like(by_rank)
+    order[by_rank] = torch.arange(by_rank.numel())
+    return order.to(device), by_rank.to(device)
+
+
+def _attend_packed(
+    call: CoreAttentionCall,
+    group: dist.ProcessGroup,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed_seq_params: Any,
+) -> Tensor:
+    """Attend with keys and values gathered, or sequences exchanged for heads."""
     sharding = sharding_of_batch(packed_seq_params, key.size(0), call.causal, group, key.device)
     if call.options.cp_comm_type == "a2a":
         tokens = sharding.sequence_order.numel()
@@ -190,8 +344,6 @@ def attend_packed(
         output = call.attend_packed(query, key, value, packed).unflatten(1, (query.size(1), -1))
         by_rank = output.index_select(0, sharding.rank_order).unflatten(0, (group.size(), -1))
         return a2a_gather_heads(by_rank, group).flatten(1)
-    if call.options.cp_comm_type == "p2p":
-        _report_no_ring("packed sequences")
     if call.options.window != (None, None) and not call.causal:
         raise UsageError(
             "packed sequences, a window and no causal mask under --cp-comm-type all_gather",

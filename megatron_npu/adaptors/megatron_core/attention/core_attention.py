@@ -108,7 +108,7 @@ def fused_attention(
     call = _call(self, attn_mask_type or self.attn_mask_type)
     group = context_parallel.group_of(self, packed_seq_params)
     with dropout_generator(call.dropout_p, self.config.sequence_parallel):
-        if packed_seq_params is not None:
+        if packed_seq_params is not None and _is_packed(packed_seq_params):
             return _packed(call, group, query, key, value, packed_seq_params)
         return _dense(call, group, query, key, value, attention_mask)
 
@@ -125,7 +125,7 @@ def _falls_back(self: Any, attention_bias: Tensor | None, packed_seq_params: Any
         reason = f"softmax_type={self.config.softmax_type}"
     elif attention_bias is not None:
         reason = "attention_bias is given"
-    elif packed_seq_params is not None and packed_seq_params.qkv_format != "thd":
+    elif packed_seq_params is not None and not _means_something(packed_seq_params):
         reason = f"packed sequences of format {packed_seq_params.qkv_format}"
     if reason is None:
         return False
@@ -133,6 +133,20 @@ def _falls_back(self: Any, attention_bias: Tensor | None, packed_seq_params: Any
         raise NotImplementedError(f"context parallelism with {reason}: upstream's forward would ignore it")
     report_fallback("attention", reason)
     return True
+
+
+def _means_something(packed_seq_params: Any) -> bool:
+    return _is_packed(packed_seq_params) or _is_whole(packed_seq_params)
+
+
+def _is_packed(packed_seq_params: Any) -> bool:
+    return packed_seq_params.qkv_format == "thd"
+
+
+def _is_whole(packed_seq_params: Any) -> bool:
+    """Whether the parameters name the ranks of one sequence and no more (``--hybrid-context-parallel``)."""
+    local_size = getattr(packed_seq_params, "local_cp_size", None)
+    return packed_seq_params.qkv_format == "sbhd" and local_size is not None
 
 
 def _refuse_cut_batch(self: Any, packed_seq_params: Any) -> None:

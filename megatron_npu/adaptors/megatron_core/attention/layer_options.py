@@ -9,9 +9,8 @@ from megatron_npu.adaptors.megatron_core.script_arguments import script_argument
 from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.attention import Window
-from megatron_npu.ops.dispatch import report_fallback
 
-CommType = Literal["p2p", "all_gather", "a2a"]
+CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
 
 @dataclass(frozen=True)
@@ -69,30 +68,27 @@ def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
     """Return how the ranks share a layer's keys and values; None where the sequence is not cut.
 
     Args:
-        config: the TransformerConfig.
-        cp_comm_type: of this layer; None is p2p, as in TransformerEngine. ``a2a+p2p``, which exchanges heads
-            among near ranks and keys among far ones, runs as p2p over all, which is reported.
+        config: the TransformerConfig. With ``hybrid_context_parallel`` (since 0.16) each batch says into how
+            many parts it is cut.
+        cp_comm_type: of this layer; None is p2p, as in TransformerEngine. ``a2a+p2p`` exchanges heads among
+            near ranks and keys among far ones.
 
     Raises:
-        UsageError: another name; or ``a2a``, and there are heads, or groups of them, that cannot be dealt out
-            evenly.
+        UsageError: another name; ``a2a`` or ``a2a+p2p``, and there are heads, or groups of them, that cannot
+            be dealt out evenly; or ``a2a+p2p`` without the two sizes.
     """
-    if config.context_parallel_size == 1:
+    if config.context_parallel_size == 1 and not getattr(config, "hybrid_context_parallel", False):
         return None
-    if cp_comm_type == "a2a+p2p":
-        report_fallback(
-            "--cp-comm-type a2a+p2p",
-            "hierarchical context parallelism is not here",
-            "runs as one ring over all ranks",
-            "Give --cp-comm-type p2p",
-        )
-    if cp_comm_type in (None, "p2p", "a2a+p2p"):
+    if cp_comm_type in (None, "p2p"):
         return "p2p"
     if cp_comm_type in ("all_gather", "allgather"):  # the one in the configuration, the other in the help
         return "all_gather"
     if cp_comm_type == "a2a":
-        _check_heads(config)
+        _check_heads(config, cp_comm_type, config.context_parallel_size)
         return "a2a"
+    if cp_comm_type == "a2a+p2p":
+        _check_heads(config, cp_comm_type, _near_ranks(config))
+        return "a2a+p2p"
     raise UsageError(
         f"--cp-comm-type {cp_comm_type}",
         "p2p, all_gather, a2a or a2a+p2p",
@@ -100,12 +96,25 @@ def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
     )
 
 
-def _check_heads(config: Any) -> None:
-    size = config.context_parallel_size * config.tensor_model_parallel_size
+def _near_ranks(config: Any) -> int:
+    """Return how many ranks exchange heads with each other."""
+    sizes = getattr(config, "hierarchical_context_parallel_sizes", None) or ()
+    if len(sizes) != 2 or sizes[0] * sizes[1] != config.context_parallel_size:
+        raise UsageError(
+            f"--cp-comm-type a2a+p2p, context-parallel size {config.context_parallel_size}, "
+            f"hierarchical sizes {list(sizes)}",
+            "two sizes that multiply to the context-parallel size",
+            "Give --hierarchical-context-parallel-sizes NEAR FAR.",
+        )
+    return sizes[0]
+
+
+def _check_heads(config: Any, cp_comm_type: str, ranks: int) -> None:
+    size = ranks * config.tensor_model_parallel_size
     groups = config.num_query_groups or config.num_attention_heads
     if groups % size:
         raise UsageError(
-            f"--cp-comm-type a2a with {groups} heads of keys on {size} ranks",
-            "a multiple of the tensor-parallel times the context-parallel size",
+            f"--cp-comm-type {cp_comm_type} with {groups} heads of keys on {size} ranks",
+            "a multiple of the tensor-parallel size times the number of ranks that exchange heads",
             "Use --cp-comm-type all_gather.",
         )

@@ -1,4 +1,4 @@
-"""A block of attention on the CPU: torch's flash kernel."""
+"""A block of attention on the CPU: torch's flash kernel, which has no dropout; with dropout tile by tile."""
 
 from __future__ import annotations
 
@@ -7,26 +7,86 @@ from torch import Tensor
 
 from megatron_npu.ops.attention.block.heads import heads_first, heads_third, regroup, ungroup
 from megatron_npu.ops.attention.block.reference import (
+    Drawn,
     Gradients,
     Residuals,
     attention_block,
     attention_block_backward,
+    unfused,
+    unfused_backward,
 )
+from megatron_npu.ops.attention.block.tiles import row_tiles
+from megatron_npu.ops.attention.spec import AttentionSpec, Segment, forbidden_pairs
+from megatron_npu.ops.caching import lru_cache_tensors
 
 
 @attention_block.on("cpu")
-def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Drawn]:
     """See ``reference.unfused``."""
+    if spec.dropout_p:
+        return unfused(query, key, value, spec)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, lse = kernel(*ungroup(query, key, value), 0.0, causal, scale=scale)
-    return heads_third(output).contiguous(), lse
+    query, key, value = ungroup(query, key, value)
+    outputs, lses = [], []
+    for call in _calls(spec):
+        rows, columns = slice(call.q0, call.q1), slice(call.k0, call.k1)
+        tensors = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+        causal, mask = _visible(call, query.dtype)
+        output, lse = kernel(*tensors, 0.0, causal, attn_mask=mask, scale=spec.scale)
+        outputs.append(output)
+        lses.append(lse)
+    joined, lse = (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs, 2), torch.cat(lses, 2))
+    return heads_third(joined).contiguous(), lse, ()
 
 
 @attention_block_backward.on("cpu")
-def backward(grad: Tensor, residuals: Residuals, scale: float, causal: bool) -> Gradients:
+def backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn) -> Gradients:
     """See ``reference.unfused_backward``."""
-    query, key, value, output, lse = residuals
+    if spec.dropout_p:
+        return unfused_backward(grad, residuals, spec, drawn)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    tensors = ungroup(query, key, value)
-    grads = kernel(heads_first(grad), *tensors, heads_first(output), lse, 0.0, causal, scale=scale)
-    return regroup(grads, key.size(2), key.dtype)
+    tensors = query, key, value = ungroup(*residuals[:3])
+    grad, output, lse = heads_first(grad), heads_first(residuals.output), residuals.lse
+    calls = list(_calls(spec))
+    whole = len(calls) == 1
+    totals = () if whole else tuple(torch.zeros_like(t) for t in tensors)
+    for call in calls:
+        rows, columns = slice(call.q0, call.q1), slice(call.k0, call.k1)
+        parts = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+        results = output[:, :, rows], lse[:, :, rows].contiguous()
+        causal, mask = _visible(call, query.dtype)
+        grads = kernel(grad[:, :, rows], *parts, *results, 0.0, causal, attn_mask=mask, scale=spec.scale)
+        if whole:
+            return regroup(grads, residuals.key.size(2), residuals.key.dtype)
+        for total, place, part in zip(totals, (rows, columns, columns), grads, strict=True):
+            total[:, :, place] += part
+    return regroup(totals, residuals.key.size(2), residuals.key.dtype)
+
+
+def _calls(spec: AttentionSpec) -> list[Segment]:
+    """Return the calls of the kernel: segments, those with a window cut into runs of their queries."""
+    calls: list[Segment] = []
+    for segment in spec.segments:
+        calls += [segment] if _is_plain(segment) else row_tiles(segment)
+    return calls
+
+
+def _is_plain(segment: Segment) -> bool:
+    """Whether all pairs are visible, or a square's triangle."""
+    if segment.window_left is not None:
+        return False
+    return segment.window_right is None or (segment.window_right == 0 and segment.excess == 0)
+
+
+def _visible(call: Segment, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
+    """Return whether the call is causal, and what is added to its scores."""
+    if _is_plain(call):
+        return call.window_right == 0, None
+    return False, _added(call._replace(q0=0, q1=call.q1 - call.q0, k0=0, k1=call.k1 - call.k0), dtype)
+
+
+@lru_cache_tensors(maxsize=16)  # the tiles of a band look alike
+def _added(call: Segment, dtype: torch.dtype) -> Tensor:
+    forbidden = forbidden_pairs(call, torch.device("cpu"))
+    added = torch.zeros(call.q1, call.k1, dtype=dtype, device="cpu")
+    return added if forbidden is None else added.masked_fill_(forbidden, float("-inf"))

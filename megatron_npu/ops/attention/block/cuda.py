@@ -7,14 +7,18 @@ from torch import Tensor
 
 from megatron_npu.ops.attention.block.heads import heads_first, heads_third, regroup, ungroup
 from megatron_npu.ops.attention.block.reference import (
+    Drawn,
     Gradients,
     Residuals,
     attention_block,
     attention_block_backward,
 )
+from megatron_npu.ops.attention.spec import AttentionSpec
 
 
-def _beyond_flash(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> str | None:
+def _beyond_flash(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> str | None:
+    if len(spec.segments) > 1 or spec.dropout_p or not _is_plain(spec):
+        return "packed sequences, a window or dropout: here torch's flash kernel is called without"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype {query.dtype}: torch's flash kernel has fp16 and bf16"
     sizes = {t.size(3) for t in (query, key, value)}
@@ -23,26 +27,35 @@ def _beyond_flash(query: Tensor, key: Tensor, value: Tensor, scale: float, causa
     return None
 
 
-def _beyond_flash_backward(grad: Tensor, residuals: Residuals, scale: float, causal: bool) -> str | None:
-    return _beyond_flash(residuals.query, residuals.key, residuals.value, scale, causal)
+def _is_plain(spec: AttentionSpec) -> bool:
+    segment = spec.segments[0]
+    square = segment.window_right == 0 and segment.excess == 0
+    return segment.window_left is None and (segment.window_right is None or square)
+
+
+def _beyond_flash_backward(
+    grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn
+) -> str | None:
+    return _beyond_flash(residuals.query, residuals.key, residuals.value, spec)
 
 
 @attention_block.on("cuda", supports=_beyond_flash)
-def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Drawn]:
     """See ``reference.unfused``."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
-    output, lse = kernel(*ungroup(query, key, value), 0.0, causal, False, scale=scale)[:2]
-    return heads_third(output).contiguous(), lse
+    causal = spec.segments[0].window_right == 0
+    output, lse = kernel(*ungroup(query, key, value), 0.0, causal, False, scale=spec.scale)[:2]
+    return heads_third(output).contiguous(), lse, ()
 
 
 @attention_block_backward.on("cuda", supports=_beyond_flash_backward)
-def backward(grad: Tensor, residuals: Residuals, scale: float, causal: bool) -> Gradients:
+def backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn) -> Gradients:
     """See ``reference.unfused_backward``."""
     query, key, value, output, lse = residuals
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
     tensors = ungroup(query, key, value)
     lengths = None, None, query.size(0), key.size(0)  # None: not packed
     seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # of the dropout, of which there is none
-    options = (*lengths, 0.0, causal, seed, seed)
-    grads = kernel(heads_first(grad), *tensors, heads_first(output), lse, *options, scale=scale)
+    options = (*lengths, 0.0, spec.segments[0].window_right == 0, seed, seed)
+    grads = kernel(heads_first(grad), *tensors, heads_first(output), lse, *options, scale=spec.scale)
     return regroup(grads, key.size(2), key.dtype)

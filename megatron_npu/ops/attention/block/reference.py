@@ -1,16 +1,25 @@
-"""Attention over a block of the keys, and its gradients, written out in plain torch."""
+"""Attention over a block of the keys, and its gradients, written out in plain torch.
+
+A block is an ``AttentionSpec`` in layout SBND without a mask: its segments lie one behind the other, cover
+all of the queries and keys, and each of their queries sees a key. More than one segment are packed sequences,
+of a batch of one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_npu.ops.attention.block.heads import heads_first, heads_third, regroup, ungroup
+from megatron_npu.ops.attention.block.tiles import row_tiles
+from megatron_npu.ops.attention.spec import AttentionSpec, Segment, forbidden_pairs
 from megatron_npu.ops.dispatch import Operation
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+Drawn = tuple[int, ...]  # what a device finds the mask of dropout again by; empty without
 
 
 class Residuals(NamedTuple):
@@ -31,27 +40,34 @@ class Residuals(NamedTuple):
     lse: Tensor
 
 
-def unfused(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Drawn]:
     """Return the attention over these keys alone, and the logarithm of what its weights were divided by.
 
     Args:
         query: ``[sq, b, n, d]``; fp32, bf16 or fp16.
         key: ``[sk, b, g, d]``, where g divides n.
         value: as ``key``.
-        scale: factor of the scores.
-        causal: query i sees the keys up to i; then sq = sk.
+        spec: the block; with dropout, weights are dropped that have been divided.
 
     Returns:
-        Output ``[sq, b, n, d]``, contiguous, in the dtype of ``query``, and lse, ``[b, n, sq]`` in fp32.
+        Output ``[sq, b, n, d]``, contiguous, in the dtype of ``query``; lse, ``[b, n, sq]`` in fp32, of the
+        scores before dropout; and what the backward is to be given as ``drawn``.
     """
     query, key, value = ungroup(query, key, value)
-    scores = _scores(query, key, scale, causal)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.unsqueeze(-1)).exp().to(value.dtype)
-    return heads_third(weights @ value).contiguous(), lse
+    output = query.new_zeros(*query.shape[:3], value.size(3))
+    lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+    drawn = _draw(query.device) if spec.dropout_p else ()
+    for tile, kept in _tiles(query, spec, drawn):
+        rows, columns = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+        scores = _scores(query[:, :, rows], key[:, :, columns], spec.scale, tile)
+        lse[:, :, rows] = total = scores.logsumexp(-1)
+        weights = (scores - total.unsqueeze(-1)).exp()
+        weights = weights if kept is None else weights * kept
+        output[:, :, rows] = weights.to(value.dtype) @ value[:, :, columns]
+    return heads_third(output).contiguous(), lse, drawn
 
 
-def unfused_backward(grad: Tensor, residuals: Residuals, scale: float, causal: bool) -> Gradients:
+def unfused_backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn) -> Gradients:
     """Return what these keys contribute to the gradient of the queries, and their own gradients.
 
     Dao et al. 2022, FlashAttention, appendix B.
@@ -59,29 +75,60 @@ def unfused_backward(grad: Tensor, residuals: Residuals, scale: float, causal: b
     Args:
         grad: gradient of the attention over all keys, ``[sq, b, n, d]``.
         residuals: the queries, this block of keys and values, and the result over all keys.
-        scale: as in the forward, like ``causal``.
-        causal: see ``scale``.
+        spec: as in the forward.
+        drawn: what the forward of this block returned.
 
     Returns:
         Gradients of query, key and value, like these.
     """
-    lse = residuals.lse
-    query, key, value = (t.to(lse.dtype) for t in ungroup(*residuals[:3]))
-    grad, output = (heads_first(t).to(lse.dtype) for t in (grad, residuals.output))
-    weights = (_scores(query, key, scale, causal) - lse.unsqueeze(-1)).exp()
-    inner = (grad * output).sum(-1, keepdim=True)
-    scores = weights * (grad @ value.transpose(-1, -2) - inner) * scale
-    grads = scores @ key, scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad
-    return regroup(grads, residuals.key.size(2), query.dtype)
+    precise = residuals.lse.dtype
+    query, key, value = (t.to(precise) for t in ungroup(*residuals[:3]))
+    grad, output = (heads_first(t).to(precise) for t in (grad, residuals.output))
+    inner = (grad * output).sum(-1, keepdim=True)  # over all keys: it holds with dropout, too
+    grads = tuple(torch.zeros_like(t) for t in (query, key, value))
+    for tile, kept in _tiles(query, spec, drawn):
+        rows, columns = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+        q, k, v, g = query[:, :, rows], key[:, :, columns], value[:, :, columns], grad[:, :, rows]
+        weights = (_scores(q, k, spec.scale, tile) - residuals.lse[:, :, rows].unsqueeze(-1)).exp()
+        of_weights = g @ v.mT
+        dropped, of_weights = (weights, of_weights) if kept is None else (weights * kept, of_weights * kept)
+        scores = weights * (of_weights - inner[:, :, rows]) * spec.scale
+        grads[0][:, :, rows] = scores @ k
+        grads[1][:, :, columns] += scores.mT @ q
+        grads[2][:, :, columns] += dropped.mT @ g
+    return regroup(grads, residuals.key.size(2), residuals.query.dtype)
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
+def _draw(device: torch.device) -> Drawn:
+    """Draw a seed from the device's generator, which is what recomputation finds again."""
+    return (int(torch.randint(2**62, (), device=device)),)
+
+
+def _tiles(query: Tensor, spec: AttentionSpec, drawn: Drawn) -> Iterator[tuple[Segment, Tensor | None]]:
+    """Yield the tiles of a block, each with its factors of dropout ``[b, n, sq, sk]``: 0 or 1 / keep."""
+    generator = torch.Generator(query.device).manual_seed(drawn[0]) if drawn else None
+    keep = 1.0 - spec.dropout_p
+    for tile in (tile for segment in spec.segments for tile in row_tiles(segment)):
+        if generator is None:
+            yield tile, None
+            continue
+        shape = (*query.shape[:2], tile.q1 - tile.q0, tile.k1 - tile.k0)
+        draws = torch.rand(shape, generator=generator, device=query.device)
+        yield tile, (draws < keep).to(torch.promote_types(query.dtype, torch.float32)).div_(keep)
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, tile: Segment) -> Tensor:
     """``[b, n, sq, d]`` and ``[b, n, sk, d]`` to ``[b, n, sq, sk]`` in fp32 or better."""
-    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
-    if not causal:
-        return scores
-    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu_(1), float("-inf"))
+    scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
+    forbidden = forbidden_pairs(tile, query.device)
+    return scores if forbidden is None else scores.masked_fill(forbidden, float("-inf"))
 
 
-attention_block = Operation("attention_part", unfused, group="attention")
-attention_block_backward = Operation("attention_part_backward", unfused_backward, group="attention")
+def _draws(*arguments: object) -> bool:
+    return any(isinstance(each, AttentionSpec) and each.dropout_p > 0.0 for each in arguments)
+
+
+attention_block = Operation("attention_part", unfused, group="attention", draws=_draws)
+attention_block_backward = Operation(
+    "attention_part_backward", unfused_backward, group="attention", draws=_draws
+)

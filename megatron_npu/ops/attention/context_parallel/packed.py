@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.errors import UsageError
+from megatron_npu.ops.attention.context_parallel.visible import Document
 from megatron_npu.ops.attention.spec import PackedSequences
 
 
@@ -55,13 +56,7 @@ def packed_sharding(
         UsageError: the sequences are not all tokens, or one of them is not a multiple of 2·cp long.
     """
     rank_order = torch.cat([token_indices(cu_seqlens_padded, cp_size, rank) for rank in range(cp_size)])
-    if rank_order.numel() != tokens * cp_size:
-        raise UsageError(
-            f"packed sequences that end at {cu_seqlens_padded[-1]}, "
-            f"and {tokens} tokens on each of {cp_size} ranks",
-            "the same number of tokens in both",
-            "Let the last boundary of cu_seqlens_q_padded be the end of the tokens.",
-        )
+    _check_end(cu_seqlens_padded, tokens, cp_size)
     sequence_order = torch.empty_like(rank_order)
     sequence_order[rank_order] = torch.arange(rank_order.numel())
     lengths, visible_keys = [], []
@@ -79,6 +74,52 @@ def packed_sharding(
     )
 
 
+def ring_documents(
+    cu_seqlens_padded: Sequence[int], cu_seqlens: Sequence[int], tokens: int, size: int
+) -> tuple[Document, ...]:
+    """Return packed sequences as a ring over ``size`` ranks takes them.
+
+    Args:
+        cu_seqlens_padded: where the sequences begin, and the end of the last one, with their padding.
+        cu_seqlens: the same without padding.
+        tokens: held by each of the ranks.
+        size: number of ranks that share the sequences.
+
+    Raises:
+        UsageError: the sequences are not all tokens, or one of them is not a multiple of 2·size long.
+    """
+    check_multiples(cu_seqlens_padded, size)
+    _check_end(cu_seqlens_padded, tokens, size)
+    padded = [end - start for start, end in itertools.pairwise(cu_seqlens_padded)]
+    actual = [end - start for start, end in itertools.pairwise(cu_seqlens)]
+    return tuple(Document(p // size, a) for p, a in zip(padded, actual, strict=True))
+
+
+def check_multiples(cu_seqlens: Sequence[int], cp_size: int) -> None:
+    """Check that each of the packed sequences falls into two chunks for each of ``cp_size`` ranks.
+
+    Raises:
+        UsageError: one is not a multiple of 2·cp long.
+    """
+    lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
+    if any(length % (2 * cp_size) for length in lengths):
+        raise UsageError(
+            f"packed sequences of {lengths} tokens, context-parallel size {cp_size}",
+            f"multiples of {2 * cp_size}: each rank has two chunks of each",
+            "Pad the sequences and set cu_seqlens_q_padded and cu_seqlens_kv_padded.",
+        )
+
+
+def _check_end(cu_seqlens_padded: Sequence[int], tokens: int, cp_size: int) -> None:
+    if cu_seqlens_padded[-1] != tokens * cp_size:
+        raise UsageError(
+            f"packed sequences that end at {cu_seqlens_padded[-1]}, "
+            f"and {tokens} tokens on each of {cp_size} ranks",
+            "the same number of tokens in both",
+            "Let the last boundary of cu_seqlens_q_padded be the end of the tokens.",
+        )
+
+
 def token_indices(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
     """Return which tokens of packed sequences a rank holds, ``[t / cp]`` int64, on the host.
 
@@ -90,16 +131,9 @@ def token_indices(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> Tens
     Raises:
         UsageError: a sequence is not a multiple of 2·cp long.
     """
-    bounds = list(itertools.pairwise(cu_seqlens))
-    if any((end - start) % (2 * cp_size) for start, end in bounds):
-        raise UsageError(
-            f"packed sequences of {[end - start for start, end in bounds]} tokens, "
-            f"context-parallel size {cp_size}",
-            f"multiples of {2 * cp_size}: each rank has two chunks of each",
-            "Pad the sequences and set cu_seqlens_q_padded and cu_seqlens_kv_padded.",
-        )
+    check_multiples(cu_seqlens, cp_size)
     held = []
-    for start, end in bounds:
+    for start, end in itertools.pairwise(cu_seqlens):
         if end > start:
             chunks = torch.arange(start, end).chunk(2 * cp_size)
             held += [chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]]

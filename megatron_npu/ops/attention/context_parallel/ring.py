@@ -1,12 +1,15 @@
-"""Ring attention: each rank keeps its queries, and keys and values go round from rank to rank (p2p).
+"""Ring attention: each rank keeps its queries, and keys and values come to it from the others (p2p).
 
 Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", with the
-load-balanced order of megatron-core: a sequence is cut into 2·cp chunks, and rank r has the chunks r and
-2·cp - 1 - r, one behind the other. No rank ever holds more keys than its own and those it is being sent.
+load-balanced order of megatron-core (``visible``). Without a window keys go round from rank to rank. With one
+most ranks see few of each other's keys or none: these alone are sent, each from the rank that has it to those
+that see it, at the step at which a ring would have brought it. No rank ever holds more keys than its own and
+those of two others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +17,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_npu.ops.attention.block import Residuals, attention_block, attention_block_backward
+from megatron_npu.ops.attention.context_parallel.visible import (
+    Document,
+    Part,
+    Spans,
+    union,
+    visible_parts,
+    within,
+)
+from megatron_npu.ops.attention.spec import AttentionSpec, Window
+from megatron_npu.ops.caching import lru_cache_tensors
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool, group: dist.ProcessGroup
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    group: dist.ProcessGroup,
+    window: Window = (None, None),
+    documents: Sequence[Document] | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Return the attention of this rank's queries over everyone's keys, ``[s, b, n, d]``, contiguous.
 
@@ -28,129 +50,258 @@ def ring_attention(
         scale: factor of the scores, usually 1 / sqrt(d).
         causal: no query sees a key after its own position in the whole sequence.
         group: the ranks that share the sequence, in its order.
+        window: how far a query sees back and ahead, in tokens; None does not limit.
+        documents: packed sequences, one behind the other on each rank; b is 1 then. None: one sequence.
+        dropout_p: probability that an attention weight is dropped, in [0, 1); masks are drawn from the
+            device's generator, block by block, so that other numbers of ranks drop other weights.
 
     Raises:
-        ValueError: an odd number of tokens, which does not fall into two chunks.
+        ValueError: an odd number of tokens, which does not fall into two chunks; or documents that are not
+            these tokens.
     """
-    if query.size(0) % 2:
-        raise ValueError(f"{query.size(0)} tokens on this rank, which are not two chunks of equal length")
-    return _Ring.apply(query.contiguous(), key, value, scale, causal, group)
+    tokens, size = query.size(0), group.size()
+    documents = (Document(tokens, size * tokens),) if documents is None else tuple(documents)
+    if any(each.tokens % 2 for each in documents):
+        raise ValueError(f"{tokens} tokens on this rank, which are not two chunks of equal length")
+    if sum(each.tokens for each in documents) != tokens:
+        raise ValueError(f"documents of {sum(each.tokens for each in documents)} tokens, {tokens} are there")
+    longest = max(each.tokens for each in documents) * size
+    left, right = (None if limit is None or limit >= longest - 1 else limit for limit in window)
+    if causal and right is not None:
+        right = None if right >= 0 else right
+    route = Route(group, documents, causal, (left, right))
+    return _Ring.apply(query.contiguous(), key, value, scale, dropout_p, route)
 
 
-class Block(NamedTuple):
-    """What of a rank's keys this rank's queries see.
+class Route(NamedTuple):
+    """Who sees what; the same on all ranks but for the rank."""
 
-    Attributes:
-        first_query: they are seen from this query on.
-        keys: so many of them, from the first.
-        causal: whether the diagonal of the sequence is among the pairs.
-    """
-
-    first_query: int
-    keys: int
+    group: dist.ProcessGroup
+    documents: tuple[Document, ...]
     causal: bool
+    window: Window
+
+    @property
+    def goes_round(self) -> bool:
+        """Whether keys are passed on from rank to rank, and not sent to those who see them."""
+        return self.window == (None, None)
+
+    def parts(self, step: int) -> tuple[Part, ...]:
+        """Return what this rank computes at ``step``, when it has the keys of rank ``rank - step``."""
+        rank, size = self.group.rank(), self.group.size()
+        return self._visible(rank, (rank - step) % size)
+
+    def fetched(self, step: int) -> Spans:
+        """Return which keys of rank ``rank - step`` this rank sees."""
+        return union(span for part in self.parts(step) for span in part.keys)
+
+    def sent(self, step: int) -> Spans:
+        """Return which of this rank's keys rank ``rank + step`` sees."""
+        rank, size = self.group.rank(), self.group.size()
+        return union(span for part in self._visible((rank + step) % size, rank) for span in part.keys)
+
+    def _visible(self, rank: int, source: int) -> tuple[Part, ...]:
+        return visible_parts(rank, source, self.group.size(), self.documents, self.causal, self.window)
 
 
-def visible_block(step: int, rank: int, chunk: int, causal: bool) -> Block:
-    """Return what ``rank`` sees of the keys that come to it at ``step``, those of rank ``rank - step``.
+class _Transfer:
+    """Tensors on their way: one to the rank ``hops`` further, one from the rank ``hops`` before."""
 
-    Where that is an earlier rank, its first chunk lies before all of our queries and its second behind them;
-    where it is a later one, both lie between our two chunks.
-
-    Args:
-        step: of the ring; 0 are our own keys.
-        rank: in the context-parallel group.
-        chunk: tokens of a chunk; each rank has two.
-        causal: no query sees a later key.
-    """
-    if not causal or step == 0:
-        return Block(0, 2 * chunk, causal)
-    return Block(0, chunk, False) if step <= rank else Block(chunk, 2 * chunk, False)
-
-
-class _SendReceive:
-    """A tensor on its way to the next rank, and the previous rank's on its way here."""
-
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, sent: Tensor | None, received: Tensor | None, hops: int, group: dist.ProcessGroup
+    ) -> None:
         rank, size = group.rank(), group.size()
-        after, before = (dist.get_global_rank(group, (rank + hop) % size) for hop in (1, -1))
-        self.sent = tensor.contiguous()  # must live until it has left
-        self.received = torch.empty_like(self.sent)
-        self.requests = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self.sent, after, group),
-                dist.P2POp(dist.irecv, self.received, before, group),
-            ]
-        )
+        after, before = (dist.get_global_rank(group, (rank + hop) % size) for hop in (hops, -hops))
+        self.sent = None if sent is None else sent.contiguous()  # must live until it has left
+        self.received = received
+        operations = []
+        if self.sent is not None:
+            operations.append(dist.P2POp(dist.isend, self.sent, after, group))
+        if received is not None:
+            operations.append(dist.P2POp(dist.irecv, received, before, group))
+        self.requests = dist.batch_isend_irecv(operations) if operations else []
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Tensor | None:
         for request in self.requests:
             request.wait()
         return self.received
 
 
+def _arrivals(key_value: Tensor, route: Route) -> Iterator[tuple[Tensor, tuple[Part, ...]]]:
+    """Yield the keys and values that are there, ``[2, s, b, g, d]``, and what is computed of them, by step.
+
+    The next ones are on their way meanwhile. Steps at which this rank sees nothing have no parts; they are
+    yielded all the same, as all ranks must begin their transfers in the same order.
+    """
+    own = key_value
+    transfer: _Transfer | None = None
+    for step in range(route.group.size()):
+        arrived = transfer.wait() if transfer is not None else None
+        parts = route.parts(step)
+        if step and not route.goes_round:
+            whole = route.fetched(step)
+            parts = tuple(part._replace(keys=within(part.keys, whole)) for part in parts)
+        key_value = key_value if arrived is None else arrived
+        transfer = _fetch(own if not route.goes_round else key_value, step + 1, route)
+        yield key_value, parts
+
+
+def _fetch(key_value: Tensor, step: int, route: Route) -> _Transfer | None:
+    """Begin to exchange the keys of ``step``."""
+    if step == route.group.size():
+        return None
+    if route.goes_round:
+        return _Transfer(key_value, torch.empty_like(key_value), 1, route.group)
+    sent, fetched = route.sent(step), route.fetched(step)
+    message = torch.cat([key_value[:, first:last] for first, last in sent], dim=1) if sent else None
+    shape = key_value.size(0), _count(fetched), *key_value.shape[2:]
+    return _Transfer(message, key_value.new_empty(shape) if fetched else None, step, route.group)
+
+
+class _Homeward:
+    """The gradients of keys and values, ``[2, s, b, g, d]``, on their way to the rank that has these.
+
+    They travel in the dtype of the keys: a rounding for each rank, as when gradients are reduce-scattered.
+    """
+
+    def __init__(self, key_value: Tensor, route: Route) -> None:
+        self.route = route
+        self.own = torch.zeros_like(key_value)
+        self.transfer: _Transfer | None = None
+        self.expected: Spans = ()
+
+    def send(self, step: int, of_keys: Tensor | None) -> None:
+        """Send what ``step`` has added; in a ring together with what the ranks before have."""
+        if self.route.goes_round:
+            if self.transfer is not None:
+                self.own = self.transfer.wait()
+            if of_keys is not None:
+                self.own += of_keys
+            self.transfer = _Transfer(self.own, torch.empty_like(self.own), 1, self.route.group)
+        elif not step:
+            self.own = self.own if of_keys is None else of_keys
+        else:
+            self._take()
+            self.expected = self.route.sent(step)
+            shape = self.own.size(0), _count(self.expected), *self.own.shape[2:]
+            received = self.own.new_empty(shape) if self.expected else None
+            self.transfer = _Transfer(of_keys, received, -step, self.route.group)
+
+    def _take(self) -> None:
+        if self.transfer is None:
+            return
+        received = self.transfer.wait()
+        first = 0
+        for start, end in self.expected:
+            self.own[:, start:end] += received[:, first : first + end - start]
+            first += end - start
+
+    def arrive(self) -> Tensor:
+        """Return the gradients of this rank's keys and values, which are all there."""
+        if self.route.goes_round:
+            return self.own if self.transfer is None else self.transfer.wait()
+        self._take()
+        return self.own
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        causal: bool,
-        group: dist.ProcessGroup,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout_p: float, route: Route
     ) -> Tensor:
         key_value = torch.stack((key, value))  # one message
-        rank, size, chunk = group.rank(), group.size(), query.size(0) // 2
-        for step in range(size):
-            transfer = _SendReceive(key_value, group) if step + 1 < size else None
-            first, keys, diagonal = visible_block(step, rank, chunk, causal)
-            block = attention_block(query[first:], key_value[0, :keys], key_value[1, :keys], scale, diagonal)
-            if step == 0:
-                output, lse = block[0].to(block[1].dtype), block[1]
-            else:
-                merge(output[first:], lse[..., first:], *block)
-            if transfer is not None:
-                key_value = transfer.wait()
+        result: tuple[Tensor, Tensor] | None = None
+        drawn = []
+        for arrived, parts in _arrivals(key_value, route):
+            for part in parts:
+                spec = _spec(query, key, part, scale, dropout_p)
+                rows = _take(query, part.queries)
+                *block, masks = attention_block(rows, *(_take(t, part.keys) for t in arrived), spec)
+                drawn.append(masks)
+                if result is None and _count(part.queries) == query.size(0):
+                    result = block[0].to(block[1].dtype), block[1]
+                    continue
+                result = _nothing(query) if result is None else result
+                _merge_rows(*result, part.queries, *block)
+        output, lse = _nothing(query) if result is None else result
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse)
-        ctx.options = scale, causal, group
+        ctx.options = scale, dropout_p, route, drawn
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        scale, causal, group = ctx.options
-        rank, size, chunk = group.rank(), group.size(), query.size(0) // 2
+        scale, dropout_p, route, drawn = ctx.options
+        drawn = iter(drawn)
         key_value = torch.stack((key, value))
         query_grad = torch.zeros_like(query, dtype=lse.dtype)
-        # The gradients of keys and values follow them, one hop behind, and are home after the last. They
-        # travel in the dtype of the keys: a rounding for each rank, as when gradients are reduce-scattered.
-        key_value_grad = torch.zeros_like(key_value)
-        grad_transfer: _SendReceive | None = None
-        for step in range(size):
-            transfer = _SendReceive(key_value, group) if step + 1 < size else None
-            first, keys, diagonal = visible_block(step, rank, chunk, causal)
-            residuals = Residuals(
-                query[first:],
-                key_value[0, :keys],
-                key_value[1, :keys],
-                output[first:],
-                lse[..., first:].contiguous(),
-            )
-            of_query, of_key, of_value = attention_block_backward(grad[first:], residuals, scale, diagonal)
-            query_grad[first:] += of_query
-            if grad_transfer is not None:
-                key_value_grad = grad_transfer.wait()
-            key_value_grad[0, :keys] += of_key
-            key_value_grad[1, :keys] += of_value
-            if transfer is not None:
-                key_value = transfer.wait()
-            grad_transfer = _SendReceive(key_value_grad, group)
-        if grad_transfer is not None:
-            key_value_grad = grad_transfer.wait()
-        return query_grad.to(query.dtype), key_value_grad[0], key_value_grad[1], None, None, None
+        homeward = _Homeward(key_value, route)
+        for step, (arrived, parts) in enumerate(_arrivals(key_value, route)):
+            of_keys = torch.zeros_like(arrived) if parts else None
+            for part in parts:
+                taken = (_take(query, part.queries), *(_take(t, part.keys) for t in arrived))
+                results = _take(output, part.queries), _take(lse, part.queries, 2).contiguous()
+                grads = attention_block_backward(
+                    _take(grad, part.queries),
+                    Residuals(*taken, *results),
+                    _spec(query, key, part, scale, dropout_p),
+                    next(drawn),
+                )
+                _add(query_grad, part.queries, grads[0])
+                for total, of_part in zip(of_keys, grads[1:], strict=True):
+                    _add(total, part.keys, of_part)
+            homeward.send(step, of_keys)
+        of_key, of_value = homeward.arrive()
+        return query_grad.to(query.dtype), of_key, of_value, None, None, None
+
+
+def _spec(query: Tensor, key: Tensor, part: Part, scale: float, dropout_p: float) -> AttentionSpec:
+    packed = len(part.segments) > 1
+    return AttentionSpec(
+        "SBND", query.size(2), key.size(2), float(scale), part.segments, packed, dropout_p=dropout_p
+    )
+
+
+def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and lse of queries that have seen no key yet."""
+    precise = torch.promote_types(query.dtype, torch.float32)
+    lse = query.new_full((query.size(1), query.size(2), query.size(0)), float("-inf"), dtype=precise)
+    return torch.zeros_like(query, dtype=precise), lse
+
+
+def _count(spans: Spans) -> int:
+    return sum(last - first for first, last in spans)
+
+
+def _take(tensor: Tensor, spans: Spans, dim: int = 0) -> Tensor:
+    """Return the tokens ``spans`` along ``dim``: a view of one span, a copy of several."""
+    if len(spans) == 1:
+        return tensor.narrow(dim, spans[0][0], spans[0][1] - spans[0][0])
+    return tensor.index_select(dim, _index(spans, tensor.device))
+
+
+def _add(total: Tensor, spans: Spans, part: Tensor) -> None:
+    """Add ``part`` to the tokens ``spans`` of ``total``."""
+    if len(spans) == 1:
+        total[spans[0][0] : spans[0][1]] += part
+    else:
+        total.index_add_(0, _index(spans, total.device), part.to(total.dtype))
+
+
+@lru_cache_tensors(maxsize=32)  # every layer of a batch asks for the same
+def _index(spans: Spans, device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(first, last) for first, last in spans]).to(device)
+
+
+def _merge_rows(output: Tensor, lse: Tensor, spans: Spans, block_output: Tensor, block_lse: Tensor) -> None:
+    """``merge`` for the queries ``spans``."""
+    rows, totals = _take(output, spans), _take(lse, spans, 2)
+    merge(rows, totals, block_output, block_lse)
+    if len(spans) > 1:
+        output.index_copy_(0, _index(spans, output.device), rows)
+        lse.index_copy_(2, _index(spans, lse.device), totals)
 
 
 def merge(output: Tensor, lse: Tensor, block_output: Tensor, block_lse: Tensor) -> None:
@@ -158,9 +309,9 @@ def merge(output: Tensor, lse: Tensor, block_output: Tensor, block_lse: Tensor) 
 
     Args:
         output: ``[s, b, n, d]`` in fp32.
-        lse: ``[b, n, s]`` in fp32.
+        lse: ``[b, n, s]`` in fp32; -inf for queries that have seen no key.
         block_output: like ``output``, in any dtype.
-        block_lse: like ``lse``.
+        block_lse: like ``lse``, finite.
     """
     merged = torch.logaddexp(lse, block_lse)
     output.mul_(_share(lse - merged)).add_(block_output * _share(block_lse - merged))

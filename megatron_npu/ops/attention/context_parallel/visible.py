@@ -1,0 +1,168 @@
+"""Which pairs of this rank's queries and another rank's keys are visible: the work of one step of a ring.
+
+Each document (a whole sequence, or one of packed sequences) is cut into 2·size chunks; rank r has its chunks
+r and 2·size - 1 - r, one behind the other, and the documents lie one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron_npu.ops.attention.spec import Segment, Window, dense_segments
+
+Span = tuple[int, int]  # tokens [first, last)
+Spans = tuple[Span, ...]  # in order, with gaps in between
+
+
+class Document(NamedTuple):
+    """A sequence that is cut over the ranks.
+
+    Attributes:
+        tokens: that each rank has of it, two chunks of equal length.
+        keys: of the whole of it, without the padding behind them, which nobody sees who sees no later key.
+    """
+
+    tokens: int
+    keys: int
+
+
+class Part(NamedTuple):
+    """What one call of a kernel computes.
+
+    Attributes:
+        queries: of this rank's tokens.
+        keys: of the other rank's.
+        segments: which pairs are visible; positions count from the first of ``queries`` and ``keys``. Each of
+            these queries sees a key.
+    """
+
+    queries: Spans
+    keys: Spans
+    segments: tuple[Segment, ...]
+
+
+@lru_cache(maxsize=256)  # the same for every layer of a batch
+def visible_parts(
+    rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool, window: Window
+) -> tuple[Part, ...]:
+    """Return what ``rank`` sees of the keys of ``source``; nothing where nothing is visible.
+
+    Args:
+        rank: whose queries they are.
+        source: whose keys they are.
+        size: number of ranks.
+        documents: as they lie one behind the other on each rank.
+        causal: no query sees a later key.
+        window: how far a query sees back and ahead in its document; None does not limit.
+    """
+    if window == (None, None):
+        pairs = list(_plain_pairs(rank, source, size, documents, causal))
+        return (_joined(pairs),) if pairs else ()
+    return tuple(_joined([pair]) for pair in _band_pairs(rank, source, size, documents, causal, window))
+
+
+# Tokens of queries, tokens of keys, and the window between them, counted from the first of both.
+_Pair = tuple[Span, Span, Window]
+
+
+def _plain_pairs(
+    rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool
+) -> Iterator[_Pair]:
+    """Yield one pair for each document: without a window the chunks need not be looked at one by one.
+
+    Causal: of an earlier rank the first chunk lies before all of our queries and the second behind them; of a
+    later one both lie between our two chunks.
+    """
+    first = 0
+    for document in documents:
+        middle, last = first + document.tokens // 2, first + document.tokens
+        if not causal:
+            keys = sum(count for _, count in _key_chunks(source, size, document))
+            if keys and first < last:
+                yield (first, last), (first, first + keys), (None, None)
+        elif first == last:
+            pass
+        elif source == rank:
+            yield (first, last), (first, last), (None, 0)
+        else:
+            earlier = source < rank
+            yield (
+                (first if earlier else middle, last),
+                (first, middle if earlier else last),
+                (None, None),
+            )
+        first = last
+
+
+def _band_pairs(
+    rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool, window: Window
+) -> Iterator[_Pair]:
+    """Yield the pairs of chunks, cut down to queries that see a key and keys that are seen."""
+    first = 0
+    for document in documents:
+        chunk = document.tokens // 2
+        for half, number in enumerate((rank, 2 * size - 1 - rank)):
+            for other, (key_number, keys) in enumerate(_key_chunks(source, size, document)):
+                offset = (number - key_number) * chunk
+                if chunk and keys:
+                    (segment,) = dense_segments(chunk, keys, causal, window, offset)
+                    yield from _cut_down(segment, first + half * chunk, first + other * chunk)
+        first += document.tokens
+
+
+def _key_chunks(source: int, size: int, document: Document) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of the two chunks of ``source``, and how many keys each has without padding."""
+    chunk = document.tokens // 2
+    for number in (source, 2 * size - 1 - source):
+        yield number, min(max(document.keys - number * chunk, 0), chunk)
+
+
+def _cut_down(segment: Segment, query: int, key: int) -> Iterator[_Pair]:
+    """Yield ``segment``, whose first query and key are tokens ``query`` and ``key``, unless empty."""
+    begin, end = segment.rows_with_keys()
+    first, last = segment.visible_keys(begin, end)
+    if begin < end and first < last:
+        left, right = segment.window_left, segment.window_right
+        left = None if left is None else left - begin + first
+        right = None if right is None else right + begin - first
+        yield (query + begin, query + end), (key + first, key + last), (left, right)
+
+
+def _joined(pairs: Iterable[_Pair]) -> Part:
+    """Return the part of one call: the pairs one behind the other."""
+    queries: list[Span] = []
+    keys: list[Span] = []
+    segments = []
+    q = k = 0
+    for query, key, (left, right) in pairs:
+        queries.append(query)
+        keys.append(key)
+        rows, columns = query[1] - query[0], key[1] - key[0]
+        left = None if left is None or left >= rows - 1 else left
+        right = None if right is None or right >= columns - 1 else right
+        segments.append(Segment(q, q + rows, k, k + columns, left, right))
+        q, k = q + rows, k + columns
+    return Part(union(queries), union(keys), tuple(segments))
+
+
+def union(spans: Iterable[Span]) -> Spans:
+    """Return the spans in order; those that overlap or touch are one."""
+    joined: list[Span] = []
+    for first, last in sorted(spans):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(last, joined[-1][1])
+        else:
+            joined.append((first, last))
+    return tuple(joined)
+
+
+def within(spans: Spans, whole: Spans) -> Spans:
+    """Return where ``spans`` lie when the tokens of ``whole``, which has them, are one behind the other."""
+    places = []
+    before = 0
+    for first, last in whole:
+        places += [(before + s - first, before + e - first) for s, e in spans if first <= s and e <= last]
+        before += last - first
+    return union(places)
