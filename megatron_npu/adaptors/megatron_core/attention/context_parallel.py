@@ -181,7 +181,8 @@ def near_and_far(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Proc
     """
     from megatron.core import parallel_state
 
-    groups = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) or ()
+    groups: list[dist.ProcessGroup]
+    groups = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) or []
     sizes = [each.size() for each in groups]
     if len(groups) != 2 or sizes[0] * sizes[1] != group.size():
         raise UsageError(

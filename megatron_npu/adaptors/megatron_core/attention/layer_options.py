@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -98,7 +99,7 @@ def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
 
 def _near_ranks(config: Any) -> int:
     """Return how many ranks exchange heads with each other."""
-    sizes = getattr(config, "hierarchical_context_parallel_sizes", None) or ()
+    sizes: Sequence[int] = getattr(config, "hierarchical_context_parallel_sizes", None) or ()
     if len(sizes) != 2 or sizes[0] * sizes[1] != config.context_parallel_size:
         raise UsageError(
             f"--cp-comm-type a2a+p2p, context-parallel size {config.context_parallel_size}, "

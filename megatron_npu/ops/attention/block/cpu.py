@@ -45,21 +45,22 @@ def backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Dra
     if spec.dropout_p:
         return unfused_backward(grad, residuals, spec, drawn)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    tensors = query, key, value = ungroup(*residuals[:3])
+    query, key, value = ungroup(*residuals[:3])
     grad, output, lse = heads_first(grad), heads_first(residuals.output), residuals.lse
     calls = list(_calls(spec))
-    whole = len(calls) == 1
-    totals = () if whole else tuple(torch.zeros_like(t) for t in tensors)
+    totals: Gradients | None = None
     for call in calls:
         rows, columns = slice(call.q0, call.q1), slice(call.k0, call.k1)
         parts = query[:, :, rows], key[:, :, columns], value[:, :, columns]
         results = output[:, :, rows], lse[:, :, rows].contiguous()
         causal, mask = _visible(call, query.dtype)
         grads = kernel(grad[:, :, rows], *parts, *results, 0.0, causal, attn_mask=mask, scale=spec.scale)
-        if whole:
+        if len(calls) == 1:
             return regroup(grads, residuals.key.size(2), residuals.key.dtype)
+        totals = totals or (torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value))
         for total, place, part in zip(totals, (rows, columns, columns), grads, strict=True):
             total[:, :, place] += part
+    assert totals is not None
     return regroup(totals, residuals.key.size(2), residuals.key.dtype)
 
 

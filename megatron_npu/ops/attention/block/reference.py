@@ -85,7 +85,7 @@ def unfused_backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, dr
     query, key, value = (t.to(precise) for t in ungroup(*residuals[:3]))
     grad, output = (heads_first(t).to(precise) for t in (grad, residuals.output))
     inner = (grad * output).sum(-1, keepdim=True)  # over all keys: it holds with dropout, too
-    grads = tuple(torch.zeros_like(t) for t in (query, key, value))
+    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for tile, kept in _tiles(query, spec, drawn):
         rows, columns = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         q, k, v, g = query[:, :, rows], key[:, :, columns], value[:, :, columns], grad[:, :, rows]

@@ -122,9 +122,16 @@ class _Transfer:
         self.requests = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Tensor | None:
+        """Wait for both; return what has come."""
         for request in self.requests:
             request.wait()
         return self.received
+
+    def arrived(self) -> Tensor:
+        """As ``wait``, of a transfer that brings something."""
+        received = self.wait()
+        assert received is not None
+        return received
 
 
 def _arrivals(key_value: Tensor, route: Route) -> Iterator[tuple[Tensor, tuple[Part, ...]]]:
@@ -174,7 +181,7 @@ class _Homeward:
         """Send what ``step`` has added; in a ring together with what the ranks before have."""
         if self.route.goes_round:
             if self.transfer is not None:
-                self.own = self.transfer.wait()
+                self.own = self.transfer.arrived()
             if of_keys is not None:
                 self.own += of_keys
             self.transfer = _Transfer(self.own, torch.empty_like(self.own), 1, self.route.group)
@@ -191,6 +198,8 @@ class _Homeward:
         if self.transfer is None:
             return
         received = self.transfer.wait()
+        if received is None:
+            return
         first = 0
         for start, end in self.expected:
             self.own[:, start:end] += received[:, first : first + end - start]
@@ -199,7 +208,7 @@ class _Homeward:
     def arrive(self) -> Tensor:
         """Return the gradients of this rank's keys and values, which are all there."""
         if self.route.goes_round:
-            return self.own if self.transfer is None else self.transfer.wait()
+            return self.own if self.transfer is None else self.transfer.arrived()
         self._take()
         return self.own
 
@@ -239,20 +248,25 @@ class _Ring(torch.autograd.Function):
         query_grad = torch.zeros_like(query, dtype=lse.dtype)
         homeward = _Homeward(key_value, route)
         for step, (arrived, parts) in enumerate(_arrivals(key_value, route)):
-            of_keys = torch.zeros_like(arrived) if parts else None
+            of_keys = torch.zeros_like(arrived)
             for part in parts:
-                taken = (_take(query, part.queries), *(_take(t, part.keys) for t in arrived))
-                results = _take(output, part.queries), _take(lse, part.queries, 2).contiguous()
+                residuals = Residuals(
+                    _take(query, part.queries),
+                    _take(arrived[0], part.keys),
+                    _take(arrived[1], part.keys),
+                    _take(output, part.queries),
+                    _take(lse, part.queries, 2).contiguous(),
+                )
                 grads = attention_block_backward(
                     _take(grad, part.queries),
-                    Residuals(*taken, *results),
+                    residuals,
                     _spec(query, key, part, scale, dropout_p),
                     next(drawn),
                 )
                 _add(query_grad, part.queries, grads[0])
                 for total, of_part in zip(of_keys, grads[1:], strict=True):
                     _add(total, part.keys, of_part)
-            homeward.send(step, of_keys)
+            homeward.send(step, of_keys if parts else None)
         of_key, of_value = homeward.arrive()
         return query_grad.to(query.dtype), of_key, of_value, None, None, None
 
