@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import re
 import resource
 import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -16,6 +18,7 @@ from megatron_npu import checksums
 from megatron_npu.training import checkpoint_files
 from tests.campaign.trial import FaultError, Trial
 from tests.campaign.ways import EVALUATION, INTERVAL, ITERATIONS
+from tests.payload import Runs
 
 PHASES = ("starting", "training", "saving", "evaluating", "going on")
 _DEAD = r"rank {0} \([^)]*\) ended without a word|\({0}, -9\)"  # said by the others, or by the agent
@@ -262,23 +265,15 @@ def starve(trial: Trial, phase: str) -> None:
 
 
 def corrupt(trial: Trial, phase: str) -> None:
-    """A bit flipped, or a file cut or gone, in the newest checkpoint: refused, then passed over on demand."""
+    """The newest checkpoint spoilt: refused, then passed over on demand."""
     trial.start("--exit-interval", str(2 * INTERVAL + 1))
     trial.end()
-    save, rng = trial.folder / "save", trial.rng
+    save = trial.folder / "save"
     newest = checkpoint_files.directory(save, checkpoint_files.iterations(save)[-1])
-    files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != checksums.NAME)
-    path = rng.choice(files)
-    content = bytearray(path.read_bytes())
-    how = rng.choice(("flip", "cut", "remove"))
-    if how == "flip":
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    path.write_bytes(content if how == "flip" else content[: rng.randrange(len(content))])
-    if how == "remove":
-        path.unlink()
+    told = _spoil(trial, newest, ("flip", "cut", "remove"))
     trial.start()
     if trial.end() == 0:
-        raise FaultError("lost", f"{path.name} was loaded after {how}")
+        raise FaultError("lost", f"loaded after {told}")
     trial.untraced()
     if trial.way.name == "train":  # its line says what to do
         (save / checkpoint_files.TRACKER).write_text(str(checkpoint_files.iterations(save)[-2]))
@@ -290,6 +285,49 @@ def corrupt(trial: Trial, phase: str) -> None:
     if newest.exists() and checksums.damaged(newest):
         shutil.rmtree(newest)  # not saved anew
     trial.judge()
+
+
+def corrupt_source(trial: Trial, phase: str) -> None:
+    """A checkpoint that a command reads spoilt, or a stranger's pickle in it: refused in one line."""
+    trial.way.command(trial.folder)  # puts it there
+    source = trial.folder / "source"
+    place = checkpoint_files.newest(source)
+    assert place is not None
+    whole = trial.folder / "whole"
+    shutil.copytree(place, whole)
+    told = _spoil(trial, place, ("flip", "cut", "remove", "pickle"))
+    trial.start()
+    code = trial.end()
+    if (trial.folder / "mark").exists():
+        raise FaultError("executed", told)
+    trial.untraced()
+    if code != 2:
+        raise FaultError("lost", f"exit code {code} after {told}: {trial.told()[-2000:]}")
+    shutil.rmtree(place)
+    whole.rename(place)
+    trial.finish()
+
+
+def _spoil(trial: Trial, place: Path, ways: Sequence[str]) -> str:
+    """Spoil a file of a checkpoint, and return which one and how.
+
+    A stranger's pickle has no checksums beside it.
+    """
+    rng = trial.rng
+    files = sorted(path for path in place.rglob("*") if path.is_file() and path.name != checksums.NAME)
+    path, how = rng.choice(files), rng.choice(ways)
+    content = bytearray(path.read_bytes())
+    if how == "flip":
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+    elif how == "cut":
+        path.write_bytes(content[: rng.randrange(len(content))])
+    elif how == "remove":
+        path.unlink()
+    else:
+        (place / checksums.NAME).unlink()
+        path.write_bytes(pickle.dumps(Runs(trial.folder / "mark"), rng.randrange(6)))
+    return f"{how} of {path.name}"
 
 
 def second(trial: Trial, phase: str) -> None:
@@ -310,4 +348,6 @@ KILLS: tuple[Harm, ...] = (kill, kill_launcher, kill_writer, kill_worker, restar
 BY_SIGNAL: tuple[Harm, ...] = (signals, terminate, hang_up, freeze)
 AT_A_PHASE: tuple[Harm, ...] = (kill, kill_launcher, kill_worker, restart, signals, freeze)
 EVERYWHERE: tuple[Harm, ...] = (kill, kill_worker, signals, full_disk, freeze)
-OTHERS: tuple[Harm, ...] = (signals, freeze, full_disk, slow_disk, clock, starve, corrupt, second)
+OTHERS: tuple[Harm, ...] = (
+    *(signals, freeze, full_disk, slow_disk, clock, starve, corrupt, corrupt_source, second),
+)

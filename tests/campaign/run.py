@@ -33,7 +33,7 @@ from tests.campaign.trial import FaultError, Trial
 from tests.campaign.ways import Way
 
 HERE = Path(__file__).resolve().parent
-FAULTS = ("lost", "hung", "left behind", "traceback", "unnamed")
+FAULTS = ("lost", "executed", "hung", "left behind", "traceback", "unnamed")
 _CLONE_NEWNS = 0x00020000
 
 
@@ -84,16 +84,22 @@ class Campaign:
         self._lasts: dict[str, float] = {}  # seconds of an unharmed run
         self._variables = variables or {}
         trainings = ways.trainings(folder, HERE.parents[1] / "checkouts")
-        source = self._unharmed(trainings[0], keep=True)
+        self._sources: dict[str, Path] = {}
         self.ways = [
             way
-            for way in (*trainings, *ways.tools(folder, source / "save"))
+            for way in (*trainings, *ways.tools(folder, self._saved, trainings))
             if (names is None or way.name in names) and ranks in (None, way.ranks)
         ]
 
+    def _saved(self, way: Way) -> Path:
+        """Return the checkpoints of an unharmed training."""
+        if way.label not in self._sources:
+            self._sources[way.label] = self._unharmed(way, keep=True) / "save"
+        return self._sources[way.label]
+
     def _unharmed(self, way: Way, keep: bool = False) -> Path:
         """Run a way without harm, and remember what it has made; what it leaves is a fault, too."""
-        place = self.folder / f"calm {way.label}".replace(" ", "-").replace(",", "")
+        place = self.folder / f"calm {way.label}{' kept' * keep}".replace(" ", "-").replace(",", "")
         trial = Trial(way, place, random.Random(0), None, self._variables)
         trial.start()
         begun = time.monotonic()
@@ -142,6 +148,8 @@ class Campaign:
 
     def _fits(self, way: Way, harm: harms.Harm) -> bool:
         if way.progress is None:
+            if harm is harms.corrupt_source:
+                return way.reads
             return harm in harms.EVERYWHERE and (way.workers or harm is not harms.kill_worker)
         return {
             harms.kill_launcher: way.ranks > 1,
@@ -149,6 +157,7 @@ class Campaign:
             harms.kill_writer: way.writes,
             harms.kill_worker: way.workers,
             harms.starve: way.own,
+            harms.corrupt_source: False,
         }.get(harm, True)
 
     def try_(self, seed: int) -> bool | None:

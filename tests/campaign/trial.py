@@ -85,12 +85,13 @@ class Trial:
         process = process or self.process
         assert process is not None
         code = self.wait(process)
-        end = time.monotonic() + SETTLING
+        begun = time.monotonic()
         while left := self.processes():
-            if time.monotonic() > end:
-                names = [f"{each.pid} {' '.join(each.cmdline())[:80]}" for each in left if each.is_running()]
+            if _is_late(begun, SETTLING):
+                names = [_described(each) for each in left]
+                stacks = self._stacks()
                 self.kill_all()
-                raise FaultError("left behind", f"processes: {names}")
+                raise FaultError("left behind", f"processes: {names}: {stacks}")
             time.sleep(0.02)
         return code
 
@@ -261,10 +262,17 @@ class Trial:
             path.unlink(missing_ok=True)
 
 
-def _is_late(begun: float) -> bool:
+def _is_late(begun: float, seconds: float = PATIENCE) -> bool:
     """Return whether something takes too long, on a machine that may have much else to do."""
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)
-    return time.monotonic() - begun > PATIENCE * max(1.0, busy)
+    return time.monotonic() - begun > seconds * max(1.0, busy)
+
+
+def _described(process: psutil.Process) -> str:
+    """Return what a process is, as far as it is there."""
+    with contextlib.suppress(psutil.Error):
+        return f"{process.pid} {process.name()} ({process.status()}): {' '.join(process.cmdline())[:80]}"
+    return f"{process.pid}, gone"
 
 
 def _is_ours(path: Path) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import os
 import re
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,6 +24,8 @@ from tests.end_to_end import tiny
 
 ITERATIONS, INTERVAL, EVALUATION = 12, 4, 6
 SCRIPT = tiny.ROOT / "tests/acceleration/scripts/dropout.py"
+WHEELS = ("0.12.1", "0.19.2")  # the oldest and the newest megatron-core, besides the installed one
+ASYNCHRONOUSLY = ("--async-save", "--use-persistent-ckpt-worker")
 _TRAIN = f"--log-interval 1 --save-interval {INTERVAL} --eval-interval {EVALUATION}"
 
 
@@ -37,6 +42,7 @@ class Way:
         writes: whether processes of their own write its checkpoints.
         own: whether it is a program of ours.
         workers: whether processes of their own prepare its data.
+        reads: whether it reads a checkpoint, of which each trial has a copy of its own.
     """
 
     name: str
@@ -50,6 +56,7 @@ class Way:
     writes: bool = False
     own: bool = True
     workers: bool = True
+    reads: bool = False
 
     @property
     def label(self) -> str:
@@ -65,11 +72,12 @@ class Way:
     def faulty(self, folder: Path) -> str:
         """Return what is wrong with the checkpoints in a folder, empty: nothing."""
         save = folder / "save"
-        if self.progress is None or not self.own or not save.is_dir():
+        has_checkpoints = self.progress is not None or self.name == "prune"
+        if not has_checkpoints or not self.own or not save.is_dir():
             return ""
         for iteration in checkpoint_files.iterations(save):
             place = checkpoint_files.directory(save, iteration)
-            incomplete = whole_checkpoints.incomplete(place) if self.name == "pretrain" else []
+            incomplete = whole_checkpoints.incomplete(place) if self.name.startswith("pretrain") else []
             if found := checksums.damaged(place) or incomplete:
                 return f"{place.name}: {found}"
         return ""
@@ -126,8 +134,14 @@ def _count_printed(folder: Path) -> int:
     return len(_LINE.findall(log.read_text(errors="replace"))) if log.exists() else 0
 
 
-def _pretrain(data: Path, ranks: int) -> Way:
-    flags = [*tiny.flags_for(data), *_TRAIN.split(), "--train-iters", str(ITERATIONS), "--no-plot"]
+def _pretrain(data: Path, ranks: int, name: str = "pretrain", *more: str, wheel: Path | None = None) -> Way:
+    """Return the driver.
+
+    Args:
+        more: flags.
+        wheel: the folder of another megatron-core than the installed one.
+    """
+    flags = [*tiny.flags_for(data), *_TRAIN.split(), "--train-iters", str(ITERATIONS), "--no-plot", *more]
     flags += ["--num-workers", str(3 - ranks)]
     if ranks > 1:
         flags += ["--use-distributed-optimizer"]
@@ -135,7 +149,17 @@ def _pretrain(data: Path, ranks: int) -> Way:
     def arguments(folder: Path) -> list[str]:
         return ["pretrain", *flags, "--save", str(folder / "save"), "--load", str(folder / "save")]
 
-    return Way("pretrain", ranks, arguments, _losses, _logged, writes=True)
+    processes = not wheel or "0.12" in wheel.name  # since 0.17 threads write
+    env = _on(wheel)
+    return Way(name, ranks, arguments, _losses, _logged, warm.DRIVER, None, env, processes)
+
+
+def _on(wheel: Path | None) -> dict[str, str]:
+    """Return the environment of a program on another megatron-core."""
+    if wheel is None:
+        return {}
+    path = os.pathsep.join(filter(None, [str(wheel), str(tiny.ROOT), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(wheel)}
 
 
 def _train(ranks: int) -> Way:
@@ -153,19 +177,28 @@ def _train(ranks: int) -> Way:
     return replace(made, workers=workers > 0)
 
 
-def _core(tree: Path, ranks: int) -> Way:
-    changes = f"--train-iters {ITERATIONS} --save-interval {INTERVAL} --eval-interval {EVALUATION}"
+def _core(tree: Path, ranks: int, kind: str = "", *more_flags: str) -> Way:
+    """Return the script of a megatron-core.
+
+    Args:
+        kind: what its name says besides the version.
+    """
+    version = tree.name.removeprefix("core_v")
+    changes = f"--train-iters {ITERATIONS} --save-interval {INTERVAL} --eval-interval {EVALUATION}".split()
+    # since 0.18 the end of document is one of the tokens that are counted; 0.12's mock data count up to it
+    tokens = {"0.12.1": ["--vocab-size", "8191"], "0.19.0": ["--vocab-size", "1024"]}.get(version, [])
 
     def arguments(folder: Path) -> list[str]:
         save = str(folder / "save")
         script = str(tree / "pretrain_gpt.py")
-        flags = [*core.FLAGS, *changes.split(), "--mock-data"]
+        flags = [*core.FLAGS, *tokens, *changes, *more_flags, "--mock-data"]
         return ["run", script, *flags, "--save", save, "--load", save]
 
     more = {"MEGATRON_LM_PATH": str(tree)}
-    return Way(
-        "stock 0.16.1", ranks, arguments, _printed, _count_printed, warm.STOCK, tree, more, True, False
-    )
+    first = (core.NEWER_TYPING.stem,) if core.needs_newer_typing(tree) else ()
+    made = Way(f"stock {version}{kind}", ranks, arguments, _printed, _count_printed, (*first, *warm.STOCK))
+    processes = version < "0.17" and not kind  # later ones write in threads
+    return replace(made, tree=tree, more=more, writes=processes, own=False)
 
 
 def _lm(tree: Path, data: Path, ranks: int) -> Way:
@@ -207,45 +240,113 @@ def _preprocess(data: Path) -> Way:
     return Way("preprocess", 1, arguments, _digests(*names), None, ("megatron_npu.preprocessing.command",))
 
 
-def _convert(checkpoint: Path) -> Way:
+def _copied(checkpoint: Callable[[], Path], folder: Path) -> str:
+    """Return this trial's own copy of a checkpoint, which may be harmed."""
+    (folder / "save").mkdir(exist_ok=True)
+    copy = folder / "source"
+    if not copy.exists():
+        shutil.copytree(checkpoint(), copy)
+    return str(copy)
+
+
+def _convert(checkpoint: Callable[[], Path], kind: str, env: dict[str, str]) -> Way:
     def arguments(folder: Path) -> list[str]:
-        (folder / "save").mkdir(exist_ok=True)
         options = ["--from", "megatron", "--to", "hf", "--proof", "tensors"]
-        return ["convert", *options, str(checkpoint), str(folder / "save" / "hf")]
+        return ["convert", *options, _copied(checkpoint, folder), str(folder / "save" / "hf")]
 
     outcome = _digests("hf/model.safetensors", "hf/config.json")
-    return Way("convert", 1, arguments, outcome, workers=False)
+    return Way(f"convert{kind}", 1, arguments, outcome, more=env, workers=False, reads=True)
 
 
-def _generate(checkpoint: Path) -> Way:
+def _generate(checkpoint: Callable[[], Path], kind: str, env: dict[str, str]) -> Way:
     def arguments(folder: Path) -> list[str]:
-        (folder / "save").mkdir(exist_ok=True)
-        options = "--prompt 1 --num-tokens 24 --temperature 0".split()
-        return ["generate", "--load", str(checkpoint), *options, "--output", str(folder / "save/text")]
+        options = [
+            "--load",
+            _copied(checkpoint, folder),
+            *"--prompt 1 --num-tokens 24 --temperature 0".split(),
+        ]
+        return ["generate", *options, "--output", str(folder / "save/text")]
 
-    return Way("generate", 1, arguments, _digests("text"), workers=False)
+    return Way(f"generate{kind}", 1, arguments, _digests("text"), more=env, workers=False, reads=True)
+
+
+def _lambada(checkpoint: Callable[[], Path], kind: str, env: dict[str, str]) -> Way:
+    def arguments(folder: Path) -> list[str]:
+        passages = folder / "passages.jsonl"
+        passages.write_text("".join(f'{{"text": "{at} {at + 1} {at + 2} {at + 3}"}}\n' for at in range(64)))
+        return ["lambada", "--load", _copied(checkpoint, folder), "--valid-data", str(passages)]
+
+    return Way(f"lambada{kind}", 1, arguments, _accuracy, more=env, workers=False, reads=True)
+
+
+def _accuracy(folder: Path) -> list[str]:
+    log = folder / "log.txt"
+    return re.findall("number correct: .*", log.read_text(errors="replace"))[-1:] if log.exists() else []
+
+
+MANY = 24  # checkpoints that ``prune`` finds; it keeps each eighth and the newest two
+
+
+def _prune(checkpoint: Callable[[], Path]) -> Way:
+    def arguments(folder: Path) -> list[str]:
+        save = folder / "save"
+        if not save.exists():
+            newest = checkpoint_files.newest(checkpoint())
+            assert newest is not None
+            for number in range(1, MANY + 1):
+                shutil.copytree(newest, save / f"iter_{number:07d}")
+            (save / checkpoint_files.TRACKER).write_text(str(MANY))
+        return ["checkpoint", "prune", str(save), "--keep", "2", "--keep-every", "8"]
+
+    def outcome(folder: Path) -> object:
+        return checkpoint_files.iterations(folder / "save") if (folder / "save").is_dir() else []
+
+    modules = ("megatron_npu.training.checkpoint_command",)
+    return Way("prune", 1, arguments, outcome, modules=modules, workers=False)
 
 
 def trainings(folder: Path, checkouts: Path) -> list[Way]:
     """Return the ways to train, with data of theirs in a folder; stock scripts where their trees are."""
     data = tiny.write_dataset(folder / "numbers")
     found = [_pretrain(data, 1), _pretrain(data, 2), _train(1), _train(2)]
-    for name in ("core_v0.16.1", "285068c8"):
-        tree = checkouts / name
-        if not (tree / "pretrain_gpt.py").is_file():
-            print(f"no {tree}: its scripts are not harmed")
+    found += [_pretrain(data, ranks, "pretrain asynchronously", "--async-save") for ranks in (1, 2)]
+    for version in WHEELS:
+        if wheel := _there(checkouts, f"megatron_core-{version}", "megatron/core"):
+            found += [_pretrain(data, ranks, f"pretrain on {version}", wheel=wheel) for ranks in (1, 2)]
+    for name in ("core_v0.16.1", "core_v0.12.1", "core_v0.19.0", "285068c8"):
+        if not (tree := _there(checkouts, name, "pretrain_gpt.py")):
             continue
         place = folder / name
         place.mkdir()
         make = _core if name.startswith("core") else lambda tree, ranks, place=place: _lm(tree, place, ranks)
-        found += [make(tree.resolve(), ranks) for ranks in (1, 2)]
+        found += [make(tree, ranks) for ranks in (1, 2)]
+        if name == "core_v0.16.1":
+            found += [_core(tree, ranks, " asynchronously", *ASYNCHRONOUSLY) for ranks in (1, 2)]
     return found
 
 
-def tools(folder: Path, checkpoint: Path) -> list[Way]:
+def _there(checkouts: Path, name: str, inside: str) -> Path | None:
+    """Return a tree, or None where it has not been fetched."""
+    if (checkouts / name / inside).exists():
+        return (checkouts / name).resolve()
+    print(f"no {checkouts / name}: it is not harmed")
+    return None
+
+
+def tools(folder: Path, checkpoint: Callable[[Way], Path], trainings: Sequence[Way]) -> list[Way]:
     """Return the commands that make something of files.
 
     Args:
-        checkpoint: what ``pretrain`` has saved.
+        checkpoint: returns what a training has saved.
+        trainings: the ways to train.
     """
-    return [_preprocess(folder), _convert(checkpoint), _generate(checkpoint)]
+    found = [_preprocess(folder)]
+    for kind in ("", *(f" on {version}" for version in WHEELS)):
+        for way in trainings:
+            if (way.name, way.ranks) == (f"pretrain{kind}", 1):
+                source = functools.partial(checkpoint, way)
+                env = dict(way.more)
+                found += [make(source, kind, env) for make in (_convert, _generate, _lambada)]
+                if not kind:
+                    found.append(_prune(source))
+    return found

@@ -17,13 +17,13 @@ import queue
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from megatron_npu import interruption
-from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, replace
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, replace
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
@@ -134,6 +134,30 @@ def write_in_processes(*args: Any) -> None:
     finally:
         if collecting:
             gc.enable()
+
+
+@around(
+    f"{_WRITER}:FileSystemWriterAsync.retrieve_write_results",
+    versions="<0.14",  # whose writer of a whole checkpoint is one more process
+    upstream_bug=True,
+    until="0.14, which hands the error to all ranks",
+    why="where that process was killed it says 'results_queue should not be empty', with a traceback",
+)
+def results_or_reason(original: Callable[[Any], Any], self: Any) -> Any:
+    """Say what has become of the process that writes, as an error of files.
+
+    Raises:
+        OSError: it was killed, or could not write.
+    """
+    try:
+        return original(self)
+    except RuntimeError as error:
+        if isinstance(error.__context__, queue.Empty):
+            said = (
+                "the process that writes this rank's files has ended without a word: SIGKILL (out of memory?)"
+            )
+            raise ChildProcessError(said) from error
+        raise OSError(str(error)) from error
 
 
 def _written(transforms: Any, buckets: list[Any], keywords: dict[str, Any]) -> dict[int, Any] | Exception:

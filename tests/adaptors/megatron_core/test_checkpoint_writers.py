@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_npu.adaptors.megatron_core import persistent_worker
-from megatron_npu.adaptors.megatron_core.checkpoint_writers import ResultsFile
+from megatron_npu.adaptors.megatron_core.checkpoint_writers import ResultsFile, results_or_reason
 
 LARGE = b"x" * 1_000_000  # more than a pipe holds
 
@@ -51,6 +51,28 @@ def test_a_writer_that_dies_or_fails_ends_the_save(
     with pytest.raises(CheckpointException) as caught:
         _save(tmp_path)
     assert reason in str(caught.value)
+
+
+def test_the_process_of_a_whole_save_that_dies_is_named() -> None:
+    """Of 0.12 and 0.13; found by the campaign on 0.12.1."""
+
+    def upstream(results: ResultsFile) -> object:
+        try:
+            found = results.get_nowait()
+        except queue.Empty:
+            raise RuntimeError("results_queue should not be empty") from None
+        if isinstance(found, Exception):
+            raise RuntimeError(f"Worker failure: {found}") from found
+        return found
+
+    results = ResultsFile()
+    with pytest.raises(ChildProcessError, match="SIGKILL"):
+        results_or_reason(upstream, results)
+    results.put(OSError("no space left"))
+    with pytest.raises(OSError, match="Worker failure: no space left"):
+        results_or_reason(upstream, results)
+    results.put({0: []})
+    assert results_or_reason(upstream, results) == {0: []}
 
 
 def test_a_save_leaves_no_process(single_process: None, tmp_path: Path) -> None:
