@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import math
@@ -158,6 +159,19 @@ def test_the_plot_is_a_png(tmp_path):
     )
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["p.png"]
+
+
+def test_a_picture_leaves_no_figure_in_memory(tmp_path):
+    """A long run draws hundreds, and Python's collector came for them after dozens."""
+    pytest.importorskip("matplotlib")
+
+    def figures():
+        return [id(one) for one in gc.get_objects() if type(one).__name__ == "Figure"]
+
+    before = figures()
+    history.draw(history.History({1: 2.0, 2: 1.0}, {1: 0.1}), tmp_path / "p.png")
+    assert set(figures()) <= set(before)
+    assert gc.isenabled()
 
 
 def test_flops_of_gpt2():
