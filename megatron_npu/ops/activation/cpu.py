@@ -32,7 +32,7 @@ class BiasGelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:
-        output, slope = gelu_and_slope(native.with_bias(input, bias))
+        output, slope = gelu_and_slope(input, bias)
         ctx.save_for_backward(slope, bias)
         return output
 
@@ -44,18 +44,26 @@ class BiasGelu(torch.autograd.Function):
         return result, bias_gradient(result, bias)
 
 
-def gelu_and_slope(z: Tensor, with_slope: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Return ``gelu(z)``, tanh form, and its derivative, both of the shape and dtype of ``z`` ``[..., h]``.
+def gelu_and_slope(
+    input: Tensor, bias: Tensor | None, with_slope: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``gelu(z)``, tanh form, and its derivative, of ``z = input + bias``, which is never rounded.
 
     With ``s = 1 / (1 + e⁻²ᵘ)`` they are ``z·s`` and ``s + z·s·(1 - s)·2u'``, in fp32 (fp64 for fp64).
+
+    Args:
+        input: ``[..., h]``; both results are of its shape and dtype.
+        bias: ``[h]``, or None.
+        with_slope: whether to return the derivative.
     """
-    output = torch.empty_like(z, memory_format=torch.contiguous_format)
+    output = torch.empty_like(input, memory_format=torch.contiguous_format)
     slope = torch.empty_like(output) if with_slope else None
-    rows = z.reshape(-1, z.size(-1))
+    rows = input.reshape(-1, input.size(-1))
     outputs, slopes = output.view(rows.shape), None if slope is None else slope.view(rows.shape)
     tiles = -(-rows.numel() // _TILE)
     step = -(-rows.size(0) // max(1, tiles))
-    exact = torch.promote_types(z.dtype, torch.float32)
+    exact = torch.promote_types(input.dtype, torch.float32)
+    bias = None if bias is None else bias.to(exact)
     x, s, t = scratch_buffers(3, rows, exact, step)
     linear, steepness, one = (torch.tensor(value, dtype=exact) for value in (_LINEAR, 2 * reference.K, 1.0))
     for start in range(0, rows.size(0), max(1, step)):
@@ -63,6 +71,8 @@ def gelu_and_slope(z: Tensor, with_slope: bool = True) -> tuple[Tensor, Tensor |
         if x.size(0) > rows.size(0) - start:
             x, s, t = (buffer[: rows.size(0) - start] for buffer in (x, s, t))
         x.copy_(rows[part])
+        if bias is not None:
+            x.add_(bias)
         torch.mul(x, x, out=t)
         torch.add(linear, t, alpha=_CUBIC, out=s).mul_(x).exp2_().add_(1).reciprocal_()
         outputs[part] = x.mul_(s)
@@ -80,4 +90,4 @@ def _bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
         return native.torch_bias_gelu(input, bias)
     if torch.is_grad_enabled():
         return BiasGelu.apply(input, bias)
-    return gelu_and_slope(native.with_bias(input, bias), with_slope=False)[0]
+    return gelu_and_slope(input, bias, with_slope=False)[0]
