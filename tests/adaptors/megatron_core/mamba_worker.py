@@ -53,12 +53,12 @@ def model() -> Any:
 
 
 def losses(built: Any) -> torch.Tensor:
-    """Return the loss, and that after one step of gradient descent, which every gradient moves."""
+    """Return on the host the loss, and that after a step of gradient descent, which every gradient moves."""
     first, _ = worker.loss_and_gradients(built)
     with torch.no_grad():
         for parameter in built.parameters():
             parameter -= 0.1 * parameter.grad
-    return torch.stack([first, worker.loss_and_gradients(built)[0]])
+    return torch.stack([first, worker.loss_and_gradients(built)[0]]).cpu()
 
 
 def compare_with_steps(mixer: Any) -> None:
