@@ -72,6 +72,18 @@ def memory_of_training(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
             yield f"- {ranks} ranks, {scheme}: peak of a rank {peak:.1f} MiB, by arithmetic {expected:.1f}"
 
 
+def gpt2_345m(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
+    """Yield the losses and times of the guide's own shape, and how far devices are from arithmetic."""
+    where = "one process of a CPU" if data["ranks"] == 1 else f"{data['ranks']} simulated NPUs"
+    losses, seconds = (", ".join(f"{each:g}" for each in data[key]) for key in ("losses", "seconds"))
+    yield f"- {where}: losses {losses}; seconds an iteration {seconds}; the fullest process had " + (
+        f"{data['fullest_process'] / 2**30:.1f} GiB of the host's memory"
+    )
+    if "arithmetic" in data:
+        held = max(rank["between_steps"] for rank in data["held"].values())
+        yield Goal("what a device holds between steps, over arithmetic", held / data["arithmetic"], most=1.1)
+
+
 def deepspeed_memory(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
     """Yield how far what DeepSpeed holds is from its arithmetic, and what it is."""
     for ranks, rows in data["ranks"].items():
@@ -338,6 +350,7 @@ PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str
     ("optimizer-memory", "Memory of the optimizer on the simulated NPU", optimizer_memory),
     ("loss-", "Output layer and loss in one", loss),
     ("memory-", "Memory of training on the simulated NPU", memory_of_training),
+    ("gpt2-345m", "GPT-2 345M with Megatron-DeepSpeed, in the guide's own shape", gpt2_345m),
     ("deepspeed-memory", "Memory of ZeRO in DeepSpeed on the simulated NPU", deepspeed_memory),
     ("attention", "Attention", attention),
     ("ops", "Single operations", ops),
