@@ -165,6 +165,18 @@ def _fetch(key_value: Tensor, step: int, route: Route) -> _Transfer | None:
     return _Transfer(message, key_value.new_empty(shape) if fetched else None, step, route.group)
 
 
+# Keys, and the gradients of these and of their values.
+_KeyGradients = tuple[Spans, Tensor, Tensor]
+
+
+def _add_all(total: Tensor, found: list[_KeyGradients]) -> Tensor:
+    """Add gradients to those of keys and values, ``[2, s, b, g, d]``, in place."""
+    for spans, of_key, of_value in found:
+        _add(total[0], spans, of_key)
+        _add(total[1], spans, of_value)
+    return total
+
+
 class _Homeward:
     """The gradients of keys and values, ``[2, s, b, g, d]``, on their way to the rank that has these.
 
@@ -177,22 +189,22 @@ class _Homeward:
         self.transfer: _Transfer | None = None
         self.expected: Spans = ()
 
-    def send(self, step: int, of_keys: Tensor | None) -> None:
-        """Send what ``step`` has added; in a ring together with what the ranks before have."""
+    def send(self, step: int, arrived: Tensor, found: list[_KeyGradients]) -> None:
+        """Send what ``step`` has found of the keys ``arrived``; in a ring together with what came before."""
         if self.route.goes_round:
             if self.transfer is not None:
                 self.own = self.transfer.arrived()
-            if of_keys is not None:
-                self.own += of_keys
+            _add_all(self.own, found)
             self.transfer = _Transfer(self.own, torch.empty_like(self.own), 1, self.route.group)
         elif not step:
-            self.own = self.own if of_keys is None else of_keys
+            _add_all(self.own, found)
         else:
             self._take()
+            sent = _add_all(torch.zeros_like(arrived), found) if found else None
             self.expected = self.route.sent(step)
             shape = self.own.size(0), _count(self.expected), *self.own.shape[2:]
             received = self.own.new_empty(shape) if self.expected else None
-            self.transfer = _Transfer(of_keys, received, -step, self.route.group)
+            self.transfer = _Transfer(sent, received, -step, self.route.group)
 
     def _take(self) -> None:
         if self.transfer is None:
@@ -248,7 +260,7 @@ class _Ring(torch.autograd.Function):
         query_grad = torch.zeros_like(query, dtype=lse.dtype)
         homeward = _Homeward(key_value, route)
         for step, (arrived, parts) in enumerate(_arrivals(key_value, route)):
-            of_keys = torch.zeros_like(arrived)
+            found: list[_KeyGradients] = []
             for part in parts:
                 residuals = Residuals(
                     _take(query, part.queries),
@@ -264,9 +276,8 @@ class _Ring(torch.autograd.Function):
                     next(drawn),
                 )
                 _add(query_grad, part.queries, grads[0])
-                for total, of_part in zip(of_keys, grads[1:], strict=True):
-                    _add(total, part.keys, of_part)
-            homeward.send(step, of_keys if parts else None)
+                found.append((part.keys, *grads[1:]))
+            homeward.send(step, arrived, found)
         of_key, of_value = homeward.arrive()
         return query_grad.to(query.dtype), of_key, of_value, None, None, None
 
