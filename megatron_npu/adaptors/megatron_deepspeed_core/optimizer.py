@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_deepspeed_core.decorators import UNTIL, constant, replace
+from megatron_npu.adaptors.megatron_deepspeed_core.decorators import UNTIL, backport, constant, replace
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
+from megatron_npu.adaptors.shared.deepspeed import zero_stage
 from megatron_npu.ops import multi_tensor
 from megatron_npu.ops.adam import FusedAdam
 
+
+def adam(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of ``--optimizer adam``, which decouples weight decay.
+
+    Stage 3 of ZeRO steps part by part, several times an iteration. ``FusedAdam``, as apex's, counts the steps
+    of a group; torch's AdamW those of each part.
+
+    Args:
+        groups: parameters, with ``wd_mult`` and ``lr_mult``.
+        options: ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+    """
+    return torch.optim.AdamW(groups, **options) if _in_parts() else FusedAdam(groups, **options)
+
+
+def _in_parts() -> bool:
+    from megatron import get_args
+
+    args = get_args()
+    # upstream has read the file by now, and forgotten its name
+    return bool(args.deepspeed) and zero_stage(args, args.deepspeed_config_dict) == 3
+
+
 constant(
     "megatron.optimizer:Adam",
-    FusedAdam,
+    adam,
     devices=WITHOUT_CUDA,
     why="without CUDA upstream takes torch's Adam, which adds weight decay to the gradient; apex's, taken "
-    "with CUDA, decouples it: another training with the same flags",
+    "with CUDA, decouples it: another training with the same flags; and under stage 3 of ZeRO apex's counts "
+    "a step for each part of the model",
     upstream_bug=True,
     until=UNTIL,
 )
@@ -27,6 +51,26 @@ replace(
     "megatron.optimizer.optimizer:_multi_tensor_copy_this_to_that",
     why="upstream copies bf16, and everything without CUDA, tensor by tensor: a launch for each parameter",
 )(multi_tensor.copy_all)
+
+
+@backport(
+    "megatron.optimizer:get_param_groups",
+    why="under stage 3 of ZeRO a GPT is made of parts, each with one dimension: upstream takes every "
+    "weight for a bias, and --weight-decay reaches none",
+)
+def group_by_whole_shapes(
+    original: Callable[..., list[dict[str, Any]]],
+    modules: Any,
+    no_weight_decay_cond: Callable[[str, Tensor], bool] | None,
+    *scales: Any,
+) -> list[dict[str, Any]]:
+    """Let biases and what has one dimension as a whole do without decay, unless the caller says what."""
+    return original(modules, no_weight_decay_cond or does_without_decay, *scales)
+
+
+def does_without_decay(name: str, parameter: Tensor) -> bool:
+    """Return what upstream would, were the parameter whole (``ds_shape`` is DeepSpeed's, of a part)."""
+    return name.endswith(".bias") or len(getattr(parameter, "ds_shape", parameter.shape)) == 1
 
 
 @replace(
