@@ -277,3 +277,15 @@ def test_tensors_in_a_named_tuple_are_compared_too(monkeypatch):
     operation = bound(monkeypatch, lambda factors: 1.5 * product(factors), reference=product)
     operation(Factors(torch.ones(3), torch.full((3,), 2.0)))
     assert found("output").largest == 0.5
+
+
+def test_of_several_results_the_tensors_are_compared(monkeypatch):
+    """What a backward pass is to draw again, a seed, is handed on."""
+    operation = bound(
+        monkeypatch,
+        lambda x, weight: (x * weight, (3,), x + 1),
+        reference=lambda x, weight: (x * weight, (5,), x + 2),
+    )
+    assert operation(torch.ones(2), torch.ones(2))[1] == (3,)
+    assert (found("output 0").beyond, found("output 1").beyond) == (0, 1)
+    assert {key[2] for key in verify.findings} == {"output 0", "output 1"}
