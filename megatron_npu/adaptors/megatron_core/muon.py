@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import around, wrap
+from megatron_npu.patching.registry import NotAsked
 
 _RENAMED = "--optimizer muon and dist_muon of 0.16 end in a TypeError: emerging_optimizers 0.2 has renamed "
 
@@ -20,8 +21,8 @@ def names_fit() -> str | None:
     """Return why no argument has to be renamed: the package is absent, or as old as megatron-core 0.16."""
     try:
         from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
-    except ImportError as error:
-        return str(error)
+    except ImportError as error:  # upstream's module then has no such optimizer
+        return NotAsked(str(error))
     known = inspect.signature(OrthogonalizedOptimizer.__init__).parameters
     return "emerging_optimizers is older than 0.2" if "use_nesterov" in known else None
 
