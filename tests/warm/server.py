@@ -26,6 +26,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+COLD_SPAWN = "TEST_COLD_SPAWN"  # in the environment of a process: what it spawns is cold
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch loads torch_npu unless it is 0
 # what the environment was before the imports, which may add to it
 _ENVIRONMENT = dict(os.environ)
@@ -162,13 +163,18 @@ def _received(client: socket.socket, size: int) -> bytes | None:
 
 
 def run(request: dict[str, Any]) -> None:
-    """Be the ``python`` that was asked for."""
+    """Be the ``python`` that was asked for.
+
+    What multiprocessing spawns is a fork of the warm parent, too, unless ``COLD_SPAWN`` is set: such a
+    child's parent, whose end the kernel may tell it, is the warm one.
+    """
     os.chdir(request["cwd"])
     added = {name: value for name, value in os.environ.items() if name not in _ENVIRONMENT}
     os.environ.clear()
     os.environ.update({**added, **request["env"]})
     tempfile.tempdir = None  # TMPDIR counts again
-    multiprocessing.spawn.set_executable(request["program"])
+    if not os.environ.get(COLD_SPAWN):
+        multiprocessing.spawn.set_executable(request["program"])
     if AUTOLOAD in _ENVIRONMENT and AUTOLOAD not in os.environ:
         _load_backends()
     os.umask(request["umask"])
