@@ -122,6 +122,16 @@ def _load_metadata(stream: IO[bytes]) -> Any:
         raise ValueError(f"the checkpoint's .metadata is broken: {reason[:_MANY]}") from error
 
 
+def require_no_code(folder: Path) -> None:
+    """Look at the index of a distributed checkpoint, whether or not it can be used.
+
+    Raises:
+        UsageError: it names what may not be built.
+    """
+    with contextlib.suppress(OSError, ValueError), (folder / ".metadata").open("rb") as stream:
+        _load_metadata(stream)
+
+
 def stored_value(folder: Path, key: str) -> bytes:
     """Return the bytes that a distributed checkpoint keeps of a value that is no tensor; none is unpickled.
 

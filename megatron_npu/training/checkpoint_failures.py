@@ -55,11 +55,13 @@ def reading(path: str | Path) -> Iterator[None]:
     """Let what is read in the block be the checkpoint in ``path``.
 
     Raises:
-        UsageError: files of it are missing or broken; it is of a newer megatron-core than this one can read.
+        UsageError: files of it are missing or broken, or name code; it is of a newer megatron-core than this
+            one can read.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     if missing := checkpoint_files.missing(Path(path)):
+        torch_readers.require_no_code(Path(path))  # an index that was exchanged names nothing of Megatron's
         raise _broken(path, f"lacks {' and '.join(missing)}")
     _require_readable_common(Path(path))
     try:

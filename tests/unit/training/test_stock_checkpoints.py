@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 from argparse import Namespace
 from pathlib import Path
@@ -108,6 +109,20 @@ def test_what_an_older_core_cannot_read_is_said(tmp_path, monkeypatch):
         pass
     monkeypatch.setattr(package_info, "MINOR", 19)
     with checkpoint_failures.reading(place):
+        pass
+
+
+def test_an_index_of_a_stranger_is_refused_by_what_it_names(tmp_path):
+    """Nothing says that it is of Megatron: not even which file is missing depends on it."""
+    pytest.importorskip("megatron.core")
+    place = write_among_shards(tmp_path, Namespace(**STOCK))
+    (place / "metadata.json").write_text("{}")
+    (place / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    with pytest.raises(UsageError, match=r"it names posix\.mkdir"), checkpoint_failures.reading(place):
+        pass
+    assert not (tmp_path / "ran").exists()
+    (place / ".metadata").write_bytes(b"no pickle")
+    with pytest.raises(UsageError, match=r"lacks common\.pt"), checkpoint_failures.reading(place):
         pass
 
 
