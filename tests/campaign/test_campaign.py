@@ -20,7 +20,7 @@ TRIALS = [
     ("pretrain", harms.kill_writer, "saving"),
     ("pretrain, 2 ranks", harms.kill_launcher, "saving"),
     ("pretrain, 2 ranks", harms.restart, "training"),
-    ("train, 2 ranks", harms.kill, "training"),
+    ("pretrain, 2 ranks", harms.kill, "training"),
     ("train, 2 ranks", harms.kill_worker, "training"),
     ("preprocess", harms.kill, "anywhere"),
     ("pretrain", harms.terminate, "saving"),
