@@ -15,15 +15,16 @@ import importlib
 import io
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 import torch
 from torch import serialization
 
 from megatron_npu import safe_load
+from megatron_npu.data_unpickler import DataUnpickler
 from megatron_npu.errors import UsageError
 from megatron_npu.replaced import Replaced
 
@@ -68,17 +69,8 @@ def last_refusal() -> UsageError | None:
     return _refusals.pop() if _refusals else None
 
 
-class _MetadataUnpickler(pickle._Unpickler):
-    """Builds what torch writes into ``.metadata``.
-
-    Python's own, for what it refuses: C's gives a state to classes and enumerations, too, and so changes
-    them for the whole process (``PosixPath._str`` is what every path says of itself); and it makes a table
-    (to 3.14) as long as the largest number that a value is remembered by: six bytes of a file are 26 GB.
-    """
-
-    stack: list[Any]
-    dispatch: ClassVar[dict[int, Callable[..., None]]] = {**pickle._Unpickler.dispatch}
-    del dispatch[pickle.BYTEARRAY8[0]]  # takes as much memory as the file says; torch writes none
+class _MetadataUnpickler(DataUnpickler):
+    """Builds what torch writes into ``.metadata``."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a type of the list.
@@ -92,20 +84,16 @@ class _MetadataUnpickler(pickle._Unpickler):
             return getattr(torch, name)
         raise refusal("the checkpoint's .metadata", f"it names {module}.{name}")
 
-    def load_build(self) -> None:
-        """Give a state to what this file has made.
+    def check_change(self, made: Any) -> None:
+        """Check that a state is given to what this file has made.
 
         Raises:
             UsageError: it is for what others use, too.
         """
-        made = self.stack[-2]
-        # 0.16's MCoreSavePlan, with which it reads what 0.12 wrote, is none
+        # 0.16's MCoreSavePlan, with which it reads what 0.12 wrote, is no dataclass
         own = dataclasses.is_dataclass(made) or type(made).__module__ == _OF_MEGATRON
         if isinstance(made, type) or not own:
             raise refusal("the checkpoint's .metadata", f"it changes {made!r}")
-        super().load_build()  # type: ignore[misc]  # typeshed does not know it
-
-    dispatch[pickle.BUILD[0]] = load_build
 
 
 def _load_metadata(stream: IO[bytes]) -> Any:

@@ -65,6 +65,7 @@ ROOMS = (
     Room("arg_parser.py", "the parser that all commands share", "errors"),
     Room("settings.py", "every environment variable", "arg_parser errors"),
     Room("checked_numpy.py", "numpy's values in a file, built after a look at them"),
+    Room("data_unpickler.py", "Python's own reader of pickles, for files that may hold data alone"),
     Room(
         "safe_load.py",
         "files of torch and pickle, read without running them",
@@ -74,7 +75,7 @@ ROOMS = (
     Room(
         "torch_readers.py",
         "the types that torch's reader of checkpoints may build",
-        "errors replaced safe_load",
+        "data_unpickler errors replaced safe_load",
         ("torch",),
     ),
     Room("replicas.py", "whether data-parallel ranks hold the same bits", heavy=("torch", "megatron")),
@@ -135,9 +136,9 @@ ROOMS = (
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags checked_numpy checksums deepspeed_device devices errors extension_locks files "
-        "folder_lock interruption memory_flags older_flags ops patching replaced replicas safe_load settings "
-        "standins torch_readers watchdog",
+        "attention_flags checked_numpy checksums data_unpickler deepspeed_device devices errors "
+        "extension_locks files folder_lock interruption memory_flags older_flags ops patching replaced "
+        "replicas safe_load settings standins torch_readers watchdog",
         ("torch", "megatron"),
     ),
     Room(

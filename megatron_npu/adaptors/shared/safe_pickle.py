@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 from megatron_npu import checked_numpy
+from megatron_npu.data_unpickler import DataUnpickler
 from megatron_npu.errors import UsageError
 
 _ALLOWED = {name: value for value, name in checked_numpy.ENTRIES}
 
 
-class _DataUnpickler(pickle._Unpickler):
-    """Builds numpy's values, looked at first.
-
-    Python's own: C's makes a table as long as the largest number that a value is remembered by, and six
-    bytes of a file are gigabytes; and it gives a state to classes, too.
-    """
-
-    stack: list[Any]
-    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
-    del dispatch[pickle.BYTEARRAY8[0]]  # takes as much memory as the file says
+class _ArrayUnpickler(DataUnpickler):
+    """Builds numpy's values, looked at first."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for one of numpy's.
@@ -37,13 +30,14 @@ class _DataUnpickler(pickle._Unpickler):
         except KeyError:
             raise pickle.UnpicklingError(f"it names {module}.{name}") from None
 
-    def load_build(self) -> None:
-        """Give a state to what this file has made."""
-        if not isinstance(self.stack[-2], (checked_numpy.CheckedArray, checked_numpy.CheckedDtype)):
-            raise pickle.UnpicklingError(f"it changes {type(self.stack[-2]).__name__}")
-        super().load_build()  # type: ignore[misc]  # typeshed does not know it
+    def check_change(self, made: Any) -> None:
+        """Check that a state is given to what stands for one of numpy's.
 
-    dispatch[pickle.BUILD[0]] = load_build
+        Raises:
+            UnpicklingError: it is not.
+        """
+        if not isinstance(made, (checked_numpy.CheckedArray, checked_numpy.CheckedDtype)):
+            raise pickle.UnpicklingError(f"it changes {type(made).__name__}")
 
 
 def __getattr__(name: str) -> Any:
@@ -57,7 +51,7 @@ def load(stream: IO[bytes]) -> Any:
         UsageError: it is broken, or names something else.
     """
     try:
-        return _DataUnpickler(io.BytesIO(stream.read())).load()
+        return _ArrayUnpickler(io.BytesIO(stream.read())).load()
     except OSError:
         raise
     except Exception as error:  # a broken pickle raises whatever it stumbles over

@@ -67,6 +67,31 @@ class Segment(NamedTuple):
         end = keys if self.window_right is None else min(keys, last + self.window_right)
         return begin, max(begin, end)
 
+    def part(self, first: int, last: int) -> Segment | None:
+        """Return queries ``[first, last)``, counted from q0, with the keys that some of them see.
+
+        A limit that forbids nothing there is None. None where no key is seen.
+        """
+        begin, end = self.visible_keys(first, last)
+        if first >= last or begin >= end:
+            return None
+        left = None if self.window_left is None else self.window_left - first + begin
+        right = None if self.window_right is None else self.window_right + first - begin
+        return Segment(
+            self.q0 + first,
+            self.q0 + last,
+            self.k0 + begin,
+            self.k0 + end,
+            None if left is None or left >= last - first - 1 else left,
+            None if right is None or right >= end - begin - 1 else right,
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all pairs are visible, or a square's triangle: what kernels without a window compute."""
+        triangle = self.window_right == 0 and self.excess == 0
+        return self.window_left is None and (self.window_right is None or triangle)
+
 
 @dataclass(frozen=True)
 class AttentionSpec:

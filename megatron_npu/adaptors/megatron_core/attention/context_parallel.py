@@ -163,14 +163,23 @@ def _ring(
     Near ranks have neighbouring chunks. When they have exchanged their tokens for heads, each has two larger
     chunks, one behind the other, as if these ranks were one.
     """
-    limits: dict[str, Any] = {"causal": call.causal, "window": call.options.window}
-    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, **limits}
+    options = _ring_options(call)
     if call.options.cp_comm_type == "p2p":
         return ring_attention(query, key, value, group=group, **options).flatten(2)
     near, far = near_and_far(group)
     tensors = (to_sequence_order(a2a_gather_sequence(t, near)) for t in (query, key, value))
     heads = ring_attention(*tensors, group=far, **options)
     return a2a_gather_heads(to_rank_order(heads, near.size()), near).flatten(2)
+
+
+def _ring_options(call: CoreAttentionCall) -> dict[str, Any]:
+    """Return how a ring attends."""
+    return {
+        "scale": call.scale,
+        "dropout_p": call.dropout_p,
+        "causal": call.causal,
+        "window": call.options.window,
+    }
 
 
 def near_and_far(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -281,8 +290,7 @@ def _packed_ring(
 ) -> Tensor:
     """As ``_ring``, of packed sequences: ``[t / cp, n, d]`` to ``[t / cp, n * d]``."""
     documents = _documents_of_batch(packed_seq_params, key.size(0), group.size())
-    limits: dict[str, Any] = {"causal": call.causal, "window": call.options.window}
-    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, **limits}
+    options = _ring_options(call)
     tensors = [query, key, value]
     if call.options.cp_comm_type == "p2p":
         tensors = [t.unsqueeze(1) for t in tensors]

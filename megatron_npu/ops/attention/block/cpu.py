@@ -68,20 +68,13 @@ def _calls(spec: AttentionSpec) -> list[Segment]:
     """Return the calls of the kernel: segments, those with a window cut into runs of their queries."""
     calls: list[Segment] = []
     for segment in spec.segments:
-        calls += [segment] if _is_plain(segment) else row_tiles(segment)
+        calls += [segment] if segment.is_plain else row_tiles(segment)
     return calls
-
-
-def _is_plain(segment: Segment) -> bool:
-    """Whether all pairs are visible, or a square's triangle."""
-    if segment.window_left is not None:
-        return False
-    return segment.window_right is None or (segment.window_right == 0 and segment.excess == 0)
 
 
 def _visible(call: Segment, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
     """Return whether the call is causal, and what is added to its scores."""
-    if _is_plain(call):
+    if call.is_plain:
         return call.window_right == 0, None
     return False, _added(call._replace(q0=0, q1=call.q1 - call.q0, k0=0, k1=call.k1 - call.k0), dtype)
 

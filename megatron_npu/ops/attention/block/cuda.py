@@ -17,7 +17,7 @@ from megatron_npu.ops.attention.spec import AttentionSpec
 
 
 def _beyond_flash(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> str | None:
-    if len(spec.segments) > 1 or spec.dropout_p or not _is_plain(spec):
+    if len(spec.segments) > 1 or spec.dropout_p or not spec.segments[0].is_plain:
         return "packed sequences, a window or dropout: here torch's flash kernel is called without"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype {query.dtype}: torch's flash kernel has fp16 and bf16"
@@ -25,12 +25,6 @@ def _beyond_flash(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
     if len(sizes) > 1 or query.size(3) % 8 or query.size(3) > 256:
         return f"head sizes {sorted(sizes)}: torch's flash kernel has one size, a multiple of 8 up to 256"
     return None
-
-
-def _is_plain(spec: AttentionSpec) -> bool:
-    segment = spec.segments[0]
-    square = segment.window_right == 0 and segment.excess == 0
-    return segment.window_left is None and (segment.window_right is None or square)
 
 
 def _beyond_flash_backward(

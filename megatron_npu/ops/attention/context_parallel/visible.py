@@ -121,13 +121,10 @@ def _key_chunks(source: int, size: int, document: Document) -> Iterator[tuple[in
 
 def _cut_down(segment: Segment, query: int, key: int) -> Iterator[_Pair]:
     """Yield ``segment``, whose first query and key are tokens ``query`` and ``key``, unless empty."""
-    begin, end = segment.rows_with_keys()
-    first, last = segment.visible_keys(begin, end)
-    if begin < end and first < last:
-        left, right = segment.window_left, segment.window_right
-        left = None if left is None else left - begin + first
-        right = None if right is None else right + begin - first
-        yield (query + begin, query + end), (key + first, key + last), (left, right)
+    part = segment.part(*segment.rows_with_keys())
+    if part is not None:
+        window = part.window_left, part.window_right
+        yield (query + part.q0, query + part.q1), (key + part.k0, key + part.k1), window
 
 
 def _joined(pairs: Iterable[_Pair]) -> Part:
@@ -140,8 +137,6 @@ def _joined(pairs: Iterable[_Pair]) -> Part:
         queries.append(query)
         keys.append(key)
         rows, columns = query[1] - query[0], key[1] - key[0]
-        left = None if left is None or left >= rows - 1 else left
-        right = None if right is None or right >= columns - 1 else right
         segments.append(Segment(q, q + rows, k, k + columns, left, right))
         q, k = q + rows, k + columns
     return Part(union(queries), union(keys), tuple(segments))
