@@ -62,6 +62,12 @@ ROOMS = (
     Room("inert_packages.py", "what stands in torch's place where it is only named: in help texts, `check`"),
     Room("visible_devices.py", "`CUDA_VISIBLE_DEVICES`, and what it means on an NPU and a CPU"),
     Room("replaced.py", "attributes of torch and Python that stand for something else for a while"),
+    Room(
+        "deepspeed_half.py",
+        "the first step and the loss scale of DeepSpeed's 16 bits without ZeRO",
+        "replaced",
+        ("torch",),
+    ),
     Room("arg_parser.py", "the parser that all commands share", "errors"),
     Room("settings.py", "every environment variable", "arg_parser errors"),
     Room("checked_numpy.py", "numpy's values in a file, built after a look at them"),
@@ -136,9 +142,9 @@ ROOMS = (
     Room(
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags checked_numpy checksums data_unpickler deepspeed_device devices errors "
-        "extension_locks files folder_lock interruption memory_flags older_flags ops patching replaced "
-        "replicas safe_load settings standins torch_readers watchdog",
+        "attention_flags checked_numpy checksums data_unpickler deepspeed_device deepspeed_half devices "
+        "errors extension_locks files folder_lock interruption memory_flags older_flags ops patching "
+        "replaced replicas safe_load settings standins torch_readers watchdog",
         ("torch", "megatron"),
     ),
     Room(
@@ -202,9 +208,9 @@ ROOMS = (
     Room(
         "acceleration/",
         "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
-        "arg_parser checksums deepspeed_device devices errors extension_locks files ops preprocessing "
-        "replicas safe_load settings standins switch_rules switches tokenization torch_readers training "
-        "visible_devices watchdog",
+        "arg_parser checksums deepspeed_device deepspeed_half devices errors extension_locks files ops "
+        "preprocessing replicas safe_load settings standins switch_rules switches tokenization torch_readers "
+        "training visible_devices watchdog",
         ("torch", "megatron"),
     ),
     Room(

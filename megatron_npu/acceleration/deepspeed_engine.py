@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_npu import deepspeed_device, devices, safe_load
+from megatron_npu import deepspeed_device, deepspeed_half, devices, safe_load
 from megatron_npu.acceleration import deepspeed_config
 from megatron_npu.acceleration.gradients import norm_of
 from megatron_npu.acceleration.optimizer_state import rebind
@@ -178,7 +178,8 @@ def prepare(
             "Return None in its place, or leave it out of the file.",
         )
     try:
-        engine, *_ = deepspeed.initialize(
+        engine, *_ = deepspeed_half.initialize(
+            deepspeed.initialize,
             model=module,
             optimizer=None if "optimizer" in values else _optimizer(optimizer_fn, before, trained, args),
             model_parameters=_groups(optimizer_fn, trained, args),

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+import torch
+
+from megatron_npu import deepspeed_half
 from megatron_npu.adaptors.shared import deepspeed_engine
 
 
@@ -25,3 +29,31 @@ def test_one_that_shows_it_and_none_stay_as_they_are():
     deepspeed_engine.show_loss_scale(shown)
     assert shown.cur_scale == 2.0
     deepspeed_engine.show_loss_scale(None)
+
+
+@pytest.mark.parametrize(
+    ("half", "own", "times"), [(True, None, 8.0), (False, None, None), (True, "torch's", None)]
+)
+def test_a_loss_is_multiplied_by_what_gradients_are_divided_by(half, own, times):
+    scale = SimpleNamespace(cur_scale=4.0, use_grad_scaling=half)
+    steps = []
+    optimizer = SimpleNamespace(loss_scale_config=scale, step=lambda: steps.append(scale.cur_scale))
+    engine = SimpleNamespace(optimizer=optimizer, torch_autocast_z0_gradscaler=own)
+    deepspeed_half.multiply_the_loss(engine)
+    scaler = engine.torch_autocast_z0_gradscaler
+    if times is None:
+        assert scaler is own
+        return
+    scale.cur_scale = times  # as it adapts
+    scaled = scaler.scale(torch.tensor(2.0, dtype=torch.float16))
+    assert (scaled.dtype, scaled.item()) == (torch.float32, 2 * times)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert steps == [times]
+
+
+def test_an_optimizer_of_zero_scales_by_itself():
+    engine = SimpleNamespace(optimizer=SimpleNamespace(), torch_autocast_z0_gradscaler=None)
+    deepspeed_half.multiply_the_loss(engine)
+    assert engine.torch_autocast_z0_gradscaler is None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_npu import deepspeed_half
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.registry import Recorder
 
@@ -24,8 +25,9 @@ def connect(recorder: Recorder, mpu: str) -> None:
         "megatron.training:setup_model_and_optimizer",
         why="bigscience's hands deepspeed.initialize the configuration twice, as values and by the name of "
         "its file, which DeepSpeed refuses since 0.7; and DeepSpeed 0.19.8 clips a pipeline's fp32 gradients "
-        "by a wrong norm, times its backward twice with wall_clock_breakdown, which is an assertion, and has "
-        "the loss scale of fp16 without ZeRO in another place",
+        "by a wrong norm, times its backward twice with wall_clock_breakdown, which is an assertion, and in "
+        "16 bits without ZeRO takes a step before the first, has the loss scale elsewhere, and divides "
+        "by it without having multiplied",
     )
     def initialise_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Hide the file's name from DeepSpeed, which has its values; let its pipeline clip and time."""
@@ -36,7 +38,7 @@ def connect(recorder: Recorder, mpu: str) -> None:
             refuse_other_models(args, isinstance(given["model"], deepspeed.PipelineModule))
             path, args.deepspeed_config = args.deepspeed_config, None
             try:
-                engine, *others = real(args=args, **given)
+                engine, *others = deepspeed_half.initialize(real, args=args, **given)
             finally:
                 args.deepspeed_config = path
             engine.clip_fp32_gradients = lambda: clip_fp32_gradients(engine, importlib.import_module(mpu))

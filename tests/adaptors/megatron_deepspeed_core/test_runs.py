@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_npu import patch_commands, upstream
@@ -57,7 +59,7 @@ def test_ranks_of_a_sequence_train_like_one_process(checkout, data, expected, ro
 
 @pytest.mark.parametrize("script", [runs.BERT, runs.T5])
 def test_bert_and_t5_train_like_those_of_megatron_lm(checkout, data, script, tmp_path):
-    """From the same weights: those after one step, whose learning rate is 0."""
+    """One process and two tensor-parallel ranks, from the same weights: those after a step with rate 0."""
     runs.write_sentences(data)
     saved = f"--train-iters 4 --save {tmp_path}/saved --save-interval 1"
     found = train_sentences(checkout, data, script, saved)
@@ -66,6 +68,10 @@ def test_bert_and_t5_train_like_those_of_megatron_lm(checkout, data, script, tmp
     of_lm = find_or_skip("megatron_lm", upstream.LEGACY_VERSION)
     changes = f"--train-iters 4 --load {tmp_path}/other {ANEW}"
     assert train_sentences(of_lm, data, script, changes) == pytest.approx(found, rel=1e-5)
+
+    cut(checkout, tmp_path)
+    changes = f"--train-iters 4 --load {tmp_path}/cut {ANEW} {TP2}"
+    assert train_sentences(checkout, data, script, changes, processes=2) == pytest.approx(found, rel=1e-5)
 
 
 @pytest.mark.parametrize("script", [runs.BERT, runs.T5])
@@ -111,9 +117,13 @@ def test_a_resumed_run_is_the_interrupted_one(checkout, data, tmp_path):
 
 def test_tensor_parallel_ranks_train_like_one_process(checkout, data, expected, tmp_path):
     """From the same weights: those after one step, whose learning rate is 0."""
-    train(checkout, data, f"--save {tmp_path}/whole --save-interval 1 --train-iters 1")
-    call_in_tree(
-        checkout, "../megatron_deepspeed_core/tensor_ranks.py", tmp_path / "whole", 2, tmp_path / "cut"
-    )
+    train(checkout, data, f"--save {tmp_path}/saved --save-interval 1 --train-iters 1")
+    cut(checkout, tmp_path)
     found = train(checkout, data, f"--load {tmp_path}/cut {ANEW} {TP2}", processes=2)
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def cut(checkout: Path, folder: Path) -> None:
+    """Cut the checkpoint ``saved`` after one step for two tensor-parallel ranks: ``cut``."""
+    script = "../megatron_deepspeed_core/tensor_ranks.py"
+    call_in_tree(checkout, script, folder / "saved", 1, 2, folder / "cut")
