@@ -22,22 +22,22 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "_LOGITS_ON_CPU", 1 << 9)
 
 
-def formula(hidden, weight, target):
-    logits = hidden @ weight.t()
+def formula(hidden, weight, target, bias=0.0):
+    logits = hidden @ weight.t() + bias
     return logits.logsumexp(-1) - logits.gather(-1, target[..., None])[..., 0]
 
 
-def check(hidden, weight, target, dtype, loss):
-    """Compare the loss of each token, and both gradients for gradients of any size."""
-    leaves = [each.to(dtype).requires_grad_() for each in (hidden, weight)]
+def check(hidden, weight, target, dtype, loss, *bias):
+    """Compare the loss of each token, and all gradients for gradients of any size."""
+    leaves = [each.to(dtype).requires_grad_() for each in (hidden, weight, *bias)]
     doubles = [each.detach().cpu().double().requires_grad_() for each in leaves]
-    actual, expected = loss(*leaves), formula(*doubles, target.cpu())
+    actual, expected = loss(*leaves), formula(*doubles[:2], target.cpu(), *doubles[2:])
     assert actual.dtype is torch.float32
     assert_near(actual, expected, dtype)
     factor = torch.rand(expected.shape)
     ours = torch.autograd.grad(actual, leaves, factor.to(actual))
     right = torch.autograd.grad(expected, doubles, factor.double())
-    for name, a, b in zip(("hidden", "weight"), ours, right, strict=True):
+    for name, a, b in zip(("hidden", "weight", "bias"), ours, right, strict=False):
         assert a.dtype is dtype
         assert_near(a, b, dtype, f"gradient of {name}")
     actual.div_(2)  # which autograd forbids of a view that comes out of a function of ours
@@ -53,12 +53,21 @@ def some(*shape, device):
     width=st.integers(1, 40),
     vocabulary=st.integers(2, 200),
     recompute=st.booleans(),
+    biased=st.booleans(),
 )
-def test_whole_vocabulary(device, dtype, tokens, width, vocabulary, recompute):
+def test_whole_vocabulary(device, dtype, tokens, width, vocabulary, recompute, biased):
     torch.manual_seed(2)
     hidden, weight = some(*tokens, width, device=device), some(vocabulary, width, device=device)
     target = torch.randint(vocabulary, tokens).to(device)
-    check(hidden, weight, target, dtype, lambda x, w: linear_cross_entropy(x, w, target, recompute=recompute))
+    bias = (some(vocabulary, device=device),) if biased else ()
+    check(
+        hidden,
+        weight,
+        target,
+        dtype,
+        lambda x, w, b=None: linear_cross_entropy(x, w, target, bias=b, recompute=recompute),
+        *bias,
+    )
 
 
 @pytest.mark.parametrize("recompute", [True, False])

@@ -20,7 +20,7 @@ from megatron_npu import devices, ops
 from megatron_npu.ops import dispatch, norm
 from megatron_npu.ops.cross_entropy import cross_entropy as ours
 from megatron_npu.ops.linear_cross_entropy import blocks
-from megatron_npu.ops.swapping import linears, losses
+from megatron_npu.ops.swapping import heads, linears, losses
 
 DEVICE = devices.current().name
 torchs = cross_entropy
@@ -363,16 +363,24 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+HEADS = {  # name: (model, its output layer, one of how many tokens does not count)
+    "no bias": (("Llama", "CausalLM"), GROUPED, "lm_head", 7),
+    "bias": (("Bert", "MaskedLM"), ENCODER, "cls.predictions.decoder", 2),
+}
+
+
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-def test_training_makes_no_logits_unless_they_are_asked_for(autocast, monkeypatch):
+@pytest.mark.parametrize("head", [*HEADS] if DEVICE == "cpu" else ["no bias"])
+def test_training_makes_no_logits_unless_they_are_asked_for(head, autocast, monkeypatch):
     """Losses of some steps as without; what a step makes at most; its logits before it is over, and after."""
+    family, options, layer, share = HEADS[head]
     tokens, words = 144, 1 << 14  # more logits than a block of the operation on a cpu
     monkeypatch.setattr(blocks, "_LOGITS", blocks._LOGITS_ON_CPU)
     torch.manual_seed(4)
-    model = of("Llama", "CausalLM", **GROUPED, vocab_size=words, hidden_size=8).to(DEVICE)
+    model = of(*family, **options, vocab_size=words, hidden_size=8).to(DEVICE)
     twin = copy.deepcopy(model)
     ids = torch.randint(5, words, (4, tokens // 4), generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    labels = ids.masked_fill(ids % 7 == 0, -100)
+    labels = ids.masked_fill(ids % share == 0, -100)
     swapped = ops.swap(model)
     curves, largest = [], []
     for each in (model, twin):
@@ -390,7 +398,7 @@ def test_training_makes_no_logits_unless_they_are_asked_for(autocast, monkeypatc
     assert curves[0] == pytest.approx(curves[1], rel=2e-3 if autocast else 1e-6)
     assert curves[1][0] - curves[1][-1] > 0.05
     assert max(largest[:3]) < tokens * words <= min(largest[3:])
-    assert "output layer lm_head: linear_cross_entropy, with the loss" in swapped.lines()
+    assert f"output layer {layer}: linear_cross_entropy, with the loss" in swapped.lines()
     if autocast:
         return  # the weights of the two are apart by now
     output = model(input_ids=ids, labels=labels)
@@ -400,7 +408,7 @@ def test_training_makes_no_logits_unless_they_are_asked_for(autocast, monkeypatc
     (right.logits.square().mean() + right.loss).backward()
     gradients = [each.get_output_embeddings().weight.grad for each in (model, twin)]
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-7)
-    reason = "output layer lm_head stays: a training step asks for its logits, or changes them"
+    reason = f"output layer {layer} stays: a training step asks for its logits, or changes them"
     assert reason in swapped.lines()
     output = model(input_ids=ids, labels=labels)
     torch.optim.SGD(model.parameters(), lr=0.5).step()
@@ -410,6 +418,19 @@ def test_training_makes_no_logits_unless_they_are_asked_for(autocast, monkeypatc
         assert type(model(input_ids=ids).logits) is torch.Tensor
     model.get_output_embeddings().register_forward_hook(lambda *_: None)
     assert type(model(input_ids=ids).logits) is torch.Tensor
+
+
+def test_logits_that_are_changed_count_as_they_are():
+    """In place, through a view: the loss is of what is there now."""
+    layer = nn.Linear(8, 300).to(DEVICE)
+    logits = heads.Unmade(layer, torch.randn(2, 3, 8, device=DEVICE), layer.weight, layer.bias)
+    rows, target = logits.view(-1, 300), torch.arange(6, device=DEVICE)
+    assert type(rows) is heads.Unmade
+    unchanged = rows.losses(target, -100)
+    torch.testing.assert_close(unchanged, F.cross_entropy(layer(rows._hidden), target, reduction="none"))
+    logits.zero_()
+    assert rows.losses(target, -100) is None
+    assert not rows.any()
 
 
 def test_labels_that_are_no_words_are_told_as_by_torch():

@@ -17,17 +17,19 @@ def linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     *,
+    bias: Tensor | None = None,
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
     main_grad: Tensor | None = None,
     recompute: bool = True,
 ) -> Tensor:
-    """Return ``logsumexp(z) - z[target]`` of each token, where ``z = hidden · weightᵀ``.
+    """Return ``logsumexp(z) - z[target]`` of each token, where ``z = hidden · weightᵀ + bias``.
 
     Args:
         hidden: ``[..., h]``, fp32, bf16 or fp16.
         weight: ``[v, h]``, this rank's part of the vocabulary, of the dtype of ``hidden``.
         target: ``[...]``, token ids of the whole vocabulary. An id that no rank has counts as a logit of 0.
+        bias: ``[v]``, of the dtype of ``hidden``, or None.
         vocab_start: id of the first token of this rank's part.
         group: the tensor-parallel group; None or a group of one means that ``weight`` is all of it.
         main_grad: ``[v, h]``, to which the weight's gradient is added block by block; then the weight itself
@@ -44,7 +46,7 @@ def linear_cross_entropy(
     Sources: blocks of the vocabulary with one running normalizer as in Wijmans et al., Cut Your Losses in
     Large-Vocabulary Language Models (2024); the collectives as in Megatron-LM's vocabulary-parallel loss.
     """
-    return _linear_cross_entropy(hidden, weight, target, Part(vocab_start, group, main_grad), recompute)
+    return _linear_cross_entropy(hidden, weight, bias, target, Part(vocab_start, group, main_grad), recompute)
 
 
 _linear_cross_entropy = Operation(
@@ -53,22 +55,29 @@ _linear_cross_entropy = Operation(
 
 
 @_linear_cross_entropy.on("cpu", note="blocks of the vocabulary; unless asked not to, keeps the exponentials")
-def _cpu(hidden: Tensor, weight: Tensor, target: Tensor, part: Part, recompute: bool) -> Tensor:
+def _cpu(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, recompute: bool
+) -> Tensor:
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     # fp16 has no room for exponentials that are not normalized yet
     way = blocks if recompute or not learns or hidden.dtype is torch.float16 else kept
-    return way.LinearCrossEntropy.apply(hidden, weight, target, part)
+    return way.LinearCrossEntropy.apply(hidden, weight, bias, target, part)
 
 
 @_linear_cross_entropy.on("cuda", note="blocks of the vocabulary, multiplied again in backward")
-def _in_blocks(hidden: Tensor, weight: Tensor, target: Tensor, part: Part, recompute: bool) -> Tensor:
-    return blocks.LinearCrossEntropy.apply(hidden, weight, target, part)
+def _in_blocks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, recompute: bool
+) -> Tensor:
+    return blocks.LinearCrossEntropy.apply(hidden, weight, bias, target, part)
 
 
 @_linear_cross_entropy.on("npu", note="`npu_fused_linear_online_max_sum` and its kin; fp32 in blocks as cuda")
-def _npu(hidden: Tensor, weight: Tensor, target: Tensor, part: Part, recompute: bool) -> Tensor:
-    way = blocks if npu.beyond_kernels(hidden, weight) else npu
-    return way.LinearCrossEntropy.apply(hidden, weight, target, part)
+def _npu(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, recompute: bool
+) -> Tensor:
+    if bias is not None or npu.beyond_kernels(hidden, weight):  # the kernels add no bias
+        return blocks.LinearCrossEntropy.apply(hidden, weight, bias, target, part)
+    return npu.LinearCrossEntropy.apply(hidden, weight, target, part)
 
 
 @_linear_cross_entropy.example()
@@ -81,6 +90,12 @@ def _example(make: Make) -> Tensor:
 def _kept_example(make: Make) -> Tensor:
     hidden, weight = make(32, 2, 64), make(500, 64)
     return linear_cross_entropy(hidden, weight, _targets(hidden), recompute=False)
+
+
+@_linear_cross_entropy.example("with a bias")
+def _biased_example(make: Make) -> Tensor:
+    hidden, weight, bias = make(32, 2, 64), make(500, 64), make(500)
+    return linear_cross_entropy(hidden, weight, _targets(hidden), bias=bias, recompute=False)
 
 
 def _targets(hidden: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_npu.ops.bias_gradient import bias_gradient
 from megatron_npu.ops.cross_entropy import reduce_over_ranks
 from megatron_npu.ops.exponential import exponential_
 from megatron_npu.ops.linear import product
@@ -33,6 +34,11 @@ def vocabulary_blocks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + width, weight.size(0)))
 
 
+def part_of(bias: Tensor | None, block: slice) -> Tensor | None:
+    """Return the block's part of a bias, if there is one."""
+    return None if bias is None else bias[block]
+
+
 def columns(local: Tensor, block: slice) -> tuple[Tensor, Tensor]:
     """Return the column of each target in a block, ``[t, 1]``, and where it is in there (elsewhere 0)."""
     inside = (local >= block.start) & (local < block.stop)
@@ -49,27 +55,29 @@ class LinearCrossEntropy(torch.autograd.Function):
     """The normalizer of all blocks going forward; their probabilities going backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, part: Part) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part
+    ) -> Tensor:
         rows, local = hidden.reshape(-1, hidden.size(-1)), target.reshape(-1) - part.start
         normalizer = torch.full(local.shape, -torch.inf, dtype=precise(rows), device=rows.device)
         predicted = torch.zeros_like(normalizer)
         for block in vocabulary_blocks(rows, weight):
-            logits = product(rows, weight[block])
+            logits = product(rows, weight[block], part_of(bias, block))
             normalizer = torch.logaddexp(normalizer, logits.to(normalizer.dtype).logsumexp(1))
             predicted += predicted_logits(logits, local, block)
         normalizer, predicted = reduce_over_ranks(normalizer, predicted, part.group)
-        ctx.save_for_backward(hidden, weight, local, normalizer)
+        ctx.save_for_backward(hidden, weight, bias, local, normalizer)
         ctx.main_grad = part.main_grad
         return (normalizer - predicted).resize_(target.shape)  # not a view, which nobody may divide in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, local, normalizer = ctx.saved_tensors
+        hidden, weight, bias, local, normalizer = ctx.saved_tensors
         rows, factor = hidden.reshape(-1, hidden.size(-1)), grad.reshape(-1, 1).to(normalizer.dtype)
-        gradients = Gradients(ctx, rows, weight)
+        gradients = Gradients(ctx, rows, weight, bias)
         for block in vocabulary_blocks(rows, weight):
-            logits = product(rows, weight[block]).to(normalizer.dtype)
+            logits = product(rows, weight[block], part_of(bias, block)).to(normalizer.dtype)
             d_logits = exponential_(logits.sub_(normalizer[:, None]))
             column, inside = columns(local, block)
             d_logits.scatter_add_(1, column, -inside.to(d_logits.dtype)).mul_(factor)
@@ -78,15 +86,22 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class Gradients:
-    """The gradients of ``rows`` ``[t, h]`` and ``weight`` ``[v, h]``, from those of the logits by blocks.
+    """The gradients of ``rows`` ``[t, h]``, ``weight`` ``[v, h]`` and bias, from those of the logits by blocks.
 
     Args:
-        ctx: of an autograd function with hidden states and weight as its first arguments, and ``main_grad``.
+        ctx: of an autograd function with hidden states, weight and bias as its first arguments, and
+            ``main_grad``.
+        factors: ``[t, 1]``, of the dtype of ``rows``, which has them already: by what each row of the
+            gradients of the logits is to be multiplied; None: by nothing.
     """
 
-    def __init__(self, ctx: Any, rows: Tensor, weight: Tensor) -> None:
+    def __init__(
+        self, ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, factors: Tensor | None = None
+    ) -> None:
         self.rows, self.weight, self.main_grad = rows, weight, ctx.main_grad
-        of_hidden, self.of_weight = ctx.needs_input_grad[:2]
+        self.factors = factors
+        of_hidden, self.of_weight, of_bias = ctx.needs_input_grad[:3]
+        self.d_bias = torch.empty_like(bias) if of_bias and bias is not None else None
         self.d_rows = torch.zeros_like(rows, dtype=precise(rows)) if of_hidden else None
         own = self.of_weight and self.main_grad is None
         self.d_weight = torch.empty_like(weight) if own else None
@@ -99,9 +114,13 @@ class Gradients:
             self.d_weight[block] = product(grad.t(), self.rows.t())
         elif self.of_weight:
             accumulate_weight_gradient(self.rows, grad, self.main_grad[block])
+        if self.d_bias is not None and self.factors is None:
+            self.d_bias[block] = bias_gradient(grad, self.d_bias)
+        elif self.d_bias is not None and self.factors is not None:
+            self.d_bias[block] = product(grad.t(), self.factors.t()).squeeze(1)
 
-    def results(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return both, in the dtypes of ``hidden`` and weight."""
+    def results(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return all three, in the dtypes of ``hidden``, weight and bias."""
         if self.d_rows is None:
-            return None, self.d_weight
-        return self.d_rows.to(hidden.dtype).view(hidden.shape), self.d_weight
+            return None, self.d_weight, self.d_bias
+        return self.d_rows.to(hidden.dtype).view(hidden.shape), self.d_weight, self.d_bias

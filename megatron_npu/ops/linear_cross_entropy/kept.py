@@ -13,6 +13,7 @@ from megatron_npu.ops.exponential import exponential_of_difference_
 from megatron_npu.ops.linear import product
 from megatron_npu.ops.linear_cross_entropy.blocks import (
     Gradients,
+    part_of,
     precise,
     vocabulary_blocks,
 )
@@ -31,24 +32,27 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, part: Part) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part
+    ) -> Tensor:
         rows, local = hidden.reshape(-1, hidden.size(-1)), target.reshape(-1) - part.start
-        kept = _Exponentials(rows, weight, local)
+        kept = _Exponentials(rows, weight, bias, local)
         normalizer, predicted = reduce_over_ranks(kept.normalizer(), kept.predicted, part.group)
         if kept.is_far_from(normalizer):  # another rank has much larger logits
             kept.fill(normalizer)
         kept.subtract_targets(normalizer)
-        ctx.save_for_backward(hidden, weight, (kept.reference - normalizer).exp_(), *kept.blocks)
+        scale = (kept.reference - normalizer).exp_()
+        ctx.save_for_backward(hidden, weight, bias, scale, *kept.blocks)
         ctx.main_grad = part.main_grad
         return (normalizer - predicted).resize_(target.shape)  # not a view, which nobody may divide in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, scale, *blocks = ctx.saved_tensors
+        hidden, weight, bias, scale, *blocks = ctx.saved_tensors
         factor = (grad.reshape(-1).to(scale.dtype) * scale)[:, None]
         rows = hidden.reshape(-1, hidden.size(-1))
-        gradients = Gradients(ctx, (rows * factor).to(rows.dtype), weight)
+        gradients = Gradients(ctx, (rows * factor).to(rows.dtype), weight, bias, factor.to(rows.dtype))
         for block, exponentials in zip(vocabulary_blocks(rows, weight), blocks, strict=True):
             gradients.add(block, exponentials)
         if gradients.d_rows is not None:
@@ -59,11 +63,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 class _Exponentials:
     """The exponentials of the logits by blocks of their columns, the sums, and the logits of the targets."""
 
-    def __init__(self, rows: Tensor, weight: Tensor, local: Tensor) -> None:
-        self.rows, self.weight = rows, weight
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, local: Tensor) -> None:
+        self.rows, self.weight, self.bias = rows, weight, bias
         self.targets = _targets_by_block(local, [*vocabulary_blocks(rows, weight)])
         first = next(vocabulary_blocks(rows, weight))
-        self.fill(product(rows, weight[first]).amax(1).to(precise(rows)))
+        self.fill(self._logits(first).amax(1).to(precise(rows)))
         if self.is_far_from(self.normalizer()):
             self.fill(self._largest())
 
@@ -75,7 +79,7 @@ class _Exponentials:
         for block, (tokens, columns) in zip(
             vocabulary_blocks(self.rows, self.weight), self.targets, strict=True
         ):
-            exact = logits = product(self.rows, self.weight[block])
+            exact = logits = self._logits(block)
             if tokens.numel():
                 self.predicted[tokens] = logits[tokens, columns].to(reference.dtype)
             if logits.dtype is not reference.dtype:
@@ -84,6 +88,9 @@ class _Exponentials:
             exponential_of_difference_(exact, reference[:, None])
             self.sums += exact.sum(1)
             self.blocks.append(exact if exact is logits else logits.copy_(exact))
+
+    def _logits(self, block: slice) -> Tensor:
+        return product(self.rows, self.weight[block], part_of(self.bias, block))
 
     def normalizer(self) -> Tensor:
         """Return the logarithm of the sum of ``exp(z)``, ``[t]``."""
@@ -94,10 +101,7 @@ class _Exponentials:
         return not bool(((normalizer - self.reference) < _FAR).all())
 
     def _largest(self) -> Tensor:
-        maxima = [
-            product(self.rows, self.weight[block]).amax(1)
-            for block in vocabulary_blocks(self.rows, self.weight)
-        ]
+        maxima = [self._logits(block).amax(1) for block in vocabulary_blocks(self.rows, self.weight)]
         return torch.stack(maxima).amax(0).to(self.reference.dtype)
 
     def subtract_targets(self, normalizer: Tensor) -> None:

@@ -13,11 +13,13 @@ from megatron_npu.ops import cross_entropy
 from megatron_npu.ops.linear_cross_entropy.part import Part
 
 
-def reference(hidden: Tensor, weight: Tensor, target: Tensor, part: Part, recompute: bool) -> Tensor:
+def reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, recompute: bool
+) -> Tensor:
     """Return the loss ``[...]``; differentiates by itself."""
     if part.main_grad is not None:
         weight = _AddTo.apply(weight, part.main_grad)
-    logits = F.linear(hidden, weight)
+    logits = F.linear(hidden, weight, bias)
     size = weight.size(0) * (part.group.size() if part.group is not None else 1)
     return cross_entropy.reference(logits, target, part.start, size, part.group, 0.0)
 

@@ -124,6 +124,7 @@ def _swap_module(path: str, module: nn.Module, swapped: Swapped) -> None:
     elif loss is not None:
         _set(module, "_loss_function", loss, swapped)
         swapped.entries.append(Entry(path, "loss", "cross_entropy"))
+    if callable(loss) or losses.is_ours(module):
         below, head = heads.recognise(module)
         _take(f"{path}.{below}".strip("."), module.get_submodule(below), head, swapped)
     if not heads.has_taken(module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
+from megatron_npu import devices
 from megatron_npu.ops.linear_cross_entropy import linear_cross_entropy
 from megatron_npu.ops.swapping import linears
 from megatron_npu.ops.swapping.found import (
@@ -26,15 +27,16 @@ from megatron_npu.ops.swapping.found import (
 
 _WHAT = "output layer"
 _FEWEST_WORDS = 256  # below, logits are small, and torch's loss is as good
+_WORTH_GATHERING = 0.75  # of the rows of a batch; with more of them counting, all are multiplied
 
 # What steps turned out to do: {output layer: why its logits were made}, read by the ledger.
 calls_left: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 class Unmade(Tensor):
-    """Logits ``[..., v]`` that nobody has asked for: hidden states and the weight they would be made of.
+    """Logits ``[..., v]`` that nobody has asked for: hidden states, weight and bias they would be made of.
 
-    The loss takes them as they are. Anything else that looks at values makes them, once, with their
+    The loss takes them as they are, and as one row for each token. Anything else that looks at values makes them, once, with their
     gradients: sizes, dtype and device are known without. They have no graph before (``requires_grad`` is
     False): wrappers of the model (DDP, FSDP) look for one in its outputs, and the loss has it.
     """
@@ -42,16 +44,29 @@ class Unmade(Tensor):
     _layer: nn.Module
     _hidden: Tensor
     _weight: Tensor
-    _seen: tuple[int, int]
+    _bias: Tensor | None
+    _seen: tuple[int, ...]
     _made: Tensor | None
+    _viewed: Unmade | None
 
     @staticmethod
-    def __new__(cls, layer: nn.Module, hidden: Tensor, weight: Tensor) -> Unmade:
-        """Return logits of ``hidden`` ``[..., h]`` and ``weight`` ``[v, h]``, of one dtype."""
+    def __new__(
+        cls,
+        layer: nn.Module,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        viewed: Unmade | None = None,
+    ) -> Unmade:
+        """Return logits of ``hidden`` ``[..., h]``, ``weight`` ``[v, h]`` and bias ``[v]``, of one dtype.
+
+        ``viewed``: of which they are a view.
+        """
         shape = (*hidden.shape[:-1], weight.size(0))
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
         made._layer, made._hidden, made._weight, made._made = layer, hidden, weight, None
-        made._seen = _changes(weight)
+        made._bias, made._viewed = bias, viewed
+        made._seen = (*_changes(weight), 0 if bias is None else bias._version)
         return made
 
     @classmethod
@@ -61,7 +76,11 @@ class Unmade(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is Tensor.clone:  # which DDP does with every output; one that is returned as it is, it views
-            return cls(args[0]._layer, args[0]._hidden, args[0]._weight)
+            return cls(args[0]._layer, args[0]._hidden, args[0]._weight, args[0]._bias)
+        if func in (Tensor.view, Tensor.reshape) and isinstance(args[0], Unmade) and not kwargs:
+            viewed = args[0]._as_rows(args[1:])
+            if viewed is not None:
+                return viewed
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
@@ -72,19 +91,40 @@ class Unmade(Tensor):
         args, kwargs = tree_map_only(Unmade, Unmade.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def _as_rows(self, shape: tuple[Any, ...]) -> Unmade | None:
+        """Return a view whose last dimension is the vocabulary; None where that is not what is asked for."""
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes) or sizes[-1] != self.size(-1):
+            return None
+        hidden = self._hidden.reshape(*sizes[:-1], self._hidden.size(-1))
+        return Unmade(self._layer, hidden, self._weight, self._bias, self)
+
     def losses(self, target: Tensor, ignored: int) -> Tensor | None:
         """Return the loss of each token ``[t]``, fp32, 0 where ``target`` ``[t]`` is ``ignored``.
 
-        None: a target is no word, or there is not one for each row, of which torch's loss complains.
+        None: a target is no word, or there is not one for each row, of which torch's loss complains; or the
+        logits have been made, and may have been changed. On a CPU rows that do not count are left out.
         """
+        if self._is_made():
+            return None
         counts = target != ignored
         if target.numel() * self.size(-1) != self.numel():
             return None
-        if target.device.type == "cpu" and bool((counts & ~_between(target, self.size(-1))).any()):
-            return None
         rows = self._hidden.reshape(-1, self._hidden.size(-1))
-        found = linear_cross_entropy(rows, self._weight, target.masked_fill(~counts, 0), recompute=False)
-        return found.masked_fill(~counts, 0.0)
+        if target.device.type == "cpu":
+            if bool((counts & ~_between(target, self.size(-1))).any()):
+                return None
+            alive = counts.nonzero().squeeze(1)
+            if 0 < alive.numel() < _WORTH_GATHERING * counts.numel():
+                found = self._losses_of(rows.index_select(0, alive), target[alive])
+                return found.new_zeros(target.shape).index_copy(0, alive, found)
+        return self._losses_of(rows, target.masked_fill(~counts, 0)).masked_fill(~counts, 0.0)
+
+    def _losses_of(self, rows: Tensor, target: Tensor) -> Tensor:
+        return linear_cross_entropy(rows, self._weight, target, bias=self._bias, recompute=False)
+
+    def _is_made(self) -> bool:
+        return self._made is not None or (self._viewed is not None and self._viewed._is_made())
 
     def whole(self) -> Tensor:
         """Return the logits.
@@ -92,16 +132,20 @@ class Unmade(Tensor):
         Raises:
             RuntimeError: they were not asked for before the weights changed.
         """
+        if self._made is None and self._viewed is not None:
+            with torch.enable_grad():
+                self._made = self._viewed.whole().view(self.shape)
         if self._made is None:
-            weight = self._weight
-            if self._seen != _changes(weight) or not weight.untyped_storage().size():  # a shard put away
+            weight, bias = self._weight, self._bias
+            seen = (*_changes(weight), 0 if bias is None else bias._version)
+            if self._seen != seen or not weight.untyped_storage().size():  # a shard put away
                 raise RuntimeError(
                     "the logits of this training step were not asked for, and are no longer to be had: the "
                     "weights have changed since. Read them before optimizer.step()."
                 )
             calls_left.setdefault(self._layer, "a training step asks for its logits, or changes them")
             with torch.enable_grad():
-                self._made = F.linear(self._hidden, weight)
+                self._made = F.linear(self._hidden, weight, bias)
         return self._made
 
 
@@ -148,7 +192,7 @@ def recognise(model: Any) -> tuple[str, Found]:
     """Return the path of a model's output layer, and what takes its place or why it stays.
 
     Args:
-        model: whose ``loss_function`` is this project's over a vocabulary.
+        model: whose loss over a vocabulary is this project's.
     """
     layer = getattr(model, "get_output_embeddings", lambda: None)()
     path = next((name for name, module in model.named_modules() if module is layer), "")
@@ -156,8 +200,8 @@ def recognise(model: Any) -> tuple[str, Found]:
         return "", None
     if not has_forward_of(layer, nn.Linear):
         return path, Left(_WHAT, f"{type(layer).__name__} is no plain linear layer")
-    if layer.bias is not None:
-        return path, Left(_WHAT, "it has a bias, which linear_cross_entropy does not add")
+    if layer.bias is not None and not devices.current().is_host:
+        return path, Left(_WHAT, "it has a bias, which the loss of a CPU alone adds")
     if layer.weight.size(0) < _FEWEST_WORDS:
         return path, Left(_WHAT, f"fewer than {_FEWEST_WORDS} words")
     fast = isinstance(linears.recognise(layer), Replacement)
@@ -181,7 +225,9 @@ def _of_torch(module: Any, input: Tensor) -> Tensor:
 def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) -> Tensor:
     """Return the logits; unmade where they are for a loss, that is where gradients are wanted."""
     weight: Tensor = module.weight
-    learns = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+    bias: Tensor | None = module.bias
+    given = (input, weight) if bias is None else (input, weight, bias)
+    learns = torch.is_grad_enabled() and any(each.requires_grad for each in given)
     if not learns or bound_elsewhere(input) or torch.jit.is_tracing():
         return plain(module, input)
     if module._forward_pre_hooks or module._forward_hooks:  # DeepSpeed's ZeRO-3 puts the weight away in one
@@ -189,5 +235,5 @@ def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) 
         return plain(module, input)
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
-        return Unmade(module, input.to(dtype), weight.to(dtype))
-    return Unmade(module, input, weight) if weight.dtype is input.dtype else plain(module, input)
+        given = tuple(each.to(dtype) for each in given)
+    return Unmade(module, *given) if len({each.dtype for each in given}) == 1 else plain(module, input)

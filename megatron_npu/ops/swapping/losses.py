@@ -51,6 +51,12 @@ def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
     return f"{getattr(theirs, '__name__', theirs)} is not over a vocabulary"
 
 
+def is_ours(model: nn.Module) -> bool:
+    """Return whether a model's forward computes its loss by ``_with_our_loss``, or a loss of torch in it."""
+    own = [child for child in model.children() if has_forward_of(child, nn.CrossEntropyLoss)]
+    return any(isinstance(recognise(part), Replacement) for part in (model, *own))
+
+
 def _causal_lm(
     logits: Tensor,
     labels: Tensor,
@@ -120,7 +126,9 @@ def _torch_loss(
     tokens = input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     if not plain or not tokens or input.size(1) < _SMALLEST or input.device.type != devices.current().name:
         return theirs(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    losses = cross_entropy(input, target, ignore_index)
+    losses = input.losses(target, ignore_index) if isinstance(input, heads.Unmade) else None
+    if losses is None:
+        losses = cross_entropy(input, target, ignore_index)
     if reduction == "mean":
         losses = losses.sum() / (target != ignore_index).sum()
     return (losses.sum() if reduction == "sum" else losses).to(_dtype_of_torchs_loss(input))
