@@ -80,7 +80,6 @@ def keep_mask_bits(
     shape: tuple[int, ...],
     keep: int,
     out: Tensor | None = None,
-    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Return a random mask on the CPU: 1 with probability ``keep / KEEP_LEVELS``, else 0.
 
@@ -91,11 +90,15 @@ def keep_mask_bits(
         shape: of the mask.
         keep: a whole number from 1 to ``KEEP_LEVELS``.
         out: where to write the mask, of any dtype and of that shape; None: int16, in the memory of ``draws``.
-        generator: None is torch's default generator for the CPU.
     """
     count = torch.Size(shape).numel()
-    bits = draws[: -(-count // 4)].random_(-(1 << 63), None, generator=generator)
-    decisions = bits.view(torch.int16)[:count].view(shape)
+    bits = draws[: -(-count // 4)].random_(-(1 << 63), None)
+    return keep_of_bits(bits, shape, keep, out)
+
+
+def keep_of_bits(bits: Tensor, shape: tuple[int, ...], keep: int, out: Tensor | None = None) -> Tensor:
+    """Return ``keep_mask_bits`` of random bits that are there: int64, one for each four values."""
+    decisions = bits.view(torch.int16)[: torch.Size(shape).numel()].view(shape)
     # le, not lt: keep - 32768 does not fit int16 where everything is kept
     return torch.le(decisions, keep - KEEP_LEVELS // 2 - 1, out=decisions if out is None else out)
 

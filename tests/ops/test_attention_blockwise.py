@@ -33,6 +33,7 @@ def on_the_cpu():
 def tiny_tiles(monkeypatch):
     """Make several tiles of anything."""
     monkeypatch.setattr(tiles, "TILE_ROWS", 4)
+    monkeypatch.setattr(tiles, "TILE_ROWS_OF_ALL_KEYS", 5)
     monkeypatch.setattr(tiles, "TILE_AREA", 50)
 
 

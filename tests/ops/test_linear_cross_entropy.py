@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_npu.ops.linear_cross_entropy import blocks, linear_cross_entropy
+from megatron_npu.ops.linear_cross_entropy import blocks, kept, linear_cross_entropy
 from tests.ops.tolerances import assert_near
 
 
@@ -18,6 +18,7 @@ from tests.ops.tolerances import assert_near
 def small_blocks(monkeypatch):
     """So that a small vocabulary is several blocks, the last one of another width."""
     monkeypatch.setattr(blocks, "_NARROWEST", 64)
+    monkeypatch.setattr(kept, "_FIRST", 64)
     monkeypatch.setattr(blocks, "_LOGITS", 1 << 9)
     monkeypatch.setattr(blocks, "_LOGITS_ON_CPU", 1 << 9)
 

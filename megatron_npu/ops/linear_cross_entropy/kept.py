@@ -19,9 +19,10 @@ from megatron_npu.ops.linear_cross_entropy.blocks import (
 )
 from megatron_npu.ops.linear_cross_entropy.part import Part
 
-# Exponentials are taken of logits minus the largest of the first block, before the others are known. If the
+# Exponentials are taken of logits minus the largest of the first words, before the others are known. If the
 # whole sum is further than that from it (e⁴⁰; bf16 and fp32 reach e⁸⁸), they are taken again.
 _FAR = 40.0
+_FIRST = 1024
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -66,7 +67,7 @@ class _Exponentials:
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, local: Tensor) -> None:
         self.rows, self.weight, self.bias = rows, weight, bias
         self.targets = _targets_by_block(local, [*vocabulary_blocks(rows, weight)])
-        first = next(vocabulary_blocks(rows, weight))
+        first = slice(0, min(_FIRST, weight.size(0)))
         self.fill(self._logits(first).amax(1).to(precise(rows)))
         if self.is_far_from(self.normalizer()):
             self.fill(self._largest())

@@ -36,9 +36,10 @@ calls_left: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionar
 class Unmade(Tensor):
     """Logits ``[..., v]`` that nobody has asked for: hidden states, weight and bias they would be made of.
 
-    The loss takes them as they are, and as one row for each token. Anything else that looks at values makes them, once, with their
-    gradients: sizes, dtype and device are known without. They have no graph before (``requires_grad`` is
-    False): wrappers of the model (DDP, FSDP) look for one in its outputs, and the loss has it.
+    The loss takes them as they are, and as one row for each token. Anything else that looks at values makes
+    them, once, with their gradients: sizes, dtype and device are known without. They have no graph before
+    (``requires_grad`` is False): wrappers of the model (DDP, FSDP) look for one in its outputs, and the loss
+    has it.
     """
 
     _layer: nn.Module
@@ -56,6 +57,7 @@ class Unmade(Tensor):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
+        *,
         viewed: Unmade | None = None,
     ) -> Unmade:
         """Return logits of ``hidden`` ``[..., h]``, ``weight`` ``[v, h]`` and bias ``[v]``, of one dtype.
@@ -97,7 +99,7 @@ class Unmade(Tensor):
         if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes) or sizes[-1] != self.size(-1):
             return None
         hidden = self._hidden.reshape(*sizes[:-1], self._hidden.size(-1))
-        return Unmade(self._layer, hidden, self._weight, self._bias, self)
+        return Unmade(self._layer, hidden, self._weight, self._bias, viewed=self)
 
     def losses(self, target: Tensor, ignored: int) -> Tensor | None:
         """Return the loss of each token ``[t]``, fp32, 0 where ``target`` ``[t]`` is ``ignored``.
@@ -226,7 +228,7 @@ def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) 
     """Return the logits; unmade where they are for a loss, that is where gradients are wanted."""
     weight: Tensor = module.weight
     bias: Tensor | None = module.bias
-    given = (input, weight) if bias is None else (input, weight, bias)
+    given: tuple[Tensor, ...] = (input, weight) if bias is None else (input, weight, bias)
     learns = torch.is_grad_enabled() and any(each.requires_grad for each in given)
     if not learns or bound_elsewhere(input) or torch.jit.is_tracing():
         return plain(module, input)

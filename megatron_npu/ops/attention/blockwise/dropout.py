@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_npu.ops.attention.blockwise.buffers import Buffers
-from megatron_npu.ops.dropout import KEEP_LEVELS, keep_mask_bits
+from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits
 
 
 class TileDropout:
@@ -25,16 +26,17 @@ class TileDropout:
         self._buffers = buffers
         self._keep = max(1, round((1.0 - p) * KEEP_LEVELS))
         self.gain = KEEP_LEVELS / self._keep
-        self._generator = torch.Generator().manual_seed(seed) if p else None
+        # numpy's draws 64 bits in half the time of torch's, and the same ones in every version
+        self._generator = np.random.SFC64(seed) if p else None
         self._kept: Tensor | None = None
 
     def drop(self, weights: Tensor, out: Tensor) -> Tensor:
         """Write ``weights``, some of them zeroed, to ``out`` and return it; without dropout ``weights``."""
         if self._generator is None:
             return weights
-        draws = self._buffers.take("bits", (-(-weights.numel() // 4),), torch.int64)
+        draws = torch.from_numpy(self._generator.random_raw(-(-weights.numel() // 4)).view(np.int64))
         kept = self._buffers.take("kept", weights.shape, weights.dtype)
-        self._kept = keep_mask_bits(draws, weights.shape, self._keep, kept, self._generator)
+        self._kept = keep_of_bits(draws, weights.shape, self._keep, kept)
         return torch.mul(weights, self._kept, out=out)
 
     def drop_again(self, tensor: Tensor) -> None:

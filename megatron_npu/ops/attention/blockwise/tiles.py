@@ -17,6 +17,9 @@ from megatron_npu.ops.attention.spec import AttentionSpec, Segment
 # bf16 is 15 % faster than with 256 rows where there are 256 tokens, and 5 % slower where there are 2,048.
 # Scratch of 2^18 elements costs up to 10 %, and beyond 2^20 nothing is gained.
 TILE_ROWS = 128
+# Where every query sees every key, there is no corner to leave out, and longer runs are products of fewer
+# calls whose keys' gradients are added up less often: 10 % faster than 128 (512 and 2,048 tokens, an EPYC).
+TILE_ROWS_OF_ALL_KEYS = 512
 TILE_AREA = 1 << 20
 
 
@@ -59,10 +62,11 @@ def tiles(heads: int, spec: AttentionSpec) -> Iterator[Tile]:
         spec: what is asked for.
     """
     repeats = spec.heads // spec.key_heads
-    rows = max(1, TILE_ROWS // repeats)
     # a mask may differ between batches: then the heads of one tile come from one batch
     span = spec.key_heads if spec.masked else heads
     for segment in spec.segments:
+        all_keys = segment.window_left is None and segment.window_right is None
+        rows = max(1, (TILE_ROWS_OF_ALL_KEYS if all_keys else TILE_ROWS) // repeats)
         begin, last = segment.rows_with_keys()
         while begin < last:
             end = _end_of_tile(segment, begin, min(last, begin + rows), repeats)
