@@ -78,7 +78,9 @@ def without_kernels(monkeypatch):
     """Capture graphs as ever, but run them as they are, which takes no compiler: they are to be counted."""
     compile_in_place = nn.Module.compile
     monkeypatch.setattr(
-        nn.Module, "compile", lambda self, dynamic: compile_in_place(self, dynamic=dynamic, backend="eager")
+        nn.Module,
+        "compile",
+        lambda self, dynamic, options: compile_in_place(self, dynamic=dynamic, backend="eager"),
     )
     torch.compiler.reset()
     yield
@@ -123,6 +125,31 @@ def test_graphs_drop_what_is_dropped_outside_of_them(without_kernels):
         found.append([model(input_ids=ids, labels=ids).loss.item() for _ in range(2)])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[0][0] != found[0][1]
+
+
+def test_without_operations_torch_draws_as_outside_of_graphs(monkeypatch):
+    """Compiled, on a CPU, with activations that are computed again: the losses of plain training."""
+    monkeypatch.setattr(models, "LAYERS", 1)
+    found = []
+    for words in ({}, {"graph_optimization": True, "checkpoint_activations": True}):
+        torch.manual_seed(0)
+        model = models.gpt2().train()
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.2
+        model, _ = accelerated(model, Switches(**words))
+        ids = torch.randint(models.VOCABULARY, (2, models.LENGTH), generator=torch.Generator().manual_seed(1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(2)
+        losses = []
+        for _ in range(3):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("fused_ops", [False, True])
