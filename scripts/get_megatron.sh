@@ -1,23 +1,20 @@
 #!/usr/bin/env bash
-# Get the Megatrons that the tests run: Megatron-LM trees, each at its commit, and the other wheels of
+# Get the Megatrons that the tests run: trees, each at its commit, and the other wheels of
 # megatron-core, unpacked side by side, with the package that has Muon. What is already there is left alone.
 #   get_megatron.sh [FOLDER [NAME...]]   into checkouts/, or FOLDER; all of them, or those named (285068c8, ...)
 # Some trees come only when they are named, as one slow test alone runs them:
 #   get_megatron.sh checkouts core_v0.13.1 core_v0.14.0 core_v0.15.3 core_v0.17.1 core_v0.18.2 core_v0.19.0
-# MEGATRON_LM_URL: where the trees are cloned from.
+# MEGATRON_LM_URL: where those of Megatron-LM are cloned from.
 set -euo pipefail
 
 folder=${1:-checkouts}
 names=("${@:2}")
 url=${MEGATRON_LM_URL:-https://github.com/NVIDIA/Megatron-LM}
-# folder name and commit; the first is the one that the requirements pin
+# folder name, commit and, if it is no Megatron-LM, where it is cloned from; the first is what the requirements pin
 trees=(
     "285068c8 285068c8108e0e8e6538f54fe27c3ee86c5217a2"
     "core_v0.12.1 core_v0.12.1"
     "core_v0.16.1 core_v0.16.1"
-)
-# other repositories, too, when they are named: folder name, commit, where it is cloned from
-elsewhere=(
     "8387ae17 8387ae17c4704f6579f88a84500b535d19d7fbbf https://github.com/bigscience-workshop/Megatron-DeepSpeed"
     "4efb479d 4efb479d5317ce9b86096b9d8e3e8030b0b5263b https://github.com/deepspeedai/Megatron-DeepSpeed"
 )
@@ -32,10 +29,9 @@ wanted() {
 }
 
 for name in "${names[@]}"; do
-    known=" ${trees[*]%% *} ${elsewhere[*]%% *} ${wheels[*]} ${on_request[*]} "
+    known=" ${trees[*]%% *} ${wheels[*]} ${on_request[*]} "
     [[ $known == *" $name "* ]] || { echo "no $name; there are:$known" >&2; exit 2; }
     [[ " ${on_request[*]} " != *" $name "* ]] || trees+=("$name $name")
-    for tree in "${elsewhere[@]}"; do [ "${tree%% *}" != "$name" ] || trees+=("$tree"); done
 done
 
 for name in "${wheels[@]}"; do

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests import warm
 from tests.adaptors.megatron_lm import runs
 
 ITERATIONS = 6
+# what others of these tests go through, too
+_EVERY = os.environ.get("TEST_EVERY_VERSION") == "1"
+RARELY = pytest.mark.skipif(not _EVERY, reason="TEST_EVERY_VERSION=1 runs it")
 TP2 = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 32"
 
 

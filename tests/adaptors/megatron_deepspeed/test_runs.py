@@ -10,6 +10,7 @@ import torch
 from megatron_npu import checksums, patch_commands, upstream
 from tests.adaptors.megatron_deepspeed.pretraining import (
     ITERATIONS,
+    RARELY,
     TP2,
     engine,
     split_into_stages,
@@ -34,8 +35,13 @@ def test_every_patch_fits(checkout):
 
 @pytest.mark.parametrize(
     ("changes", "stage", "processes"),
-    [("", None, 1), (TP2, None, 2), ("", 0, 1), ("", 1, 2), (TP2, 0, 2)],
-    ids=["one", "tp2", "engine", "engine-dp2-zero-1", "engine-tp2"],
+    [
+        pytest.param("", None, 1, id="one"),
+        pytest.param(TP2, None, 2, id="tp2", marks=RARELY),
+        pytest.param("", 0, 1, id="engine", marks=RARELY),
+        pytest.param("", 1, 2, id="engine-dp2-zero-1"),
+        pytest.param(TP2, 0, 2, id="engine-tp2", marks=RARELY),
+    ],
 )
 def test_it_trains_like_megatron_lm(checkout, data, expected, changes, stage, processes):
     changes += "" if stage is None else f" {engine(data, stage)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.adaptors.megatron_deepspeed.pretraining import TP2, engine, steps
+from tests.adaptors.megatron_deepspeed.pretraining import RARELY, TP2, engine, steps
 from tests.adaptors.megatron_lm import runs
 from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
@@ -17,8 +17,11 @@ SCALED = {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}}
 
 @pytest.mark.parametrize(
     ("changes", "stage"),
-    [(f"{TP2} --fp16 --initial-loss-scale 4096", None), ("", 1), ("--fp16", 0)],
-    ids=["tp2-fp16", "zero-1", "zero-0-fp16"],
+    [
+        pytest.param(f"{TP2} --fp16 --initial-loss-scale 4096", None, id="tp2-fp16", marks=RARELY),
+        pytest.param("", 1, id="zero-1", marks=RARELY),
+        pytest.param("--fp16", 0, id="zero-0-fp16"),
+    ],
 )
 def test_trains_like_the_cpu(checkout, data, expected, changes, stage, tmp_path):
     if unavailable():

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_npu import patch_commands, upstream
 from tests.adaptors.megatron_deepspeed.pretraining import (
+    RARELY,
     TP2,
     call_in_tree,
     engine,
@@ -37,6 +38,7 @@ def test_zero_trains_like_one_process(checkout, data, expected, stage, flags, tm
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@RARELY
 def test_weight_decay_reaches_weights_that_are_in_parts(checkout, data, tmp_path, monkeypatch):
     """Upstream's own losses differ by 5e-4 after six iterations."""
     monkeypatch.setenv("MEGATRON_NPU_BACKPORT", "1")
@@ -45,7 +47,9 @@ def test_weight_decay_reaches_weights_that_are_in_parts(checkout, data, tmp_path
     assert found == pytest.approx(train(checkout, data, decay), rel=1e-5)
 
 
-@pytest.mark.parametrize("rotary", [False, True], ids=["learned", "rotary"])
+@pytest.mark.parametrize(
+    "rotary", [pytest.param(False, id="learned"), pytest.param(True, id="rotary", marks=RARELY)]
+)
 def test_ranks_of_a_sequence_train_like_one_process(checkout, data, expected, rotary, tmp_path, monkeypatch):
     """Each has half of the tokens, and half of the heads in attention; positions are those of the whole."""
     monkeypatch.setenv("MEGATRON_NPU_BACKPORT", str(int(rotary)))
@@ -57,7 +61,7 @@ def test_ranks_of_a_sequence_train_like_one_process(checkout, data, expected, ro
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("script", [runs.BERT, runs.T5])
+@pytest.mark.parametrize("script", [pytest.param(runs.BERT, marks=RARELY), runs.T5])
 def test_bert_and_t5_train_like_those_of_megatron_lm(checkout, data, script, tmp_path):
     """One process and two tensor-parallel ranks, from the same weights: those after a step with rate 0."""
     runs.write_sentences(data)
@@ -74,7 +78,7 @@ def test_bert_and_t5_train_like_those_of_megatron_lm(checkout, data, script, tmp
     assert train_sentences(checkout, data, script, changes, processes=2) == pytest.approx(found, rel=1e-5)
 
 
-@pytest.mark.parametrize("script", [runs.BERT, runs.T5])
+@pytest.mark.parametrize("script", [pytest.param(runs.BERT, marks=RARELY), runs.T5])
 def test_bert_and_t5_train_in_parts_like_one_process(checkout, data, script, tmp_path):
     """Stage 3 of ZeRO steps with each of their two groups by itself."""
     runs.write_sentences(data)
@@ -97,6 +101,7 @@ def test_a_universal_checkpoint_goes_on_with_another_layout(checkout, data, tmp_
     assert found == pytest.approx({i: expected[i] for i in range(4, 7)}, rel=1e-5)
 
 
+@RARELY
 def test_a_pipeline_turns_by_positions(checkout, data, tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_NPU_BACKPORT", "1")
     assert train(checkout, data, engine(tmp_path, 0), ROTARY) == train(checkout, data, ROTARY)
