@@ -133,6 +133,12 @@ KEEP_MEMORY = Variable(
     "On a cpu: keep freed memory for the next tensors instead of giving it back to the system.",
     ("0", "1"),
 )
+COMPILED = Variable(
+    "MEGATRON_NPU_COMPILED",
+    "1",
+    "On a cpu: compile kernels of our own with g++, once, and use them. 0: torch's kernels alone.",
+    ("0", "1"),
+)
 SHARE_CORES = Variable(
     "MEGATRON_NPU_SHARE_CORES",
     "1",

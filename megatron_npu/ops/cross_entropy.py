@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.dispatch import Make, Operation
-from megatron_npu.ops.exponential import exponential_
+from megatron_npu.ops.exponential import exponential_of_difference_
 from megatron_npu.ops.tiling import whole_row_slices
 
 
@@ -97,7 +97,9 @@ class _PlainCrossEntropy(torch.autograd.Function):
         grad = torch.zeros_like(flat) if _few_have_a_target(flat, ignored) else torch.empty_like(flat)
         factor = grad_output.reshape(-1).to(normalizer.dtype).masked_fill(ignored, 0.0)
         for rows in _tiles_with_target(flat, ignored):
-            part = exponential_(flat[rows].to(normalizer.dtype, copy=True).sub_(normalizer[rows, None]))
+            part = exponential_of_difference_(
+                flat[rows].to(normalizer.dtype, copy=True), normalizer[rows, None]
+            )
             weight = factor[rows, None]
             grad[rows] = part.mul_(weight).scatter_add_(1, ids[rows, None], -weight).to(grad.dtype)
         return grad.view(logits.shape), None, None
@@ -225,7 +227,8 @@ class CrossEntropy(torch.autograd.Function):
         hit = (factor * (1 - ctx.smoothing)).masked_fill_(elsewhere[:, None], 0.0)
         for rows in whole_row_slices(flat.size(0), flat.size(1), flat.device):
             part = flat[rows]
-            softmax = exponential_(part.float().sub_(normalizer[rows, None]))  # in place when part is fp32
+            # in place when part is fp32
+            softmax = exponential_of_difference_(part.float(), normalizer[rows, None])
             if ctx.smoothing:
                 softmax.sub_(ctx.smoothing / ctx.vocab_size)
             softmax.mul_(factor[rows]).scatter_add_(1, local[rows, None], -hit[rows])

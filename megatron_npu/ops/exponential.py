@@ -7,24 +7,18 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_npu.ops import compiled
+
 _LOG2_E = math.log2(math.e)
-
-
-def exponential_(tensor: Tensor) -> Tensor:
-    """Replace the values by their exponentials, and return the tensor.
-
-    On a cpu by powers of two: torch's ``exp`` is MKL's there, which takes three times as long as both steps
-    on a processor that is not Intel's (an EPYC, torch 2.13). The product is rounded, so the result is off by
-    up to |x| roundings.
-    """
-    return tensor.mul_(_LOG2_E).exp2_() if tensor.device.type == "cpu" else tensor.exp_()
 
 
 def exponential_of_difference_(tensor: Tensor, subtrahend: Tensor) -> Tensor:
     """Replace the values by the exponentials of their differences to ``subtrahend``, and return the tensor.
 
-    On a cpu the subtrahend is multiplied beforehand, which saves a pass. Both products are rounded, so the
-    result is off by up to |x| + |subtrahend| roundings: as much as those of the logits that are subtracted.
+    On a cpu by a kernel of our own, or by powers of two: torch's ``exp`` is MKL's there, which takes three
+    times as long on a processor that is not Intel's (an EPYC, torch 2.13). The subtrahend is multiplied
+    beforehand then, which saves a pass; both products are rounded, so the result is off by up to
+    |x| + |subtrahend| roundings: as much as those of the logits that are subtracted.
 
     Args:
         tensor: fp32 or fp64, changed in place.
@@ -32,4 +26,8 @@ def exponential_of_difference_(tensor: Tensor, subtrahend: Tensor) -> Tensor:
     """
     if tensor.device.type != "cpu":
         return tensor.sub_(subtrahend).exp_()
+    of_rows = tensor.dim() == 2 and subtrahend.shape == (tensor.size(0), 1)
+    if of_rows and compiled.usable(tensor, subtrahend):
+        compiled.exponentials_(tensor, subtrahend, torch.zeros_like(subtrahend))
+        return tensor
     return torch.add(subtrahend * -_LOG2_E, tensor, alpha=_LOG2_E, out=tensor).exp2_()

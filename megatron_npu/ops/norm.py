@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_npu.ops import compiled
 from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
 from megatron_npu.ops.tiling import row_slices
 
@@ -98,14 +99,14 @@ def _layer_norm_native(
     return F.layer_norm(input, weight.shape, _factor(weight, zero_centered), bias, eps)
 
 
-@_layer_norm.on("cpu", note="torch's kernel, 16 bits in fp32 tiles¹")
+@_layer_norm.on("cpu", note="torch's kernel¹; backward of bf16 ours⁴, of fp16 in fp32 tiles")
 def _layer_norm_cpu(input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
     if not zero_centered and input.dtype is weight.dtype is bias.dtype is torch.float32:
         return F.layer_norm(input, weight.shape, weight, bias, eps)
     return _CpuNorm.apply(input, weight, bias, eps, zero_centered)
 
 
-@_rms_norm.on("cpu", note="tiles; backward by layer norm's kernel")
+@_rms_norm.on("cpu", note="tiles; backward by a kernel of ours⁴, or by layer norm's")
 def _rms_norm_cpu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     return _CpuNorm.apply(input, weight, None, eps, zero_centered)
 
@@ -162,7 +163,9 @@ class _CpuNorm(torch.autograd.Function):
         factor = _factor(_precise(weight), ctx.zero_centered)
         x, dy = (t.reshape(-1, t.size(-1)) for t in (input, grad))
         rms = ctx.bias_dtype is None
-        if x.dtype is factor.dtype:
+        if compiled.usable(x, dy):
+            dx, d_weight, d_bias = compiled.norm_backward(dy, x, None if rms else mean, rstd, factor)
+        elif x.dtype is factor.dtype:
             dx, d_weight, d_bias = _norm_backward(dy, x, mean, rstd, factor, rms)
         else:
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -173,7 +176,7 @@ class _CpuNorm(torch.autograd.Function):
                 dx[rows] = piece
                 d_weight += of_weight
                 d_bias += of_bias
-        bias = None if rms else d_bias.to(ctx.bias_dtype)
+        bias = None if rms or d_bias is None else d_bias.to(ctx.bias_dtype)
         return dx.view(input.shape), d_weight.to(weight.dtype), bias, None, None
 
 

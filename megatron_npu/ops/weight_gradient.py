@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_npu.ops import compiled
 from megatron_npu.ops.caching import lru_cache_tensors
 from megatron_npu.ops.dispatch import Make, Operation
 
@@ -36,13 +37,13 @@ _weight_gradient = Operation("weight_gradient", _reference)
 
 
 @_weight_gradient.on(
-    "cpu", "cuda", note="fp32: one product that adds; 16 bits into an fp32 buffer: product, then sum"
+    "cpu", "cuda", note="fp32: one product that adds; 16 bits into an fp32 buffer: product, then sum⁴"
 )
 def _accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
     if main_grad.dtype == input.dtype:
         main_grad.addmm_(grad_output.t(), input)
     else:
-        _reference(input, grad_output, main_grad)
+        compiled.accumulate(main_grad, grad_output.t() @ input)
 
 
 def _for_npu_kernel(input: Tensor, main_grad: Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_npu.ops import compiled
 from megatron_npu.ops.activation import native, reference
 from megatron_npu.ops.bias_gradient import bias_gradient
 from megatron_npu.ops.tiling import scratch_buffers
@@ -27,7 +28,7 @@ class BiasGelu(torch.autograd.Function):
 
     torch's kernels for the CPU take a hyperbolic tangent for each of forward and backward, which is most of
     their time: on an EPYC with AVX512 both together take up to 1.5 times as long in bf16. The slope is
-    rounded as the output is. In fp32 nothing is gained.
+    rounded as the output is. In fp32 only a kernel of ours gains anything.
     """
 
     @staticmethod
@@ -40,6 +41,9 @@ class BiasGelu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         slope, bias = ctx.saved_tensors
+        if bias is not None and compiled.usable(grad, slope):
+            result, sums = compiled.product_and_sum(grad, slope)
+            return result, sums.to(bias.dtype)
         result = grad * slope
         return result, bias_gradient(result, bias)
 
@@ -56,6 +60,8 @@ def gelu_and_slope(
         bias: ``[h]``, or None.
         with_slope: whether to return the derivative.
     """
+    if compiled.usable(input):
+        return compiled.gelu(input, bias, with_slope)
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
     slope = torch.empty_like(output) if with_slope else None
     rows = input.reshape(-1, input.size(-1))
@@ -83,10 +89,11 @@ def gelu_and_slope(
     return output, slope
 
 
-@reference.bias_gelu.on("cpu", note="`F.gelu`; 16 bits by `exp2`, for both ways at once")
+@reference.bias_gelu.on("cpu", note="a kernel of ours⁴ for both ways at once; fp16 by `exp2`")
 def _bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
     # whether gradients are asked for decides nothing: activations that are computed again are the same bits
-    if input.dtype.itemsize > 2 or input.numel() < _FEWEST or torch.compiler.is_compiling():
+    worth = input.dtype.itemsize <= 2 or compiled.usable(input)
+    if not worth or input.numel() < _FEWEST or torch.compiler.is_compiling():
         return native.torch_bias_gelu(input, bias)
     if torch.is_grad_enabled():
         return BiasGelu.apply(input, bias)

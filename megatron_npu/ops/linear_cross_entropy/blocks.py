@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_npu.ops.compiled import accumulate
 from megatron_npu.ops.cross_entropy import reduce_over_ranks
-from megatron_npu.ops.exponential import exponential_
+from megatron_npu.ops.exponential import exponential_of_difference_
 from megatron_npu.ops.linear import product
 from megatron_npu.ops.linear_cross_entropy.part import Part
 from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
@@ -77,7 +78,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         gradients = Gradients(ctx, rows, weight, bias)
         for block in vocabulary_blocks(rows, weight):
             logits = product(rows, weight[block], part_of(bias, block)).to(normalizer.dtype)
-            d_logits = exponential_(logits.sub_(normalizer[:, None]))
+            d_logits = exponential_of_difference_(logits, normalizer[:, None])
             column, inside = columns(local, block)
             d_logits.scatter_add_(1, column, -inside.to(d_logits.dtype)).mul_(factor)
             gradients.add(block, d_logits.to(rows.dtype))
@@ -108,7 +109,7 @@ class Gradients:
     def add(self, block: slice, grad: Tensor) -> None:
         """Take the gradient ``[t, words of the block]`` of its logits, in the dtype of the rows."""
         if self.d_rows is not None:
-            self.d_rows += product(grad, self.weight[block].t())
+            accumulate(self.d_rows, product(grad, self.weight[block].t()))
         if self.d_weight is not None:
             self.d_weight[block] = product(grad.t(), self.rows.t())
         elif self.of_weight:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_npu.ops import compiled
 from megatron_npu.ops.cross_entropy import reduce_over_ranks
 from megatron_npu.ops.exponential import exponential_of_difference_
 from megatron_npu.ops.linear import product
@@ -73,22 +74,28 @@ class _Exponentials:
             self.fill(self._largest())
 
     def fill(self, reference: Tensor) -> None:
-        """Take ``exp(z - reference)`` of every block, in memory that all blocks share where z is 16 bits."""
+        """Take ``exp(z - reference)`` of every block."""
         self.reference, self.blocks = reference, []
         self.sums, self.predicted = torch.zeros_like(reference), torch.zeros_like(reference)
-        shared = reference.new_empty(0)
+        shared = reference.new_empty(0)  # of all blocks, where logits are 16 bits and have no kernel of ours
         for block, (tokens, columns) in zip(
             vocabulary_blocks(self.rows, self.weight), self.targets, strict=True
         ):
-            exact = logits = self._logits(block)
+            logits = self._logits(block)
             if tokens.numel():
                 self.predicted[tokens] = logits[tokens, columns].to(reference.dtype)
+            self.blocks.append(logits)
+            if compiled.usable(logits):
+                compiled.exponentials_(logits, reference, self.sums)
+                continue
+            exact = logits
             if logits.dtype is not reference.dtype:
                 shared = shared if shared.numel() else torch.empty_like(logits, dtype=reference.dtype)
                 exact = shared.view(-1)[: logits.numel()].view(logits.shape).copy_(logits)
             exponential_of_difference_(exact, reference[:, None])
             self.sums += exact.sum(1)
-            self.blocks.append(exact if exact is logits else logits.copy_(exact))
+            if exact is not logits:
+                logits.copy_(exact)
 
     def _logits(self, block: slice) -> Tensor:
         return product(self.rows, self.weight[block], part_of(self.bias, block))

@@ -59,10 +59,16 @@ class _Blockwise(torch.autograd.Function):
         k, v = (_grouped(t, spec, spec.key_heads) for t in (key, value))
         result = q.new_zeros(*q.shape[:-1], v.size(-1))
         softmax, dropout, factors = _tile_steps(ctx, q.dtype)
+        wide_q, wide_k = (t.to(factors.sums) for t in (q, k))  # once for all tiles
+        one_pass = softmax.rounds(q.dtype)
         with bf16_products(query.dtype):
             for tile in tiles(q.size(0), spec):
-                weights = softmax.weights(tile, tile.rows(q), tile.columns(k))
-                dropped = factors.rounded("dropped", dropout.drop(weights, out=weights))
+                rows, columns = tile.rows(wide_q), tile.columns(wide_k)
+                if one_pass:
+                    dropped = softmax.rounded_weights(tile, rows, columns, None)
+                else:
+                    weights = softmax.weights(tile, rows, columns)
+                    dropped = factors.rounded("dropped", dropout.drop(weights, out=weights))
                 factors.write(tile.rows(result), dropped, tile.columns(v), dropout.gain)
         return _ungrouped(result, spec, query.dtype)
 
@@ -76,18 +82,26 @@ class _Blockwise(torch.autograd.Function):
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros_like(t, dtype=sum_dtype(t.dtype)) for t in (k, v))
         softmax, dropout, factors = _tile_steps(ctx, q.dtype)
+        wide_q, wide_k, wide_g, wide_v = (t.to(factors.sums) for t in (q, k, g, v))  # once for all tiles
+        one_pass = softmax.rounds(q.dtype)
         with bf16_products(query.dtype):
             for tile in tiles(q.size(0), spec):
-                rows, of_output = tile.rows(q), tile.rows(g)
-                columns, values = tile.columns(k), tile.columns(v)
-                weights = softmax.weights(tile, rows, columns)
+                rows, columns = tile.rows(q), tile.columns(k)
                 scores = softmax.scores_of(tile)
-                dropped = factors.rounded("dropped", dropout.drop(weights, out=scores))
-                factors.add(tile.columns(dv), dropped.mT, of_output, dropout.gain)
-                factors.precise(scores, of_output, values, dropout.gain)
-                dropout.drop_again(scores)
-                softmax.backward(scores, weights)
-                of_scores = factors.rounded("dropped", scores)
+                if one_pass:
+                    weights = softmax.weights_of(tile)
+                    dropped = softmax.rounded_weights(tile, tile.rows(wide_q), tile.columns(wide_k), weights)
+                else:
+                    weights = softmax.weights(tile, tile.rows(wide_q), tile.columns(wide_k))
+                    dropped = factors.rounded("dropped", dropout.drop(weights, out=scores))
+                factors.add(tile.columns(dv), dropped.mT, tile.rows(g), dropout.gain)
+                factors.precise(scores, tile.rows(wide_g), tile.columns(wide_v), dropout.gain)
+                if one_pass:
+                    of_scores = softmax.rounded_backward(tile, scores, weights)
+                else:
+                    dropout.drop_again(scores)
+                    softmax.backward(scores, weights)
+                    of_scores = factors.rounded("dropped", scores)
                 factors.write(tile.rows(dq), of_scores, columns, spec.scale)
                 factors.add(tile.columns(dk), of_scores.mT, rows, spec.scale)
         return (*(_ungrouped(t, spec, query.dtype) for t in (dq, dk, dv)), None, None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.ops.attention.blockwise.buffers import Buffers
+from megatron_npu.ops.compiled import accumulate
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -69,7 +70,7 @@ class TileProducts:
             total.baddbmm_(left, right, alpha=factor)
             return
         product = self._buffers.take("product", tuple(total.shape), self._dtype)
-        total.add_(torch.bmm(left, right, out=product), alpha=factor)
+        accumulate(total, torch.bmm(left, right, out=product), factor)
 
     def _cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if tensor.dtype is dtype:

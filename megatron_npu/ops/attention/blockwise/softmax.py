@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_npu.ops import compiled
 from megatron_npu.ops.attention.blockwise.buffers import Buffers
 from megatron_npu.ops.attention.blockwise.products import TileProducts
 from megatron_npu.ops.attention.blockwise.tiles import Tile
@@ -42,15 +43,41 @@ class TileSoftmax:
             rows: its queries, ``[heads, queries · r, d]``.
             columns: its keys, ``[heads, keys, d]``.
         """
-        scores = self.scores_of(tile)
-        self._products.precise(scores, rows, columns, self._spec.scale)
-        _forbid_beyond_window(scores.unflatten(1, (-1, tile.repeats)), tile)
+        scores = self._scores(tile, rows, columns)
         has_keys = None
         if self._mask is not None:
             has_keys = _forbid_masked(scores, tile, self._mask, self._spec.key_heads)
-        weights = self._buffers.take("weights", tile.shape, self._products.sums)
+        weights = self.weights_of(tile)
         torch.ops.aten._softmax.out(scores, -1, False, out=weights)
         return weights if has_keys is None else weights.mul_(has_keys)
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Return whether one pass makes weights in ``dtype`` of scores: no mask, no dropout in between."""
+        plain = self._mask is None and not self._spec.dropout_p and dtype is torch.bfloat16
+        return plain and compiled.usable(torch.empty(0))
+
+    def rounded_weights(self, tile: Tile, rows: Tensor, columns: Tensor, weights: Tensor | None) -> Tensor:
+        """Return the weights in bf16, where ``rounds`` allows it; ``weights`` gets them unrounded."""
+        scores = self._scores(tile, rows, columns)
+        rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
+        compiled.softmax(scores, weights, rounded)
+        return rounded
+
+    def weights_of(self, tile: Tile) -> Tensor:
+        """Return memory for weights, ``[heads, queries · r, keys]``."""
+        return self._buffers.take("weights", tile.shape, self._products.sums)
+
+    def rounded_backward(self, tile: Tile, grad: Tensor, weights: Tensor) -> Tensor:
+        """Return the gradient of the scores in bf16, of that of the weights; where ``rounds`` allows it."""
+        rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
+        compiled.softmax_backward(grad, weights, rounded)
+        return rounded
+
+    def _scores(self, tile: Tile, rows: Tensor, columns: Tensor) -> Tensor:
+        scores = self.scores_of(tile)
+        self._products.precise(scores, rows, columns, self._spec.scale)
+        _forbid_beyond_window(scores.unflatten(1, (-1, tile.repeats)), tile)
+        return scores
 
     @staticmethod
     def backward(grad: Tensor, weights: Tensor) -> None:

@@ -1,0 +1,140 @@
+"""Kernels of our own for a CPU: what torch takes several passes over memory for, in one.
+
+``kernels.cpp`` has them, ``building`` compiles it where there is a g++. The functions here may be called
+where ``usable`` says so; everywhere else operations take torch's own kernels, one after the other, as they
+always do with ``MEGATRON_NPU_COMPILED=0``. Results of both differ by roundings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.compiled.building import library
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_PLAIN = (Tensor, torch.nn.Parameter)  # memory of others, such as fake tensors', is not what they say
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Return whether the kernels take these tensors: all fp32 or all bf16, contiguous, on a CPU."""
+    dtype = tensors[0].dtype
+    if dtype not in _NAMES or torch.compiler.is_compiling():
+        return False
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
+            return False
+        if tensor.dtype is not dtype or not tensor.is_contiguous():
+            return False
+    return library() is not None
+
+
+def exponentials_(values: Tensor, reference: Tensor, sums: Tensor) -> None:
+    """Replace values by ``exp(values - reference)``, and add the sums of the rows to ``sums``, unrounded.
+
+    Args:
+        values: ``[n, m]``, usable; changed in place.
+        reference: ``[n]``, fp32, contiguous.
+        sums: the same.
+    """
+    _call("exponentials", values, *_pointers(values, reference, sums), *values.shape)
+
+
+def gelu(input: Tensor, bias: Tensor | None, with_slope: bool) -> tuple[Tensor, Tensor | None]:
+    """Return ``gelu(input + bias)``, tanh form, and its derivative or None.
+
+    Args:
+        input: ``[..., h]``, usable; so are the results.
+        bias: ``[h]``, of any float dtype, or None.
+        with_slope: whether to return the derivative.
+    """
+    output = torch.empty_like(input)
+    slope = torch.empty_like(input) if with_slope else None
+    width = input.size(-1)
+    added = torch.zeros(width) if bias is None else bias.detach().to(torch.float32).contiguous()
+    rows = input.numel() // max(1, width)
+    _call("gelu", input, *_pointers(input, added, output, slope), rows, width)
+    return output, slope
+
+
+def product_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``left · right``, elementwise, and the sum of its rows ``[h]`` in fp32; else ``[..., h]``."""
+    output, sums = torch.empty_like(left), torch.empty(left.size(-1))
+    rows = left.numel() // max(1, left.size(-1))
+    _call("product_and_sum", left, *_pointers(left, right, output, sums), rows, left.size(-1))
+    return output, sums
+
+
+def norm_backward(
+    grad: Tensor, input: Tensor, mean: Tensor | None, rstd: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of a norm's input ``[n, h]``, factor and bias ``[h]``, the last two in fp32.
+
+    Args:
+        grad: of the output, ``[n, h]``, usable.
+        input: the same.
+        mean: of the rows, ``[n, 1]``, fp32; None for an RMS norm, which has no bias either.
+        rstd: like ``mean``.
+        factor: ``[h]``, fp32, contiguous.
+    """
+    d_input, d_factor = torch.empty_like(input), torch.empty_like(factor)
+    d_bias = None if mean is None else torch.empty_like(factor)
+    pointers = _pointers(grad, input, mean, rstd, factor, d_input, d_factor, d_bias)
+    _call("norm_backward", input, *pointers, *input.shape)
+    return d_input, d_factor, d_bias
+
+
+def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor) -> None:
+    """Write the softmax of the last dimension to ``rounded``, and unrounded to ``weights``.
+
+    Args:
+        scores: ``[..., m]``, fp32, usable.
+        weights: like ``scores``, or ``scores`` themselves; or None.
+        rounded: of that shape, bf16, usable.
+    """
+    width = scores.size(-1)
+    _call("softmax", rounded, *_pointers(scores, weights, rounded), scores.numel() // max(1, width), width)
+
+
+def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor) -> None:
+    """Write the gradient of the scores to ``rounded``, which is bf16; all ``[..., m]``, usable, fp32 else."""
+    width = grad.size(-1)
+    pointers = _pointers(grad, weights, rounded)
+    _call("softmax_backward", rounded, *pointers, grad.numel() // max(1, width), width)
+
+
+def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
+    """Add ``factor · part`` to ``total``, in one pass also where that is fp32 and the part bf16.
+
+    torch copies a part of another dtype first. Where the kernel does not take them, torch adds.
+
+    Args:
+        total: any float tensor; changed in place.
+        part: of its shape.
+    """
+    if not _takes(total, part):
+        total.add_(part, alpha=factor)
+        return
+    rows, width = total.size(0), part[0].numel()
+    factors = (ctypes.c_float(factor), rows, width, total.stride(0))
+    _call("accumulate", part, *_pointers(total, part), *factors)
+
+
+def _takes(total: Tensor, part: Tensor) -> bool:
+    """Return whether ``accumulate`` has a kernel for a sum whose rows, or heads, are contiguous."""
+    if part.dtype is not torch.bfloat16 or total.dtype is not torch.float32 or not usable(part):
+        return False
+    plain = type(total) in _PLAIN and total.device.type == "cpu" and total.shape == part.shape
+    return plain and total.dim() > 1 and total.size(0) > 0 and total[0].is_contiguous()
+
+
+def _pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
+
+
+def _call(name: str, like: Tensor, *arguments: object) -> None:
+    """Call the kernel for the dtype of ``like`` with torch's number of threads."""
+    numbers = [ctypes.c_int64(each) if isinstance(each, int) else each for each in arguments]
+    getattr(library(), f"{name}_{_NAMES[like.dtype]}")(*numbers, torch.get_num_threads())
