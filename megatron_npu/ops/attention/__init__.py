@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_npu.ops.attention import checks, cpu, cuda, npu  # noqa: F401  (devices register themselves)
 from megatron_npu.ops.attention.layouts import bnsd_shape, from_tokens, to_tokens
 from megatron_npu.ops.attention.reference import operation, unfused
+from megatron_npu.ops.attention.sink import operation as operation_with_sink
 from megatron_npu.ops.attention.spec import (
     AttentionSpec,
     Offset,
@@ -40,6 +41,7 @@ def attention(
     mask: Tensor | None = None,
     packed: PackedSequences | None = None,
     dropout_p: float = 0.0,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of ``query`` over ``key`` and ``value``, contiguous, in the layout of ``query``.
 
@@ -66,6 +68,8 @@ def attention(
             batch, and a sequence ends with its row or before.
         dropout_p: probability that an attention weight is dropped, in [0, 1), drawn from the device's
             generator: with the same generator state the same weights are dropped.
+        sink: ``[n]``, for each head of the query one more score, which takes its share of the weights and has
+            no value; zeros make a softmax off by one. Any float dtype. None: there is none.
 
     Raises:
         ValueError: the arguments contradict each other or the shapes; the message says which.
@@ -77,10 +81,11 @@ def attention(
     checks.check_tensors(query, key, value, layout, heads, key_heads)
     checks.check_limits(window, mask, dropout_p)
     checks.check_packed(packed, layout, mask)
+    checks.check_sink(sink, heads)
     if packed is not None and layout != "TND":
         tokens = (to_tokens(query, layout, heads), *(to_tokens(t, layout, key_heads) for t in (key, value)))
         limits: dict[str, Any] = {"causal": causal, "window": window, "offset": offset, "packed": packed}
-        output = attention(*tokens, layout="TND", scale=scale, dropout_p=dropout_p, **limits)
+        output = attention(*tokens, layout="TND", scale=scale, dropout_p=dropout_p, sink=sink, **limits)
         return from_tokens(output, layout, bnsd_shape(query.shape, layout, heads)[0]).contiguous()
     queries = bnsd_shape(query.shape, layout, heads)[2]
     keys = bnsd_shape(key.shape, layout, key_heads)[2]
@@ -97,5 +102,9 @@ def attention(
         layout, heads, key_heads, float(scale), segments, packed is not None, mask is not None, dropout_p
     )
     if query.numel() == 0 or value.numel() == 0:
-        return unfused(query, key, value, spec, mask)  # nothing to compute, and kernels need not take it
+        return unfused(
+            query, key, value, spec, mask, sink
+        )  # nothing to compute, and kernels need not take it
+    if sink is not None:
+        return operation_with_sink(query, key, value, sink, spec, mask)
     return operation(query, key, value, spec, mask)

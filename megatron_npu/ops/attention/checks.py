@@ -76,6 +76,14 @@ def check_limits(window: Window, mask: Tensor | None, dropout_p: float) -> None:
         raise ValueError(f"dropout_p must be in [0, 1), given {dropout_p}")
 
 
+def check_sink(sink: Tensor | None, heads: int) -> None:
+    """Raise ValueError for a sink that is not one number for each of the query's heads."""
+    if sink is not None and tuple(sink.shape) != (heads,):
+        raise ValueError(
+            f"a sink has the shape ({heads},), one score for each head, given {tuple(sink.shape)}"
+        )
+
+
 def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | None) -> None:
     """Raise ValueError unless ``packed`` is there for TND, and alone in saying what is visible."""
     if packed is None:

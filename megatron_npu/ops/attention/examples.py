@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_npu.ops.attention import attention
 from megatron_npu.ops.attention.block import Residuals, attention_block, attention_block_backward
 from megatron_npu.ops.attention.reference import operation
+from megatron_npu.ops.attention.sink import operation as operation_with_sink
 from megatron_npu.ops.attention.spec import AttentionSpec, dense_segments
 from megatron_npu.ops.dispatch import Make
 
@@ -31,3 +32,9 @@ def _block(make: Make) -> None:
     output, lse, drawn = attention_block(query, key, value, spec)
     residuals = Residuals(query, key, value, output, lse)
     attention_block_backward(torch.ones_like(output), residuals, spec, drawn)
+
+
+@operation_with_sink.example()
+def _sink(make: Make) -> Tensor:
+    query, key, value = (make(64, 2, heads, 64) for heads in (4, 2, 2))
+    return attention(query, key, value, layout="SBND", scale=0.125, causal=True, sink=make(4))

@@ -157,9 +157,19 @@ def _cu_seqlens(spec: AttentionSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @operation.on("npu", plan=plan_call)
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None, *, plan: NpuCall
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec,
+    mask: Tensor | None,
+    *,
+    plan: NpuCall,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """Hand the tensors over in their own layout; nothing is permuted, no ``[b, 1, s, s]`` is built."""
+    """Hand the tensors over in their own layout; nothing is permuted, no ``[b, 1, s, s]`` is built.
+
+    A ``sink``, fp32 ``[n]``, is handed over only if it is there: older torch_npu have no such argument.
+    """
     import torch_npu
 
     if spec.layout == "SBND":
@@ -181,6 +191,7 @@ def attend(
         actual_seq_qlen=ends[0],
         actual_seq_kvlen=ends[1],
         sparse_mode=plan.sparse_mode,
+        **({} if sink is None else {"sink": sink}),
     )[0].contiguous()
     return output.unflatten(2, (spec.heads, -1)) if spec.layout == "SBND" else output
 

@@ -11,7 +11,14 @@ from megatron_npu.ops.attention.spec import AttentionSpec, forbidden_pairs
 from megatron_npu.ops.dispatch import Operation
 
 
-def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
+def unfused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec,
+    mask: Tensor | None,
+    sink: Tensor | None = None,
+) -> Tensor:
     """Return softmax(q·kᵀ·scale + mask)·v, contiguous; memory grows with queries × keys of a segment.
 
     Args:
@@ -21,6 +28,7 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask
         value: see ``query``.
         spec: what is asked for.
         mask: broadcastable to ``[b, n, sq, sk]``, four dimensions, True where masked; None without.
+        sink: ``[n]``, a score more for each head, without a value; None without.
     """
     query = to_bnsd(query, spec.layout, spec.heads)
     key, value = (
@@ -33,19 +41,25 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask
         forbidden = forbidden_pairs(s, query.device)
         if mask is not None:
             forbidden = mask if forbidden is None else mask | forbidden
-        weights = _softmax(query[:, :, rows], key[:, :, columns], spec.scale, forbidden)
+        weights = _softmax(query[:, :, rows], key[:, :, columns], spec.scale, forbidden, sink)
         outputs.append(F.dropout(weights.to(query.dtype), spec.dropout_p) @ value[:, :, columns])
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return from_bnsd(output, spec.layout).contiguous()
 
 
-def _softmax(query: Tensor, key: Tensor, scale: float, forbidden: Tensor | None) -> Tensor:
+def _softmax(
+    query: Tensor, key: Tensor, scale: float, forbidden: Tensor | None, sink: Tensor | None
+) -> Tensor:
     """``[b, n, sq, d]`` and ``[b, n, sk, d]`` to ``[b, n, sq, sk]``; fully masked rows are zero."""
     precise = torch.promote_types(query.dtype, torch.float32)
     scores = (query @ key.transpose(-1, -2)).to(precise) * scale
+    if forbidden is not None:
+        scores = scores.masked_fill(forbidden, float("-inf"))
+    if sink is not None:
+        column = sink.to(precise).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
     if forbidden is None:
         return scores.softmax(-1)
-    scores = scores.masked_fill(forbidden, float("-inf"))
     fully_masked = forbidden.expand_as(scores).all(-1, keepdim=True)
     # softmax of nothing but -inf is nan, in its gradient too: give such rows zeros instead
     return scores.masked_fill(fully_masked, 0.0).softmax(-1).masked_fill(fully_masked, 0.0)

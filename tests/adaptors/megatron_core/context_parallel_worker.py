@@ -1,6 +1,6 @@
-"""One of two or four ranks: its part of core attention under context parallelism, beside the whole's.
+"""One of two, four or eight ranks: its part of core attention under context parallelism, beside the whole's.
 
-Usage: torchrun --nproc-per-node 2|4 context_parallel_worker.py
+Usage: torchrun --nproc-per-node 2|4|8 context_parallel_worker.py
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from megatron_npu.ops import dispatch  # noqa: E402
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 torch.set_default_device(devices.current().torch_device())
 RANKS = int(os.environ["WORLD_SIZE"])
-LENGTH, BATCH, HEADS, GROUPS, SIZE = 8 * RANKS, 2, 4, 2, 8
+LENGTH, BATCH, SIZE = 8 * RANKS, 2, 8
+HEADS, GROUPS = {2: (4, 2), 4: (4, 2), 8: (8, 8)}[RANKS]
 column = torch.arange(LENGTH)
 row = column[:, None]
 FUTURE = (column > row).expand(BATCH, 1, LENGTH, LENGTH).contiguous()
@@ -40,9 +41,9 @@ def documents() -> torch.Tensor:
     return FUTURE | other[:, None]
 
 
-COMMUNICATION = {2: ("p2p", "all_gather", "a2a"), 4: ("p2p", "a2a+p2p")}[RANKS]
+COMMUNICATION = {2: ("p2p", "all_gather", "a2a"), 4: ("p2p", "a2a+p2p"), 8: ("p2p", "a2a", "a2a+p2p")}[RANKS]
 RINGS = ("p2p", "a2a+p2p")
-HIERARCHY = None if RANKS == 2 else [2, 2]
+HIERARCHY = None if RANKS == 2 else [2, RANKS // 2]
 # What a ring does not compute, and says: these gather.
 NO_RING = ("the loader's documents", "flags")
 
@@ -75,11 +76,15 @@ def own(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat([chunks[rank], chunks[-1 - rank]], dim)
 
 
-def attention(query, key, value, hidden):
+def attention(query, key, value, hidden, sink=None):
     """Return attention written out, ``[s, b, n, d]`` and ``[s, b, g, d]`` to ``[s, b, n * d]``."""
     key, value = (t.repeat_interleave(HEADS // GROUPS, dim=2) for t in (key, value))
     scores = torch.einsum("ibnd,jbnd->bnij", query, key) / SIZE**0.5
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    total = scores.logsumexp(-1, keepdim=True)
+    if sink is not None:
+        total = torch.logaddexp(total, sink.view(1, -1, 1, 1))
+    weights = (scores - total).exp()
     return torch.einsum("bnij,jbnd->ibnd", weights, value).flatten(2)
 
 
@@ -109,7 +114,7 @@ def check(output, parts, expected, whole, part_of) -> None:
     torch.testing.assert_close(output, part_of(expected))
     grad = torch.randn_like(expected)
     ours = torch.autograd.grad(output, parts, part_of(grad))
-    right = torch.autograd.grad(expected, whole, grad)
+    right = torch.autograd.grad(expected, whole, grad, retain_graph=True)
     for a, b in zip(ours, right, strict=True):
         torch.testing.assert_close(a, part_of(b))
 
@@ -120,6 +125,22 @@ def compare(communication, kind, mask, options, flags, hidden) -> None:
     parts = [own(t.detach(), 0).requires_grad_() for t in whole]
     output = layer(*parts, None if mask is None else own(mask, 2))
     check(output, parts, attention(*whole, hidden), whole, lambda t: own(t, 0))
+
+
+def compare_sink(communication) -> None:
+    """Each rank adds to the gradient of a learned offset what its tokens, or its heads, say (since 0.15)."""
+    layer = layer_of("causal", communication, {"softmax_type": "learnable"}, {})
+    whole = tensors(BATCH)
+    sink = layer.softmax_offset
+    with torch.no_grad():
+        sink.copy_(torch.randn_like(sink))
+    parts = [own(t.detach(), 0).requires_grad_() for t in whole]
+    expected = attention(*whole, FUTURE, sink)
+    output = layer(*parts, None)
+    check(output, parts, expected, whole, lambda t: own(t, 0))
+    (of_part,) = torch.autograd.grad(layer(*parts, None).square().sum(), sink)
+    dist.all_reduce(of_part)
+    torch.testing.assert_close(of_part, torch.autograd.grad(expected.square().sum(), sink)[0])
 
 
 # name: (type of mask, boundaries of the documents for two ranks, the same without padding, our flags)
@@ -203,6 +224,8 @@ def main() -> None:
             reported = communication in RINGS and name in NO_RING
             assert gathered == ["the mask of the data loader"] * reported
             say(f"equal: {communication} {name}")
+        if "softmax_type" in TransformerConfig.__dataclass_fields__:  # since 0.15
+            compare_sink(communication)
         for name, case in PACKED.items():
             dispatch.fallbacks.clear()
             compare_packed(communication, *case)
@@ -211,7 +234,7 @@ def main() -> None:
     if "local_cp_size" in PackedSeqParams.__dataclass_fields__:
         compare_whole()
     if dynamic:
-        for size in (1, 2, 4)[: RANKS // 2 + 1]:
+        for size in (size for size in (1, 2, 4, 8) if size <= RANKS):
             compare_group(size)
 
 

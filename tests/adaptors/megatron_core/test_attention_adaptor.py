@@ -276,14 +276,27 @@ def test_unfused_backend_runs_upstreams_forward(monkeypatch):
 
 
 @pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
-def test_other_softmaxes_are_upstreams_and_said(softmax_type, monkeypatch):
-    from megatron_npu.ops import dispatch
-
+def test_other_softmaxes_are_fused_too(softmax_type, monkeypatch):
+    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
     ours, stock = attention_pair(softmax_type=softmax_type)
     stock.load_state_dict(ours.state_dict())
     leaves = qkv()
-    torch.testing.assert_close(ours(*leaves, None), stock(*leaves, None))
-    assert dispatch.fallbacks["attention", f"softmax_type={softmax_type}"] >= 1
-    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
-    with pytest.raises(dispatch.FallbackForbiddenError, match=softmax_type):
-        ours(*leaves, None)
+    outputs = [module(*leaves, None) for module in (ours, stock)]
+    torch.testing.assert_close(*outputs)
+    wanted = [
+        [*leaves, *module.parameters()] for module in (ours, stock)
+    ]  # with the offset, where it is learned
+    grads = [
+        torch.autograd.grad(output.square().sum(), of) for output, of in zip(outputs, wanted, strict=True)
+    ]
+    for ours_, stock_ in zip(*grads, strict=True):
+        torch.testing.assert_close(ours_, stock_)
+    assert len(grads[0]) == 3 + (softmax_type == "learnable")
+
+
+def test_a_learned_offset_is_cut_by_heads():
+    (ours, _) = attention_pair(softmax_type="learnable")
+    assert (
+        ours.softmax_offset.tensor_model_parallel
+    )  # else the norm of gradients counts the first rank's alone
+    assert ours.softmax_offset.partition_dim == 0

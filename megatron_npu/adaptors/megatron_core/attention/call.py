@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.attention.layer_options import LayerOptions
@@ -21,12 +22,14 @@ class CoreAttentionCall:
         scale: factor of the scores.
         dropout_p: probability; 0.0 in evaluation.
         causal: the type of mask says that no query sees a later key.
+        sink: ``[n]``, a score more for each head of the query (``--softmax-type``); None without.
     """
 
     options: LayerOptions
     scale: float
     dropout_p: float
     causal: bool
+    sink: Tensor | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **visible: Any) -> Tensor:
         """``[sq, b, n, d]`` and ``[sk, b, g, d]`` to ``[sq, b, n * d]``.
@@ -47,4 +50,15 @@ class CoreAttentionCall:
         return attention(query, key, value, layout="TND", **self._arguments(), **visible).flatten(1)
 
     def _arguments(self) -> dict[str, Any]:
-        return {"scale": self.scale, "window": self.options.window, "dropout_p": self.dropout_p}
+        return {
+            "scale": self.scale,
+            "window": self.options.window,
+            "dropout_p": self.dropout_p,
+            "sink": self.sink,
+        }
+
+    def of_rank(self, group: dist.ProcessGroup) -> CoreAttentionCall:
+        """Return the call for the heads that this rank of ``group`` gets in exchange for its tokens."""
+        if self.sink is None:
+            return self
+        return replace(self, sink=self.sink.chunk(group.size())[group.rank()])

@@ -165,10 +165,10 @@ def _ring(
     """
     options = _ring_options(call)
     if call.options.cp_comm_type == "p2p":
-        return ring_attention(query, key, value, group=group, **options).flatten(2)
+        return ring_attention(query, key, value, group=group, sink=call.sink, **options).flatten(2)
     near, far = near_and_far(group)
     tensors = (to_sequence_order(a2a_gather_sequence(t, near)) for t in (query, key, value))
-    heads = ring_attention(*tensors, group=far, **options)
+    heads = ring_attention(*tensors, group=far, sink=call.of_rank(near).sink, **options)
     return a2a_gather_heads(to_rank_order(heads, near.size()), near).flatten(2)
 
 
@@ -234,7 +234,7 @@ def _a2a(
     if mask is not None and not call.options.window_alone:
         mask = cache_on_tensor(mask, "whole", partial(_whole_mask, mask, group))
     query, key, value = (to_sequence_order(a2a_gather_sequence(t, group)) for t in (query, key, value))
-    output = call.attend(query, key, value, **visible(call, mask, query.size(1)))
+    output = call.of_rank(group).attend(query, key, value, **visible(call, mask, query.size(1)))
     heads = output.unflatten(2, (query.size(2), -1))
     return a2a_gather_heads(to_rank_order(heads, group.size()), group).flatten(2)
 
@@ -294,13 +294,15 @@ def _packed_ring(
     tensors = [query, key, value]
     if call.options.cp_comm_type == "p2p":
         tensors = [t.unsqueeze(1) for t in tensors]
-        return ring_attention(*tensors, group=group, documents=documents, **options).squeeze(1).flatten(1)
+        options |= {"documents": documents, "sink": call.sink}
+        return ring_attention(*tensors, group=group, **options).squeeze(1).flatten(1)
     near, far = near_and_far(group)
     documents = tuple(each._replace(tokens=each.tokens * near.size()) for each in documents)
     orders = _orders_of_near(documents, near.size(), key.device)
     tensors = [a2a_gather_sequence(t, near).flatten(0, 1).index_select(0, orders[0]) for t in tensors]
     tensors = [t.unsqueeze(1) for t in tensors]
-    heads = ring_attention(*tensors, group=far, documents=documents, **options).squeeze(1)
+    options |= {"documents": documents, "sink": call.of_rank(near).sink}
+    heads = ring_attention(*tensors, group=far, **options).squeeze(1)
     by_rank = heads.index_select(0, orders[1]).unflatten(0, (near.size(), -1))
     return a2a_gather_heads(by_rank, near).flatten(1)
 
@@ -350,7 +352,9 @@ def _attend_packed(
         packed = packed_sequences(packed_seq_params, tokens, tokens)
         parts = (a2a_gather_sequence(t, group).flatten(0, 1) for t in (query, key, value))
         query, key, value = (t.index_select(0, sharding.sequence_order) for t in parts)
-        output = call.attend_packed(query, key, value, packed).unflatten(1, (query.size(1), -1))
+        output = (
+            call.of_rank(group).attend_packed(query, key, value, packed).unflatten(1, (query.size(1), -1))
+        )
         by_rank = output.index_select(0, sharding.rank_order).unflatten(0, (group.size(), -1))
         return a2a_gather_heads(by_rank, group).flatten(1)
     if call.options.window != (None, None) and not call.causal:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -48,6 +49,7 @@ def accept_what_forward_has(
     with _instead(config, hidden):
         original(*given.args, **given.kwargs)
     self.layer_options = layer_options(self, given.arguments["cp_comm_type"])
+    _mend_offset(self)
     if v_channels is not None:  # the size of upstream's own result, and the default scale
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
     if k_channels is not None and given.arguments["softmax_scale"] is None:
@@ -68,6 +70,22 @@ def _instead(config: Any, values: dict[str, Any]) -> Iterator[None]:
 def _window_is_ours(config: Any) -> bool:
     """Return whether upstream's attention has no windows (before 0.15), and will not be the one that runs."""
     return not hasattr(config, "window_attn_skip_freq") and not _unfused_asked_for(config)
+
+
+def _mend_offset(self: Any) -> None:
+    """Give the learnable offset of ``--softmax-type`` (since 0.15) what upstream leaves out.
+
+    Each tensor-parallel rank has those of its heads: without the mark the norm of the gradients counts those
+    of the first rank alone. 0.15 has nothing written into it.
+    """
+    offset = getattr(self, "softmax_offset", None)
+    if not isinstance(offset, torch.nn.Parameter):
+        return
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+    set_tensor_model_parallel_attributes(offset, True, 0, 1)
+    if not hasattr(self.config, "qk_clip") and self.config.perform_initialization:  # 0.16 has that
+        self.config.init_method(offset)
 
 
 def _refuse_logit_maximum(config: Any) -> None:
@@ -105,7 +123,7 @@ def fused_attention(
         return original(
             self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
         )
-    call = _call(self, attn_mask_type or self.attn_mask_type)
+    call = _call(self, attn_mask_type or self.attn_mask_type, query)
     group = context_parallel.group_of(self, packed_seq_params)
     with dropout_generator(call.dropout_p, self.config.sequence_parallel):
         if packed_seq_params is not None and _is_packed(packed_seq_params):
@@ -121,9 +139,7 @@ def _unfused_asked_for(config: Any) -> bool:
 def _falls_back(self: Any, attention_bias: Tensor | None, packed_seq_params: Any) -> bool:
     _refuse_cut_batch(self, packed_seq_params)
     reason = None
-    if getattr(self, "softmax_offset", None) is not None:
-        reason = f"softmax_type={self.config.softmax_type}"
-    elif attention_bias is not None:
+    if attention_bias is not None:
         reason = "attention_bias is given"
     elif packed_seq_params is not None and not _means_something(packed_seq_params):
         reason = f"packed sequences of format {packed_seq_params.qkv_format}"
@@ -159,14 +175,23 @@ def _refuse_cut_batch(self: Any, packed_seq_params: Any) -> None:
         )
 
 
-def _call(self: Any, attn_mask_type: Any) -> CoreAttentionCall:
+def _call(self: Any, attn_mask_type: Any, query: Tensor) -> CoreAttentionCall:
     return CoreAttentionCall(
         options=self.layer_options,
         # apply_query_key_layer_scaling divides the one and multiplies by the other
         scale=self.softmax_scale * (self.scale_mask_softmax.scale or 1.0),
         dropout_p=self.attention_dropout.p if self.training else 0.0,
         causal=attn_mask_type.name in _CAUSAL,
+        sink=_sink(self, query),
     )
+
+
+def _sink(self: Any, query: Tensor) -> Tensor | None:
+    """Return the offset of ``--softmax-type off-by-one|learnable`` (since 0.15), ``[n]``."""
+    offset: Tensor | None = getattr(self, "softmax_offset", None)
+    if offset is not None and offset.device != query.device:
+        offset = self.softmax_offset = offset.to(query.device)  # the zeros of 0.15 are made on the host
+    return offset
 
 
 def _dense(

@@ -25,6 +25,7 @@ from megatron_npu.ops.attention.context_parallel.visible import (
     visible_parts,
     within,
 )
+from megatron_npu.ops.attention.sink import absorb, gradient
 from megatron_npu.ops.attention.spec import AttentionSpec, Window
 from megatron_npu.ops.caching import lru_cache_tensors
 
@@ -40,6 +41,7 @@ def ring_attention(
     window: Window = (None, None),
     documents: Sequence[Document] | None = None,
     dropout_p: float = 0.0,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of this rank's queries over everyone's keys, ``[s, b, n, d]``, contiguous.
 
@@ -54,6 +56,7 @@ def ring_attention(
         documents: packed sequences, one behind the other on each rank; b is 1 then. None: one sequence.
         dropout_p: probability that an attention weight is dropped, in [0, 1); masks are drawn from the
             device's generator, block by block, so that other numbers of ranks drop other weights.
+        sink: ``[n]``, one more score for each head, without a value; its gradient is that of these queries.
 
     Raises:
         ValueError: an odd number of tokens, which does not fall into two chunks; or documents that are not
@@ -70,7 +73,7 @@ def ring_attention(
     if causal and right is not None:
         right = None if right >= 0 else right
     route = Route(group, documents, causal, (left, right))
-    return _Ring.apply(query.contiguous(), key, value, scale, dropout_p, route)
+    return _Ring.apply(query.contiguous(), key, value, sink, scale, dropout_p, route)
 
 
 class Route(NamedTuple):
@@ -228,7 +231,14 @@ class _Homeward:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout_p: float, route: Route
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        scale: float,
+        dropout_p: float,
+        route: Route,
     ) -> Tensor:
         key_value = torch.stack((key, value))  # one message
         result: tuple[Tensor, Tensor] | None = None
@@ -245,15 +255,17 @@ class _Ring(torch.autograd.Function):
                 result = _nothing(query) if result is None else result
                 _merge_rows(*result, part.queries, *block)
         output, lse = _nothing(query) if result is None else result
+        if sink is not None:
+            output, lse = absorb(output, lse, sink.to(lse.dtype))
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.save_for_backward(query, key, value, output, lse, sink)
         ctx.options = scale, dropout_p, route, drawn
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
+        query, key, value, output, lse, sink = ctx.saved_tensors
         scale, dropout_p, route, drawn = ctx.options
         drawn = iter(drawn)
         key_value = torch.stack((key, value))
@@ -279,7 +291,10 @@ class _Ring(torch.autograd.Function):
                 found.append((part.keys, *grads[1:]))
             homeward.send(step, arrived, found)
         of_key, of_value = homeward.arrive()
-        return query_grad.to(query.dtype), of_key, of_value, None, None, None
+        of_sink = None
+        if ctx.needs_input_grad[3]:
+            of_sink = gradient(grad, output, lse, sink.to(lse.dtype)).to(sink.dtype)
+        return query_grad.to(query.dtype), of_key, of_value, of_sink, None, None, None
 
 
 def _spec(query: Tensor, key: Tensor, part: Part, scale: float, dropout_p: float) -> AttentionSpec:
