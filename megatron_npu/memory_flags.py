@@ -70,3 +70,82 @@ def check_swap_optimizer(args: argparse.Namespace) -> None:
                 "the plain or the distributed optimizer with fp32 moments",
                 "Leave out one of the two.",
             )
+
+
+OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+_OFFLOADING = "--fine-grained-activation-offloading"
+# What upstream recomputes (a word of --recompute-modules) saves nothing that could be moved.
+_RECOMPUTED = {"core_attn": ("core_attn",), "layernorm": ("attn_norm", "mlp_norm")}
+
+
+def add_activation_offloading(add: Callable[..., Any]) -> None:
+    """Declare megatron-core 0.16's ``--fine-grained-activation-offloading`` for those that are older.
+
+    Args:
+        add: ``add_argument`` of a parser or a group.
+    """
+    add(
+        _OFFLOADING,
+        action="store_true",
+        help="keep what the modules of --offload-modules save for backward in the host's memory meanwhile",
+    )
+    add(
+        "--offload-modules",
+        nargs="*",
+        default=[],
+        metavar="MODULE",
+        help=f"of each layer but the last: {', '.join(OFFLOADED)}",
+    )
+    add(
+        "--min-offloaded-tensor-size",
+        type=int,
+        default=1024 * 1024,
+        metavar="NUMBERS",
+        help="smaller tensors stay on the device",
+    )
+
+
+def check_activation_offloading(args: argparse.Namespace) -> None:
+    """Refuse ``--fine-grained-activation-offloading`` where nothing would be moved, or what is not known.
+
+    Raises:
+        UsageError: on a device that is the host; modules that are not there, none, or recomputed ones.
+    """
+    if not args.fine_grained_activation_offloading:
+        if args.offload_modules:
+            raise UsageError(
+                f"--offload-modules without {_OFFLOADING}", "both", f"Add {_OFFLOADING}, or leave it out."
+            )
+        return
+    modules, device = args.offload_modules, devices.current()
+    if device.is_host:
+        raise UsageError(
+            f"{_OFFLOADING} on the {device.name} device",
+            "a device whose memory is not the host's",
+            "Leave out the flag: activations are in the host's memory already.",
+        )
+    unknown = [name for name in modules if name not in OFFLOADED]
+    if unknown or not modules:
+        raise UsageError(
+            f"{_OFFLOADING} with --offload-modules {' '.join(unknown) or 'left out'}",
+            f"some of {', '.join(OFFLOADED)}",
+            "Experts' expert_fc1 and moe_act are megatron-core's since 0.16." if unknown else "Name some.",
+        )
+    if "attn_proj" in modules and "core_attn" not in modules:
+        raise UsageError(
+            "--offload-modules attn_proj without core_attn",
+            "both: the one's input is the other's output, which core_attn would hold",
+            "Add core_attn.",
+        )
+    if args.recompute_granularity == "full":
+        raise UsageError(
+            f"{_OFFLOADING} with --recompute-granularity full", "one of the two", "Leave one out."
+        )
+    if args.recompute_granularity == "selective":
+        again = getattr(args, "recompute_modules", None) or ["core_attn"]
+        for name in (name for word in again for name in _RECOMPUTED.get(word, ()) if name in modules):
+            raise UsageError(
+                f"--offload-modules {name}, which is recomputed",
+                "modules that are not: a recomputed one saves nothing",
+                "Leave it out of one of the two.",
+            )

@@ -142,8 +142,8 @@ class _AddLayerNorm(torch.autograd.Function):
 
         factor = 1 + weight if zero_centered else weight
         output, mean, rstd, total = torch_npu.npu_add_layer_norm(x, residual, factor, bias, eps, True)
-        ctx.save_for_backward(total, mean, rstd, weight, bias)
-        ctx.zero_centered, ctx.keep = zero_centered, keep
+        ctx.save_for_backward(total, mean, rstd, weight)
+        ctx.zero_centered, ctx.keep, ctx.parameters = zero_centered, keep, (weight, bias)
         ctx.set_materialize_grads(False)
         return output, total
 
@@ -152,14 +152,14 @@ class _AddLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, of_total: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return of_total, of_total, None, None, None, None, None
-        total, mean, rstd, weight, bias = ctx.saved_tensors
+        total, mean, rstd, weight = ctx.saved_tensors
         factor = 1 + weight if ctx.zero_centered else weight
         zero = _zero(total.shape, total.dtype, total.device)
         of_total = None if of_total is None else of_total.contiguous()
         dx, _, d_weight, d_bias = torch.ops.npu.npu_add_layer_norm_backward(
             grad.contiguous(), total, zero, rstd, mean, factor, of_total
         )
-        return dx, dx, *_handed_on(ctx.keep, (weight, d_weight), (bias, d_bias)), None, None, None
+        return dx, dx, *_handed_on(ctx, d_weight, d_bias), None, None, None
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -180,7 +180,7 @@ class _AddRmsNorm(torch.autograd.Function):
         factor = 1 + weight if zero_centered else weight
         output, rstd, total = torch_npu.npu_add_rms_norm(x, residual, factor, eps)
         ctx.save_for_backward(total, rstd, weight)
-        ctx.zero_centered, ctx.keep = zero_centered, keep
+        ctx.zero_centered, ctx.keep, ctx.parameters = zero_centered, keep, (weight,)
         ctx.set_materialize_grads(False)
         return output, total
 
@@ -193,14 +193,17 @@ class _AddRmsNorm(torch.autograd.Function):
         factor = 1 + weight if ctx.zero_centered else weight
         dx, d_weight = torch.ops.npu.npu_rms_norm_backward(grad.contiguous(), total, factor, rstd)
         dx = dx if of_total is None else dx.add_(of_total)
-        return dx, dx, *_handed_on(ctx.keep, (weight, d_weight)), None, None, None
+        return dx, dx, *_handed_on(ctx, d_weight), None, None, None
 
 
-def _handed_on(keep: Keep | None, *pairs: tuple[Tensor, Tensor]) -> list[Tensor | None]:
-    """Return the gradients that autograd gets, in the dtypes of their parameters; None for those kept."""
+def _handed_on(ctx: Any, *grads: Tensor) -> list[Tensor | None]:
+    """Return the gradients that autograd gets, in the dtypes of their parameters; None for those kept.
+
+    The parameters themselves: what autograd hands out where saved tensors are moved lacks their attributes.
+    """
     return [
-        None if keep is not None and keep(parameter, grad) else grad.to(parameter.dtype)
-        for parameter, grad in pairs
+        None if ctx.keep is not None and ctx.keep(parameter, grad) else grad.to(parameter.dtype)
+        for parameter, grad in zip(ctx.parameters, grads, strict=True)
     ]
 
 

@@ -38,3 +38,35 @@ def test_swap_optimizer_is_refused_by_name(device, others, said, monkeypatch):
 def test_another_adam_is_refused():
     with pytest.raises(UsageError, match="--swap-optimizer with the Adam of collections"):
         memory_flags.refuse_foreign_adam(__import__("collections").OrderedDict, object())
+
+
+OFFLOADING = {
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ["core_attn"],
+    "recompute_granularity": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "others", "said"),
+    [
+        ("cpu", {}, "--fine-grained-activation-offloading on the cpu device"),
+        ("npu", {"offload_modules": ["core_atn"]}, "--offload-modules core_atn; expected some of attn_norm"),
+        ("npu", {"offload_modules": ["moe_act"]}, "moe_act are megatron-core's since 0.16"),
+        ("npu", {"offload_modules": []}, "--offload-modules left out"),
+        ("npu", {"offload_modules": ["attn_proj"]}, "attn_proj without core_attn"),
+        ("npu", {"fine_grained_activation_offloading": False}, "--offload-modules without"),
+        ("npu", {"recompute_granularity": "full"}, "--recompute-granularity full"),
+        ("npu", {"recompute_granularity": "selective"}, "core_attn, which is recomputed"),
+        ("npu", {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, None),
+        ("cuda", {}, None),
+    ],
+)
+def test_offloading_is_refused_by_name(device, others, said, monkeypatch):
+    monkeypatch.setattr(devices, "current", lambda: Namespace(name=device, is_host=device == "cpu"))
+    args = Namespace(**(OFFLOADING | others))
+    if said is None:
+        memory_flags.check_activation_offloading(args)
+        return
+    with pytest.raises(UsageError, match=said):
+        memory_flags.check_activation_offloading(args)

@@ -1,8 +1,8 @@
-"""``--fine-grained-activation-offloading`` (since 0.16) on the local layers and on NPUs.
+"""``--fine-grained-activation-offloading`` on the local layers and on NPUs; before 0.16 ours altogether.
 
 Connects ``pipeline_parallel.fine_grained_activation_offload``, ``pipeline_parallel.utils``,
-``models.gpt.gpt_model`` and ``extensions.transformer_engine`` of ``megatron.core``; ``arguments`` shields the
-flag from upstream's check.
+``transformer.transformer_block``, ``models.gpt.gpt_model`` and ``extensions.transformer_engine`` of
+``megatron.core``; ``arguments`` shields the flag from upstream's check.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ from typing import Any
 
 import torch
 
-from megatron_npu import devices
+from megatron_npu import devices, memory_flags
 from megatron_npu.adaptors.megatron_core.decorators import (
     WITHOUT_CUDA,
     around,
     constant,
+    records,
     replace,
     transformer_engine_present,
 )
+from megatron_npu.adaptors.megatron_core.script_arguments import script_arguments
+from megatron_npu.adaptors.shared import activation_offloading
 from megatron_npu.errors import UsageError
+from megatron_npu.ops.activation_offload import SMALLEST
 
-FLAG = "--fine-grained-activation-offloading"
+FLAG = activation_offloading.FLAG
+
+activation_offloading.connect(records, "<0.16")
 
 constant(
     "megatron.core.extensions.transformer_engine:cpu_offload",
@@ -119,3 +125,52 @@ def unseen_by_upstream(args: Namespace) -> Iterator[None]:
     finally:
         if wanted:
             args.fine_grained_activation_offloading = True
+
+
+def options_of(config: Any) -> tuple[tuple[str, ...], int]:
+    """Return the modules whose tensors move, and how large these are, before 0.16; none without the flag.
+
+    A stock script has them among its arguments; a program that builds its model from Python sets
+    ``offload_modules`` and ``min_offloaded_tensor_size`` on the configuration.
+    """
+    source = config if hasattr(config, "offload_modules") else script_arguments()
+    modules = tuple(getattr(source, "offload_modules", None) or ())
+    return modules, getattr(source, "min_offloaded_tensor_size", SMALLEST)
+
+
+@around(
+    "megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
+    versions="<0.16",
+    devices=("npu", "cuda"),
+    why=f"{FLAG}, which upstream has since 0.16",
+)
+def move_what_layers_save(original: Callable[[Any], None], self: Any) -> None:
+    """Attach to the layers' modules, if that is asked for."""
+    original(self)
+    modules, smallest = options_of(self.config)
+    if modules:
+        activation_offloading.attach(self.layers, modules, smallest)
+
+
+@around(
+    "megatron.training.arguments:add_megatron_arguments",
+    versions="<0.16",
+    why=f"{FLAG} and --offload-modules, which upstream has since 0.16",
+)
+def add_flags(original: Callable[..., Any], parser: Any) -> Any:
+    """Declare them after upstream's own flags."""
+    parser = original(parser)
+    memory_flags.add_activation_offloading(parser.add_argument)
+    return parser
+
+
+@around(
+    "megatron.training.arguments:validate_args",
+    versions="<0.16",
+    why=f"{FLAG} is for a device whose memory is not the host's, and modules that are not recomputed",
+)
+def check_flags(original: Callable[..., Namespace], args: Namespace, *rest: Any, **kwargs: Any) -> Namespace:
+    """Refuse what cannot be, once upstream has worked out what is recomputed."""
+    validated = original(args, *rest, **kwargs)
+    memory_flags.check_activation_offloading(validated)
+    return validated

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_npu.adaptors.shared import gradients
 from megatron_npu.ops import residual_norm
+from megatron_npu.ops.activation_offload import saving
 from megatron_npu.ops.dropout import dropout
 
 WHY = "on an NPU one operation adds the residual and normalises the sum; upstream takes two"
@@ -49,10 +50,11 @@ def add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, norm: Any) -
         return None
     dropped = dropout(x if bias is None else x + bias, p, True)
     options = (norm.eps, getattr(norm, "zero_centered_gamma", False), gradients.keep)
-    if norm.bias is None:
-        result, total = residual_norm.add_rms_norm(dropped, residual, norm.weight, *options)
-    else:
-        result, total = residual_norm.add_layer_norm(dropped, residual, norm.weight, norm.bias, *options)
+    with saving(norm):
+        if norm.bias is None:
+            result, total = residual_norm.add_rms_norm(dropped, residual, norm.weight, *options)
+        else:
+            result, total = residual_norm.add_layer_norm(dropped, residual, norm.weight, norm.bias, *options)
     setattr(total, _RESULT, (norm, result))
     return total
 

@@ -249,3 +249,40 @@ def check_a_layers_sums_and_products(args, monkeypatch, recomputed):
     sums = len(layers.layers) * (1 if recomputed else 2)
     assert counts.launches["npu::npu_add_layer_norm"].calls == sums * (2 if recomputed else 1)
     assert counts.total_launches < plain.total_launches
+
+
+@pytest.mark.skipif(here() != "npu", reason="moves what a device holds: a simulated NPU's")
+def check_what_layers_save_rests_on_the_host(args):
+    """The same numbers to the bit, gradients in main_grad among them, and of the last layer nothing moves."""
+    from megatron.model import ModelType, transformer
+    from megatron.model.enums import AttnMaskType
+    from megatron.model.utils import init_method_normal
+
+    from megatron_npu.memory_flags import OFFLOADED
+    from megatron_npu.sim import counting
+
+    args(model_type=ModelType.encoder_or_decoder, min_offloaded_tensor_size=1)
+    results = []
+    for modules in ([], OFFLOADED):
+        args(offload_modules=modules)
+        torch.manual_seed(3)
+        layers = transformer.ParallelTransformer(
+            *[init_method_normal(0.02)] * 2, self_attn_mask_type=AttnMaskType.causal
+        ).to(here())
+        for parameter in layers.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        torch.manual_seed(4)
+        x = leaf(32, 2, layers.final_layernorm.weight.numel())
+        with counting() as counts:
+            output = layers(x, None)
+            output.square().mean().backward()
+        grads = [each for p in layers.parameters() for each in (p.main_grad, p.grad) if each is not None]
+        results.append([output, x.grad, *grads])
+        moved = counts.transfers.bytes
+        assert (moved > 0) == bool(modules)
+    assert len(results[0]) == len(results[1])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    one = x.numel() * x.element_size()
+    # inputs of both norms, of the product behind the first and of the projection, q, k, v and the result,
+    # there and back, and small change: means, deviations and the attention's statistics
+    assert 16 * one * (len(layers.layers) - 1) <= moved < 18 * one * (len(layers.layers) - 1)

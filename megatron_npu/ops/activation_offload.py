@@ -1,0 +1,188 @@
+"""What autograd saves in a module's forward pass, in the host's memory until the backward pass comes near.
+
+Copies go out on a stream of their own while the forward pass goes on, and come back on another: a layer's,
+when the backward pass reaches the layer behind it. Values are copied: results are the same to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+SMALLEST = 1024 * 1024  # numbers of a tensor that is worth its way: Megatron's default since 0.16
+
+
+class _Moved:
+    """A tensor on its way to the host, there, or back."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device = tensor.device
+        # its own order in memory, without the gaps of a slice of something larger
+        self.strides = torch.empty_like(tensor, device="meta").stride()
+        self.host = self._empty(tensor, "cpu", pin_memory=True)
+        out, _ = _streams(self.device)
+        out.wait_stream(_of(self.device).current_stream(self.device))
+        with _of(self.device).stream(out):
+            self.host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(out)  # its memory is nobody else's before the copy has ended
+        self.there = out.record_event()
+        self.back: tuple[Tensor, Any] | None = None
+
+    def _empty(self, like: Tensor, device: Any, **options: Any) -> Tensor:
+        return torch.empty_strided(like.shape, self.strides, dtype=like.dtype, device=device, **options)
+
+    def fetch(self) -> None:
+        """Begin to bring it back, unless that has begun."""
+        if self.back is not None:
+            return
+        _, home = _streams(self.device)
+        tensor = self._empty(self.host, self.device)
+        home.wait_stream(_of(self.device).current_stream(self.device))  # the memory may be in use there
+        home.wait_event(self.there)
+        with _of(self.device).stream(home):
+            tensor.copy_(self.host, non_blocking=True)
+        tensor.record_stream(home)
+        self.back = tensor, home.record_event()
+
+    def take(self) -> Tensor:
+        """Return it on the device, and forget it there."""
+        self.fetch()
+        assert self.back is not None
+        (tensor, event), self.back = self.back, None
+        _of(self.device).current_stream(self.device).wait_event(event)
+        return tensor
+
+
+class _Group:
+    """What one layer has saved in one forward pass.
+
+    Attributes:
+        layer: its place in the stack.
+        before: that of the layer before, which is needed next.
+        modules: whose tensors are in it.
+        moved: these.
+    """
+
+    def __init__(self, layer: int, before: _Group | None) -> None:
+        self.layer = layer
+        self.before = before
+        self.modules: set[str] = set()
+        self.moved: list[_Moved] = []
+
+    def fetch(self) -> None:
+        """Begin to bring all of it back, what was saved last first; once."""
+        while self.moved:
+            self.moved.pop().fetch()
+
+
+_running: list[Offload] = []  # those whose modules run, the innermost last
+
+
+_SAVING = "megatron_npu_saving"  # of a module: the context in which what its forward saves is moved
+
+
+def saving(module: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which a result of ``module`` is to be computed that is not by its forward."""
+    context: contextlib.AbstractContextManager[Any] = getattr(module, _SAVING, contextlib.nullcontext)()
+    return context
+
+
+def moving() -> bool:
+    """Return whether what is saved now may be moved: a weight then comes back without its attributes."""
+    return bool(_running)
+
+
+class Offload:
+    """Moves what chosen modules of a stack of layers save.
+
+    Args:
+        smallest: how many numbers a tensor has that is moved, or more.
+    """
+
+    def __init__(self, smallest: int = SMALLEST) -> None:
+        self.smallest = smallest
+        self.last: _Group | None = None
+
+    def attach(self, module: torch.nn.Module, name: str, layer: int) -> None:
+        """Let what ``module`` saves be moved from now on.
+
+        Args:
+            module: a part of a layer; its forward becomes an attribute of its own.
+            name: of the part, the same in all layers.
+            layer: the place of the layer; the backward pass runs from the highest to the lowest.
+        """
+        original = module.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self._saving(module, name, layer):
+                return original(*args, **kwargs)
+
+        module.forward = forward  # type: ignore[method-assign]
+        # for who computes the module's result with what comes before it
+        setattr(module, _SAVING, functools.partial(self._saving, module, f"{name} elsewhere", layer))
+
+    @contextlib.contextmanager
+    def _saving(self, module: torch.nn.Module, name: str, layer: int) -> Iterator[None]:
+        """Move what is saved meanwhile."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        group = self._group(name, layer)
+        weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        _running.append(self)
+        try:
+            with saved_tensors_hooks(self._pack(group, weights), _unpack(group)):
+                yield
+        finally:
+            _running.pop()
+
+    def _group(self, name: str, layer: int) -> _Group:
+        """Return the group of this forward pass: a layer's first module opens it."""
+        last = self.last
+        if last is None or last.layer != layer or name in last.modules:
+            self.last = last = _Group(layer, last if last is not None and last.layer < layer else None)
+        last.modules.add(name)
+        return last
+
+    def _pack(self, group: _Group, weights: set[int]) -> Callable[[Tensor], Any]:
+        def pack(tensor: Tensor) -> Any:
+            """Leave weights, masks (the only truth values), what is small, and what is on the host."""
+            if tensor.numel() < self.smallest or tensor.dtype is torch.bool or tensor.device.type == "cpu":
+                return tensor
+            if tensor.untyped_storage().data_ptr() in weights:
+                return tensor
+            moved = _Moved(tensor)
+            group.moved.append(moved)
+            return moved
+
+        return pack
+
+
+def _unpack(group: _Group) -> Callable[[Any], Tensor]:
+    def unpack(saved: Any) -> Tensor:
+        if not isinstance(saved, _Moved):
+            return saved
+        group.fetch()
+        if group.before is not None:
+            group.before.fetch()
+        return saved.take()
+
+    return unpack
+
+
+def _of(device: torch.device) -> Any:
+    """Return ``torch.npu`` or ``torch.cuda``."""
+    return getattr(torch, device.type)
+
+
+@functools.lru_cache(maxsize=8)
+def _streams(device: torch.device) -> tuple[Any, Any]:
+    """Return the stream on which copies leave a device, and that on which they come back."""
+    return _of(device).Stream(device), _of(device).Stream(device)
