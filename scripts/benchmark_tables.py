@@ -325,6 +325,17 @@ def reliability_cost(name: str, data: dict[str, Any]) -> Iterator[Goal]:
         yield Goal(f"{what} with watchdog and checksums, of that without", ratios[metric], most=1.03)
 
 
+def overhead(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
+    """Yield the share of a step that the plug-in's own Python takes, by instructions."""
+    for step in data["steps"]:
+        shape = f"{step['layers']} layers, hidden size {step['hidden_size']}, {step['sequence']} tokens, bf16"
+        yield Goal(
+            f"the plug-in's own Python, {shape}, of the step's processor time", step["share"], most=0.02
+        )
+        rooms = ", ".join(f"{room} {number:,}" for room, number in step["instructions_by_room"].items())
+        yield f"- {shape}: {step['instructions']:,} bytecode instructions ({rooms})"
+
+
 def hccl(name: str, data: dict[str, Any]) -> Iterator[str]:
     """Yield the simulator's all-reduce beside gloo's; no goal was set."""
     found = data["all_reduce_fp32"]
@@ -358,6 +369,7 @@ PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str
     ("preprocess", "Preprocessing", preprocess),
     ("reliability-cost", "Protections of long runs", reliability_cost),
     ("convert-memory", "Conversion of checkpoints", convert_memory),
+    ("overhead", "The plug-in's own Python in a step", overhead),
     ("hccl", "Communication of the simulator", hccl),
 )
 
