@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import te_layers_not_ours, wrap
@@ -38,8 +39,18 @@ def attention_of_megatron_core(original: type) -> type:
             self.window_size = _window(self)
             self._register_load_state_dict_pre_hook(_without_extra_state)
 
-        def forward(self, *args: Any, num_splits: int | None = None, **kwargs: Any) -> Tensor:
-            return super().forward(*args, **kwargs)
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | tuple[Tensor, Tensor] | None,
+            *args: Any,
+            num_splits: int | None = None,
+            **kwargs: Any,
+        ) -> Tensor:
+            mask = _of_pairs(attention_mask) if isinstance(attention_mask, tuple) else attention_mask
+            return super().forward(query, key, value, mask, *args, **kwargs)
 
     TEDotProductAttention.__doc__ = original.__doc__
     return TEDotProductAttention
@@ -50,6 +61,15 @@ def _window(attention: Any) -> tuple[int, int]:
     before, after = attention.layer_options.window
     open_end = 0 if "causal" in attention.attn_mask_type.name else -1
     return -1 if before is None else before, open_end if after is None else after
+
+
+def _of_pairs(masks: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mask ``[b, 1, q, s]`` of padding among queries ``[b, 1, 1, q]`` and keys ``[b, 1, 1, s]``.
+
+    Cross-attention of T5 is given the two; True is masked.
+    """
+    queries, keys = masks
+    return torch.logical_or(queries.transpose(-1, -2), keys)
 
 
 def _without_extra_state(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -134,6 +134,27 @@ def load_as_te_writes(built: Any) -> None:
         built.load_state_dict(state)  # strict
 
 
+def cross_attention_takes_a_mask_of_each_side() -> None:
+    """Demand the numbers of torch's attention for the rows that are no padding: T5 gives a pair of masks."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
+    attention = TEDotProductAttention(config, 1, AttnMaskType.padding, "cross")
+    query, key, value = (torch.randn(length, 2, 4, 8).cuda() for length in (5, 7, 7))
+    lengths = torch.tensor([[5, 6], [3, 4]]).cuda()  # of queries and keys
+    queries, keys = (
+        (torch.arange(length, device=lengths.device) >= lengths[:, side, None])[:, None, None]
+        for side, length in enumerate((5, 7))
+    )
+    found = attention(query, key, value, (queries, keys), attn_mask_type=AttnMaskType.padding)
+    for sequence, (rows, seen) in enumerate(lengths.tolist()):
+        parts = (query[:rows, sequence], key[:seen, sequence], value[:seen, sequence])
+        whole = torch.nn.functional.scaled_dot_product_attention(*(part.transpose(0, 1) for part in parts))
+        torch.testing.assert_close(found[:rows, sequence], whole.transpose(0, 1).flatten(1))
+
+
 def checkpoint(built: Any, folder: Path) -> None:
     """Save a sharded checkpoint of ours."""
     from megatron.core import dist_checkpointing
@@ -165,6 +186,7 @@ def alone(folder: Path) -> None:
 
     from megatron_npu.errors import UsageError
 
+    cross_attention_takes_a_mask_of_each_side()
     for case in CASES:
         built = compare(case)
         load_as_te_writes(built)

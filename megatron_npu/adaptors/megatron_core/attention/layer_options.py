@@ -61,8 +61,8 @@ def flags_of(config: Any) -> AttentionFlags:
     flags = getattr(config, "attention_flags", None)
     if flags is not None:
         return flags
-    args = script_arguments()
-    return AttentionFlags.from_args(args) if args is not None and "pre_tokens" in args else AttentionFlags()
+    args = script_arguments()  # of a script of ours: any object with these attributes, or without
+    return AttentionFlags.from_args(args) if hasattr(args, "pre_tokens") else AttentionFlags()
 
 
 def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
