@@ -177,6 +177,14 @@ STAND_INS = (
         )
         for name in _TE_MODULES
     ),
+    StandIn(
+        "transformer_engine_torch",
+        "megatron_npu.standins.transformer_engine_torch",
+        "transformer_engine",
+        ("megatron_core",),
+        "MEGATRON_NPU_TE=local: which tokens of packed sequences a context-parallel rank has",
+        te="local",
+    ),
     *(
         StandIn(
             name,

@@ -4,6 +4,7 @@
     python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device npu --folder tensor_parallel
     python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device cpu --record
 
+With MEGATRON_NPU_TE=local only those tests run that are recorded as excluded for want of TransformerEngine.
 npu is the simulated Ascend where no real one is there. docs/upstream-tests.md says what is judged, and how.
 Exit status: 0, or 1 with the names of the tests that passed when the baseline was recorded and do not now.
 """
@@ -20,7 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -50,19 +51,28 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks, too
     checkout = options.checkout.resolve()
     tree = f"core_v{upstream.find(checkout).version}"
-    chosen = files(checkout, options.folder)
+    te = "local" if settings.TE.get() == "local" else "absent"
+    chosen: dict[str, list[str] | None] = dict.fromkeys(files(checkout, options.folder))
+    if te == "local":
+        wanting = baseline.Baseline.load(tree, options.device).wanting(
+            exclusions.wanting_layers(exclusions.load())
+        )
+        chosen = {file: names for file, names in wanting.items() if file in chosen}
+    rules = exclusions.load(te=te)
     before = changes(checkout)
     with tempfile.TemporaryDirectory(prefix="upstream-") as folder:
         scratch = Path(folder) if options.scratch is None else options.scratch.resolve()
-        results = list(stored(scratch, chosen) if options.again else run(options, checkout, scratch, chosen))
+        results = list(
+            stored(scratch, chosen) if options.again else run(options, checkout, scratch, chosen, rules)
+        )
     if changes(checkout) != before:
         print(f"the tests changed {checkout}:\n{changes(checkout)}", file=sys.stderr)
         return 1
-    recorded = baseline.Baseline.load(tree, options.device)
+    recorded = baseline.Baseline.load(tree, options.device, te)
     if not options.record:
-        return report(recorded, results)
+        return report(recorded, results, rules)
     recorded.there = len(files(checkout, None))
-    return record(recorded, results)
+    return record(recorded, results, rules)
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -124,19 +134,23 @@ def files(checkout: Path, folders: list[str] | None) -> list[str]:
 
 
 def run(
-    options: argparse.Namespace, checkout: Path, scratch: Path, chosen: list[str]
+    options: argparse.Namespace,
+    checkout: Path,
+    scratch: Path,
+    chosen: dict[str, list[str] | None],
+    rules: list[exclusions.Rule],
 ) -> Iterator[FileResult]:
-    """Run the files one after the other; the results go to ``scratch``, too."""
+    """Run the files one after the other, of each the named tests (None: all); keep results in ``scratch``."""
     prepare.environment(options.device, checkout, scratch)
     fork = options.device != "cuda"  # a CUDA context does not survive a fork
     if fork:
         prepare.preload(checkout, scratch)
-    barred = functools.partial(exclusions.barred, exclusions.load(), device=options.device)
+    barred = functools.partial(exclusions.barred, rules, device=options.device)
     arguments = prepare.pytest_arguments(checkout)
     setting = world.Setting(checkout, scratch, options.limit, arguments, fork, barred)
-    for file in chosen:
+    for file, names in chosen.items():
         ranks = worlds.size_for(checkout, file)
-        result = world.run_file(setting, file, min(ranks, options.world_size or ranks))
+        result = world.run_file(setting, file, min(ranks, options.world_size or ranks), names)
         result_path(scratch, file).write_text(json.dumps(dataclasses.asdict(result)))
         describe(result)
         yield result
@@ -146,7 +160,7 @@ def result_path(scratch: Path, file: str) -> Path:
     return scratch / "results" / f"{file.removesuffix('.py').replace('/', '.')}.json"
 
 
-def stored(scratch: Path, chosen: list[str]) -> Iterator[FileResult]:
+def stored(scratch: Path, chosen: Iterable[str]) -> Iterator[FileResult]:
     """Yield the results that an earlier run left in ``scratch``."""
     for file in chosen:
         if result_path(scratch, file).is_file():
@@ -163,9 +177,8 @@ def describe(result: FileResult) -> None:
             print(f"    {name}: {test.text}")
 
 
-def record(recorded: baseline.Baseline, results: list[FileResult]) -> int:
+def record(recorded: baseline.Baseline, results: list[FileResult], rules: list[exclusions.Rule]) -> int:
     """Put the results in place of what was recorded for their files, and write the page."""
-    rules = exclusions.load()
     recorded.versions = {"python": platform.python_version(), "torch": prepare.torch_version()}
     recorded.files |= {result.file: baseline.entry(result, rules, recorded.device) for result in results}
     recorded.save()
@@ -174,9 +187,9 @@ def record(recorded: baseline.Baseline, results: list[FileResult]) -> int:
     return 0
 
 
-def report(recorded: baseline.Baseline, results: list[FileResult]) -> int:
+def report(recorded: baseline.Baseline, results: list[FileResult], rules: list[exclusions.Rule]) -> int:
     """Print how the results differ from what was recorded; return 1 if something got worse."""
-    found = baseline.compare(recorded, results, exclusions.load())
+    found = baseline.compare(recorded, results, rules)
     for title, tests in (("cannot be judged here", found.incomparable), ("REGRESSION", found.regressions)):
         for test, why in tests.items():
             print(f"{title}: {test}: {why}")

@@ -11,6 +11,7 @@ import torch
 
 from megatron_npu import standins
 from megatron_npu.errors import UsageError
+from megatron_npu.standins import transformer_engine_torch
 from megatron_npu.standins.transformer_engine import pytorch, recipe
 from tests.adaptors.megatron_core import on_version
 
@@ -115,6 +116,17 @@ def test_the_norm_before_a_layer_can_be_asked_for() -> None:
     torch.testing.assert_close(normed, input * scale * layer.layer_norm_weight)
     torch.testing.assert_close(output, normed @ layer.weight.t())
     assert bias is layer.bias
+
+
+def test_context_parallel_ranks_share_the_tokens_of_packed_sequences() -> None:
+    """Each sequence in twice as many parts as ranks, the first and the last of which go together."""
+    parts = [
+        transformer_engine_torch.thd_get_partitioned_indices(torch.tensor([0, 8, 12]), 12, 2, r)
+        for r in (0, 1)
+    ]
+    assert [part.tolist() for part in parts] == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+    with pytest.raises(ValueError, match="there are 16 tokens"):
+        transformer_engine_torch.thd_get_partitioned_indices(torch.tensor([0, 8, 12]), 16, 2, 0)
 
 
 def test_activations_and_views() -> None:

@@ -213,6 +213,42 @@ def test_rules_explain_failures_alone():
     )
 
 
+def test_a_second_pass_takes_what_wants_layers_and_counts_for_it():
+    rules = exclusions.load()
+    [reason, *_] = exclusions.wanting_layers(rules)
+    excluded = {reason: ["b", "c"], "another reason": ["d"]}
+    first = baseline.Baseline(
+        "tree",
+        "cpu",
+        files={
+            "file": {"seconds": 1.0, PASSED: ["a"], baseline.EXCLUDED: excluded},
+            "unread": {"seconds": 1.0, baseline.EXCLUDED: {reason: [COLLECTION]}},
+            "other": {"seconds": 1.0, PASSED: ["a"]},
+        },
+    )
+    assert first.wanting({reason}) == {"file": ["b", "c"], "unread": None}
+    second = baseline.Baseline(
+        "tree",
+        "cpu",
+        te="local",
+        files={
+            "file": {"ranks": 8, "seconds": 2.0, PASSED: ["b"], FAILED: {"wrong": ["c"]}},
+            "unread": {"ranks": 8, "seconds": 2.0, PASSED: ["e", "f"]},
+        },
+    )
+    both = first.with_second_pass(second)
+    assert both.outcomes("file") == {"a": PASSED, "b": PASSED, "c": FAILED, "d": baseline.EXCLUDED}
+    assert both.outcomes("unread") == {"e": PASSED, "f": PASSED}
+    assert both.totals() == {PASSED: 5, FAILED: 1, baseline.EXCLUDED: 1, SKIPPED: 0}
+    assert first.totals()[PASSED] == 2, "what was recorded is left as it is"
+
+
+def test_a_failure_in_the_second_pass_is_not_excused_by_what_the_first_lacks():
+    text = "name 'TELinear' is not defined"
+    assert exclusions.find(exclusions.load(), "tests/a.py::test", text, "cpu") is not None
+    assert exclusions.find(exclusions.load(te="local"), "tests/a.py::test", text, "cpu") is None
+
+
 def test_barred_tests_do_not_start():
     rule = exclusions.Rule("why", test=r"tests/test_a\.py::test_(b|c)", barred=True, devices=("npu",))
     assert exclusions.barred([rule], "tests/test_a.py", "npu") == {"test_(b|c)": "why"}

@@ -15,15 +15,17 @@ FOLDER = Path(__file__).parent
 _REASONED = (FAILED, EXCLUDED, SKIPPED)
 
 
-def path_for(tree: str, device: str) -> Path:
-    return FOLDER / f"{tree}-{device}.json"
+def path_for(tree: str, device: str, te: str = "absent") -> Path:
+    return FOLDER / (f"{tree}-{device}.json" if te == "absent" else f"{tree}-{device}-te-{te}.json")
 
 
 @dataclass
 class Baseline:
     """``files`` maps a file to its ranks, seconds, names of passed tests, and the others by reason.
 
-    ``there`` is the number of test files in the tree, of which perhaps not all are recorded.
+    ``there`` is the number of test files in the tree, of which perhaps not all are recorded. ``te`` is what
+    stood under TransformerEngine's names: nothing (``absent``), or our layers (``local``) for a second pass,
+    in which only those tests ran that the first one excludes for want of them.
     """
 
     tree: str
@@ -31,16 +33,17 @@ class Baseline:
     there: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict] = field(default_factory=dict)
+    te: str = "absent"
 
     @classmethod
-    def load(cls, tree: str, device: str) -> Baseline:
+    def load(cls, tree: str, device: str, te: str = "absent") -> Baseline:
         """Return what was recorded; nothing where nothing was."""
-        path = path_for(tree, device)
-        return cls(**json.loads(path.read_text())) if path.is_file() else cls(tree, device)
+        path = path_for(tree, device, te)
+        return cls(**json.loads(path.read_text())) if path.is_file() else cls(tree, device, te=te)
 
     def save(self) -> None:
         self.files = dict(sorted(self.files.items()))
-        files.write(path_for(self.tree, self.device), json.dumps(vars(self), indent=1) + "\n")
+        files.write(path_for(self.tree, self.device, self.te), json.dumps(vars(self), indent=1) + "\n")
 
     def outcomes(self, file: str) -> dict[str, str]:
         """Return the recorded outcome of each test of a file."""
@@ -49,6 +52,24 @@ class Baseline:
         for outcome in _REASONED:
             found |= {name: outcome for names in entry.get(outcome, {}).values() for name in names}
         return found
+
+    def wanting(self, reasons: set[str]) -> dict[str, list[str] | None]:
+        """Return the tests that are excluded for one of the reasons, by file; None: all of a file."""
+        found: dict[str, list[str] | None] = {}
+        for file, entry in self.files.items():
+            excluded = entry.get(EXCLUDED, {}).items()
+            names = [name for reason, tests in excluded if reason in reasons for name in tests]
+            if names:
+                found[file] = None if COLLECTION in names else names
+        return found
+
+    def with_second_pass(self, second: Baseline) -> Baseline:
+        """Return both passes in one: of a test that ran in both, what it did in the second."""
+        merged = Baseline(self.tree, self.device, self.there, self.versions, dict(self.files))
+        for file, entry in second.files.items():
+            again = {*second.outcomes(file), COLLECTION}
+            merged.files[file] = _joined(_without(self.files.get(file, {}), again), entry)
+        return merged
 
     def totals(self, files: list[str] | None = None) -> dict[str, int]:
         """Return how many tests have each outcome, in some files or in all."""
@@ -62,6 +83,26 @@ class Baseline:
             for reason, names in entry.get(outcome, {}).items():
                 counts[reason] = counts.get(reason, 0) + len(names)
         return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+def _without(entry: dict, names: set[str]) -> dict:
+    """Return an entry of a file without some of its tests."""
+    left = {**entry, PASSED: [name for name in entry.get(PASSED, []) if name not in names]}
+    for outcome in _REASONED:
+        of_reason = entry.get(outcome, {}).items()
+        left[outcome] = {why: [name for name in tests if name not in names] for why, tests in of_reason}
+    return left
+
+
+def _joined(first: dict, second: dict) -> dict:
+    """Return two entries of a file that share no test as one."""
+    joined = {"ranks": second["ranks"], "seconds": first.get("seconds", 0.0) + second["seconds"]}
+    joined[PASSED] = first[PASSED] + second.get(PASSED, [])
+    for outcome in _REASONED:
+        reasons = first[outcome].keys() | second.get(outcome, {}).keys()
+        parts = {why: first[outcome].get(why, []) + second.get(outcome, {}).get(why, []) for why in reasons}
+        joined[outcome] = {why: names for why, names in parts.items() if names}
+    return joined
 
 
 def entry(result: FileResult, rules: list[exclusions.Rule], device: str) -> dict:

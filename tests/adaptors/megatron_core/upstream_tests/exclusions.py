@@ -4,7 +4,8 @@ A rule names a reason and the tests it is for: by the text of their failure (``t
 (``test``, matched from its start), both regular expressions, both where both are given. It holds for a test
 that failed; one that passes has passed, whatever the rules say. A rule with ``environment`` is about what
 this machine lacks: such a failure is never a regression, because the baseline was taken elsewhere. Tests of a
-rule with ``barred`` are not even started.
+rule with ``barred`` are not even started. A rule with ``te`` is of one pass alone: ``absent`` of the first,
+where nothing has TransformerEngine's names, and its tests run a second time; ``local`` of that second pass.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Rule:
     devices: tuple[str, ...] = ()
     environment: bool = False
     barred: bool = False
+    te: str = ""
 
     def matches(self, test: str, text: str, device: str) -> bool:
         """Return whether the failure ``text`` of ``test`` (file and name) is one that this rule explains."""
@@ -37,8 +39,11 @@ class Rule:
         )
 
 
-def load(path: Path = _FILE) -> list[Rule]:
-    """Return the rules.
+def load(path: Path = _FILE, te: str = "absent") -> list[Rule]:
+    """Return the rules of a pass.
+
+    Args:
+        te: what stands under TransformerEngine's names in it: ``absent`` (nothing) or ``local`` (our layers).
 
     Raises:
         ValueError: a rule that would match every test.
@@ -50,7 +55,7 @@ def load(path: Path = _FILE) -> list[Rule]:
     for rule in rules:
         if rule.matches("", "", next(iter(rule.devices), "cpu")):
             raise ValueError(f"the rule {rule.reason!r} matches everything")
-    return rules
+    return [rule for rule in rules if rule.te in ("", te)]
 
 
 def find(rules: list[Rule], test: str, text: str, device: str) -> Rule | None:
@@ -66,3 +71,8 @@ def barred(rules: list[Rule], file: str, device: str) -> dict[str, str]:
         if rule.barred and re.fullmatch(place, file) and (not rule.devices or device in rule.devices):
             found[name] = rule.reason
     return found
+
+
+def wanting_layers(rules: list[Rule]) -> set[str]:
+    """Return the reasons whose tests run a second time, with our layers under TransformerEngine's names."""
+    return {rule.reason for rule in rules if rule.te == "absent"}

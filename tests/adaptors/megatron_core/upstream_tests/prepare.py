@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+import runpy
 import sys
 import tempfile
 import warnings
@@ -18,6 +19,8 @@ PRELOADED = """torch torch.distributed.checkpoint torch._dynamo transformers meg
     megatron.core.models.gpt megatron.core.models.gpt.gpt_layer_specs megatron.core.optimizer
     megatron.core.dist_checkpointing megatron.core.pipeline_parallel.schedules megatron.core.inference.engines
     megatron.training.training""".split()
+# megatron.training of 0.18 and 0.19 takes a name of Python 3.12; by its path, as ``tests`` is upstream's here
+NEWER_TYPING = Path(__file__).resolve().parents[3] / "warm" / "newer_typing.py"
 PLUGINS = ("pytest_mock", "pytest_asyncio.plugin")  # those that upstream's tests use
 
 
@@ -53,6 +56,7 @@ def preload(checkout: Path, scratch: Path) -> None:
     """Import the checkout's Megatron, patched, and what it needs; ranks keep bytecode in ``scratch``."""
     sys.path.insert(0, str(checkout))
     plugin.install()
+    runpy.run_path(str(NEWER_TYPING))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in PRELOADED:

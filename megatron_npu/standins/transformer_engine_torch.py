@@ -1,0 +1,29 @@
+"""Stand-in for ``transformer_engine_torch``, the compiled part of TransformerEngine: one function of it.
+
+It says which tokens of packed sequences a context-parallel rank has; LLaVA, Mamba's layers and the scripts'
+batches ask.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_npu.ops.attention.context_parallel.packed import token_indices
+
+
+def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
+    """Return the positions ``[total_tokens / world_size]`` of a rank's tokens, in order.
+
+    Args:
+        cu_seqlens: where sequences begin and end ``[sequences + 1]``; each has 2 * ``world_size`` parts,
+            and a rank has the one of its number from the front and from the back.
+        total_tokens: of all sequences.
+        world_size, rank: of the context-parallel group.
+
+    Raises:
+        ValueError: the sequences have another number of tokens.
+    """
+    bounds = cu_seqlens.flatten().tolist()
+    if bounds[-1] != total_tokens:
+        raise ValueError(f"the sequences end at {bounds[-1]}, and there are {total_tokens} tokens")
+    return token_indices(bounds, world_size, rank).to(cu_seqlens.device)
