@@ -62,7 +62,9 @@ def flags_of(config: Any) -> AttentionFlags:
     if flags is not None:
         return flags
     args = script_arguments()  # of a script of ours: any object with these attributes, or without
-    return AttentionFlags.from_args(args) if hasattr(args, "pre_tokens") else AttentionFlags()
+    if args is None or not hasattr(args, "pre_tokens"):
+        return AttentionFlags()
+    return AttentionFlags.from_args(args)
 
 
 def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
