@@ -1,7 +1,7 @@
 """Memory of a rank under ZeRO of DeepSpeed, counted on simulated NPUs.
 
     export MEGATRON_LM_PATH=TREE
-    megatron-npu sim --devices 4 -- python benchmarks/deepspeed_memory.py [--ranks 2 4]
+    megatron-npu sim --devices 4 -- python benchmarks/deepspeed_memory.py [--ranks 2 4] [--model NAME]
 
 The ``pretrain_gpt.py`` of deepspeedai's Megatron-DeepSpeed, unedited, in bf16 with fp32 main weights and
 Adam, two micro-batches a step. Of N weights one takes 2 bytes, its gradient 2, its main weight and two
@@ -19,7 +19,7 @@ step, when the first one's activations are gone and its gradients are there.
 
 To each, the mask that all layers share, of 4 MiB. DeepSpeed's buckets are made small. Peaks, which depend on
 DeepSpeed's temporary copies during the optimizer's step, are written down beside them. Results go to
-benchmarks/results/deepspeed-memory.json.
+benchmarks/results/deepspeed-memory.json, and those of two layers of GPT-2 345M to one with its name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ SCHEMES = {
     "zero-2, cpu offload": (2, True),
     "zero-3, cpu offload": (3, True),
 }
-SIZES = {"layers": 6, "hidden": 256, "heads": 4, "length": 32, "vocabulary": 255}
+MODELS = {
+    "small": {"layers": 6, "hidden": 256, "heads": 4, "length": 32, "vocabulary": 255},
+    "345m-2-layers": {"layers": 2, "hidden": 1024, "heads": 16, "length": 32, "vocabulary": 50256},
+}
+SIZES = MODELS["small"].copy()  # of this run
 STEPS = 3
 MASK = 2048 * 2048
 BUCKET = 2**15  # elements of DeepSpeed's buckets, whose default of 5e8 is larger than the model
@@ -192,9 +196,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--output", type=Path, help="a file instead of benchmarks/results/…")
     arguments = parser.parse_args()
+    SIZES.update(MODELS[arguments.model])
     tree = Path(os.environ["MEGATRON_LM_PATH"])
     from megatron_npu import plugin
 
@@ -210,16 +216,17 @@ def main() -> None:
     if arguments.output:
         arguments.output.write_text(json.dumps(rows))
     else:
-        write(rows)
+        write(rows, arguments.model)
 
 
-def write(rows: dict[str, Any]) -> None:
-    """Write what has been measured to the benchmark's own file."""
+def write(rows: dict[str, Any], model: str) -> None:
+    """Write what has been measured of a model to a file of its own."""
     import deepspeed
     import report
 
     versions = {"torch_npu": sys.modules["torch_npu"].__version__, "deepspeed": deepspeed.__version__}
-    file = report.RESULTS / "deepspeed-memory.json"
+    name = "deepspeed-memory" if model == "small" else f"deepspeed-memory-{model}"
+    file = report.RESULTS / f"{name}.json"
     report.write(file, {"threads": 1, "model": {**SIZES, "dtype": "bf16"}, "ranks": rows}, **versions)
 
 
