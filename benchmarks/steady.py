@@ -1,6 +1,6 @@
 """Seconds per step of a run before and after it saves, evaluates and resumes: does it get slower?
 
-    python benchmarks/steady.py --dtype bf16
+    python benchmarks/steady.py --dtype bf16 --rounds 3
 
 One run of the embedded driver per variant, with a save or an evaluation after every ``--steps`` steps, then
 the same run resumed. Beside the median time of the steps of each stretch stand the voluntary context switches
@@ -38,15 +38,19 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--steps", type=int, default=15, help="in each stretch between two events")
     parser.add_argument("--events", type=int, default=5, help="how many of a kind")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each variant and kind, in turn")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--child", nargs=4, metavar=("VARIANT", "EVENT", "FOLDER", "ITERATIONS"))
     arguments = parser.parse_args()
     if arguments.child:
         variant, event, folder, iterations = arguments.child
         print(json.dumps(train(variant, event, Path(folder), int(iterations), arguments)))
         return
-    measured = {
-        variant: {event: both_runs(variant, event, arguments) for event in EVENTS} for variant in VARIANTS
-    }
+    measured: dict = {variant: {event: [] for event in EVENTS} for variant in arguments.variants}
+    for _ in range(arguments.rounds):
+        for variant, events in measured.items():
+            for event, runs in events.items():
+                runs.append(both_runs(variant, event, arguments))
     write(arguments, measured)
 
 
@@ -166,12 +170,15 @@ def write(arguments: argparse.Namespace, measured: dict) -> None:
 
 
 def after_over_before(measured: dict, key: str) -> dict[str, float]:
-    """Return for each variant and event the median of the later stretches, of the first."""
+    """Return for each variant and event the median of the later stretches, of that of the first ones.
+
+    Before its first event a run has one stretch, whose median wavers by some percent: hence several rounds.
+    """
     return {
-        f"{variant}, {event}": statistics.median(stretch[key] for stretch in stretches[1:])
-        / stretches[0][key]
+        f"{variant}, {event}": statistics.median(one[key] for run in runs for one in run[1:])
+        / statistics.median(run[0][key] for run in runs)
         for variant, events in measured.items()
-        for event, stretches in events.items()
+        for event, runs in events.items()
     }
 
 

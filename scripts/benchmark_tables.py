@@ -227,10 +227,9 @@ def steady(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     for which, ratio in data["after_over_before"].items():
         variant, event = which.split(", ")
         if variant == "project":
-            was = data["after_over_before"][f"uncured, {event}"]
-            yield Goal(
-                f"step {data['dtype']}, after each {event} over before (it was {was:.2f})", ratio, most=1.03
-            )
+            uncured = data["after_over_before"].get(f"uncured, {event}")
+            was = f" (it was {uncured:.2f})" if uncured else ""
+            yield Goal(f"step {data['dtype']}, after each {event} over before{was}", ratio, most=1.03)
 
 
 def ranks(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:

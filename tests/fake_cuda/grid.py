@@ -3,7 +3,7 @@
 The driver on each megatron-core, and the stock ``pretrain_gpt.py`` of each tree, train a step as the last
 rank of each layout, and as the first of each pipeline. A rank's report says what it has run (``ranks.py``);
 the exit code is 1 if one has ended otherwise than a rank on a GPU would. NAME is a folder in checkouts, or
-``installed``.
+``installed``; Megatron-DeepSpeed's trees have no part in it.
 
 About a minute of a core for each Megatron. ``--output`` writes the reports as JSON, which
 docs/cuda-without-a-gpu.md sums up; with ``--resume`` those ranks do not run again that have trained according
@@ -29,6 +29,7 @@ from tests.end_to_end import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUTS = ROOT / "checkouts"
+DEEPSPEED = ("4efb479d", "8387ae17")  # trees whose training is DeepSpeed's, which asks for the GPU itself
 OLD = "285068c8"  # knows neither context nor expert parallelism, nor a tokenizer of numbers
 LONGEST = 900  # seconds without the end of a rank, which takes some five when nothing else runs
 
@@ -173,7 +174,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.resume and not options.output:
         parser.error("--resume: expected --output FILE, which says what has trained")
-    found = {path.name: path for path in sorted(CHECKOUTS.iterdir()) if path.is_dir()} | {"installed": None}
+    trees = [path for path in sorted(CHECKOUTS.iterdir()) if path.is_dir() and path.name not in DEEPSPEED]
+    found = {path.name: path for path in trees} | {"installed": None}
     resumed = options.resume and options.output.exists()
     reports = json.loads(options.output.read_text()) if resumed else {}
     for name in options.name or found:
