@@ -32,7 +32,11 @@ def test_every_patch_fits(checkout):
     assert {verdict.status for verdict in verdicts} == {"same"}
 
 
-@pytest.mark.parametrize(("stage", "flags"), [(1, ""), (2, WHOLE), (3, WHOLE)], ids=["pipeline-1", "2", "3"])
+@pytest.mark.parametrize(
+    ("stage", "flags"),
+    [(1, ""), pytest.param(2, WHOLE, marks=RARELY), (3, WHOLE)],
+    ids=["pipeline-1", "2", "3"],
+)
 def test_zero_trains_like_one_process(checkout, data, expected, stage, flags, tmp_path):
     found = train(checkout, data, engine(tmp_path, stage), flags, processes=2)
     assert found == pytest.approx(expected, rel=1e-5)
@@ -78,7 +82,8 @@ def test_bert_and_t5_train_like_those_of_megatron_lm(checkout, data, script, tmp
     assert train_sentences(checkout, data, script, changes, processes=2) == pytest.approx(found, rel=1e-5)
 
 
-@pytest.mark.parametrize("script", [pytest.param(runs.BERT, marks=RARELY), runs.T5])
+@RARELY
+@pytest.mark.parametrize("script", [runs.BERT, runs.T5])
 def test_bert_and_t5_train_in_parts_like_one_process(checkout, data, script, tmp_path):
     """Stage 3 of ZeRO steps with each of their two groups by itself."""
     runs.write_sentences(data)
@@ -107,6 +112,7 @@ def test_a_pipeline_turns_by_positions(checkout, data, tmp_path, monkeypatch):
     assert train(checkout, data, engine(tmp_path, 0), ROTARY) == train(checkout, data, ROTARY)
 
 
+@RARELY
 def test_bf16_without_the_engine(checkout, data, expected):
     assert train(checkout, data, "--bf16") == pytest.approx(expected, rel=1e-3)
 
