@@ -83,8 +83,8 @@ def bf16_products(dtype: torch.dtype) -> Iterator[None]:
     """Let oneDNN round the factors of fp32 matrix products to bf16 where ``dtype``, the call's, is bf16.
 
     Queries, keys and values lose nothing by it, weights are rounded as in any bf16 kernel, sums and softmax
-    stay fp32; on a processor with AMX or AVX512-BF16 the products take half the time. The switch is the
-    process's, hence off again at once; where torch has none the products stay fp32.
+    stay fp32; on a processor with AMX the products take half the time, on others nothing changes. The switch
+    is the process's, hence off again at once; where torch has none the products stay fp32.
     """
     switch = getattr(torch.backends.mkldnn, "matmul", None)
     if dtype is not torch.bfloat16 or switch is None:
