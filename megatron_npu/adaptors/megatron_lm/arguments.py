@@ -69,6 +69,29 @@ def tell_adam(
     return original(args, *rest)
 
 
+_WHY_OFFLOADING = "--fine-grained-activation-offloading and --offload-modules, which are younger"
+
+
+@around("megatron.arguments:_add_training_args", why=_WHY_OFFLOADING)
+def add_activation_offloading(
+    original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
+    """Declare the flags of later Megatrons."""
+    parser = original(parser)
+    memory_flags.add_activation_offloading(parser.add_argument)
+    return parser
+
+
+@around("megatron.arguments:validate_args", why=_WHY_OFFLOADING)
+def check_activation_offloading(
+    original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any
+) -> argparse.Namespace:
+    """Refuse what cannot be, once upstream has worked out what is recomputed."""
+    validated = original(args, *rest)
+    memory_flags.check_activation_offloading(validated)
+    return validated
+
+
 around(
     "megatron.arguments:_add_distributed_args",
     why="torch.distributed.launch passes --local-rank since torch 2.0; upstream knows --local_rank",
