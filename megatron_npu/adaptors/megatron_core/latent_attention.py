@@ -41,7 +41,7 @@ class _SharedByAllHeads(torch.autograd.Function):
     "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors",
     why="the rotary part of a key is one for all heads, and its gradient only that of the heads of one "
     "tensor-parallel rank, unless a layer of TransformerEngine's names makes it and the sequence is parallel",
-    until=NOT_FIXED,
+    until="no version up to 0.19.2 has the fix: #1699",
     upstream_bug=True,
 )
 def sum_gradients_of_the_shared_key(

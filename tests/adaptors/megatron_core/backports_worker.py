@@ -117,6 +117,25 @@ def reduced() -> float:
         dist.all_reduce = kept
 
 
+def gathered() -> float:
+    """Return the gradient of the part that a further layer gathers, where that of the whole is one."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer import multi_token_prediction as module
+
+    def of_alike(output: torch.Tensor, given: torch.Tensor, **_: Any) -> None:
+        output.copy_(TP * given.chunk(TP)[1])
+
+    names = ("all_gather_last_dim_from_tensor_parallel_region", "gather_from_tensor_model_parallel_region")
+    gather = next(getattr(module, name) for name in names if hasattr(module, name))
+    part = torch.ones(3, 2, requires_grad=True)
+    kept, mappings.dist_reduce_scatter_func = mappings.dist_reduce_scatter_func, of_alike
+    try:
+        gather(part).sum().backward()
+    finally:
+        mappings.dist_reduce_scatter_func = kept
+    return float(part.grad.mean())
+
+
 def expert_bias_counts() -> bool:
     """Return whether the norm counts a copy of what this rank's experts alone hold."""
     from megatron.core.tensor_parallel import layers
@@ -199,6 +218,7 @@ def everything() -> dict[str, Any]:
         "seq": round(scale(**{**aux, "moe_router_load_balancing_type": "seq_aux_loss"}) / tokens, 4),
         "z logged over": z_loss_ranks(),
         "reduced": reduced(),
+        "gathered": gathered(),
         "expert bias counts": expert_bias_counts(),
         "learning rates": learning_rates(),
         "decoupled rates": decoupled_rates(),

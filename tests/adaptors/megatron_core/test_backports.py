@@ -22,13 +22,14 @@ WORKER = Path(__file__).with_name("backports_worker.py")
 VERSIONS = ["0.12.1", "0.16.1", "0.17.1", "0.19.2"]
 if os.environ.get("TEST_EVERY_VERSION") == "1":  # the same states of the bugs as in their neighbours
     VERSIONS += ["0.13.1", "0.14.0", "0.15.3", "0.18.2"]
-# what the worker looks at: upstream's pull request, the right value
+# what the worker looks at: upstream's pull request, or version with the fix; the right value
 RIGHT = {
     "aux": ("#5047", 1.0),
     "z": ("#5047", 1.0),
     "seq": ("#5047 #5798", 1.0),
     "z logged over": ("#3199", [0, 1, 2, 3]),
     "reduced": ("#5338", 2.0),
+    "gathered": ("0.13", 1.0),
     "expert bias counts": ("#5916", True),
     "learning rates": ("#4705", [0.1, 0.2]),
     "decoupled rates": ("#4705", [0.1, 0.2]),

@@ -1,4 +1,7 @@
-"""``tensor_parallel`` and ``distributed``: reductions that are lost, forgotten or begun too early."""
+"""Reductions that are lost, forgotten, made twice or begun too early.
+
+Connects ``megatron.core.tensor_parallel``, ``distributed`` and ``transformer.multi_token_prediction``.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,20 @@ from megatron_npu.adaptors.megatron_core.decorators import backport
 def reduce_contiguous(original: Callable[..., Tensor], input_: Tensor, *group: Any, **named: Any) -> Tensor:
     """Reduce the contiguous tensor that is returned; ``group`` is there since 0.13."""
     return original(input_.contiguous(), *group, **named)
+
+
+@backport(
+    "megatron.core.transformer.multi_token_prediction:all_gather_last_dim_from_tensor_parallel_region",
+    versions="<0.13",
+    until="0.13",
+    why="with --mtp-num-layers and tensor parallelism the gradient of a further layer's projection, and of "
+    "all that went into it, is multiplied by the number of ranks: each has it whole, and they are summed",
+)
+def gather_what_all_ranks_use_alike(original: Callable[..., Tensor], input_: Tensor) -> Tensor:
+    """Gather ``[s, b, h / ranks]`` to ``[s, b, h]``; the gradient of a part is that part of the gradient."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    return gather_from_tensor_model_parallel_region(input_)
 
 
 # --- experts' parameters that no tensor-parallel rank duplicates ---------------------------------------
