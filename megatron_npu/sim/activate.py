@@ -45,7 +45,17 @@ def arm(site: str) -> None:
     """
     if site not in sys.path:
         sys.path.append(site)
+    forget_stand_in()
     sys.meta_path.insert(0, _Finder())
+
+
+def forget_stand_in() -> None:
+    """Take no CANN over from a parent that has none and trains with DeepSpeed: torch_npu wants its folders.
+
+    ``deepspeed_device.choose`` names a folder that is not there, for DeepSpeed alone.
+    """
+    if os.environ.get("ASCEND_HOME_PATH") == "/nowhere":
+        del os.environ["ASCEND_HOME_PATH"]
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu.sim import site
+from megatron_npu import deepspeed_device
+from megatron_npu.sim import activate, site
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = [sys.executable, "-m", "megatron_npu", "sim"]
@@ -245,3 +247,17 @@ class TestInside:
         )
         result = simulated("python", "-c", code, MEGATRON_NPU_SIM_MEMCHECK="1")
         assert "checked" in result.stdout.splitlines(), result.stdout
+
+
+def test_a_parents_stand_in_for_cann_is_forgotten(monkeypatch):
+    """torch_npu of a child process would look for its folders."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # restored behind the test
+    monkeypatch.setenv("ASCEND_HOME_PATH", "/usr/local/Ascend")
+    activate.forget_stand_in()
+    assert os.environ["ASCEND_HOME_PATH"] == "/usr/local/Ascend"
+    monkeypatch.delenv("ASCEND_HOME_PATH")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # DeepSpeed is an extra
+    deepspeed_device.choose("npu")
+    assert "ASCEND_HOME_PATH" in os.environ
+    activate.forget_stand_in()
+    assert "ASCEND_HOME_PATH" not in os.environ
