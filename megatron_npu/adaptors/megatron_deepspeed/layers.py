@@ -1,7 +1,8 @@
-"""Layer norm, without upstream's CUDA extension."""
+"""Layer norm, without upstream's CUDA extension; one bias of row-parallel layers on all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,24 @@ def forward(self: Any, input: Tensor) -> Tensor:
     if self.layernorm_tp_auto_sync:
         _average_over_tensor_parallel_ranks(self.weight, self.bias)
     return mixed_layer_norm(input, self.weight, self.bias, self.eps)
+
+
+@around(
+    "megatron.mpu.layers:RowParallelLinear.forward",
+    why="with --sync-tp-duplicated-parameters it averages its bias in place, which torch of today refuses of "
+    "a leaf that wants gradients, and by ReduceOp.AVG, which gloo lacks",
+)
+def forward_with_one_bias(original: Callable[..., Any], self: Any, input_: Tensor) -> Any:
+    """Average the bias first where upstream would behind the product; else leave the layer alone."""
+    if not self.bias_tp_auto_sync:
+        return original(self, input_)
+    if self.bias is not None:
+        _average_over_tensor_parallel_ranks(self.bias)
+    self.bias_tp_auto_sync = False
+    try:
+        return original(self, input_)
+    finally:
+        self.bias_tp_auto_sync = True
 
 
 @torch.no_grad()

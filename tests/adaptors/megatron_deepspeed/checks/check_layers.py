@@ -96,3 +96,18 @@ def check_an_overflow_that_only_the_flag_knows(monkeypatch):
         weight.grad = torch.ones_like(weight)
         optimizer._copy_model_grads_to_main_grads()
         assert optimizer._unscale_main_grads_and_check_for_nan() == (flagged and here().type == "npu")
+
+
+def check_row_parallel_with_one_bias():
+    """--sync-tp-duplicated-parameters: upstream's ends in an error, with one rank, too."""
+    from megatron.mpu.layers import RowParallelLinear
+
+    torch.manual_seed(1)
+    layer, x = RowParallelLinear(8, 6, input_is_parallel=True).to(here()), leaf(5, 2, 8)
+    layer.bias_tp_auto_sync = True
+    with torch.no_grad():
+        layer.bias.fill_(0.5)
+    found, _ = layer(x)
+    assert layer.bias_tp_auto_sync
+    expected = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+    same_gradients(found.double(), expected, [x, layer.weight, layer.bias])
