@@ -1,9 +1,10 @@
-"""Run Megatron-LM's own ``tests/unit_tests`` under the plug-in and compare with what was recorded.
+"""Run an upstream's own unit tests under the plug-in and compare with what was recorded.
 
     python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device cpu
     python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device npu --folder tensor_parallel
     python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device cpu --record
 
+CHECKOUT is a Megatron-LM tree with ``tests/unit_tests``, or one of Megatron-DeepSpeed with ``tests``.
 With MEGATRON_NPU_TE=local only those tests run that are recorded as excluded for want of TransformerEngine.
 npu is the simulated Ascend where no real one is there. docs/upstream-tests.md says what is judged, and how.
 Exit status: 0, or 1 with the names of the tests that passed when the baseline was recorded and do not now.
@@ -28,11 +29,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [path for path in (str(ROOT), str(HERE)) if path not in sys.path]
 
-from upstream_tests import baseline, exclusions, page, prepare, world, worlds  # noqa: E402
+from upstream_tests import baseline, exclusions, page, prepare, trees, world, worlds  # noqa: E402
 from upstream_tests.results import FAILED, PASSED, SKIPPED, FileResult, Result  # noqa: E402
 
 import megatron_npu  # noqa: E402, F401  spawned children (checkpoint writers) import this file: patched, too
-from megatron_npu import settings, upstream  # noqa: E402
+from megatron_npu import settings  # noqa: E402
 from megatron_npu.errors import UsageError  # noqa: E402
 
 
@@ -50,9 +51,9 @@ def main(argv: list[str]) -> int:
         return simulated(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks, too
     checkout = options.checkout.resolve()
-    tree = f"core_v{upstream.find(checkout).version}"
+    tree = trees.name_of(checkout)
     te = "local" if settings.TE.get() == "local" else "absent"
-    chosen: dict[str, list[str] | None] = dict.fromkeys(files(checkout, options.folder))
+    chosen: dict[str, list[str] | None] = dict.fromkeys(trees.files(checkout, options.folder))
     if te == "local":
         wanting = baseline.Baseline.load(tree, options.device).wanting(
             exclusions.wanting_layers(exclusions.load())
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
     recorded = baseline.Baseline.load(tree, options.device, te)
     if not options.record:
         return report(recorded, results, rules)
-    recorded.there = len(files(checkout, None))
+    recorded.there = len(trees.files(checkout, None))
     return record(recorded, results, rules)
 
 
@@ -80,11 +81,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "checkout", type=Path, nargs="?", help="a Megatron-LM tree; nothing is written into it"
+        "checkout", type=Path, nargs="?", help="the upstream's tree; nothing is written into it"
     )
     parser.add_argument("--device", choices=("cpu", "npu", "cuda"), default="cpu")
     parser.add_argument("--world-size", type=int, help="the most ranks of a file (default: all it needs)")
-    parser.add_argument("--folder", action="append", help="a folder or file below tests/unit_tests; repeat")
+    parser.add_argument("--folder", action="append", help="a folder or file below its tests; repeat")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one test (default: 120)")
     parser.add_argument("--scratch", type=Path, help="keep logs, results and temporary files here")
     parser.add_argument("--again", action="store_true", help="judge what lies in SCRATCH again, run nothing")
@@ -117,20 +118,6 @@ def changes(checkout: Path) -> str:
     """Return what git sees as changed in the checkout, ignored files too."""
     command = ["git", "-C", str(checkout), "status", "--porcelain", "--ignored"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
-
-
-def files(checkout: Path, folders: list[str] | None) -> list[str]:
-    """Return the test files below the named folders (None: all), as paths in the checkout."""
-    base = checkout / "tests" / "unit_tests"
-    found: dict[Path, None] = {}
-    for name in folders or ["."]:
-        path = base / name
-        if not path.exists():
-            raise UsageError(
-                str(path), "a folder or file of upstream's unit tests", "Check the checkout and --folder."
-            )
-        found |= dict.fromkeys([path] if path.is_file() else sorted(path.rglob("test_*.py")))
-    return [str(path.relative_to(checkout)) for path in found]
 
 
 def run(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adaptors.megatron_core.upstream_tests import baseline, exclusions, page, worlds
+from tests.adaptors.megatron_core.upstream_tests import baseline, exclusions, page, trees, worlds
 from tests.adaptors.megatron_core.upstream_tests.results import (
     COLLECTION,
     FAILED,
@@ -280,6 +280,15 @@ def test_ranks_of_a_file(tmp_path, text, ranks):
     (tmp_path / "test_a.py").write_text(text)
     assert worlds.size_for(tmp_path, "test_a.py", {}) == ranks
     assert worlds.size_for(tmp_path, "test_a.py", {"test_a.py": {"ranks": 2, "reason": "few"}}) == 2
+
+
+def test_files_of_megatron_deepspeed():
+    tree = checkout("megatron_deepspeed_core", "4efb479d")
+    assert trees.name_of(tree) == "megatron_deepspeed_core_4efb479d"
+    found = trees.files(tree, None)
+    assert {"tests/transformer/test_module.py", "tests/unit_tests/test_utils.py"} <= set(found)
+    assert not any("functional_tests" in file for file in found)
+    assert trees.files(tree, ["models"]) == [file for file in found if file.startswith("tests/models/")]
 
 
 def test_every_exception_has_a_reason():

@@ -14,8 +14,9 @@ _MOST = 15  # causes of failures that are listed
 
 _INTRODUCTION = """# Upstream's unit tests as judge
 
-Megatron-LM has unit tests of its own (`tests/unit_tests`). They know nothing of this plug-in, so they judge
-it: the same files, unmodified, on a device that they were not written for. This page is generated from the
+Megatron-LM has unit tests of its own (`tests/unit_tests`), and so has deepspeedai's Megatron-DeepSpeed. They
+know nothing of this plug-in, so they judge it: the same files, unmodified, on a device that they were not
+written for. This page is generated from the
 baselines in `tests/adaptors/megatron_core/upstream_tests/` by
 
 ```bash
@@ -48,8 +49,12 @@ pyzmq, flask, fastapi and nvidia-resiliency-ext. A test that lacks one of them i
   network: what they would download is absent.
 - **Memory.** A world that would leave the machine less than a tenth of its memory is stopped, and the test
   that it was in does not count.
-- **Groups** of a model-parallel layout that a test has destroyed are released; upstream leaves them to the
-  end.
+- **Groups** of a model-parallel layout that a test has destroyed are released, from megatron-core 0.9 on;
+  upstream leaves them to the end.
+- **Megatron-DeepSpeed.** Of deepspeedai's tree all of `tests` is run, with the extra `[deepspeed]`, but for
+  its functional tests, which judge the logs of a cluster. Its conftest asks for the rank before there is a
+  process group, which no test would survive: it is told 1. Bigscience's tests start their ranks themselves;
+  what they did is on [the page of that tree](megatron-deepspeed.md#the-trees-own-tests).
 
 - **TransformerEngine** is not there. A test that fails for want of it runs a second time, with
   [our layers under its names](without-transformer-engine.md#layers-under-its-names); that counts then:
@@ -93,7 +98,7 @@ def text() -> str:
 
 def _recorded() -> list[Baseline]:
     """Return what is recorded of each tree on each device, both passes in one."""
-    names = [path.stem.split("-") for path in sorted(FOLDER.glob("core_v*.json"))]
+    names = [path.stem.split("-") for path in sorted(FOLDER.glob("*-*.json"))]
     pairs = [(name[0], name[1]) for name in names if len(name) == 2]
     return [Baseline.load(*pair).with_second_pass(Baseline.load(*pair, "local")) for pair in pairs]
 
@@ -138,7 +143,7 @@ def _section(one: Baseline) -> str:
 def _folders(one: Baseline) -> dict[str, list[str]]:
     folders: dict[str, list[str]] = {}
     for file in one.files:
-        inner = file.removeprefix("tests/unit_tests/")
+        inner = file.removeprefix("tests/").removeprefix("unit_tests/")
         folders.setdefault(inner.partition("/")[0] if "/" in inner else "(top level)", []).append(file)
     return folders
 

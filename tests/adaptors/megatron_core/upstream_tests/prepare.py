@@ -5,20 +5,23 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import importlib.util
+import json
 import os
 import runpy
+import shutil
 import sys
 import tempfile
 import warnings
 from pathlib import Path
 
-from megatron_npu import plugin, settings
+from megatron_npu import plugin, settings, upstream
 
 # Imported once before the fork: otherwise it takes seconds for each rank of each file.
 PRELOADED = """torch torch.distributed.checkpoint torch._dynamo transformers megatron.core megatron.training
     megatron.core.models.gpt megatron.core.models.gpt.gpt_layer_specs megatron.core.optimizer
     megatron.core.dist_checkpointing megatron.core.pipeline_parallel.schedules megatron.core.inference.engines
     megatron.training.training""".split()
+PRELOADED_DEEPSPEED = "torch deepspeed transformers megatron megatron.initialize megatron.training".split()
 # megatron.training of 0.18 and 0.19 takes a name of Python 3.12; by its path, as ``tests`` is upstream's here
 NEWER_TYPING = Path(__file__).resolve().parents[3] / "warm" / "newer_typing.py"
 PLUGINS = ("pytest_mock", "pytest_asyncio.plugin")  # those that upstream's tests use
@@ -46,10 +49,26 @@ def environment(device: str, checkout: Path, scratch: Path) -> None:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "HF_HUB_OFFLINE": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # launchers, ninja
         "TORCH_GLOO_LAZY_INIT": "1",  # connect where a group is used: upstream makes two dozen per test
     }
     sys.dont_write_bytecode = True
     tempfile.tempdir = None  # asks for TMPDIR again
+    _put_vocabulary(checkout, scratch / "cwd" / "gpt2")
+
+
+def _put_vocabulary(checkout: Path, folder: Path) -> None:
+    """Write the vocabulary of bigscience's tests into a folder that is taken for the hub's ``gpt2``."""
+    tiny = checkout / "tests" / "data" / "gpt2"
+    if not (tiny / "gpt2-tiny-vocab.json").is_file():
+        return
+    folder.mkdir(exist_ok=True)
+    shutil.copyfile(tiny / "gpt2-tiny-vocab.json", folder / "vocab.json")
+    shutil.copyfile(tiny / "gpt2-tiny-merges.txt", folder / "merges.txt")
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    values = {"tokenizer_class": "GPT2TokenizerFast", **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
 
 
 def preload(checkout: Path, scratch: Path) -> None:
@@ -59,7 +78,7 @@ def preload(checkout: Path, scratch: Path) -> None:
     runpy.run_path(str(NEWER_TYPING))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in PRELOADED:
+        for name in PRELOADED if upstream.find(checkout).name == "megatron_core" else PRELOADED_DEEPSPEED:
             try:
                 importlib.import_module(name)
             except ImportError as error:

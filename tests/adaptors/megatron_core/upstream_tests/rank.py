@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import faulthandler
 import functools
 import json
@@ -20,11 +22,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
+from megatron_npu import upstream
 from megatron_npu.devices.redirect import callers
 
 from .results import FAILED, PASSED, SKIPPED
+
+parallel_state: Any = None
+with contextlib.suppress(ImportError):  # bigscience's Megatron-DeepSpeed has no megatron.core
+    from megatron.core import parallel_state
 
 TEXT_LIMIT = 200
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
@@ -52,6 +58,8 @@ class Reporter:
         self.connection.send_bytes(json.dumps(message).encode())
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item], config: pytest.Config) -> None:
+        if dist.is_initialized():  # lend_group's
+            dist.destroy_process_group()
         names = {item: name_of(item.nodeid) for item in items}
         reasons = {name: self._reason_not_to_run(name) for name in names.values()}
         dropped = [item for item, name in names.items() if reasons[name] is not None]
@@ -118,8 +126,10 @@ _created: list[object] = []  # groups that parallel_state made and nothing has r
 
 
 def note_groups() -> None:
-    """Remember each group that ``parallel_state`` makes."""
-    create = parallel_state.create_group
+    """Remember each group that ``parallel_state`` makes, from megatron-core 0.9 on."""
+    create = getattr(parallel_state, "create_group", None)
+    if create is None:
+        return
 
     @functools.wraps(create)
     def create_group(*args: Any, **kwargs: Any) -> Any:
@@ -137,7 +147,7 @@ def release_groups() -> None:
     ``destroy_model_parallel`` forgets them without releasing them. With gloo each keeps threads that wake
     a hundred times a second: after fifty tests eight ranks would have thousands.
     """
-    if parallel_state.model_parallel_is_initialized() or not dist.is_initialized():
+    if not _created or parallel_state.model_parallel_is_initialized() or not dist.is_initialized():
         return
     for group in _created:
         if group in dist.distributed_c10d._world.pg_map:
@@ -154,6 +164,27 @@ def forbid_downloads() -> None:
 
     module.download_and_extract_asset = download_and_extract_asset
     sys.modules[_DOWNLOAD] = module
+
+
+def lend_group() -> None:
+    """Make a process group for the time of the collection, in which this is rank 1.
+
+    The conftest of deepspeedai's Megatron-DeepSpeed 4efb479d asks for the rank before there is a group, and
+    as rank 0 for its data-parallel group, too: no test could be collected.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+
+
+def let_asyncio_wait_for_coroutines() -> None:
+    """Let ``asyncio.wait`` take them as up to Python 3.10: bigscience's tests start every script with it."""
+    wait = asyncio.wait
+
+    async def wait_for_tasks(awaited: Iterable[Any], **options: Any) -> Any:
+        return await wait([asyncio.ensure_future(one) for one in awaited], **options)
+
+    asyncio.wait = wait_for_tasks
 
 
 def show_device_to_tests() -> None:
@@ -194,6 +225,9 @@ def main(
     os.dup2(output, 2)
     faulthandler.register(signal.SIGUSR1, file=output)  # the runner asks where a test hangs
     forbid_downloads()
+    let_asyncio_wait_for_coroutines()
+    if upstream.find().name == "megatron_deepspeed_core":
+        lend_group()
     show_device_to_tests()
     note_groups()
     reporter = Reporter(connection, selected, barred, output)

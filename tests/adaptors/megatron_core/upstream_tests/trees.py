@@ -1,0 +1,34 @@
+"""What a tree is called in baselines and on the page, and which files of it are its unit tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_npu import upstream
+from megatron_npu.errors import UsageError
+
+
+def name_of(checkout: Path) -> str:
+    """Return the name of the tree in baselines and on the page."""
+    found = upstream.find(checkout)
+    return f"core_v{found.version}" if found.name == "megatron_core" else f"{found.name}_{found.version}"
+
+
+def files(checkout: Path, folders: list[str] | None) -> list[str]:
+    """Return the test files below the named folders (None: all), as paths in the checkout.
+
+    Megatron-DeepSpeed has unit tests beside ``tests/unit_tests``, too. Its functional tests, which judge the
+    logs of a cluster, are left out.
+    """
+    of_core = name_of(checkout).startswith("core_v")
+    base = checkout / "tests" / "unit_tests" if of_core else checkout / "tests"
+    found: dict[Path, None] = {}
+    for name in folders or ["."]:
+        path = base / name
+        if not path.exists():
+            raise UsageError(
+                str(path), "a folder or file of upstream's unit tests", "Check the checkout and --folder."
+            )
+        inside = [path] if path.is_file() else sorted(path.rglob("test_*.py"))
+        found |= dict.fromkeys(file for file in inside if "functional_tests" not in file.parts)
+    return [str(path.relative_to(checkout)) for path in found]
