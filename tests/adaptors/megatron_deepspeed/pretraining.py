@@ -40,6 +40,17 @@ def steps(tree: Path, data: Path, *changes: str) -> list[str]:
     return [str(tree / "pretrain_gpt.py"), *runs.flags(data), "--train-iters", str(ITERATIONS), *more]
 
 
+def samples(tree: Path, data: Path, file: Path, *changes: str) -> list[str]:
+    """Return script and flags that write two short samples, drawn from nothing, into ``file``.
+
+    Weights are large, so that what a token sees decides what comes next; most logits are of no token.
+    """
+    drawn = f"--num-samples 2 --out-seq-length 12 --top_p 0.9 --genfile {file}"
+    of_model = "--init-method-std 0.3 --make-vocab-size-divisible-by 1024"
+    more = " ".join([drawn, of_model, *changes]).split()
+    return [str(tree / "tools" / "generate_samples_gpt.py"), *runs.flags(data), *more]
+
+
 def engine(folder: Path, stage: int, **more: object) -> str:
     """Write a configuration of DeepSpeed, with ``more`` entries; return the flags that name it."""
     path = folder / f"stage-{stage}.json"

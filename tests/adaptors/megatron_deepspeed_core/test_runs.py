@@ -71,8 +71,7 @@ def test_bert_and_t5_train_like_those_of_megatron_lm(checkout, data, script, tmp
     runs.write_sentences(data)
     saved = f"--train-iters 4 --save {tmp_path}/saved --save-interval 1"
     found = train_sentences(checkout, data, script, saved)
-    folders = (tmp_path / "saved", 1, tmp_path / "other")
-    call_in_tree(checkout, "../megatron_deepspeed_core/by_heads.py", *folders)
+    to_megatron_lm(checkout, tmp_path)
     of_lm = find_or_skip("megatron_lm", upstream.LEGACY_VERSION)
     changes = f"--train-iters 4 --load {tmp_path}/other {ANEW}"
     assert train_sentences(of_lm, data, script, changes) == pytest.approx(found, rel=1e-5)
@@ -126,15 +125,25 @@ def test_a_resumed_run_is_the_interrupted_one(checkout, data, tmp_path):
     call_in_tree(checkout, "same_tensors.py", *ends)
 
 
-def test_tensor_parallel_ranks_train_like_one_process(checkout, data, expected, tmp_path):
-    """From the same weights: those after one step, whose learning rate is 0."""
+def test_the_same_weights_train_alike_in_ranks_and_in_megatron_lm(checkout, data, expected, tmp_path):
+    """Those after one step, whose learning rate is 0: cut for two ranks, and in the order of 285068c8."""
     train(checkout, data, f"--save {tmp_path}/saved --save-interval 1 --train-iters 1")
     cut(checkout, tmp_path)
     found = train(checkout, data, f"--load {tmp_path}/cut {ANEW} {TP2}", processes=2)
     assert found == pytest.approx(expected, rel=1e-5)
+
+    to_megatron_lm(checkout, tmp_path)
+    of_lm = find_or_skip("megatron_lm", upstream.LEGACY_VERSION)
+    assert train(of_lm, data, f"--load {tmp_path}/other {ANEW}") == pytest.approx(expected, rel=1e-5)
 
 
 def cut(checkout: Path, folder: Path) -> None:
     """Cut the checkpoint ``saved`` after one step for two tensor-parallel ranks: ``cut``."""
     script = "../megatron_deepspeed_core/tensor_ranks.py"
     call_in_tree(checkout, script, folder / "saved", 1, 2, folder / "cut")
+
+
+def to_megatron_lm(checkout: Path, folder: Path) -> None:
+    """Write the checkpoint ``saved`` after one step as one of Megatron-LM 285068c8: ``other``."""
+    script = "../megatron_deepspeed_core/by_heads.py"
+    call_in_tree(checkout, script, folder / "saved", 1, folder / "other")
