@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +36,7 @@ def initialize(deepspeed_initialize: Callable[..., Any], /, **given: Any) -> Any
     finally:
         replaced.undo()
     multiply_the_loss(engine)
+    step_from_loaded_weights(engine)
     return engine, *others
 
 
@@ -46,6 +49,31 @@ def multiply_the_loss(engine: Any) -> None:
     scale = getattr(engine.optimizer, "loss_scale_config", None)  # of no optimizer of ZeRO
     if scale is not None and scale.use_grad_scaling and engine.torch_autocast_z0_gradscaler is None:
         engine.torch_autocast_z0_gradscaler = LossTimesScale(engine.optimizer)
+
+
+def step_from_loaded_weights(engine: Any) -> None:
+    """Let an engine that loads weights, but no optimizer, step from these weights.
+
+    DeepSpeed 0.19.8 copies them to the optimizer's fp32 weights with ``load_module_only`` alone. Otherwise
+    the first step goes back to what the model was made with.
+
+    Args:
+        engine: DeepSpeed's; of fp32, or with ZeRO, it stays as it is.
+    """
+    if not hasattr(engine.optimizer, "loss_scale_config"):
+        return
+    load = engine.load_checkpoint
+
+    @functools.wraps(load)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(load).bind(*args, **kwargs)
+        given.apply_defaults()
+        loaded = load(*args, **kwargs)
+        if not given.arguments["load_optimizer_states"]:
+            engine.optimizer.refresh_fp32_params()
+        return loaded
+
+    engine.load_checkpoint = load_checkpoint
 
 
 class LossTimesScale:

@@ -57,3 +57,28 @@ def test_an_optimizer_of_zero_scales_by_itself():
     engine = SimpleNamespace(optimizer=SimpleNamespace(), torch_autocast_z0_gradscaler=None)
     deepspeed_half.multiply_the_loss(engine)
     assert engine.torch_autocast_z0_gradscaler is None
+
+
+@pytest.mark.parametrize(("words", "times"), [({}, 0), ({"load_optimizer_states": False}, 1)])
+def test_weights_that_are_loaded_alone_are_stepped_from(words, times):
+    copied = []
+
+    def load_checkpoint(load_dir, load_module_strict=True, load_optimizer_states=True):
+        copied.append("read")
+        return load_dir, {}
+
+    def refresh():
+        assert copied[0] == "read"
+        copied.append("copied")
+
+    optimizer = SimpleNamespace(loss_scale_config=None, refresh_fp32_params=refresh)
+    engine = SimpleNamespace(optimizer=optimizer, load_checkpoint=load_checkpoint)
+    deepspeed_half.step_from_loaded_weights(engine)
+    assert engine.load_checkpoint("folder", **words) == ("folder", {})
+    assert copied.count("copied") == times
+
+
+def test_an_engine_of_zero_or_of_fp32_loads_as_before():
+    engine = SimpleNamespace(optimizer=SimpleNamespace(), load_checkpoint="its own")
+    deepspeed_half.step_from_loaded_weights(engine)
+    assert engine.load_checkpoint == "its own"

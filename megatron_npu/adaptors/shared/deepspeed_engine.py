@@ -26,8 +26,8 @@ def connect(recorder: Recorder, mpu: str) -> None:
         why="bigscience's hands deepspeed.initialize the configuration twice, as values and by the name of "
         "its file, which DeepSpeed refuses since 0.7; and DeepSpeed 0.19.8 clips a pipeline's fp32 gradients "
         "by a wrong norm, times its backward twice with wall_clock_breakdown, which is an assertion, and in "
-        "16 bits without ZeRO takes a step before the first, has the loss scale elsewhere, and divides "
-        "by it without having multiplied",
+        "16 bits without ZeRO takes a step before the first, has the loss scale elsewhere, divides by it "
+        "without having multiplied, and steps from other weights than those it has loaded alone",
     )
     def initialise_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Hide the file's name from DeepSpeed, which has its values; let its pipeline clip and time."""
