@@ -31,7 +31,7 @@ def first_layer_norms(chunks: list) -> dict[str, float]:
         square = gradient.double().square().sum()
         if getattr(parameter, "tensor_model_parallel", False):
             dist.all_reduce(square, group=group)
-        norms[name.partition("decoder.")[2]] = square.sqrt().item()
+        norms[name.partition("decoder.")[2] or name] = square.sqrt().item()  # or of a further layer
     return norms
 
 
