@@ -73,7 +73,8 @@ def check_swap_optimizer(args: argparse.Namespace) -> None:
 
 
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
-_OFFLOADING = "--fine-grained-activation-offloading"
+OFFLOADING = "--fine-grained-activation-offloading"
+SMALLEST_OFFLOADED = 1024 * 1024  # numbers of a tensor that is worth its way: Megatron's default since 0.16
 # What upstream recomputes (a word of --recompute-modules) saves nothing that could be moved.
 _RECOMPUTED = {"core_attn": ("core_attn",), "layernorm": ("attn_norm", "mlp_norm")}
 
@@ -85,7 +86,7 @@ def add_activation_offloading(add: Callable[..., Any]) -> None:
         add: ``add_argument`` of a parser or a group.
     """
     add(
-        _OFFLOADING,
+        OFFLOADING,
         action="store_true",
         help="keep what the modules of --offload-modules save for backward in the host's memory meanwhile",
     )
@@ -99,10 +100,25 @@ def add_activation_offloading(add: Callable[..., Any]) -> None:
     add(
         "--min-offloaded-tensor-size",
         type=int,
-        default=1024 * 1024,
+        default=SMALLEST_OFFLOADED,
         metavar="NUMBERS",
         help="smaller tensors stay on the device",
     )
+
+
+def refuse_offloading_on_the_host() -> None:
+    """Refuse ``--fine-grained-activation-offloading`` on a device that is the host.
+
+    Raises:
+        UsageError: activations are in the host's memory already.
+    """
+    device = devices.current()
+    if device.is_host:
+        raise UsageError(
+            f"{OFFLOADING} on the {device.name} device",
+            "a device whose memory is not the host's",
+            "Leave out the flag: activations are in the host's memory already.",
+        )
 
 
 def check_activation_offloading(args: argparse.Namespace) -> None:
@@ -114,20 +130,15 @@ def check_activation_offloading(args: argparse.Namespace) -> None:
     if not args.fine_grained_activation_offloading:
         if args.offload_modules:
             raise UsageError(
-                f"--offload-modules without {_OFFLOADING}", "both", f"Add {_OFFLOADING}, or leave it out."
+                f"--offload-modules without {OFFLOADING}", "both", f"Add {OFFLOADING}, or leave it out."
             )
         return
-    modules, device = args.offload_modules, devices.current()
-    if device.is_host:
-        raise UsageError(
-            f"{_OFFLOADING} on the {device.name} device",
-            "a device whose memory is not the host's",
-            "Leave out the flag: activations are in the host's memory already.",
-        )
+    refuse_offloading_on_the_host()
+    modules = args.offload_modules
     unknown = [name for name in modules if name not in OFFLOADED]
     if unknown or not modules:
         raise UsageError(
-            f"{_OFFLOADING} with --offload-modules {' '.join(unknown) or 'left out'}",
+            f"{OFFLOADING} with --offload-modules {' '.join(unknown) or 'left out'}",
             f"some of {', '.join(OFFLOADED)}",
             "Experts' expert_fc1 and moe_act are megatron-core's since 0.16." if unknown else "Name some.",
         )
@@ -139,7 +150,7 @@ def check_activation_offloading(args: argparse.Namespace) -> None:
         )
     if args.recompute_granularity == "full":
         raise UsageError(
-            f"{_OFFLOADING} with --recompute-granularity full", "one of the two", "Leave one out."
+            f"{OFFLOADING} with --recompute-granularity full", "one of the two", "Leave one out."
         )
     if args.recompute_granularity == "selective":
         again = getattr(args, "recompute_modules", None) or ["core_attn"]

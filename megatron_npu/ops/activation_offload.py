@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-SMALLEST = 1024 * 1024  # numbers of a tensor that is worth its way: Megatron's default since 0.16
-
 
 class _Moved:
     """A tensor on its way to the host, there, or back."""
@@ -105,7 +103,7 @@ class Offload:
         smallest: how many numbers a tensor has that is moved, or more.
     """
 
-    def __init__(self, smallest: int = SMALLEST) -> None:
+    def __init__(self, smallest: int) -> None:
         self.smallest = smallest
         self.last: _Group | None = None
 

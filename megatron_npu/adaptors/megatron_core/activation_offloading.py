@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_npu import devices, memory_flags
+from megatron_npu import memory_flags
 from megatron_npu.adaptors.megatron_core.decorators import (
     WITHOUT_CUDA,
     around,
@@ -27,10 +27,9 @@ from megatron_npu.adaptors.megatron_core.decorators import (
 )
 from megatron_npu.adaptors.megatron_core.script_arguments import script_arguments
 from megatron_npu.adaptors.shared import activation_offloading
-from megatron_npu.errors import UsageError
-from megatron_npu.ops.activation_offload import SMALLEST
+from megatron_npu.adaptors.shared.arguments import declaring
 
-FLAG = activation_offloading.FLAG
+FLAG = memory_flags.OFFLOADING
 
 activation_offloading.connect(records, "<0.16")
 
@@ -107,11 +106,7 @@ def refuse_on_the_host(args: Namespace) -> None:
         UsageError: activations are in the host's memory already.
     """
     if getattr(args, "fine_grained_activation_offloading", False):
-        raise UsageError(
-            f"{FLAG} on the {devices.current().name} device",
-            "a device whose memory is not the host's",
-            "Leave out the flag: activations are in the host's memory already.",
-        )
+        memory_flags.refuse_offloading_on_the_host()
 
 
 @contextmanager
@@ -135,7 +130,7 @@ def options_of(config: Any) -> tuple[tuple[str, ...], int]:
     """
     source = config if hasattr(config, "offload_modules") else script_arguments()
     modules = tuple(getattr(source, "offload_modules", None) or ())
-    return modules, getattr(source, "min_offloaded_tensor_size", SMALLEST)
+    return modules, getattr(source, "min_offloaded_tensor_size", memory_flags.SMALLEST_OFFLOADED)
 
 
 @around(
@@ -152,16 +147,11 @@ def move_what_layers_save(original: Callable[[Any], None], self: Any) -> None:
         activation_offloading.attach(self.layers, modules, smallest)
 
 
-@around(
+around(
     "megatron.training.arguments:add_megatron_arguments",
     versions="<0.16",
     why=f"{FLAG} and --offload-modules, which upstream has since 0.16",
-)
-def add_flags(original: Callable[..., Any], parser: Any) -> Any:
-    """Declare them after upstream's own flags."""
-    parser = original(parser)
-    memory_flags.add_activation_offloading(parser.add_argument)
-    return parser
+)(declaring(memory_flags.add_activation_offloading))
 
 
 @around(

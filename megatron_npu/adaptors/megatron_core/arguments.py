@@ -26,7 +26,7 @@ from megatron_npu.adaptors.megatron_core.decorators import (
     fused_optimizer_present,
     transformer_engine_present,
 )
-from megatron_npu.adaptors.shared.arguments import add_attention_flags
+from megatron_npu.adaptors.shared.arguments import add_attention_flags, declaring
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.registry import ALL_DEVICES
 
@@ -270,16 +270,11 @@ def add_reuse_of_weights(original: Callable[..., Any], parser: argparse.Argument
     return parser
 
 
-@around(
+around(
     "megatron.training.arguments:add_megatron_arguments",
     condition=fused_optimizer_present,
     why="--swap-optimizer, the name that users of Ascend know for moments in the host's memory",
-)
-def add_swapped_optimizer(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Declare it after upstream's own flags."""
-    parser = original(parser)
-    memory_flags.add_swap_optimizer(parser.add_argument)
-    return parser
+)(declaring(memory_flags.add_swap_optimizer))
 
 
 @around("megatron.training.arguments:validate_args", why=_reasons(), until=_until())

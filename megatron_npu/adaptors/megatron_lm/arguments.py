@@ -13,6 +13,7 @@ from megatron_npu.adaptors.shared.arguments import (
     WHY_FLAGS,
     accept_local_rank_with_a_dash,
     add_attention_flags,
+    declaring,
 )
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 from megatron_npu.ops.adam import FusedAdam
@@ -39,17 +40,10 @@ def add_linear_loss(
     return parser
 
 
-@around(
+around(
     "megatron.arguments:_add_training_args",
     why="--swap-optimizer, the name that users of Ascend know for moments in the host's memory",
-)
-def add_swapped_optimizer(
-    original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
-) -> argparse.ArgumentParser:
-    """Declare it after upstream's own flags."""
-    parser = original(parser)
-    memory_flags.add_swap_optimizer(parser.add_argument)
-    return parser
+)(declaring(memory_flags.add_swap_optimizer))
 
 
 @around(
@@ -69,17 +63,11 @@ def tell_adam(
     return original(args, *rest)
 
 
-_WHY_OFFLOADING = "--fine-grained-activation-offloading and --offload-modules, which are younger"
+_WHY_OFFLOADING = f"{memory_flags.OFFLOADING} and --offload-modules, which are younger"
 
-
-@around("megatron.arguments:_add_training_args", why=_WHY_OFFLOADING)
-def add_activation_offloading(
-    original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
-) -> argparse.ArgumentParser:
-    """Declare the flags of later Megatrons."""
-    parser = original(parser)
-    memory_flags.add_activation_offloading(parser.add_argument)
-    return parser
+around("megatron.arguments:_add_training_args", why=_WHY_OFFLOADING)(
+    declaring(memory_flags.add_activation_offloading)
+)
 
 
 @around("megatron.arguments:validate_args", why=_WHY_OFFLOADING)

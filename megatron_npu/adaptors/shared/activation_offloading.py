@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_npu import memory_flags
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.activation_offload import Offload, moving
 from megatron_npu.patching.registry import Recorder
-
-FLAG = "--fine-grained-activation-offloading"
 
 # The words of --offload-modules, and where a layer has such a module: in megatron-core, and in 285068c8.
 _PLACES = {
@@ -35,7 +34,7 @@ def connect(recorder: Recorder, versions: str = "") -> None:
         recorder: of an upstream.
         versions: of it; all by default.
     """
-    options: dict[str, Any] = {"devices": ("npu", "cuda"), "why": f"{_WHY} ({FLAG})"}
+    options: dict[str, Any] = {"devices": ("npu", "cuda"), "why": f"{_WHY} ({memory_flags.OFFLOADING})"}
     options |= {"versions": versions} if versions else {}
     recorder.around(f"{_FUNCTION}.forward", **options)(note_weight)
     recorder.around(f"{_FUNCTION}.backward", **options)(with_noted_weight)

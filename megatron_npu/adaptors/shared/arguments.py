@@ -24,6 +24,19 @@ def add_attention_flags(original: Callable[..., Any], parser: argparse.ArgumentP
     return parser
 
 
+def declaring(declare: Callable[[Callable[..., Any]], None]) -> Callable[..., argparse.ArgumentParser]:
+    """Return what declares flags after upstream's own: ``declare`` is given ``add_argument``."""
+
+    def add(
+        original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
+    ) -> argparse.ArgumentParser:
+        parser = original(parser)
+        declare(parser.add_argument)
+        return parser
+
+    return add
+
+
 def accept_local_rank_with_a_dash(
     original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:

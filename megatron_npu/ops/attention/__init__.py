@@ -102,9 +102,8 @@ def attention(
         layout, heads, key_heads, float(scale), segments, packed is not None, mask is not None, dropout_p
     )
     if query.numel() == 0 or value.numel() == 0:
-        return unfused(
-            query, key, value, spec, mask, sink
-        )  # nothing to compute, and kernels need not take it
+        # nothing to compute, and kernels need not take it
+        return unfused(query, key, value, spec, mask, sink)
     if sink is not None:
         return operation_with_sink(query, key, value, sink, spec, mask)
     return operation(query, key, value, spec, mask)

@@ -18,6 +18,11 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PLAIN = (Tensor, torch.nn.Parameter)  # memory of others, such as fake tensors', is not what they say
 
 
+def available() -> bool:
+    """Return whether there are kernels, and no graph of torch.compile is being made."""
+    return not torch.compiler.is_compiling() and library() is not None
+
+
 def usable(*tensors: Tensor) -> bool:
     """Return whether the kernels take these tensors: all fp32 or all bf16, contiguous, on a CPU."""
     dtype = tensors[0].dtype

@@ -114,9 +114,11 @@ class Gradients:
             self.d_weight[block] = product(grad.t(), self.rows.t())
         elif self.of_weight:
             accumulate_weight_gradient(self.rows, grad, self.main_grad[block])
-        if self.d_bias is not None and self.factors is None:
+        if self.d_bias is None:
+            return
+        if self.factors is None:
             self.d_bias[block] = grad.sum(0)  # torch adds 16 bits up in fp32
-        elif self.d_bias is not None and self.factors is not None:
+        else:
             self.d_bias[block] = product(grad.t(), self.factors.t()).squeeze(1)
 
     def results(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -46,7 +46,7 @@ class Unmade(Tensor):
     _hidden: Tensor
     _weight: Tensor
     _bias: Tensor | None
-    _seen: tuple[int, ...]
+    _seen: tuple[int, int, int]
     _made: Tensor | None
     _viewed: Unmade | None
 
@@ -68,7 +68,7 @@ class Unmade(Tensor):
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
         made._layer, made._hidden, made._weight, made._made = layer, hidden, weight, None
         made._bias, made._viewed = bias, viewed
-        made._seen = (*_changes(weight), 0 if bias is None else bias._version)
+        made._seen = _changes(weight, bias)
         return made
 
     @classmethod
@@ -139,8 +139,9 @@ class Unmade(Tensor):
                 self._made = self._viewed.whole().view(self.shape)
         if self._made is None:
             weight, bias = self._weight, self._bias
-            seen = (*_changes(weight), 0 if bias is None else bias._version)
-            if self._seen != seen or not weight.untyped_storage().size():  # a shard put away
+            if (
+                self._seen != _changes(weight, bias) or not weight.untyped_storage().size()
+            ):  # a shard put away
                 raise RuntimeError(
                     "the logits of this training step were not asked for, and are no longer to be had: the "
                     "weights have changed since. Read them before optimizer.step()."
@@ -162,16 +163,17 @@ def _count_steps() -> None:
     register_optimizer_step_post_hook(count)
 
 
-def _changes(weight: Tensor) -> tuple[int, int]:
-    """Return what is another after a change of the weight.
+def _changes(weight: Tensor, bias: Tensor | None) -> tuple[int, int, int]:
+    """Return what is another after a change of the weight or the bias.
 
     Functions of torch_npu 2.13 for many tensors (``_foreach_add_``), which optimizers call, do not count as
     changes in ``_version``: there any optimizer's step is one.
     """
+    of_bias = 0 if bias is None else bias._version
     if weight.device.type != "npu":
-        return weight._version, 0
+        return weight._version, of_bias, 0
     _count_steps()
-    return weight._version, _steps[0]
+    return weight._version, of_bias, _steps[0]
 
 
 def _between(target: Tensor, words: int) -> Tensor:

@@ -46,18 +46,19 @@ class TileProducts:
 
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
         """Return ``tensor`` in the dtype of the factors: itself, or a copy in the buffer ``name``."""
-        return self._cast(name, tensor, self._dtype)
+        if tensor.dtype is self._dtype:
+            return tensor
+        return self._buffers.take(name, tuple(tensor.shape), self._dtype).copy_(tensor)
 
     def precise(self, out: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
         """Write ``factor · left · rightᵀ``, ``[heads, n, m]`` of ``sums``, without rounding factors.
 
         Args:
             out: where to.
-            left: ``[heads, n, d]``, factors.
-            right: ``[heads, m, d]``, factors.
+            left: ``[heads, n, d]`` of ``sums``.
+            right: ``[heads, m, d]`` of ``sums``.
             factor: of the product.
         """
-        left, right = self._cast("left", left, self.sums), self._cast("right", right, self.sums)
         torch.baddbmm(out, left, right.mT, beta=0, alpha=factor, out=out)
 
     def write(self, out: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
@@ -71,11 +72,6 @@ class TileProducts:
             return
         product = self._buffers.take("product", tuple(total.shape), self._dtype)
         accumulate(total, torch.bmm(left, right, out=product), factor)
-
-    def _cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if tensor.dtype is dtype:
-            return tensor
-        return self._buffers.take(name, tuple(tensor.shape), dtype).copy_(tensor)
 
 
 @contextlib.contextmanager

@@ -40,8 +40,8 @@ class TileSoftmax:
 
         Args:
             tile: of which they are.
-            rows: its queries, ``[heads, queries · r, d]``.
-            columns: its keys, ``[heads, keys, d]``.
+            rows: its queries, ``[heads, queries · r, d]``, of the dtype of sums.
+            columns: its keys, ``[heads, keys, d]``, the same.
         """
         scores = self._scores(tile, rows, columns)
         has_keys = None
@@ -54,7 +54,7 @@ class TileSoftmax:
     def rounds(self, dtype: torch.dtype) -> bool:
         """Return whether one pass makes weights in ``dtype`` of scores: no mask, no dropout in between."""
         plain = self._mask is None and not self._spec.dropout_p and dtype is torch.bfloat16
-        return plain and compiled.usable(torch.empty(0))
+        return plain and compiled.available()
 
     def rounded_weights(self, tile: Tile, rows: Tensor, columns: Tensor, weights: Tensor | None) -> Tensor:
         """Return the weights in bf16, where ``rounds`` allows it; ``weights`` gets them unrounded."""
