@@ -19,7 +19,8 @@ pytest.importorskip("megatron.core")
 
 
 def test_a_run_learns_validates_saves_and_reports(train, tmp_path, capsys):
-    summary = train("--save", tmp_path, "--train-iters", 30, "--log-interval", 10, "--eval-interval", 20)
+    often = "--train-iters 30 --log-interval 10 --eval-interval 20".split()
+    summary = train("--save", tmp_path, *often, "--plot")
     out = capsys.readouterr().out
     assert summary.loss_first == pytest.approx(math.log(256), abs=0.2)
     assert summary.loss_last < summary.loss_first - 0.5

@@ -105,8 +105,18 @@ def test_prompts_that_cannot_be_are_refused(refused, flags):
     assert "--sample-temperature -1" in line
 
 
-def test_the_picture_is_drawn_at_each_evaluation(train, tmp_path, monkeypatch):
+@pytest.fixture
+def train_with_a_picture(flags):
+    """Return a function: changes to the flags -> summary of a run that draws as ever, with --save."""
     pytest.importorskip("matplotlib")
+
+    def train(*changes):
+        return pretrain.train(arguments.parse([word for word in flags(*changes) if word != "--no-plot"]))
+
+    return train
+
+
+def test_the_picture_is_drawn_at_each_evaluation(train_with_a_picture, tmp_path, monkeypatch):
     drawn, real = [], history.draw
 
     def draw(past, path):
@@ -114,19 +124,19 @@ def test_the_picture_is_drawn_at_each_evaluation(train, tmp_path, monkeypatch):
         real(past, path)
 
     monkeypatch.setattr(history, "draw", draw)
-    train("--save", tmp_path, "--eval-interval", 2)
+    train_with_a_picture("--save", tmp_path, "--eval-interval", 2)
     assert drawn == [(2, [2]), (4, [2, 4]), (6, [2, 4, 6])]
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_that_cannot_be_written_does_not_end_the_run(train, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-
+def test_a_picture_that_cannot_be_written_does_not_end_the_run(
+    train_with_a_picture, tmp_path, monkeypatch, capsys
+):
     def full(past, path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(history, "draw", full)
-    summary = train("--save", tmp_path, "--eval-interval", 2)
+    summary = train_with_a_picture("--save", tmp_path, "--eval-interval", 2)
     assert (summary.iterations, summary.plot) == (6, None)
     assert capsys.readouterr().out.count("training.png could not be written: No space left") == 3
 

@@ -59,6 +59,27 @@ def test_it_ends_as_its_program_ends(code: str, returncode: int) -> None:
     assert run("-c", code).returncode == returncode
 
 
+END = """
+import atexit, ctypes, os, sys, threading, time
+
+class Last:
+    def __del__(self, write=os.write):
+        write(1, b"module\\n")
+
+last = Last()
+atexit.register(print, "atexit")
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+ctypes.CDLL(None).printf(b"buffered by C\\n")
+sys.exit(3)
+"""
+
+
+def test_all_but_the_destructors_of_torch_is_done_at_its_end() -> None:
+    done = run("-c", END)
+    assert done.returncode == 3, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["atexit", "buffered by C", "module", "thread"]
+
+
 def test_one_run_leaves_nothing_to_the_next() -> None:
     assert run("-c", "import torch, random; torch.mark = random.seed(1)").returncode == 0
     done = run("-c", "import torch, random; print(hasattr(torch, 'mark'), random.random())")

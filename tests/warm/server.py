@@ -7,6 +7,7 @@ tells the client its exit status, passes signals to it, and kills it when the cl
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import types
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +47,13 @@ def main() -> None:
         sys.exit(f"{threads} threads after the imports of {sys.argv[2:]}")
     gc.collect()
     gc.freeze()
+    _shorten_torchs_ways()
     server = socket.socket(socket.AF_UNIX)
     server.bind(sys.argv[1])
     server.listen(64)
     print("ready", flush=True)
     request = Parent(server).serve()
+    _end_before_the_libraries()
     run(request)
 
 
@@ -220,6 +224,30 @@ def _load_backends() -> None:
     with simulator.unarmed():
         simulator.load_runtime()
     torch._import_device_backends()
+
+
+def _shorten_torchs_ways() -> None:
+    """Spare forks what torch does in vain, and slowly in a process of 2,000 modules.
+
+    torchrun names the method that it is in, for its log, by reading the sources of the whole stack; and at
+    its end torch takes the operators apart that it has registered from Python.
+    """
+    dynamic_rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        if each.peek()[1].__module__ == "torch.library":
+            each.atexit = False
+
+
+def _end_before_the_libraries() -> None:
+    """Let a fork's end leave out the destructors of the libraries that the parent has loaded.
+
+    torch's take all its operators apart, which is half of the time of a short process. All else of an end
+    comes before: Python's threads, ``atexit`` and modules, the destructors of what is loaded later.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # with the status; called before what has been there
+    getattr(libc, "__cxa_atexit")(libc.fflush, None, None)  # and this before: what C has buffered
 
 
 def _reseed() -> None:
