@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_npu.ops import compiled
+from megatron_npu.ops.compiled import products
 from megatron_npu.ops.dispatch import Make, Operation
 
 # From this many outputs on a gradient is looked through for rows of zeros: heads over a vocabulary, of which
@@ -37,8 +39,11 @@ def faster_than_torch(dtype: torch.dtype) -> bool:
     """Return whether products of ``dtype`` on this CPU are faster here than those of ``F.linear``.
 
     torch multiplies fp32 with MKL, which keeps to AVX2 on processors that are not Intel's; oneDNN takes
-    AVX-512 there, half the time (measured on a Zen 5).
+    AVX-512 there, half the time (measured on a Zen 5). For bf16 there is a kernel of ours where fp32's
+    arithmetic is the fastest (``compiled.products``).
     """
+    if dtype is torch.bfloat16:
+        return products.are_fastest()
     return dtype is torch.float32 and _ONEDNN_BEATS_MKL
 
 
@@ -67,7 +72,11 @@ _linear = Operation("linear", _reference)
 _linear.on("cuda", "npu", note="`F.linear`")(_reference)
 
 
-@_linear.on("cpu", note="`F.linear`, fp32 by oneDNN where MKL is slow³; only rows with a gradient")
+@_linear.on(
+    "cpu",
+    note="`F.linear`, fp32 by oneDNN where MKL is slow³, bf16 by ours where oneDNN is⁵; "
+    "only rows with a gradient",
+)
 def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     if faster_than_torch(input.dtype) or looks_for_dead_rows(weight.size(1 if transposed else 0)):
         return _CpuLinear.apply(input, weight, bias, transposed)
@@ -76,27 +85,63 @@ def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``left · rightᵀ + bias`` of matrices on any device, on a CPU by the faster library."""
-    if left.device.type != "cpu" or not faster_than_torch(left.dtype):
+    if not _has_faster(left):
         return F.linear(left, right, bias)
     if torch.compiler.is_compiling():
-        return _by_onednn(left, right, bias)
-    return _onednn(left, right, bias)
+        return _in_a_graph(left, right, bias)
+    return _faster(left, right, bias)
 
 
-def _onednn(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    if not left.numel() or not right.numel():
+def _has_faster(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and faster_than_torch(tensor.dtype)
+
+
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Return what ``torch.matmul`` does, of a matrix on the right by ``product`` where that is the faster.
+
+    Args:
+        left: ``[..., m]``.
+        right: ``[m, k]``, for the faster product.
+    """
+    matrices = right.dim() == 2 and left.dim() >= 2 and left.dtype is right.dtype
+    if not matrices or torch.compiler.is_compiling() or not _has_faster(left):
+        return torch.matmul(left, right)
+    result = product(left.reshape(-1, left.size(-1)), right.t())
+    return result.resize_(*left.shape[:-1], right.size(1))  # not a view
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left · rightᵀ`` to ``total``, in one product where there is one that adds.
+
+    Args:
+        total: ``[n, k]``, fp32 or of the dtype of the factors; changed in place.
+        left: ``[n, m]``.
+        right: ``[k, m]``.
+    """
+    if products.takes(left, right.t()) and products.takes_result(total):
+        products.multiply(left, right.t(), total, add=True)
+    elif total.dtype is left.dtype and not _has_faster(left):
+        total.addmm_(left, right.t())
+    else:
+        compiled.accumulate(total, product(left, right))
+
+
+def _faster(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    if products.takes(left, right.t()):
+        return products.multiply(left, right.t(), left.new_empty(left.size(0), right.size(0)), bias)
+    if left.dtype is torch.bfloat16 or not left.numel() or not right.numel():
         return F.linear(left, right, bias)  # oneDNN has no empty products
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
 
 
 # A node of its own for graphs: inductor takes the operation above for one with a constant weight, and fails.
-_by_onednn = torch.library.custom_op(
+_in_a_graph = torch.library.custom_op(
     "megatron_npu::linear",
-    _onednn,
+    _faster,
     mutates_args=(),
     schema="(Tensor left, Tensor right, Tensor? bias) -> Tensor",
 )
-_by_onednn.register_fake(lambda left, right, bias: left.new_empty(left.size(0), right.size(0)))
+_in_a_graph.register_fake(lambda left, right, bias: left.new_empty(left.size(0), right.size(0)))
 
 
 class _CpuLinear(torch.autograd.Function):

@@ -251,6 +251,6 @@ def test_what_is_no_memory_of_a_cpu_is_left_alone():
 
 
 def test_the_source_is_packaged():
-    assert building.SOURCE.is_file()
-    assert building.SOURCE.name in Path(building.__file__).parents[3].joinpath("pyproject.toml").read_text()
+    assert all(path.is_file() for path in building.SOURCES)
+    assert '["*.cpp", "*.h"]' in Path(building.__file__).parents[3].joinpath("pyproject.toml").read_text()
     assert os.path.basename(building.folder()) == "kernels"

@@ -1,4 +1,4 @@
-"""Linear layers without gradients: text generation asks for one token at a time.
+"""Linear layers: their products, and less around them where there are no gradients (one token at a time).
 
 Connects ``tensor_parallel.layers``.
 """
@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_core.decorators import around
+from megatron_npu.adaptors.megatron_core.decorators import around, records
+from megatron_npu.adaptors.shared import linear_products
+from megatron_npu.ops import linear
+
+linear_products.connect(records)
 
 
 @around(
@@ -43,5 +47,5 @@ def without_gradients(
             *args,
             **kwargs,
         )
-    output = torch.matmul(input, weight.t())
+    output = linear.matmul(input, weight.t())
     return output if bias is None else output + bias

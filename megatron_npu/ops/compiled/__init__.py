@@ -1,8 +1,8 @@
 """Kernels of our own for a CPU: what torch takes several passes over memory for, in one.
 
-``kernels.cpp`` has them, ``building`` compiles it where there is a g++. The functions here may be called
-where ``usable`` says so; everywhere else operations take torch's own kernels, one after the other, as they
-always do with ``MEGATRON_NPU_COMPILED=0``. Results of both differ by roundings.
+``kernels.cpp`` has them, and ``products`` the matrix products; ``building`` compiles where there is a g++.
+The functions here may be called where ``usable`` says so; everywhere else operations take torch's own, one
+after the other, as they always do with ``MEGATRON_NPU_COMPILED=0``. Results of both differ by roundings.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ def usable(*tensors: Tensor) -> bool:
     if dtype not in _NAMES or torch.compiler.is_compiling():
         return False
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
-            return False
-        if tensor.dtype is not dtype or not tensor.is_contiguous():
+        if not is_plain(tensor) or tensor.dtype is not dtype or not tensor.is_contiguous():
             return False
     return library() is not None
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is memory of a CPU, and nothing that only looks like it."""
+    return type(tensor) in _PLAIN and tensor.device.type == "cpu"
 
 
 def exponentials_(values: Tensor, reference: Tensor, sums: Tensor) -> None:
@@ -131,7 +134,7 @@ def _takes(total: Tensor, part: Tensor) -> bool:
     """Return whether ``accumulate`` has a kernel for a sum whose rows, or heads, are contiguous."""
     if part.dtype is not torch.bfloat16 or total.dtype is not torch.float32 or not usable(part):
         return False
-    plain = type(total) in _PLAIN and total.device.type == "cpu" and total.shape == part.shape
+    plain = is_plain(total) and total.shape == part.shape
     return plain and total.dim() > 1 and total.size(0) > 0 and total[0].is_contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Compiles ``kernels.cpp`` for this processor, once for a user and a compiler, and loads it."""
+"""Compiles the sources beside it for this processor, once for a user and a compiler, and loads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 from megatron_npu import settings
 from megatron_npu.ops.dispatch import report_fallback
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp"))
+_HEADERS = (Path(__file__).with_name("vectors.h"),)
 # What is left out of IEEE's rules is errno and traps, no value. A product and a sum are rounded once.
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-ffp-contract=fast"),
@@ -62,7 +63,7 @@ def _compiled() -> Path:
     path = folder() / f"{_key(compiler, openmp, flags)}.so"
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _compile([str(compiler), *flags, str(SOURCE), str(openmp), "-Wl,--as-needed"], path)
+        _compile([str(compiler), *flags, *map(str, SOURCES), str(openmp), "-Wl,--as-needed"], path)
     status = path.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise PermissionError(f"{path} is not this user's, or others may write to it")
@@ -88,7 +89,7 @@ def _openmp() -> Path:
 
 def _key(compiler: Path, openmp: Path, flags: tuple[str, ...]) -> str:
     """Return a digest of what decides about the result; a cache may be one of several machines."""
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*SOURCES, *_HEADERS)))
     digest.update(repr((flags, str(openmp), _processor())).encode())
     status = compiler.stat()  # instead of --version, which would take longer than all the rest
     digest.update(f"{compiler} {status.st_size} {status.st_mtime_ns}".encode())

@@ -1,83 +1,16 @@
 // Chains of element-wise steps and the sums behind them, in one pass over memory, for fp32 and bf16 on a CPU.
 //
-// Written in vectors of sixteen, for which g++ takes what the processor has; only the exponential and rounding
-// to bf16 name instructions of AVX-512. All computation is in fp32, rounded once, to nearest even. No sum depends
-// on how many threads there are: rows are added up in fixed chunks, and the chunks in order.
+// Only the exponential and rounding to bf16 name instructions of AVX-512. All computation is in fp32, rounded once,
+// to nearest even. No sum depends on how many threads there are: rows are added up in fixed chunks, and the chunks
+// in order.
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+
+#include "vectors.h"
 
 namespace {
-
-constexpr int64_t kLanes = 16;
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-
-struct bf16 {
-  uint16_t bits;
-};
-
-inline Floats all(float value) { return value - Floats{}; }
-
-inline Floats widen(Halves values) { return (Floats)(__builtin_convertvector(values, Bits) << 16); }
-
-inline Halves narrow(Floats values) {
-#ifdef __AVX512BF16__
-  return (Halves)_mm512_cvtneps_pbh((__m512)values);
-#else
-  const Bits bits = (Bits)values, nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return __builtin_convertvector(values == values ? nearest : Bits{} + 0x7fc0u, Halves);
-#endif
-}
-
-// The first `count` values, at most sixteen; the other lanes are 0.
-inline Floats load(const float *from, int64_t count) {
-  Floats values{};
-  if (count >= kLanes)
-    std::memcpy(&values, from, sizeof values);
-  else
-    std::memcpy(&values, from, count * sizeof(float));
-  return values;
-}
-
-inline Floats load(const bf16 *from, int64_t count) {
-  Halves values{};
-  if (count >= kLanes)
-    std::memcpy(&values, from, sizeof values);
-  else
-    std::memcpy(&values, from, count * sizeof(bf16));
-  return widen(values);
-}
-
-inline void store(float *to, Floats values, int64_t count) {
-  if (count >= kLanes)
-    std::memcpy(to, &values, sizeof values);
-  else
-    std::memcpy(to, &values, count * sizeof(float));
-}
-
-inline void store(bf16 *to, Floats values, int64_t count) {
-  const Halves rounded = narrow(values);
-  if (count >= kLanes)
-    std::memcpy(to, &rounded, sizeof rounded);
-  else
-    std::memcpy(to, &rounded, count * sizeof(bf16));
-}
-
-constexpr Ints kNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-// What is summed of a last vector that is not full.
-inline Floats first(Floats values, int64_t count) {
-  return count >= kLanes ? values : (kNumbers < int32_t(count) ? values : Floats{});
-}
 
 inline float sum_of(Floats values) {
   float sums[kLanes];

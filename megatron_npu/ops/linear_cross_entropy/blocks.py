@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_npu.ops.compiled import accumulate
 from megatron_npu.ops.cross_entropy import reduce_over_ranks
 from megatron_npu.ops.exponential import exponential_of_difference_
-from megatron_npu.ops.linear import product
+from megatron_npu.ops.linear import add_product, product
 from megatron_npu.ops.linear_cross_entropy.part import Part
 from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
 
@@ -109,7 +108,7 @@ class Gradients:
     def add(self, block: slice, grad: Tensor) -> None:
         """Take the gradient ``[t, words of the block]`` of its logits, in the dtype of the rows."""
         if self.d_rows is not None:
-            accumulate(self.d_rows, product(grad, self.weight[block].t()))
+            add_product(self.d_rows, grad, self.weight[block].t())
         if self.d_weight is not None:
             self.d_weight[block] = product(grad.t(), self.rows.t())
         elif self.of_weight:

@@ -34,7 +34,8 @@ def recognise(module: nn.Module) -> Found:
     is_linear = has_forward_of(module, nn.Linear)
     if not is_linear and not _is_conv1d(module, weight):
         return None
-    if not faster_than_torch(torch.float32) and not looks_for_dead_rows(weight.size(0 if is_linear else 1)):
+    wide = looks_for_dead_rows(weight.size(0 if is_linear else 1))
+    if not wide and not any(map(faster_than_torch, (torch.float32, torch.bfloat16))):
         return None
     return Replacement("linear", "linear", forward if is_linear else _conv1d)
 
@@ -62,22 +63,20 @@ def _conv1d(module: Any, x: Tensor) -> Tensor:
 
 def _either(module: Any, input: Tensor, transposed: bool) -> Tensor:
     weight, bias = module.weight, module.bias
-    if torch.compiler.is_compiling():
-        if faster_than_torch(input.dtype) and input.device.type == "cpu" and weight.dtype is input.dtype:
-            autocast = torch.is_autocast_enabled("cpu")
-            return own_forward(module, input) if autocast else in_a_graph(input, weight, bias, transposed)
+    in_graph = torch.compiler.is_compiling()
+    if input.device.type != "cpu" if in_graph else bound_elsewhere(input):
         return own_forward(module, input)
-    if bound_elsewhere(input):
-        return own_forward(module, input)
-    if torch.is_autocast_enabled(input.device.type):
-        dtype = torch.get_autocast_dtype(input.device.type)
-        if not looks_for_dead_rows(weight.size(1 if transposed else 0)):
-            return own_forward(module, input)  # autocast keeps its copy of the weight
+    autocast = torch.is_autocast_enabled(input.device.type)
+    dtype = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
+    wide = not in_graph and looks_for_dead_rows(weight.size(1 if transposed else 0))
+    if not faster_than_torch(dtype) and (in_graph or autocast) and not wide:
+        return own_forward(module, input)  # autocast keeps its copy of the weight
+    if autocast:
         input, weight = input.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if weight.dtype is not input.dtype:
         return own_forward(module, input)  # the error is torch's to raise
-    return linear(input, weight, bias, transposed)
+    return (in_a_graph if in_graph else linear)(input, weight, bias, transposed)
 
 
 def _dropout(module: Any, input: Tensor) -> Tensor:

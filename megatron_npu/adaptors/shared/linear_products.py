@@ -1,0 +1,46 @@
+"""The three products of a parallel linear layer, by a CPU's faster library where it has one.
+
+Upstream's autograd function multiplies with ``torch.matmul``, forward and backward, between collectives that
+stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron_npu.ops import linear
+from megatron_npu.patching.registry import Recorder
+
+_FUNCTION = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
+_WHY = "torch's bf16 products on processors that multiply fp32 faster take twice as long as ours"
+_MATMUL = (torch.matmul, Tensor.matmul)
+
+
+def connect(recorder: Recorder) -> None:
+    """Record it for an upstream."""
+    for half in ("forward", "backward"):
+        recorder.around(f"{_FUNCTION}.{half}", devices=("cpu",), why=_WHY)(multiplying)
+
+
+def multiplying(original: Callable[..., Any], ctx: Any, input: Tensor, *args: Any) -> Any:
+    """Run one half of the function; ``input`` is its input, or the gradient of its output."""
+    if not linear.faster_than_torch(input.dtype):
+        return original(ctx, input, *args)
+    with _FasterProducts():
+        return original(ctx, input, *args)
+
+
+class _FasterProducts(TorchFunctionMode):
+    """In which ``torch.matmul`` is ``ops.linear.matmul``."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in _MATMUL and not kwargs:
+            return linear.matmul(*args)
+        return function(*args, **(kwargs or {}))

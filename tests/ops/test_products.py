@@ -1,0 +1,135 @@
+"""Products of bf16 matrices by our kernel against fp64, and on which processors they are taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_npu.ops import linear
+from megatron_npu.ops.compiled import library, products
+from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
+from tests.ops.against_fp64 import check
+from tests.ops.tolerances import assert_near
+
+needs_kernels = pytest.mark.skipif(library() is None, reason="no g++, or threads not of libgomp")
+# of each side: one row or vector of registers, several with a rest, more than a block of cache
+SIZES = st.sampled_from([16, 17, 31, 45, 64, 250, 300, 530, 1030])
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Let this processor be one that multiplies fp32 faster."""
+    monkeypatch.setattr(products, "_fp32_is_faster", lambda: True)
+
+
+def random(*shape: int, transposed: bool = False, stride: int = 0) -> torch.Tensor:
+    """Return bf16 of a shape, by columns or by rows, which are further apart by ``stride``."""
+    sizes = [*shape[:-2], *((shape[-1], shape[-2]) if transposed else shape[-2:])]
+    tensor = torch.randn(*sizes[:-1], sizes[-1] + stride).bfloat16()[..., : sizes[-1]]
+    return tensor.mT if transposed else tensor
+
+
+@needs_kernels
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.tuples(SIZES, SIZES, SIZES),
+    batch=st.sampled_from([(), (1,), (3,)]),
+    transposed=st.tuples(st.booleans(), st.booleans()),
+    stride=st.sampled_from([0, 3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    add=st.booleans(),
+    with_bias=st.booleans(),
+)
+def test_a_product(sizes, batch, transposed, stride, dtype, add, with_bias):
+    n, m, k = sizes
+    left = random(*batch, n, m, transposed=transposed[0], stride=stride)
+    right = random(*batch, m, k, transposed=transposed[1], stride=stride)
+    out = torch.randn(*batch, n, k + stride).to(dtype)[..., :k]
+    bias = torch.randn(k) if with_bias else None
+    expected = 0.5 * (left.double() @ right.double()) + (0 if bias is None else bias.double())
+    expected = expected + out.double() if add else expected
+    products.multiply(left, right, out, bias, 0.5, add)
+    assert_near(out, expected, dtype, loose=0.25)  # one rounding
+
+
+@needs_kernels
+def test_a_product_does_not_depend_on_threads():
+    left, right = random(300, 700), random(700, 250, transposed=True)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2, 3, 4):
+        torch.set_num_threads(threads)
+        found.append(products.multiply(left, right, torch.empty(300, 250)))
+    torch.set_num_threads(before)
+    assert all(torch.equal(found[0], each) for each in found)
+
+
+@needs_kernels
+def test_what_is_not_a_number_stays_so():
+    left, right = torch.ones(20, 20).bfloat16(), torch.ones(20, 20).bfloat16()
+    left[3, 4], left[5, 6] = torch.nan, torch.inf
+    out = products.multiply(left, right, torch.empty(20, 20))
+    assert out[3].isnan().all()
+    assert out[5].isinf().all()
+    assert (out.isfinite().sum(1) == 20).sum() == 18
+
+
+@needs_kernels
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_linear_layer(taken, transposed, with_bias):
+    torch.manual_seed(1)
+    weight = torch.randn(40, 33)
+    tensors = [torch.randn(9, 4, 33), weight.t().contiguous() if transposed else weight]
+    tensors += [torch.randn(40)] if with_bias else []
+
+    def formula(x, w, b=0.0):
+        return x @ (w if transposed else w.t()) + b
+
+    check(lambda x, w, b=None: linear.linear(x, w, b, transposed), formula, tensors, torch.bfloat16)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_gradient_is_not_rounded_before_its_sum(taken, dtype):
+    x, grad, main_grad = random(6, 20, 48), random(6, 20, 33), torch.ones(33, 48, dtype=dtype)
+    accumulate_weight_gradient(x, grad, main_grad)
+    expected = 1 + torch.einsum("sbo,sbi->oi", grad.double(), x.double())
+    assert_near(main_grad, expected, dtype, loose=0.25)
+
+
+@needs_kernels
+def test_matmul_of_what_the_kernel_does_not_take(taken):
+    """Few rows, three dimensions on the right, another dtype: torch's own."""
+    for shapes in (((3, 20), (20, 20)), ((2, 20, 20), (2, 20, 20)), ((20,), (20, 20))):
+        left, right = (torch.randn(shape).bfloat16() for shape in shapes)
+        assert torch.equal(linear.matmul(left, right), left @ right)
+    assert not products.takes(torch.ones(20, 20), torch.ones(20, 20))
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert not products.takes(*torch.empty(2, 20, 20, dtype=torch.bfloat16))
+
+
+AVX512 = "avx512f avx512bw avx512vl avx512dq"
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "expected"),
+    [
+        ("GenuineIntel", f"{AVX512} avx512_bf16 avx512_fp16", True),  # Sapphire Rapids without its AMX
+        ("GenuineIntel", f"{AVX512} avx512_bf16 avx512_fp16 amx_bf16 amx_tile", False),
+        ("GenuineIntel", f"{AVX512} avx512_bf16", False),  # Cooper Lake
+        ("GenuineIntel", AVX512, True),  # Ice Lake and before
+        ("AuthenticAMD", f"{AVX512} avx512_bf16", False),
+        ("AuthenticAMD", "avx2 fma", False),
+    ],
+)
+def test_which_processors(vendor, flags, expected):
+    text = f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu {flags}\n"
+    assert products.fp32_is_faster_on(text) is expected
+
+
+def test_no_processor_known():
+    assert not products.fp32_is_faster_on("")
