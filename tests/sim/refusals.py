@@ -386,6 +386,25 @@ case(
     "unpermuted_tokens_grad", unpermuted_tokens_grad=zeros(3, 8, 1)
 ).but("drop_and_pad", drop_and_pad=True)
 
+_logits = zeros(3, 8)
+case("npu_moe_gating_top_k", x=_logits, k=2, bias=zeros(8), k_group=1, group_count=2).but(
+    "x", x=_logits.double()
+).but("x", x=zeros(3, 8, 1)).but("x", x=full(3, 2049)).but("bias", bias=zeros(8, dtype=BF16)).but(
+    "bias", bias=zeros(4)
+).but("input_ids", input_ids=ints(0, 1, 2)).but("tid2eid", tid2eid=ints(0, 1).view(1, 2)).but(
+    "group_select_mode", group_select_mode=2
+).but("group_count", group_count=4).but("group_count", x=full(3, 1040), bias=full(1040), group_count=80).but(
+    "k_group", k_group=3
+).but("k", k=5).but("renorm", renorm=1).but("norm_type", norm_type=2)
+_experts = ints(0, 1, 2, 3, 4, 5, dtype=torch.int32).view(3, 2)
+case(
+    "npu_moe_gating_top_k_backward", x_norm=_logits, grad_y=zeros(3, 2), expertIdx=_experts, norm_type=1
+).but("x_norm", x_norm=_logits.half()).but("x_norm", x_norm=zeros(3, 8, 1)).but(
+    "x_norm", x_norm=zeros(3, 1)
+).but("grad_y", grad_y=zeros(3, 2, dtype=FP64)).but("grad_y", grad_y=zeros(3, 9)).but(
+    "expertIdx", expertIdx=_experts.long()
+).but("expertIdx", expertIdx=_experts[:2]).but("norm_type", norm_type=0)
+
 # --- grouped matrix products ---
 
 _ends = ints(2, 2, 6)

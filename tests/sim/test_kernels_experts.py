@@ -1,4 +1,4 @@
-"""Permutation of tokens and grouped matrix products on the simulated NPU."""
+"""Choice of experts, permutation of tokens and grouped matrix products on the simulated NPU."""
 
 from __future__ import annotations
 
@@ -191,6 +191,59 @@ def test_a_rank_may_have_no_tokens():
     tokens, _, positions = npu("npu_moe_token_permute_with_routing_map")(none, routing, num_out_tokens=0)
     result = npu("npu_moe_token_unpermute_with_routing_map")(tokens, positions, [0, 4])
     assert result.shape == (0, 4)
+
+
+# --- the router ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groups", [{}, {"k_group": 2, "group_count": 4, "group_select_mode": 1}], ids=str)
+def test_experts_by_sigmoid_scores(dtype, groups):
+    """The weights are divided by their sum, the bias is for the choice alone; torch_npu's own gradient."""
+    logits = torch.stack([torch.randperm(16) for _ in range(5)]) * 0.37 - 2.8
+    bias = torch.linspace(-0.1, 0.2, 16)
+    chosen = []
+
+    def operation(x, b):
+        weights, experts, scores = npu("npu_moe_gating_top_k")(
+            x, 4, bias=b, norm_type=1, out_flag=True, routed_scaling_factor=2.5, **groups
+        )
+        chosen[:] = [experts.cpu().long(), scores]
+        return weights
+
+    def formula(x, b):
+        picked = x.sigmoid().gather(1, chosen[0])
+        return 2.5 * picked / picked.sum(-1, keepdim=True)
+
+    compare(operation, formula, [logits, bias], dtype, differentiable=False)
+    x = logits.to(dtype).npu().requires_grad_()
+    double = logits.to(dtype).double().requires_grad_()
+    grad = torch.randn(5, 4).to(dtype)
+    operation(x, bias.to(dtype).npu()).backward(grad.npu())
+    formula(double, bias).backward(grad.double())
+    assert_near(x.grad.cpu(), double.grad, dtype)
+    scores = logits.to(dtype).double().sigmoid() + bias.to(dtype).double()
+    assert_near(chosen[1].cpu(), scores - bias.to(dtype).double(), torch.float32)
+    if groups:
+        members = scores.view(5, 4, 4)
+        best = members.topk(2, dim=-1).values.sum(-1).topk(2, dim=-1).indices
+        for row, allowed in zip(chosen[0] // 4, best, strict=True):
+            assert set(row.tolist()) <= set(allowed.tolist())
+    else:
+        assert torch.equal(chosen[0], scores.topk(4, dim=-1).indices)
+
+
+def test_experts_by_softmax_scores_have_no_gradient():
+    logits = torch.stack([torch.randperm(8) for _ in range(5)]) * 0.37
+    weights, experts, nothing = npu("npu_moe_gating_top_k")(logits.npu(), 2)
+    right = logits.double().softmax(-1).topk(2, dim=-1)
+    assert_near(weights.cpu(), right.values, torch.float32)
+    assert torch.equal(experts.cpu().long(), right.indices)
+    assert nothing.numel() == 0
+    x = logits.npu().requires_grad_()
+    weights, _, _ = npu("npu_moe_gating_top_k")(x, 2, out_flag=True)
+    with pytest.raises(RuntimeError, match="norm_type"):
+        weights.sum().backward()
 
 
 # --- grouped matrix products ---

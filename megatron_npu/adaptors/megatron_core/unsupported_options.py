@@ -81,7 +81,6 @@ NEED_TRANSFORMER_ENGINE = (
 DO_WITHOUT_TRANSFORMER_ENGINE = (
     Option("--te-rng-tracker", ("te_rng_tracker", "use_te_rng_tracker")),
     Option("--use-te-activation-func", ("use_te_activation_func",)),
-    Option("--moe-router-fusion", ("moe_router_fusion",)),  # since 0.14
     Option("--fused-residual-rmsnorm", ("fused_residual_rmsnorm",)),  # since 0.17
 )
 NEED_CUDA = (

@@ -1,4 +1,4 @@
-"""Sorting tokens by expert and back.
+"""Sorting tokens by expert and back, and the choice of the experts.
 
 ``sorted_indices[i * topk + k]`` is the row of the sorted tokens where the k-th copy of token i lies. -1 or
 a row beyond the sorted tokens means that the copy was dropped.
@@ -272,3 +272,63 @@ def _scatter(values: Tensor, positions: Tensor, count: int) -> Tensor:
     rows = torch.zeros(count, values.size(1))
     rows[positions[valid]] = values[valid]
     return rows
+
+
+# --- the router ---
+
+
+@kernel("npu_moe_gating_top_k")
+def npu_moe_gating_top_k(
+    x: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights and experts (int32) ``[t, k]`` and, with ``out_flag``, all scores (fp32, ``[t, e]``).
+
+    Softmax (``norm_type`` 0) or sigmoid scores; ``bias`` is added for the choice alone. With groups, experts
+    are chosen from the ``k_group`` of them with the largest score (mode 0) or sum of two (mode 1).
+    """
+    scores = x.float().softmax(-1) if norm_type == 0 else x.float().sigmoid()
+    preference = scores if bias is None else scores + bias.float()
+    if group_count > 1:
+        grouped = preference.view(x.size(0), group_count, -1)
+        worth = grouped.topk(group_select_mode + 1, dim=-1).values.sum(-1)
+        kept = torch.full_like(worth, float("-inf")).scatter(1, worth.topk(k_group, dim=-1).indices, 0.0)
+        preference = (grouped + kept.unsqueeze(-1)).flatten(1)
+    chosen = preference.topk(k, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if norm_type == 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    weights = (weights * routed_scaling_factor).to(x.dtype)
+    return weights, chosen.int(), scores if out_flag else scores.new_empty(0)
+
+
+@kernel("npu_moe_gating_top_k_backward")
+def npu_moe_gating_top_k_backward(
+    x_norm: Tensor,
+    grad_y: Tensor,
+    expertIdx: Tensor,  # noqa: N803  the schema's name
+    *,
+    renorm: int = 0,
+    norm_type: int = 0,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> Tensor:
+    """Return the gradient ``[t, e]`` of ``x``, of sigmoid scores ``x_norm``."""
+    chosen, grad = expertIdx.long(), grad_y.float() * routed_scaling_factor
+    scores = x_norm.gather(1, chosen)
+    total = scores.sum(-1, keepdim=True) + eps
+    mean = (scores / total * grad).sum(-1, keepdim=True)
+    of_scores = torch.zeros_like(x_norm).scatter_add(1, chosen, (grad - mean) / total)
+    return (x_norm * (1 - x_norm) * of_scores).to(grad_y.dtype)

@@ -69,24 +69,14 @@ def test_the_package_is_stood_in_for():
     torch.testing.assert_close(plain, turned)
 
 
-@pytest.mark.parametrize("option", ["moe_router_fusion"])
-def test_fusions_of_transformer_engine_are_left_out_and_said(option, monkeypatch):
-    config = make_config(**MIXTURE, **{option: True})
-    assert getattr(config, option) is False
-    flag = option.replace("_", "-")
-    assert dispatch.fallbacks[flag, "TransformerEngine is not installed"] >= 1
-    monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
-    with pytest.raises(dispatch.FallbackForbiddenError, match=flag):
-        make_config(**MIXTURE, **{option: True})
-
-
 def moe_layer(**changes):
     """Return a mixture of three experts, two of them for each token."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     torch.manual_seed(4)
-    config = make_config(**MIXTURE, moe_router_topk=2, moe_router_load_balancing_type="none", **changes)
+    balanced = {"moe_router_load_balancing_type": "none"} | changes
+    config = make_config(**MIXTURE, moe_router_topk=2, **balanced)
     spec = get_moe_module_spec(use_te=False, num_experts=3, moe_grouped_gemm=False)
     return MoELayer(config, submodules=spec.submodules).to(here())
 

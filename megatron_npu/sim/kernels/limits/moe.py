@@ -1,4 +1,4 @@
-"""The limits of sorting tokens by expert and back."""
+"""The limits of sorting tokens by expert and back, and of choosing the experts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_npu.sim.kernels.checker import Limit, Limits, absent, dimensions, dtype, not_simulated, one_of
+from megatron_npu.sim.kernels.checker import (
+    Limit,
+    Limits,
+    absent,
+    dimensions,
+    dtype,
+    dtype_of,
+    not_simulated,
+    one_of,
+    shape_of,
+)
 from megatron_npu.sim.kernels.limits.common import FLOATS
 
 LAST_EXACT_COUNT = 16777215  # 2^24 - 1, up to where fp32 counts exactly: the device sorts floats
@@ -202,7 +212,76 @@ MOE_TOKEN_UNPERMUTE_WITH_ROUTING_MAP_GRAD = Limits(
     ),
 )
 
+GATED_EXPERTS, GROUPS_OF = 2048, 32  # experts, also once every group is filled up to multiples of 32
+
+MOE_GATING_TOP_K = Limits(
+    "wheel, npu_moe_gating_top_k; aclnn, aclnnMoeGatingTopK",
+    (
+        dtype("x", *FLOATS),
+        dimensions("x", 2),
+        Limit("x", f"at most {GATED_EXPERTS} experts", lambda a: a.x.size(1) <= GATED_EXPERTS),
+        dtype_of("bias", "x"),
+        Limit("bias", "[experts]", lambda a: a.bias.shape == a.x.shape[1:]),
+        not_simulated("input_ids"),
+        not_simulated("tid2eid"),
+        one_of("group_select_mode", 0, 1),
+        Limit(
+            "group_count",
+            "a divisor of the number of experts, with more than two of them in a group",
+            lambda a: (
+                a.group_count > 0 and a.x.size(1) % a.group_count == 0 and a.x.size(1) // a.group_count > 2
+            ),
+        ),
+        Limit(
+            "group_count",
+            f"{GATED_EXPERTS} experts once every group is filled up to a multiple of {GROUPS_OF}",
+            lambda a: _filled_up(a.x.size(1) // a.group_count) * a.group_count <= GATED_EXPERTS,
+        ),
+        Limit("k_group", "1 to group_count", lambda a: 1 <= a.k_group <= a.group_count),
+        Limit("k", "1 to the experts of k_group groups", lambda a: 1 <= a.k <= _experts_of_groups(a)),
+        one_of("renorm", 0),
+        one_of("norm_type", 0, 1),
+    ),
+    "The wheel says that the operation supports inference, and its gradient training, by autograd of sigmoid "
+    "scores. Weights of softmax scores are not divided by their sum (aclnn; older editions of it do not tell "
+    "the two apart).",
+)
+
+MOE_GATING_TOP_K_BACKWARD = Limits(
+    "wheel, npu_moe_gating_top_k_backward; aclnn, aclnnMoeGatingTopKBackward",
+    (
+        dtype("x_norm", torch.float32),
+        dimensions("x_norm", 2),
+        Limit("x_norm", f"2 to {GATED_EXPERTS} experts", lambda a: 2 <= a.x_norm.size(1) <= GATED_EXPERTS),
+        dtype("grad_y", *FLOATS),
+        Limit(
+            "grad_y",
+            "[tokens, k] with k up to the number of experts, no empty tensor",
+            lambda a: (
+                a.grad_y.dim() == 2
+                and a.grad_y.size(0) == a.x_norm.size(0)
+                and 1 <= a.grad_y.size(1) <= a.x_norm.size(1)
+                and a.grad_y.numel() > 0
+            ),
+        ),
+        dtype("expertIdx", torch.int32),
+        shape_of("expertIdx", "grad_y"),
+        one_of("norm_type", 1),
+    ),
+)
+
+
+def _filled_up(experts: int) -> int:
+    return -(-experts // GROUPS_OF) * GROUPS_OF
+
+
+def _experts_of_groups(a: SimpleNamespace) -> int:
+    return a.x.size(1) // a.group_count * a.k_group
+
+
 LIMITS = {
+    "npu_moe_gating_top_k": MOE_GATING_TOP_K,
+    "npu_moe_gating_top_k_backward": MOE_GATING_TOP_K_BACKWARD,
     "npu_moe_token_permute": MOE_TOKEN_PERMUTE,
     "npu_moe_token_permute_grad": MOE_TOKEN_PERMUTE_GRAD,
     "npu_moe_token_permute_grad_v2": MOE_TOKEN_PERMUTE_GRAD,
