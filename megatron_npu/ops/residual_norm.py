@@ -18,6 +18,8 @@ _NPU_EPSILON = 1e-5  # the only one that aclnnAddLayerNorm takes
 # Given a parameter and its fp32 gradient; True if it will be added to the parameter's gradient buffer.
 Keep = Callable[[Tensor, Tensor], bool]
 
+_RESULT = "megatron_npu_normalised"  # of a sum: the norm that will read it, and its result
+
 
 def add_layer_norm(
     x: Tensor,
@@ -56,6 +58,21 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the RMS norm of ``x + residual`` and that sum; as ``add_layer_norm`` otherwise."""
     return _add_rms_norm(x, residual, weight, eps, zero_centered_gamma, keep)
+
+
+def hand_on(total: Tensor, reader: Any, result: Tensor) -> None:
+    """Leave ``result``, which the norm ``reader`` would make of ``total``, for that norm."""
+    setattr(total, _RESULT, (reader, result))
+
+
+def result_of(reader: Any, input: Tensor) -> Tensor | None:
+    """Return what ``reader``, a norm, makes of ``input`` if it was handed on; once, as it holds memory."""
+    found = getattr(input, _RESULT, None)
+    if found is None:
+        return None
+    delattr(input, _RESULT)
+    norm, result = found
+    return result if norm is reader else None
 
 
 def _layer_norm_reference(

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_npu.adaptors.megatron_core.decorators import replace
-from megatron_npu.adaptors.shared import residual_norms
-from megatron_npu.ops import norm
+from megatron_npu.ops import norm, residual_norm
 
 
 @replace(
@@ -66,7 +65,7 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` to ``[..., h]``."""
-        result = residual_norms.result_of(self, x)
+        result = residual_norm.result_of(self, x)
         if result is not None:
             return result
         options = (self.eps, self.zero_centered_gamma, self.memory_efficient)

@@ -5,6 +5,8 @@ Connects ``transformer.transformer_block`` and ``tensor_parallel.layers``.
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import around, records
 from megatron_npu.adaptors.shared import biased_product, residual_norms
+from megatron_npu.standins.transformer_engine import pytorch as te_layers
 
 biased_product.connect(records, lambda bias: None)
 
@@ -26,6 +29,8 @@ Add = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 def tell_sums_their_norms(original: Callable[[Any], None], self: Any) -> None:
     """Give what adds a layer's residuals the norms that read the sums, the next layer's for the last."""
     original(self)
+    for layer in self.layers:
+        _let_products_add_biases(layer)
     config = self.config
     if not residual_norms.without_recomputation(None, config.recompute_modules):
         return
@@ -34,9 +39,10 @@ def tell_sums_their_norms(original: Callable[[Any], None], self: Any) -> None:
     layers = list(self.layers)
     for layer in layers:
         if _passes_on(layer, "cross_attention") and _passes_on(layer, "pre_cross_attn_layernorm"):
-            _tell(layer, "self_attn_bda", getattr(layer, "pre_mlp_layernorm", None))
+            recomputed = "mlp" in config.recompute_modules
+            _tell(layer, "self_attn_bda", _norm_of(layer, "pre_mlp_layernorm", "mlp.linear_fc1", recomputed))
     if residual_norms.without_recomputation(config.recompute_granularity):
-        after = [getattr(layer, "input_layernorm", None) for layer in layers[1:]]
+        after = [_norm_of(layer, "input_layernorm", "self_attention.linear_qkv") for layer in layers[1:]]
         for layer, norm in zip(layers, [*after, self.final_layernorm], strict=False):
             _tell(layer, "mlp_bda", norm)
 
@@ -46,12 +52,37 @@ def _passes_on(layer: Any, part: str) -> bool:
     return type(getattr(layer, part, None)).__name__ == "IdentityOp"
 
 
+def _norm_of(layer: Any, part: str, linear: str, recomputed: bool = False) -> Any:
+    """Return the norm ``part`` of a layer, or ``linear``, which has it under TransformerEngine's name.
+
+    Args:
+        recomputed: whether ``linear`` is, which then reads a copy of the sum.
+    """
+    if _passes_on(layer, part) and not recomputed:
+        with contextlib.suppress(AttributeError):
+            return operator.attrgetter(linear)(layer)
+    return getattr(layer, part, None)
+
+
+def _let_products_add_biases(layer: Any) -> None:
+    """Let the linear layers under TransformerEngine's names do it, but those of experts.
+
+    Their callers first scale the bias of the second by the router's probability.
+    """
+    experts = getattr(getattr(layer, "mlp", None), "experts", None)
+    left = set() if experts is None else set(experts.modules())
+    for module in layer.modules():
+        if isinstance(module, te_layers.Linear) and module not in left:
+            module.take_bias()
+
+
 def _tell(layer: Any, where: str, norm: Any) -> None:
     """Let ``where`` of a layer, upstream's own function, add for ``norm``, if that is a norm of ours."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    own = getattr(layer, where, None) is get_bias_dropout_add and isinstance(norm, WrappedTorchNorm)
+    known = (WrappedTorchNorm, te_layers.RMSNorm, te_layers.LayerNormLinear)
+    own = getattr(layer, where, None) is get_bias_dropout_add and isinstance(norm, known)
     if own and residual_norms.reads_sums(norm):
         setattr(layer, where, _SumForNorm(norm))
 

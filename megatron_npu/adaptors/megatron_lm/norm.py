@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_lm.decorators import around, replace
-from megatron_npu.adaptors.shared import residual_norms
 from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel, mixed_layer_norm
+from megatron_npu.ops import residual_norm
 
 _TARGET = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
 
@@ -23,7 +23,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
     """``[..., h]`` to ``[..., h]`` in the dtype of the weight, as upstream's mixed-precision kernel."""
     from megatron.core.utils import make_viewless_tensor
 
-    result = residual_norms.result_of(self, input)
+    result = residual_norm.result_of(self, input)
     if result is not None:
         return result
     output = mixed_layer_norm(input, self.weight, self.bias, self.eps)

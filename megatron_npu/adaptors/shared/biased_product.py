@@ -56,7 +56,10 @@ def _may_add(layer: Any) -> bool:
     if layer.bias is None or not layer.skip_bias_add or getattr(layer, "gather_output", False):
         return False
     split = getattr(layer, "input_size_per_partition", None)  # of rows only
-    return split is None or split == layer.input_size
+    if split is None:
+        return True
+    # of an expert, the caller first scales the bias by the router's probability (since 0.15)
+    return split == layer.input_size and not getattr(layer, "is_expert", False)
 
 
 def with_waiting_bias(

@@ -19,16 +19,22 @@ from megatron_npu.ops.activation_offload import saving
 from megatron_npu.ops.dropout import dropout
 
 WHY = "on an NPU one operation adds the residual and normalises the sum; upstream takes two"
-_RESULT = "megatron_npu_normalised"  # of a sum: the norm that will read it, and its result
+
+
+def vectors_of(norm: Any) -> tuple[Any, Any]:
+    """Return weight and bias of a norm, or of that in front of a layer under TransformerEngine's name."""
+    if hasattr(norm, "layer_norm_weight"):
+        return norm.layer_norm_weight, norm.layer_norm_bias
+    return getattr(norm, "weight", None), getattr(norm, "bias", None)
 
 
 def reads_sums(norm: Any) -> bool:
     """Return whether a norm's result can be computed with the sum that it reads."""
-    weight = getattr(norm, "weight", None)
+    weight, bias = vectors_of(norm)
     if not isinstance(weight, Tensor) or getattr(norm, "memory_efficient", False):
         return False
     shape = (1, weight.numel())  # every shape of an input is taken that a norm here is given
-    if norm.bias is None:
+    if bias is None:
         return residual_norm.rms_norm_beyond_npu(weight.new_empty(shape), weight) is None
     return residual_norm.layer_norm_beyond_npu(weight.new_empty(shape), weight, norm.eps) is None
 
@@ -46,27 +52,18 @@ def add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, norm: Any) -
     Returns:
         None where the dtypes differ, as with --fp32-residual-connection.
     """
-    if not x.dtype is residual.dtype is norm.weight.dtype or x.shape != residual.shape:
+    weight, norm_bias = vectors_of(norm)
+    if not x.dtype is residual.dtype is weight.dtype or x.shape != residual.shape:
         return None
     dropped = dropout(x if bias is None else x + bias, p, True)
     options = (norm.eps, getattr(norm, "zero_centered_gamma", False), gradients.keep)
     with saving(norm):
-        if norm.bias is None:
-            result, total = residual_norm.add_rms_norm(dropped, residual, norm.weight, *options)
+        if norm_bias is None:
+            result, total = residual_norm.add_rms_norm(dropped, residual, weight, *options)
         else:
-            result, total = residual_norm.add_layer_norm(dropped, residual, norm.weight, norm.bias, *options)
-    setattr(total, _RESULT, (norm, result))
+            result, total = residual_norm.add_layer_norm(dropped, residual, weight, norm_bias, *options)
+    residual_norm.hand_on(total, norm, result)
     return total
-
-
-def result_of(norm: Any, input: Tensor) -> Tensor | None:
-    """Return what ``norm`` makes of ``input`` if it was computed with it; only once, as it holds memory."""
-    found = getattr(input, _RESULT, None)
-    if found is None:
-        return None
-    delattr(input, _RESULT)
-    reader, result = found
-    return result if reader is norm else None
 
 
 def without_recomputation(granularity: str | None, modules: Any = ()) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_npu.errors import UsageError
-from megatron_npu.ops import norm
+from megatron_npu.ops import norm, residual_norm
 from megatron_npu.standins.transformer_engine import parallel
 
 _logger = logging.getLogger(__name__)
@@ -162,6 +162,7 @@ class Linear(TransformerEngineBaseModule):
         super().__init__(**options)
         self.use_bias, self.return_bias, self.parallel_mode = bias, return_bias, parallel_mode
         self.apply_bias = bias and not return_bias
+        self._takes_bias = False
         self.in_features = in_features // self.tp_size if parallel_mode == "row" else in_features
         self.out_features = out_features // self.tp_size if parallel_mode == "column" else out_features
         self.sequence_parallel = self.sequence_parallel and parallel_mode is not None
@@ -196,14 +197,31 @@ class Linear(TransformerEngineBaseModule):
         elif mode == "column":
             set_tensor_model_parallel_attributes(vector, True, 0, 1)
 
+    def take_bias(self) -> None:
+        """From now on add the bias that is returned, and return None, where the product can add it.
+
+        Not that of rows which ranks share: it follows their sum.
+        """
+        self._takes_bias = self.parallel_mode != "row" or self.tp_size == 1
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the output has the bias; a product with weights that are not trained takes none."""
+        taken = self.use_bias and self._takes_bias and self.weight.requires_grad
+        return self.apply_bias or taken
+
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """``[s, b, i]`` to ``[s, b, o]``, each as the mode cuts it; with ``return_bias`` also the bias."""
         output = self._linear(inp)
-        return (output, self.bias) if self.return_bias else output
+        return (output, self._left()) if self.return_bias else output
+
+    def _left(self) -> Tensor | None:
+        """Return the bias that the caller is to add."""
+        return None if self.adds_bias else self.bias
 
     def _linear(self, inp: Tensor) -> Tensor:
         options: dict[str, Any] = {"group": self.tp_group, "fused": self.fuse_wgrad_accumulation}
-        bias = self.bias if self.apply_bias else None
+        bias = self.bias if self.adds_bias else None
         if self.parallel_mode == "row":
             options |= {"size": self.tp_size, "sequence": self.sequence_parallel}
             return parallel.row(inp, self.weight, bias, **options)
@@ -270,19 +288,25 @@ class LayerNormLinear(Linear):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """As ``Linear``; with ``return_layernorm_output`` also ``[s, b, i]``, the norm's, comes last."""
-        if self.layer_norm_bias is None:
-            normed = norm.rms_norm(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
-        else:
-            normed = norm.layer_norm(
-                inp, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma
-            )
+        handed_on = residual_norm.result_of(self, inp)
+        normed = self._normalise(inp) if handed_on is None else handed_on
         results: list[Any] = [self._linear(normed)]
         if self.return_bias:
-            results.append(self.bias)
+            results.append(self._left())
         if self.return_layernorm_output:
             whole = self.return_layernorm_output_gathered and self.sequence_parallel
             results.append(parallel.gathered(normed, self.tp_group) if whole else normed)
         return tuple(results) if len(results) > 1 else results[0]
+
+    def _normalise(self, inp: Tensor) -> Tensor:
+        weight, bias, options = (
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            (self.eps, self.zero_centered_gamma),
+        )
+        if bias is None:
+            return norm.rms_norm(inp, weight, *options)
+        return norm.layer_norm(inp, weight, bias, *options)
 
 
 class LayerNormMLP(TransformerEngineBaseModule):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_npu.ops import norm
+from megatron_npu.ops import norm, residual_norm
 
 
 class RMSNorm(torch.nn.Module):
@@ -57,6 +57,10 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., h]`` to ``[..., h]``."""
+        result = residual_norm.result_of(self, input)
+        return self._normalise(input) if result is None else result
+
+    def _normalise(self, input: Tensor) -> Tensor:
         return norm.rms_norm(input, self.weight, self.eps, self.zero_centered_gamma)
 
 
@@ -65,8 +69,7 @@ class LayerNorm(RMSNorm):
 
     has_bias = True
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``[..., h]`` to ``[..., h]``."""
+    def _normalise(self, input: Tensor) -> Tensor:
         return norm.layer_norm(input, self.weight, self.bias, self.eps, self.zero_centered_gamma)
 
 

@@ -33,11 +33,12 @@ def row(
     """
     from megatron.core.tensor_parallel import mappings
 
+    if size == 1:
+        return _product(input, weight, bias, fused, False, False, group)
     output = _product(input, weight, None, fused, False, False, group)
-    if size > 1:
-        name = "reduce_scatter_to_sequence_parallel" if sequence else "reduce_from_tensor_model_parallel"
-        function = getattr(mappings, f"{name}_region")
-        output = function(output, **_known(function, group=group))
+    name = "reduce_scatter_to_sequence_parallel" if sequence else "reduce_from_tensor_model_parallel"
+    function = getattr(mappings, f"{name}_region")
+    output = function(output, **_known(function, group=group))
     return output if bias is None else output + bias
 
 

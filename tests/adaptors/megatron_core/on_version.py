@@ -10,9 +10,12 @@ import pytest
 from tests import warm
 from tests.conftest import ROOT
 from tests.end_to_end import tiny
+from tests.sim.conftest import run_simulated, unavailable
 
 
-def run(worker: str, version: str, *arguments: str, processes: int = 0, **variables: str) -> None:
+def run(
+    worker: str, version: str, *arguments: str, processes: int = 0, npu: bool = False, **variables: str
+) -> None:
     """Run a module of this folder, by itself or in the processes of a group, and demand that it succeeds.
 
     Args:
@@ -20,6 +23,7 @@ def run(worker: str, version: str, *arguments: str, processes: int = 0, **variab
         version: of megatron-core; it is taken from checkouts/, and the test skipped where it is absent.
         arguments: of the module.
         processes: torchrun's; 0: none.
+        npu: on simulated ones; the test is skipped where there can be none.
         variables: of the environment, besides those that find the version.
     """
     root = ROOT / "checkouts" / (f"core_v{version}" if version == "0.16.1" else f"megatron_core-{version}")
@@ -28,9 +32,17 @@ def run(worker: str, version: str, *arguments: str, processes: int = 0, **variab
     common = tiny.environment()
     path = os.pathsep.join([str(root), common["PYTHONPATH"]])
     launcher = tiny.torchrun(processes) if processes else []
+    command = [*launcher, "-m", f"tests.adaptors.megatron_core.{worker}", *arguments]
+    found = {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)} | variables
+    if npu:
+        if unavailable():
+            pytest.skip(unavailable())
+        done = run_simulated("python", *command, cwd=ROOT, **found)
+        assert done.returncode == 0, done.stdout[-3000:]
+        return
     done = warm.run(
-        [sys.executable, *launcher, "-m", f"tests.adaptors.megatron_core.{worker}", *arguments],
-        env=common | {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)} | variables,
+        [sys.executable, *command],
+        env=common | found,
         cwd=ROOT,
         capture_output=True,
         text=True,

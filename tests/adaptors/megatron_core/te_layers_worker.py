@@ -11,6 +11,7 @@ compare theirs.
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def model(case: str, named: bool, tensor_parallel: int = 1) -> Any:
         **{
             **{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0},
             **{"tensor_model_parallel_size": tensor_parallel, "sequence_parallel": tensor_parallel > 1},
-            **{"hidden_dropout": 0.0, "moe_grouped_gemm": experts and named},
+            **{"hidden_dropout": 0.0, "bias_dropout_fusion": True, "moe_grouped_gemm": experts and named},
             **CASES[case],
         }
     )
@@ -105,8 +106,8 @@ def under_te_names(case: str, entries: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def compare(case: str) -> Any:
-    """Demand the same loss and the same gradients, bit for bit, of both kinds of layers; return ours."""
+def compare(case: str) -> tuple[Any, Any]:
+    """Demand the same loss and the same gradients, bit for bit, of both kinds of layers; return both."""
     named, local = model(case, True), model(case, False)
     disturb(local)
     named.load_state_dict(under_te_names(case, local.state_dict()))
@@ -116,7 +117,7 @@ def compare(case: str) -> Any:
     assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
     unequal = {name for name in mine if not torch.equal(mine[name], theirs[name])}
     assert not unequal, (case, unequal)
-    return named
+    return named, local
 
 
 def load_as_te_writes(built: Any) -> None:
@@ -188,7 +189,7 @@ def alone(folder: Path) -> None:
 
     cross_attention_takes_a_mask_of_each_side()
     for case in CASES:
-        built = compare(case)
+        built, _ = compare(case)
         load_as_te_writes(built)
         checkpoint(built, folder / case)
         loss, _ = loss_and_gradients(built)
@@ -202,6 +203,21 @@ def alone(folder: Path) -> None:
     torch.save(gradients, folder / "gradients.pt")
     with pytest.raises(UsageError, match="fp8"):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, fp8="hybrid")
+
+
+def on_a_simulated_npu(folder: Path) -> None:
+    """Compare there, and demand no more launches than of the local layers."""
+    from megatron_npu.sim import counting
+
+    for case in CASES:
+        launches = []
+        for built in compare(case):
+            with counting() as counts:
+                loss_and_gradients(built)
+            launches.append(counts.total_launches)
+        named, local = launches
+        print(case, named, local)
+        assert named <= local, (case, named, local)
 
 
 def together(folder: Path) -> None:
@@ -242,4 +258,6 @@ def main(run: Callable[[Path], None]) -> None:
 
 
 if __name__ == "__main__":
-    main(lambda folder: (alone if dist.get_world_size() == 1 else together)(folder))
+    simulated = os.environ.get("MEGATRON_NPU_SIM") == "1"
+    kind = on_a_simulated_npu if simulated else alone
+    main(lambda folder: (kind if dist.get_world_size() == 1 else together)(folder))

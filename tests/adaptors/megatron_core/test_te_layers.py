@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from megatron_npu.standins.transformer_engine import pytorch, recipe
 from tests.adaptors.megatron_core import on_version
 
 VERSIONS = ["0.12.1", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"]
+SIMULATED = VERSIONS if os.environ.get("TEST_EVERY_VERSION") == "1" else ["0.12.1", "0.19.2"]
 SHARED = "0.16.1"  # tried with two tensor-parallel processes as well
 
 
@@ -26,6 +28,12 @@ def test_losses_gradients_and_checkpoints_are_those_of_local_layers(version: str
         on_version.run(
             "te_layers_worker", version, str(tmp_path), processes=processes, MEGATRON_NPU_TE="local"
         )
+
+
+@pytest.mark.parametrize("version", SIMULATED)
+def test_an_npu_launches_no_more_than_for_local_layers(version: str, tmp_path: Path) -> None:
+    """With the same numbers: sums with the norms that read them, biases in products, but for experts."""
+    on_version.run("te_layers_worker", version, str(tmp_path), processes=1, npu=True, MEGATRON_NPU_TE="local")
 
 
 def test_nothing_stands_under_the_name_unless_it_is_asked_for() -> None:

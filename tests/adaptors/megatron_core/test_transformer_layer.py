@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_npu.adaptors.shared import biased_product, residual_norms
+from megatron_npu.ops import residual_norm
 from tests.adaptors.comparison import here
 from tests.adaptors.megatron_core.conftest import make_config
 
@@ -27,18 +28,19 @@ RECOMPUTED = {
 }
 
 
-def _block(norm, **options):
+def _block(norm, experts=None, **options):
     """Return Megatron's DDP around a block of two layers and their final norm, the same each time."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     config = make_config(
-        normalization=norm, hidden_dropout=0.1, bias_dropout_fusion=True, bias_activation_fusion=True,
-        **options,
+        normalization=norm, hidden_dropout=0.1, bias_dropout_fusion=True,
+        bias_activation_fusion=not experts, num_moe_experts=experts, **options,
     )  # fmt: skip
     torch.manual_seed(5)
-    block = TransformerBlock(config, get_gpt_layer_local_spec(normalization=norm)).to(here())
+    spec = get_gpt_layer_local_spec(experts, normalization=norm)
+    block = TransformerBlock(config, spec).to(here())
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     return DistributedDataParallel(config, ddp, block)
 
@@ -87,7 +89,7 @@ def test_a_sum_that_nobody_reads_in_time_is_normalised_again():
     for other in (again, copied):
         torch.testing.assert_close(first, other, atol=1e-5, rtol=1e-5)
     total = residual_norms.add(x, None, residual, 0.0, norm)
-    assert residual_norms.result_of(block.final_layernorm, total) is None
+    assert residual_norm.result_of(block.final_layernorm, total) is None
 
 
 def test_weights_that_are_not_trained_leave_the_bias_to_the_caller():
@@ -102,3 +104,13 @@ def test_weights_that_are_not_trained_leave_the_bias_to_the_caller():
     plain, left = layer(x)
     assert left is layer.bias
     torch.testing.assert_close(output, plain + left, atol=1e-5, rtol=1e-5)
+
+
+def test_an_expert_leaves_the_bias_that_its_caller_scales_by_a_probability():
+    model = _block("LayerNorm", experts=2, moe_token_dispatcher_type="alltoall").module
+    expert = model.layers[0].mlp.experts.local_experts[0]
+    x = torch.randn(4, expert.linear_fc1.input_size).to(here())
+    hidden, taken = expert.linear_fc1(x)
+    assert taken is None
+    _, left = expert.linear_fc2(hidden)
+    assert left is expert.linear_fc2.bias
