@@ -45,6 +45,9 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
     need_compiler("cpu" if all(p.device.type == "cpu" for p in model.parameters()) else "cuda")
     _make_the_cache_usable()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS_OF_A_BLOCK)
+    # Backward is called outside of autocast: what forward took out of it (fp32) would be in it again.
+    if hasattr(torch._functorch.config, "backward_pass_autocast"):  # of newer torch
+        torch._functorch.config.backward_pass_autocast = "off"
     blocks = repeated_blocks(model)
     options = {"fallback_random": True} if devices.current().is_host else None
     for _, block in blocks or [("", model)]:

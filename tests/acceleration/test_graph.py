@@ -110,6 +110,29 @@ def test_all_layers_and_steps_have_one_graph(without_kernels, monkeypatch, kind,
     )
 
 
+class InFp32(nn.Linear):
+    """A linear layer that autocast leaves alone."""
+
+    def forward(self, input):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(input)
+
+
+def test_the_backward_pass_of_graphs_is_not_under_autocast():
+    """As without them; torch's default rounds in it what the forward pass has not rounded."""
+    torch.compiler.reset()
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Sequential(InFp32(24, 40), InFp32(40, 24)) for _ in range(2))
+        model, _ = accelerated(nn.Sequential(*layers), Switches(graph_optimization=graphs))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(20, 24)).square().mean()
+        loss.backward()
+        found.append(layers[0][0].weight.grad)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
+
+
 def test_graphs_drop_what_is_dropped_outside_of_them(without_kernels):
     """Our dropout stays in a graph, and draws as without one: the losses of both are the same."""
     found = []

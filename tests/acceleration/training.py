@@ -106,8 +106,10 @@ def run(kind: str, switches: Switches, steps: int, device: torch.device, ready: 
     from megatron_npu.ops.swapping import heads
 
     micro_batches = data(kind, steps)
-    losses = train(prepared(kind, switches, steps, device, ready), micro_batches, device)
-    assert not heads.calls_left, dict(heads.calls_left)
+    made = prepared(kind, switches, steps, device, ready)
+    losses = train(made, micro_batches, device)
+    left = [heads.calls_left[part] for part in made.module.modules() if part in heads.calls_left]
+    assert not left, left
     return losses
 
 
