@@ -112,6 +112,11 @@ ROOMS = (
         ("torch", "torch_npu"),
     ),
     Room(
+        "hccl_buffers.py",
+        "sizes of HCCL's buffers of each process group, from the arguments",
+        "devices errors",
+    ),
+    Room(
         "memory_flags.py",
         "flags that move what a step needs out of the device's memory",
         "devices errors",
@@ -143,8 +148,8 @@ ROOMS = (
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
         "attention_flags checked_numpy checksums data_unpickler deepspeed_device deepspeed_half devices "
-        "errors extension_locks files folder_lock interruption memory_flags older_flags ops patching "
-        "replaced replicas safe_load settings standins torch_readers watchdog",
+        "errors extension_locks files folder_lock hccl_buffers interruption memory_flags older_flags ops "
+        "patching replaced replicas safe_load settings standins torch_readers watchdog",
         ("torch", "megatron"),
     ),
     Room(
@@ -182,9 +187,9 @@ ROOMS = (
     Room(
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
-        "arg_parser attention_flags checksums devices errors files folder_lock generation memory_flags "
-        "older_flags ops plugin preprocessing replicas safe_load settings switch_rules switches tokenization "
-        "torch_readers upstream watchdog web",
+        "arg_parser attention_flags checksums devices errors files folder_lock generation hccl_buffers "
+        "memory_flags older_flags ops plugin preprocessing replicas safe_load settings switch_rules switches "
+        "tokenization torch_readers upstream watchdog web",
         ("torch", "megatron"),
     ),
     Room(

@@ -18,6 +18,32 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 
+BUFFER = "hccl_buffer_size"  # as torch_npu's ProcessGroupHCCL.Options().hccl_config names it, in MiB
+
+
+def buffer_of(group: dist.ProcessGroup) -> int | None:
+    """Return the MiB that a group's options name for one buffer of HCCL; None if they name none."""
+    options = _options_of(group)
+    return None if options is None else options.hccl_config.get(BUFFER)
+
+
+def set_buffer(group: dist.ProcessGroup, mebibytes: int) -> bool:
+    """Choose the buffers of a group without a communicator yet: torch_npu makes it at the first call.
+
+    Returns:
+        Whether it is a group of HCCL.
+    """
+    options = _options_of(group)
+    if options is not None:
+        options.hccl_config = {**options.hccl_config, BUFFER: mebibytes}
+    return options is not None
+
+
+def _options_of(group: dist.ProcessGroup) -> Any:
+    options = getattr(group._get_backend(torch.device("npu")), "options", None)
+    return options if hasattr(options, "hccl_config") else None
+
+
 def group_options(config: dict[str, int], high_priority: bool) -> Any:
     """Return torch_npu's options of a process group.
 

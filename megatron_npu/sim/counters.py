@@ -35,7 +35,7 @@ class Group:
         buffer: bytes of device memory that HCCL holds for it (two of its buffers); 0 once it is destroyed.
         calls: collectives, sends, receives and batches of them.
         bytes: what this rank handed over to them.
-        largest: of one call, since the process began.
+        largest: of what one call read or wrote, since the process began.
     """
 
     ranks: int = 0

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_npu import older_flags
+from megatron_npu import hccl_buffers, older_flags
 from megatron_npu.arg_parser import Parser, beta, integer, number, positive, whole
 from megatron_npu.attention_flags import add_attention_flags
 from megatron_npu.memory_flags import add_swap_optimizer
@@ -175,6 +175,7 @@ def _parallel(add: Add) -> None:
         help="tensor-parallel ranks share the sequence between their layers, too",
     )
     add_swap_optimizer(add)
+    hccl_buffers.add(add)
     add("--use-distributed-optimizer", action="store_true", help="shard the optimizer over data parallelism")
     add(
         "--overlap-grad-reduce",

@@ -7,6 +7,7 @@ messages and the same bytes. HCCL's buffers of their group are as --nccl-communi
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_npu
+from megatron_npu import hccl_buffers
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 
@@ -114,12 +116,16 @@ def refused() -> None:
 
 
 def buffers() -> None:
-    """The buffers of the group that the file names are as large as it says, and no other's."""
+    """Those of ``tp`` are as the file says, of ``mp`` as the arguments tell, the world's as ever."""
+    from megatron.core import parallel_state
+
     from megatron_npu.sim import counting
 
+    dist.all_reduce(torch.ones(1, device="npu"), group=parallel_state.get_model_parallel_group())
     with counting() as counts:
         dist.barrier()
     assert counts.groups["TENSOR_MODEL_PARALLEL_GROUP"].buffer == 2 * BUFFER << 20, counts.groups
+    assert counts.groups["MODEL_PARALLEL_GROUP"].buffer == 2 << 20, counts.groups
     assert counts.groups["default_pg"].buffer == 2 * 200 << 20, counts.groups
 
 
@@ -134,6 +140,15 @@ def main() -> None:
     )
     groups = Path(os.environ["RENDEZVOUS"]).with_name(f"groups{RANK}.yaml")
     groups.write_text(f"tp: {{hccl_buffer_size: {BUFFER}}}\n")
+    sizes = {"seq_length": LENGTH, "micro_batch_size": BATCH, "hidden_size": HIDDEN, "num_layers": 1}
+    layout = {
+        "tensor_model_parallel_size": RANKS,
+        "pipeline_model_parallel_size": 1,
+        "sequence_parallel": True,
+    }
+    heads = {"num_attention_heads": 4, "kv_channels": 64, "max_position_embeddings": LENGTH}
+    others = {"bf16": True, "fp16": False, "hccl_group_buffer_adaptive": True}
+    hccl_buffers.choose(Namespace(**sizes, **layout, **heads, **others))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=RANKS, nccl_communicator_config_path=str(groups)
     )

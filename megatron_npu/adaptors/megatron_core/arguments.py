@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_npu import devices, memory_flags, older_flags
+from megatron_npu import devices, hccl_buffers, memory_flags, older_flags
 from megatron_npu.adaptors.megatron_core import (
     activation_offloading,
     precision_aware_optimizer,
@@ -197,6 +197,10 @@ CHECKS = (  # they run in this order
         why="Megatron has no argument for --swap-optimizer, which needs an NPU and fp32 moments",
     ),
     Check(
+        hccl_buffers.choose,
+        why="--hccl-group-buffer-adaptive is for HCCL alone; the sizes follow from the arguments",
+    ),
+    Check(
         activation_offloading.refuse_on_the_host,
         devices=("cpu",),
         why="--fine-grained-activation-offloading would move activations from the host to the host",
@@ -275,6 +279,11 @@ around(
     condition=fused_optimizer_present,
     why="--swap-optimizer, the name that users of Ascend know for moments in the host's memory",
 )(declaring(memory_flags.add_swap_optimizer))
+
+around(
+    "megatron.training.arguments:add_megatron_arguments",
+    why="--hccl-group-buffer-adaptive, the name that users of Ascend know for HCCL's buffers by group",
+)(declaring(hccl_buffers.add))
 
 
 @around("megatron.training.arguments:validate_args", why=_reasons(), until=_until())

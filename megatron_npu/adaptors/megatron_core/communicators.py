@@ -1,30 +1,25 @@
 """Options of each process group's communicator: ``--nccl-communicator-config-path`` where there is no NCCL.
 
-Connects ``parallel_state`` of ``megatron.core``.
+With ``--hccl-group-buffer-adaptive`` also sizes of HCCL's buffers that the file does not give. Connects
+``parallel_state`` of ``megatron.core``, and its DDP, which knows the sizes of gradients.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_npu import devices
-from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, replace
+from megatron_npu import devices, hccl_buffers
+from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, around, replace
+from megatron_npu.adaptors.shared import communicators
 from megatron_npu.devices import hccl
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 
-logger = logging.getLogger(__name__)
-
 FLAG = "--nccl-communicator-config-path"
 OF_NCCL = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
-_BUFFER = "hccl_buffer_size"
 # Of HCCL, as torch_npu's ProcessGroupHCCL.Options().hccl_config names them, with the least that is allowed.
-OF_HCCL = {_BUFFER: 1, "hccl_exec_timeout": 0, "hccl_op_expansion_mode": 0}
-_DEFAULT_BUFFER = 200  # MiB, of each of a communicator's two (documentation of HCCL_BUFFSIZE)
-_said: set[str] = set()
+OF_HCCL = {hccl.BUFFER: 1, "hccl_exec_timeout": 0, "hccl_op_expansion_mode": 0}
 
 
 @replace(
@@ -44,13 +39,14 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
         UsageError: an option that neither HCCL nor NCCL has, or a value that HCCL does not take.
         FallbackForbiddenError: in strict mode, an option of NCCL.
     """
-    given = nccl_comm_cfgs.get(pg_name)
-    if not given:
-        return None
+    given = nccl_comm_cfgs.get(pg_name) or {}
     config = hccl_config(pg_name, given)
-    if devices.current().name != "npu":
+    size = config.get(hccl.BUFFER, hccl_buffers.size_of_group(pg_name))
+    if size is not None:
+        config[hccl.BUFFER] = size
+    if devices.current().name != "npu" or not (given or config):
         return None
-    _say_buffer(pg_name, config.get(_BUFFER))
+    communicators.say_buffer(pg_name, size)
     return hccl.group_options(config, bool(given.get("is_high_priority_stream", False)))
 
 
@@ -72,7 +68,7 @@ def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
                 raise UsageError(
                     f"{FLAG}: {name}: {value!r} of group {group}",
                     f"a whole number from {OF_HCCL[name]}",
-                    "Correct the file." if name != _BUFFER else "Give MiB, such as 32.",
+                    "Correct the file." if name != hccl.BUFFER else "Give MiB, such as 32.",
                 )
         elif name != "is_high_priority_stream":
             raise UsageError(
@@ -83,16 +79,24 @@ def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
     return {name: given[name] for name in OF_HCCL if name in given}
 
 
-def _say_buffer(group: str, mebibytes: int | None) -> None:
-    """Log once what a group's communicator takes and would take, in MiB of the device's memory."""
-    if mebibytes is None or group in _said:
+@around(
+    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+    devices=("npu",),
+    why=communicators.WHY,
+)
+def fit_buffers_of_gradients(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Choose the buffers of the groups that reduce its buckets, unless the file has."""
+    original(self, *args, **kwargs)
+    if not hccl_buffers.asked():
         return
-    _said.add(group)
-    usual = os.environ.get("HCCL_BUFFSIZE", "")
-    default = int(usual) if usual.isdecimal() else _DEFAULT_BUFFER
-    saved = 2 * (default - mebibytes)
-    what = f"{saved} MiB less" if saved >= 0 else f"{-saved} MiB more"
-    logger.warning(
-        "HCCL's buffers of group %s: 2 x %d MiB in place of 2 x %d MiB, %s of the device's memory",
-        *(group, mebibytes, default, what),
-    )
+    largest: dict[Any, int] = {}  # groups may have several buffers, one for each dtype
+    for buffer in (*self.buffers, *self.expert_parallel_buffers):
+        group, sizes = buffer.data_parallel_group, map(_bytes_of_bucket, buffer.buckets)
+        largest[group] = max(largest.get(group, 0), *sizes)
+    for group, size in largest.items():
+        communicators.fit_buffer(group, size, group.group_desc)
+
+
+def _bytes_of_bucket(bucket: Any) -> int:
+    tensors = (bucket.grad_data, bucket.param_data)
+    return max(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu import memory_flags
+from megatron_npu import hccl_buffers, memory_flags
 from megatron_npu.adaptors.megatron_lm.decorators import around
 from megatron_npu.adaptors.shared.arguments import (
     WHY_FLAGS,
@@ -44,6 +44,19 @@ around(
     "megatron.arguments:_add_training_args",
     why="--swap-optimizer, the name that users of Ascend know for moments in the host's memory",
 )(declaring(memory_flags.add_swap_optimizer))
+
+_WHY_BUFFERS = "--hccl-group-buffer-adaptive, the name that users of Ascend know for HCCL's buffers by group"
+
+around("megatron.arguments:_add_training_args", why=_WHY_BUFFERS)(declaring(hccl_buffers.add))
+
+
+@around("megatron.arguments:validate_args", why=_WHY_BUFFERS)
+def choose_buffers(
+    original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any
+) -> argparse.Namespace:
+    """Refuse it without HCCL, or take note of the arguments."""
+    hccl_buffers.choose(args)
+    return original(args, *rest)
 
 
 @around(

@@ -165,12 +165,13 @@ HcclResult refuse(HcclResult code, const std::string& text) {
   return code;
 }
 
-HcclResult submit(HcclComm handle, void* stream, const Call& call, uint64_t bytes, Body body) {
+HcclResult submit(HcclComm handle, void* stream, const Call& call, uint64_t bytes, Body body,
+                  uint64_t received) {
   HcclResult result = HCCL_SUCCESS;
   auto communicator = usable(handle, &result);
   if (!communicator) return result;
   count_communication(name_of(call.operation), bytes);
-  count_message(communicator->name, bytes);
+  count_message(communicator->name, bytes, std::max(bytes, received));
   queue_or_keep({std::move(communicator), stream, call, std::move(body), {}});
   return HCCL_SUCCESS;
 }
@@ -179,16 +180,16 @@ HcclResult submit(HcclComm handle, void* stream, const char* name, const std::ve
   HcclResult result = HCCL_SUCCESS;
   auto communicator = usable(handle, &result);
   if (!communicator || messages.empty()) return result;
-  uint64_t bytes = 0;
+  uint64_t bytes = 0, received = 0;
   for (const Message& message : messages) {
     if (message.peer >= communicator->ranks) {
       return refuse(HCCL_E_PARA, std::string(name) + ": there is no rank " + std::to_string(message.peer) +
                                      " among " + std::to_string(communicator->ranks));
     }
-    if (message.outgoing) bytes += message.count * size_of(message.dtype);
+    (message.outgoing ? bytes : received) += message.count * size_of(message.dtype);
   }
   count_communication(name, bytes);
-  count_message(communicator->name, bytes);
+  count_message(communicator->name, bytes, std::max(bytes, received));
   queue_or_keep({std::move(communicator), stream, Call{}, nullptr, messages});
   return HCCL_SUCCESS;
 }

@@ -82,8 +82,9 @@ HcclResult refuse(HcclResult code, const std::string& text);
 using Body = std::function<HcclResult(Communicator&, const Call&)>;
 
 // Queues a collective on a stream, or, between HcclGroupStart and HcclGroupEnd, keeps it for the end.
-// `bytes`: what this rank hands over, for the counters.
-HcclResult submit(HcclComm handle, void* stream, const Call& call, uint64_t bytes, Body body);
+// `bytes`: what this rank hands over, for the counters; `received`: what it gets, where that may be more.
+HcclResult submit(HcclComm handle, void* stream, const Call& call, uint64_t bytes, Body body,
+                  uint64_t received = 0);
 
 // One side of a send or receive; the number is assigned when it is queued.
 struct Message {

@@ -66,10 +66,13 @@ uint32_t rank_of(HcclComm handle) { return communicator_of(handle)->rank; }
 
 HcclResult submit_exchange(HcclComm handle, void* stream, const Call& call, uint64_t bytes, const void* send,
                            const Parts& outgoing, void* receive, const Parts& incoming) {
-  return submit(handle, stream, call, bytes, [=](Communicator& communicator, const Call& call) {
-    return exchange_parts(communicator, call, static_cast<const char*>(send), outgoing,
-                          static_cast<char*>(receive), incoming);
-  });
+  return submit(
+      handle, stream, call, bytes,
+      [=](Communicator& communicator, const Call& call) {
+        return exchange_parts(communicator, call, static_cast<const char*>(send), outgoing,
+                              static_cast<char*>(receive), incoming);
+      },
+      total(incoming));
 }
 
 HcclResult submit_reduction(HcclComm handle, void* stream, const Call& call, const void* send,

@@ -44,12 +44,12 @@ void note_destroyed(const std::string& name) {
   traffic[name].buffer = 0;
 }
 
-void count_message(const std::string& name, uint64_t bytes) {
+void count_message(const std::string& name, uint64_t bytes, uint64_t larger) {
   std::lock_guard<std::mutex> lock(traffic_mutex);
   Traffic& entry = traffic[name];
   entry.calls++;
   entry.bytes += bytes;
-  entry.largest = std::max(entry.largest, bytes);
+  entry.largest = std::max(entry.largest, larger);
 }
 
 }  // namespace sim::hccl

@@ -13,7 +13,7 @@ void note_communicator(const std::string& name, uint32_t ranks, uint32_t buffer)
 // Notes that a communicator is destroyed: what it has sent stays counted, its buffer is free.
 void note_destroyed(const std::string& name);
 
-// Counts a call on a communicator with the bytes that this rank hands over.
-void count_message(const std::string& name, uint64_t bytes);
+// Counts a call on a communicator: the bytes that this rank hands over, and its larger buffer.
+void count_message(const std::string& name, uint64_t bytes, uint64_t larger);
 
 }  // namespace sim::hccl

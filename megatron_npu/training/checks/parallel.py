@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 
+from megatron_npu import hccl_buffers
 from megatron_npu.errors import UsageError
 from megatron_npu.training import derive
 from megatron_npu.training.checks import divides
@@ -30,6 +31,7 @@ def check(args: Namespace) -> None:
     divides(pipeline, "--pipeline-model-parallel-size", args.num_layers, "--num-layers")
     _sequence(args)
     _interleaving(args)
+    hccl_buffers.choose(args)
     if args.check_weight_hash_across_dp_replicas_interval and args.fully_sharded:
         raise UsageError(
             f"--check-weight-hash-across-dp-replicas-interval with FSDP ({args.fully_sharded}'s)",

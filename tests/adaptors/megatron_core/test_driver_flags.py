@@ -17,7 +17,10 @@ from tests.end_to_end import tiny
 sys.path.insert(0, str(ROOT / "scripts"))
 from pretrain_flags import LATER, OTHERWISE, OWN
 
-ADDED = {"--swap-optimizer"}  # of ours, which Megatron-LM's own scripts are given too
+ADDED = {
+    "--swap-optimizer",
+    "--hccl-group-buffer-adaptive",
+}  # of ours, which Megatron-LM's own scripts are given too
 
 # defaults as JSON can say them: an enumeration's by its name, of one-element lists the element
 ASK = """

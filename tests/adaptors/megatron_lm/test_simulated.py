@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.adaptors.megatron_lm import runs
@@ -29,6 +31,14 @@ def on_cpu(checkout, data) -> dict[str, dict[int, float]]:
     return curves
 
 
+def check_buffers(groups: dict[str, dict[str, int]]) -> None:
+    """Check that HCCL's buffers of all groups but the world's are the smallest, and large enough."""
+    own = {name: group for name, group in groups.items() if name.startswith("undefined")}
+    assert len(own) > 1, groups
+    for group in own.values():
+        assert group["buffer"] == 2 << 20 >= group["largest"], groups
+
+
 @pytest.mark.parametrize(
     ("processes", "window", "layout", "limit"),
     [
@@ -40,14 +50,17 @@ def on_cpu(checkout, data) -> dict[str, dict[int, float]]:
 def test_trains_like_the_cpu(checkout, data, on_cpu, processes, window, layout, limit, tmp_path):
     if unavailable():
         pytest.skip(unavailable())
-    flags = f"{window} {layout} --tensorboard-dir {tmp_path}"
+    flags = f"{window} {layout} --tensorboard-dir {tmp_path / 'board'} --hccl-group-buffer-adaptive"
     command = tiny.command("run", *steps(checkout, data, flags), processes=processes)
-    result = run_simulated(*command, PYTHONDONTWRITEBYTECODE="1")
+    report = tmp_path / "report.json"
+    result = run_simulated(*command, PYTHONDONTWRITEBYTECODE="1", MEGATRON_NPU_SIM_REPORT=str(report))
     assert result.returncode == 0, result.stdout[-5000:]
     assert "· simulated npu/hccl ·" in result.stdout
     iterations = [line for line in result.stdout.splitlines() if "elapsed time per iteration" in line]
     assert iterations
     # not at the end: what the other rank writes may come in between
     assert all("| simulated npu |" in line for line in iterations)
-    assert [path.name for path in tmp_path.iterdir()] == ["simulated-npu"]  # what TensorBoard calls the run
+    # what TensorBoard calls the run
+    assert [path.name for path in (tmp_path / "board").iterdir()] == ["simulated-npu"]
+    check_buffers(json.loads(report.with_name("report.rank0.json").read_text())["groups"])
     assert deviation(runs.losses(result.stdout), on_cpu[window]) < limit

@@ -1,0 +1,53 @@
+"""HCCL's buffers of process groups, and what the log says of them."""
+
+from __future__ import annotations
+
+import logging
+
+from torch.distributed import ProcessGroup
+
+from megatron_npu import hccl_buffers
+from megatron_npu.devices import hccl
+
+logger = logging.getLogger(__name__)
+
+WHY = (
+    "HCCL holds 2 x 200 MiB of the device's memory for each group's communicator; "
+    f"{hccl_buffers.FLAG} asks for what its largest message needs"
+)
+_said: set[tuple[str, int]] = set()
+_fitted: dict[str, int] = {}  # MiB by the name of the group
+
+
+def fit_group(group: ProcessGroup, name: str) -> None:
+    """Choose the buffers of a group by what the arguments tell of ``name``, unless its options do."""
+    _fit(group, name, hccl_buffers.size_of_group(name))
+
+
+def fit_buffer(group: ProcessGroup, message: int, name: str) -> None:
+    """Choose the buffers of a group by its largest message, in bytes, unless its options do."""
+    _fit(group, name, hccl_buffers.size_of(message))
+
+
+def _fit(group: ProcessGroup, name: str, size: int | None) -> None:
+    known = hccl.buffer_of(group)
+    if size is None or (known is not None and known != _fitted.get(group.group_name)):
+        return
+    size = max(size, known or 0)  # each chunk of an interleaved pipeline has a DDP of its own
+    if hccl.set_buffer(group, size):
+        _fitted[group.group_name] = size
+        say_buffer(name, size)
+
+
+def say_buffer(group: str, mebibytes: int | None) -> None:
+    """Log once what a group's communicator takes and would take, in MiB of the device's memory."""
+    default = hccl_buffers.default()
+    if mebibytes in (None, default) or (group, mebibytes) in _said:
+        return
+    _said.add((group, mebibytes))
+    saved = 2 * (default - mebibytes)
+    what = f"{saved} MiB less" if saved >= 0 else f"{-saved} MiB more"
+    logger.warning(
+        "HCCL's buffers of group %s: 2 x %d MiB in place of 2 x %d MiB, %s of the device's memory",
+        *(group, mebibytes, default, what),
+    )
