@@ -20,6 +20,7 @@ import pytest
 from megatron_npu import upstream
 from megatron_npu.errors import UsageError
 from tests import skipped
+from tests.adaptors.megatron_core.upstream_tests.trees import core_tag
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST = 540  # seconds for whatever a test starts; the watchdog in pyproject.toml comes later
@@ -149,9 +150,6 @@ def gpt2_vocab() -> Vocabulary:
     pytest.skip("no gpt2-vocab.json and gpt2-merges.txt in ../shared/data or runs/demo/data (make demo)")
 
 
-TAGS = {"0.19.1": "0.19.0"}  # there is no tag of 0.19.1, which is what the tree of core_v0.19.0 calls itself
-
-
 def checkout(name: str, version: str) -> Path:
     """Return the Megatron-LM tree of an upstream: MEGATRON_LM_PATH, or a clone of scripts/get_megatron.sh.
 
@@ -165,7 +163,7 @@ def checkout(name: str, version: str) -> Path:
             continue
         if (found.name, found.version) == (name, version) and (path / "pretrain_gpt.py").is_file():
             return path.resolve()
-    tree = f"core_v{TAGS.get(version, version)}" if name == "megatron_core" else version
+    tree = core_tag(version) if name == "megatron_core" else version
     command = f"bash scripts/get_megatron.sh checkouts {tree}"
     pytest.skip(f"no tree of {name} {version}: run `{command}`, or set MEGATRON_LM_PATH to one")
 

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def main(argv: list[str]) -> int:
     recorded = baseline.Baseline.load(tree, options.device, te)
     if not options.record:
         return report(recorded, results, rules)
-    recorded.there = len(trees.files(checkout, None))
+    there = trees.files(checkout, None)
+    recorded.there, recorded.folders = len(there), dict(Counter(map(trees.folder_of, there)))
     return record(recorded, results, rules)
 
 

@@ -291,6 +291,11 @@ def test_files_of_megatron_deepspeed():
     assert trees.files(tree, ["models"]) == [file for file in found if file.startswith("tests/models/")]
 
 
+def test_a_tree_is_called_by_its_tag():
+    assert trees.core_tag("0.16.1") == "core_v0.16.1"
+    assert trees.name_of(checkout("megatron_core", "0.19.1")) == "core_v0.19.0"
+
+
 def test_every_exception_has_a_reason():
     named = json.loads(worlds._NAMED.read_text())
     assert all(entry["reason"] and entry.keys() & {"ranks", "environment"} for entry in named.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_npu import files
@@ -23,7 +23,8 @@ def path_for(tree: str, device: str, te: str = "absent") -> Path:
 class Baseline:
     """``files`` maps a file to its ranks, seconds, names of passed tests, and the others by reason.
 
-    ``there`` is the number of test files in the tree, of which perhaps not all are recorded. ``te`` is what
+    ``there`` is the number of test files in the tree, of which perhaps not all are recorded, ``folders`` the
+    same by folder (empty in a baseline that was recorded before it was noted). ``te`` is what
     stood under TransformerEngine's names: nothing (``absent``), or our layers (``local``) for a second pass,
     in which only those tests ran that the first one excludes for want of them.
     """
@@ -34,6 +35,7 @@ class Baseline:
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict] = field(default_factory=dict)
     te: str = "absent"
+    folders: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def load(cls, tree: str, device: str, te: str = "absent") -> Baseline:
@@ -65,7 +67,7 @@ class Baseline:
 
     def with_second_pass(self, second: Baseline) -> Baseline:
         """Return both passes in one: of a test that ran in both, what it did in the second."""
-        merged = Baseline(self.tree, self.device, self.there, self.versions, dict(self.files))
+        merged = replace(self, files=dict(self.files))
         for file, entry in second.files.items():
             again = {*second.outcomes(file), COLLECTION}
             merged.files[file] = _joined(_without(self.files.get(file, {}), again), entry)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_npu import files
 
+from . import trees
 from .baseline import FOLDER, Baseline
 from .results import EXCLUDED, FAILED, PASSED, SKIPPED
 
@@ -34,7 +35,9 @@ python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device npu 
 
 `npu` is the [simulated Ascend](simulator.md) on a machine without NPUs. The baselines were taken with what
 upstream's tests import: pytest-mock, pytest-asyncio, mock, wrapt, msgpack, nltk, nvtx, requests, httpx,
-pyzmq, flask, fastapi and nvidia-resiliency-ext. A test that lacks one of them is not judged; the run says so.
+pyzmq, flask, fastapi and nvidia-resiliency-ext; that of core_v0.19.0 with the version 0.6.0 of the last,
+which its package pins, and emerging-optimizers 0.3.0. A test that lacks one of them is not judged; the run
+says so.
 
 ## How they are run
 
@@ -74,8 +77,8 @@ passed once and fails now is a regression whatever the rules say. A few tests ar
 that fill the device's memory, where it is the machine's. *Skipped* is what upstream's own marks skip. The
 quota is passed / (passed + failed). A file that cannot be imported counts as one test.
 
-A file that is not recorded was not run to its end where the baseline was taken; the first table says how
-many are.
+A file that is not recorded was not run to its end where the baseline was taken; the tables say how many
+are. Of a test that is not recorded nothing is known.
 """
 
 
@@ -126,8 +129,10 @@ def _section(one: Baseline) -> str:
         f"## {one.tree} on {one.device}\n",
         f"{versions}; {len(one.files)} of {one.there} files, in {minutes:.0f} minutes.\n",
     ]
-    lines += ["| folder | passed | failed | excluded | skipped | quota |", "|---|---|---|---|---|---|"]
-    lines += [f"| {folder} | {_cells(one.totals(files))} |" for folder, files in _folders(one).items()]
+    lines += ["| folder | files | passed | failed | excluded | skipped | quota |", "|---" * 7 + "|"]
+    for folder, recorded in _folders(one).items():
+        covered = f"{len(recorded)} of {one.folders[folder]}" if one.folders else f"{len(recorded)}"
+        lines.append(f"| {folder} | {covered} | {_cells(one.totals(recorded))} |")
     for title, outcome in (("Excluded", EXCLUDED), ("Remaining failures", FAILED)):
         reasons = one.reasons(outcome)
         if not reasons:
@@ -143,8 +148,7 @@ def _section(one: Baseline) -> str:
 def _folders(one: Baseline) -> dict[str, list[str]]:
     folders: dict[str, list[str]] = {}
     for file in one.files:
-        inner = file.removeprefix("tests/").removeprefix("unit_tests/")
-        folders.setdefault(inner.partition("/")[0] if "/" in inner else "(top level)", []).append(file)
+        folders.setdefault(trees.folder_of(file), []).append(file)
     return folders
 
 

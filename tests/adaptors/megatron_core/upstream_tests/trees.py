@@ -7,11 +7,18 @@ from pathlib import Path
 from megatron_npu import upstream
 from megatron_npu.errors import UsageError
 
+TAGS = {"0.19.1": "0.19.0"}  # there is no tag of 0.19.1, which is what the tree of core_v0.19.0 calls itself
+
+
+def core_tag(version: str) -> str:
+    """Return the tag of a Megatron-LM tree whose megatron-core calls itself ``version``."""
+    return f"core_v{TAGS.get(version, version)}"
+
 
 def name_of(checkout: Path) -> str:
     """Return the name of the tree in baselines and on the page."""
     found = upstream.find(checkout)
-    return f"core_v{found.version}" if found.name == "megatron_core" else f"{found.name}_{found.version}"
+    return core_tag(found.version) if found.name == "megatron_core" else f"{found.name}_{found.version}"
 
 
 def files(checkout: Path, folders: list[str] | None) -> list[str]:
@@ -32,3 +39,9 @@ def files(checkout: Path, folders: list[str] | None) -> list[str]:
         inside = [path] if path.is_file() else sorted(path.rglob("test_*.py"))
         found |= dict.fromkeys(file for file in inside if "functional_tests" not in file.parts)
     return [str(path.relative_to(checkout)) for path in found]
+
+
+def folder_of(file: str) -> str:
+    """Return the folder of a test file that it counts for."""
+    inner = file.removeprefix("tests/").removeprefix("unit_tests/")
+    return inner.partition("/")[0] if "/" in inner else "(top level)"
