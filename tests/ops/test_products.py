@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.ops import linear
+from megatron_npu.ops.attention import attention
 from megatron_npu.ops.compiled import library, products
 from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
 from tests.ops.against_fp64 import check
@@ -110,6 +111,31 @@ def test_matmul_of_what_the_kernel_does_not_take(taken):
 
     with FakeTensorMode():
         assert not products.takes(*torch.empty(2, 20, 20, dtype=torch.bfloat16))
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", ["SBND", "BSND", "BNSD"])
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2)])
+@pytest.mark.parametrize("length", [200, 600])
+def test_attention(taken, layout, heads, length):
+    """Heads that lie apart, copied heads of groups and of long sequences, tiles with a rest."""
+    torch.manual_seed(3)
+    order = ["bnsd".index(letter) for letter in layout.lower()]
+    # columns of a larger matrix, as a split product for queries, keys and values has them
+    tensors = [torch.randn(2, n, length, 96)[..., :32].permute(order) for n in (heads[0], heads[1], heads[1])]
+    back = [order.index(i) for i in range(4)]
+
+    def formula(q, k, v):
+        q, k, v = (t.permute(back) for t in (q, k, v))
+        k, v = (t.repeat_interleave(heads[0] // heads[1], 1) for t in (k, v))
+        scores = q @ k.mT / 32**0.5
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        return (scores.masked_fill(future, -torch.inf).softmax(-1) @ v).permute(order)
+
+    def ours(q, k, v):
+        return attention(q, k, v, layout=layout, scale=32**-0.5, causal=True)
+
+    check(ours, formula, tensors, torch.bfloat16)
 
 
 AVX512 = "avx512f avx512bw avx512vl avx512dq"

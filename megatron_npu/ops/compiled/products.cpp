@@ -15,7 +15,7 @@ constexpr int64_t kRows = 14, kColumns = 2 * kLanes;  // of C in registers: 28 s
 constexpr int64_t kInner = 512;                       // of the inner dimension at once: a panel of A stays in L1
 // Distances that are no power of two, at which memory would share few places of a cache.
 constexpr int64_t kPitch = kInner + kLanes, kPanel = kInner * kLanes + kLanes;
-constexpr int64_t kWide = 8 * kColumns;  // columns of a block of C, whose panels of B stay in L2
+constexpr int64_t kWide = 12 * kColumns;  // columns of a block of C, whose panels of B stay in L2
 
 struct Matrix {  // of the strides one is 1
   const bf16 *data;
@@ -154,7 +154,7 @@ struct Range {
 template <bool kByRows>
 void multiply_block(const Matrix &a, const Matrix &b, const Result &c, Range rows, Range columns,
                     int64_t inner) {
-  constexpr int64_t kTall = (kByRows ? 64 : 16) * kRows;  // of columns, all panels are packed, and stay in L2
+  constexpr int64_t kTall = (kByRows ? 64 : 24) * kRows;  // of columns, all panels are packed, and stay in L2
   static thread_local Scratch of_a, of_b, of_sums;
   float *left = of_a.take(kByRows ? kRows * kPitch : kTall / kRows * kPanel);
   float *right = of_b.take(kInner * kWide), *sums = of_sums.take(kTall * kWide);

@@ -24,6 +24,7 @@ from megatron_npu.ops.attention.blockwise.products import (
     TileProducts,
     bf16_products,
     factor_dtype,
+    multiplies_strided,
     sum_dtype,
 )
 from megatron_npu.ops.attention.blockwise.softmax import TileSoftmax
@@ -57,9 +58,10 @@ class _Blockwise(torch.autograd.Function):
         ctx.seed = int(torch.randint(2**62, (), device="cpu")) if spec.dropout_p else 0
         q = _grouped(query, spec, spec.heads)
         k, v = (_grouped(t, spec, spec.key_heads) for t in (key, value))
-        result = q.new_zeros(*q.shape[:-1], v.size(-1))
+        # in the order of the query's memory, which is the layout's where heads are not copied
+        result = torch.zeros_like(q) if q.size(-1) == v.size(-1) else q.new_zeros(*q.shape[:-1], v.size(-1))
         softmax, dropout, factors = _tile_steps(ctx, q.dtype)
-        wide_q, wide_k = (t.to(factors.sums) for t in (q, k))  # once for all tiles
+        wide_q, wide_k = (t.to(factors.of_scores) for t in (q, k))  # once for all tiles
         one_pass = softmax.rounds(q.dtype)
         with bf16_products(query.dtype):
             for tile in tiles(q.size(0), spec):
@@ -70,7 +72,7 @@ class _Blockwise(torch.autograd.Function):
                     weights = softmax.weights(tile, rows, columns)
                     dropped = factors.rounded("dropped", dropout.drop(weights, out=weights))
                 factors.write(tile.rows(result), dropped, tile.columns(v), dropout.gain)
-        return _ungrouped(result, spec, query.dtype)
+        return _ungrouped(result, spec, query.dtype).data  # no view, which nobody may change in place
 
     @staticmethod
     @once_differentiable
@@ -82,7 +84,7 @@ class _Blockwise(torch.autograd.Function):
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros_like(t, dtype=sum_dtype(t.dtype)) for t in (k, v))
         softmax, dropout, factors = _tile_steps(ctx, q.dtype)
-        wide_q, wide_k, wide_g, wide_v = (t.to(factors.sums) for t in (q, k, g, v))  # once for all tiles
+        wide_q, wide_k, wide_g, wide_v = (t.to(factors.of_scores) for t in (q, k, g, v))  # once for all tiles
         one_pass = softmax.rounds(q.dtype)
         with bf16_products(query.dtype):
             for tile in tiles(q.size(0), spec):
@@ -116,10 +118,12 @@ def _tile_steps(ctx: Any, dtype: torch.dtype) -> tuple[TileSoftmax, TileDropout,
 
 
 def _grouped(tensor: Tensor, spec: AttentionSpec, heads: int) -> Tensor:
-    """Return ``[b · g, s, r, d]``, contiguous, in the dtype of the factors."""
+    """Return ``[b · g, s, r, d]``, in the dtype of the factors; contiguous unless multiplied strided."""
     bnsd = to_bnsd(tensor, spec.layout, heads)
     grouped = bnsd.unflatten(1, (spec.key_heads, -1)).transpose(2, 3)
     dtype = factor_dtype(tensor.dtype)
+    if multiplies_strided(grouped):
+        return grouped.flatten(0, 1)
     return grouped.to(dtype, memory_format=torch.contiguous_format).contiguous().flatten(0, 1)
 
 

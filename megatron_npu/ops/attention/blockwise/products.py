@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_npu.ops.attention.blockwise.buffers import Buffers
-from megatron_npu.ops.compiled import accumulate
+from megatron_npu.ops.compiled import accumulate, products
+
+_LONGEST_STRIDED = 512  # tokens
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -29,6 +31,21 @@ def multiplies_bf16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def multiplies_strided(grouped: Tensor) -> bool:
+    """Return whether the heads of ``[b, g, s, r, d]`` are multiplied where they lie: our kernel packs them.
+
+    Of longer sequences, whose tiles are more, a copy is packed faster (Xeon without AMX: 512 tokens take 8 %
+    less time than with a copy, 2,048 tokens 12 % more).
+    """
+    one_head = grouped.size(3) == 1 and grouped.size(2) <= _LONGEST_STRIDED and grouped.stride(-1) == 1
+    return one_head and widens(grouped.dtype)
+
+
+def widens(dtype: torch.dtype) -> bool:
+    """Return whether our kernel multiplies factors of this dtype, in fp32's arithmetic."""
+    return dtype is torch.bfloat16 and products.are_fastest()
+
+
 class TileProducts:
     """Batched products of a call with factors of one dtype.
 
@@ -38,10 +55,13 @@ class TileProducts:
 
     Attributes:
         sums: dtype of scores and weights, and of what tiles add up.
+        of_scores: dtype of the factors whose products are not to be rounded: that of ``sums``, or bf16 where
+            a kernel of ours widens it, which is exact.
     """
 
     def __init__(self, dtype: torch.dtype, buffers: Buffers) -> None:
         self.sums = sum_dtype(dtype)
+        self.of_scores = dtype if widens(dtype) else self.sums
         self._dtype, self._buffers = dtype, buffers
 
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
@@ -55,18 +75,28 @@ class TileProducts:
 
         Args:
             out: where to.
-            left: ``[heads, n, d]`` of ``sums``.
-            right: ``[heads, m, d]`` of ``sums``.
+            left: ``[heads, n, d]`` of ``of_scores``.
+            right: ``[heads, m, d]`` of ``of_scores``.
             factor: of the product.
         """
-        torch.baddbmm(out, left, right.mT, beta=0, alpha=factor, out=out)
+        if products.takes(left, right.mT):
+            products.multiply(left, right.mT, out, factor=factor)
+        else:
+            left, right = left.to(self.sums), right.to(self.sums)
+            torch.baddbmm(out, left, right.mT, beta=0, alpha=factor, out=out)
 
     def write(self, out: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
         """Write ``factor · left · right`` to ``out``; all of the dtype of the factors."""
+        if products.takes(left, right) and products.takes_result(out):
+            products.multiply(left, right, out, factor=factor)
+            return
         torch.baddbmm(out, left, right, beta=0, alpha=factor, out=out)
 
     def add(self, total: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
         """Add ``factor · left · right`` to ``total``, which is of ``sums``."""
+        if products.takes(left, right) and products.takes_result(total):
+            products.multiply(left, right, total, factor=factor, add=True)
+            return
         if self._dtype is self.sums:
             total.baddbmm_(left, right, alpha=factor)
             return

@@ -40,7 +40,7 @@ class TileSoftmax:
 
         Args:
             tile: of which they are.
-            rows: its queries, ``[heads, queries · r, d]``, of the dtype of sums.
+            rows: its queries, ``[heads, queries · r, d]``, of the dtype that the products want for scores.
             columns: its keys, ``[heads, keys, d]``, the same.
         """
         scores = self._scores(tile, rows, columns)
