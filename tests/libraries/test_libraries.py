@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.conftest import ROOT
 from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
@@ -63,7 +64,7 @@ def run(device: str, *arguments: str) -> tuple[int, str]:
         done = run_simulated(*command, MEGATRON_NPU_TE="local", MEGATRON_NPU_SIM_DEVICES="2")
         return done.returncode, done.stdout
     environment = tiny.environment() | {"MEGATRON_NPU_TE": "local"}
-    done = subprocess.run(
+    done = warm.run(
         command,
         env=environment,
         cwd=ROOT,

@@ -39,13 +39,27 @@ def inside() -> bool:
 
 
 def run_simulated(
-    *command: str, timeout: float = 300, cwd: Path | None = None, **environment: str
+    *command: str,
+    timeout: float = 300,
+    cwd: Path | None = None,
+    modules: tuple[str, ...] = (),
+    tree: Path | None = None,
+    **environment: str,
 ) -> subprocess.CompletedProcess:
-    """Run ``megatron-npu sim -- command`` and return what it did; both outputs as one text in ``stdout``."""
+    """Run ``megatron-npu sim -- command`` and return what it did; both outputs as one text in ``stdout``.
+
+    Args:
+        command: a program and its arguments.
+        timeout: seconds.
+        cwd: where it runs.
+        modules: what is imported before, see ``warm.simulated``.
+        tree: where they are imported from, see ``warm.ready``.
+        environment: changes to that of this process.
+    """
     # The CPU-only settings of the surrounding run must not follow into a process that has NPUs.
     inherited = {name: value for name, value in os.environ.items() if name != settings.DEVICE.name}
     own = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), **environment}
-    words, env = warm.simulated(command, own)
+    words, env = warm.simulated(command, own, modules, tree)
     return subprocess.run(
         [sys.executable, "-m", "megatron_npu", "sim", "--", *words],
         env=env,
@@ -143,7 +157,8 @@ def _run_file(item: pytest.Item) -> tuple[dict[str, tuple[str, str, float]], str
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "outcomes.jsonl"
         pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        done = run_simulated(*pytest_command, *selected, **{OUTCOMES: str(report)}, timeout=LONGEST)
+        outcomes = {OUTCOMES: str(report)}
+        done = run_simulated(*pytest_command, *selected, timeout=LONGEST, modules=warm.NPU, **outcomes)
         lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
     rows = {name: (outcome, text, seconds) for name, outcome, text, seconds in map(json.loads, lines)}
     return rows, done.stdout[-_TAIL:]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.sim.conftest import ROOT
 
 WORKER = Path(__file__).parent / "gpt_worker.py"
@@ -29,9 +29,8 @@ def on_cpu(*arguments: str) -> dict:
         "MEGATRON_NPU_DEVICE": "cpu",
         "OMP_NUM_THREADS": "1",
     }
-    result = subprocess.run(
-        [sys.executable, WORKER, *arguments], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, str(WORKER), *arguments]
+    result = warm.run(command, env=environment, modules=warm.DRIVER, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return last_json(result.stdout)
 

@@ -10,6 +10,7 @@ import json
 
 import pytest
 
+from tests import warm
 from tests.distributed import curves
 from tests.distributed.curves import Curve
 from tests.end_to_end import tiny
@@ -82,7 +83,8 @@ def on_npus(simulated, flags, folder, expected):
             for name, words in cases.items()
         }
         line = curves.command(place, flags, begun, npus)
-        done = simulated("python", *line, MEGATRON_NPU_SIM_HCCL_TIMEOUT="120", **report)
+        report["MEGATRON_NPU_SIM_HCCL_TIMEOUT"] = "120"
+        done = simulated("python", *line, modules=warm.DRIVER, **report)
         assert done.returncode == 0, done.stdout[-6000:]
         counted = [json.loads(file.read_text()) for file in sorted(place.glob("report*.json"))]
         assert len(counted) == npus

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests import warm
 from tests.conftest import LONGEST
 
 CORE = "tests/adaptors/megatron_core"
@@ -59,6 +60,6 @@ SUITES = {
 def test_suite(simulated, suite):
     files, selection, least = SUITES[suite]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    done = simulated(*command, *files, *selection, timeout=LONGEST)
+    done = simulated(*command, *files, *selection, timeout=LONGEST, modules=warm.NPU)
     assert done.returncode == 0, done.stdout[-6000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= least

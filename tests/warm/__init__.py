@@ -6,7 +6,7 @@ that it starts with ``torchrun`` or ``multiprocessing``, that is forked by such 
 behaves as ``python`` does, but for the imports that are there already.
 
 It is not for tests of what happens at a start or an import: they use ``sys.executable``. On simulated NPUs
-(``simulated``) only torch is imported before: torch_npu starts a thread then, which a fork would not have.
+(``simulated``) only torch is imported before, or, where modules are named, torch_npu and they.
 ``TEST_COLD=1`` lets every process of the suite start from nothing.
 """
 
@@ -35,9 +35,14 @@ DRIVER = (
     "megatron.core.models.gpt.gpt_layer_specs",
 )
 STOCK = (_OPTIMIZERS, "megatron.training")
+NPU = (_OPTIMIZERS, "torch_npu")  # for what runs on simulated NPUs without Megatron, or imports its own
 MOST = 6  # parents alive in this process; each holds up to 400 MB
 # What the imports of Megatron read and a parent may therefore be kept for.
 _READ = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_DEVICE", "LD_PRELOAD")
+# And what the simulator reads when it is loaded. Its report is asked for in each fork.
+_READ_ON_NPU = (*_READ, "MEGATRON_NPU_SIM_DEVICES", "MEGATRON_NPU_SIM_HCCL_TIMEOUT")
+_REPORT = "MEGATRON_NPU_SIM_REPORT"
+_OF_NPUS = ("ACL", "ASCEND", "CUDA", "HCCL", "MEGATRON_", "NPU", "PYTORCH_", "TASK_", "TORCH_")
 
 _parents: dict[tuple[object, ...], _Parent] = {}
 
@@ -82,16 +87,30 @@ def ready(
     return [program, *command[1:]], {**env, "PYTHON_EXEC": program}
 
 
-def simulated(command: Sequence[str], env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+def simulated(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    modules: tuple[str, ...] = (),
+    tree: Path | None = None,
+) -> tuple[list[str], dict[str, str]]:
     """Return what stands behind ``megatron-npu sim --``, and its environment, with torch imported before.
 
     Args:
         command: starts with ``sys.executable`` or ``python``; anything else is returned as it is.
         env: of the process; the settings of the simulator in it count.
+        modules: ``DRIVER``, ``STOCK``, ``NPU`` or others, imported before as well, with torch_npu, unless
+            ``env`` sets up the plug-in or torch_npu in an uncommon way.
+        tree: see ``ready``.
     """
     if command[0] not in (sys.executable, "python") or _must_be_cold(env):
         return list(command), dict(env)
-    program = _parent((), {}, on_npu=True).program
+    changed = {name for name, value in env.items() if os.environ.get(name) != value}
+    uncommon = [name for name in changed - {*_READ_ON_NPU, _REPORT} if name.startswith(_OF_NPUS)]
+    common = modules and not uncommon
+    read = {name: env[name] for name in _READ_ON_NPU if env.get(name)} if common else {}
+    if common and tree is not None:
+        read["MEGATRON_LM_PATH"] = str(tree)
+    program = _parent(modules if common else (), read, on_npu=True).program
     return [program, *command[1:]], {**env, "PYTHON_EXEC": program}
 
 
@@ -128,7 +147,7 @@ class _Parent:
         folder = Path(self._folder.name)
         address, program, log = folder / "socket", folder / "python", folder / "log"
         launcher = [sys.executable, "-m", "megatron_npu", "sim", "--"] if on_npu else []
-        backends = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if on_npu else {}
+        backends = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if on_npu and not modules else {}
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [*launcher, sys.executable, str(HERE / "server.py"), str(address), *TORCH, *modules],

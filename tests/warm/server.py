@@ -53,7 +53,8 @@ def main() -> None:
     server.listen(64)
     print("ready", flush=True)
     request = Parent(server).serve()
-    _end_before_the_libraries()
+    if "torch_npu" not in sys.modules:  # its end is the plug-in's matter
+        _end_before_the_libraries()
     run(request)
 
 
@@ -181,6 +182,8 @@ def run(request: dict[str, Any]) -> None:
         multiprocessing.spawn.set_executable(request["program"])
     if AUTOLOAD in _ENVIRONMENT and AUTOLOAD not in os.environ:
         _load_backends()
+    elif "torch_npu" in sys.modules:
+        sys.modules["megatron_npu.sim.counters"].write_report_at_exit()
     os.umask(request["umask"])
     _reseed()
     arguments = list(request["argv"])

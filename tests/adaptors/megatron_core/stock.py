@@ -92,7 +92,8 @@ def run_script(
         command[at - 1 : at + 1] = [str(NEWER_TYPING)]  # a module of tests would be sought in the tree's
     variables = {"MEGATRON_LM_PATH": str(tree), **variables}
     if device == "npu":
-        done = run_simulated(*command, cwd=folder, timeout=LONGEST, **variables)
+        modules = (*first, *warm.STOCK)
+        done = run_simulated(*command, cwd=folder, timeout=LONGEST, modules=modules, tree=tree, **variables)
         done.stderr = done.stdout  # it has both
     else:
         done = warm.run(

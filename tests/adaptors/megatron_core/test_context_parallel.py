@@ -14,6 +14,7 @@ from megatron_npu.adaptors.megatron_core.attention.layer_options import comm_typ
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.attention.context_parallel.packed import token_indices
+from tests import warm
 from tests.adaptors.megatron_core.conftest import make_config
 from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
@@ -36,7 +37,7 @@ def test_so_it_is_over_hccl(ranks) -> None:
     pytest.importorskip("megatron.core")
     if unavailable():
         pytest.skip(unavailable())
-    done = run_simulated(sys.executable, *tiny.torchrun(ranks), str(WORKER))
+    done = run_simulated(sys.executable, *tiny.torchrun(ranks), str(WORKER), modules=warm.DRIVER)
     assert done.returncode == 0, done.stdout[-3000:]
     assert done.stdout.count("equal: ") == CASES * WAYS[ranks]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 
+from tests import warm
 from tests.sim.conftest import run_simulated, unavailable
 
 PROGRAM = """
@@ -54,7 +54,7 @@ def run(dropout, device="cpu", **variables):
         done = run_simulated(*command, timeout=200, **variables)
         done.stderr = done.stdout  # it has both
         return done
-    return subprocess.run(
+    return warm.run(
         command,
         env={**os.environ, "MEGATRON_NPU_DEVICE": "cpu", **variables},
         capture_output=True,

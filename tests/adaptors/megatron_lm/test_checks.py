@@ -39,7 +39,7 @@ def on_cpu(file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 def on_npu(file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     if unavailable():
         pytest.skip(unavailable())
-    return run_simulated(*PYTEST, str(file), PYTHONDONTWRITEBYTECODE="1", **environment)
+    return run_simulated(*PYTEST, str(file), modules=warm.NPU, PYTHONDONTWRITEBYTECODE="1", **environment)
 
 
 @pytest.mark.parametrize("run", [on_cpu, on_npu])
