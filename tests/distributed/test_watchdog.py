@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,13 @@ FILE = r"\S+/saved-\w+ \(1,048,576 bytes\)"
 STEP = r"training, at megatron\.training\.training:\d+ in train_step \(step 20\)"
 
 
-def ranks(scenario: str, limit: int = LIMIT, **more: str) -> dict[int, tuple[int, str]]:
-    """Start the ranks one by one, without a launcher that would end them; return exit codes and errors."""
+# Those of a group wait for seconds, and nearly idle: they do so at the same time.
+GROUPS = (("stop", "deadlock", "stuck_save"), ("slow_save", "compile"))
+Ranks = list[subprocess.Popen[str]]
+
+
+def start(scenario: str, limit: int = LIMIT, **more: str) -> Ranks:
+    """Start the ranks one by one, without a launcher that would end them."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
     settings = {**tiny.environment(), **meeting, "MEGATRON_NPU_WATCHDOG": str(limit), **more}
     started = []
@@ -39,13 +45,35 @@ def ranks(scenario: str, limit: int = LIMIT, **more: str) -> dict[int, tuple[int
         started.append(
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
+    return started
+
+
+def ends(scenario: str, started: Ranks) -> dict[int, tuple[int, str]]:
+    """Return exit codes and errors of the ranks that end."""
     try:
         waited_for = (0, 2) if scenario == "stop" else range(RANKS)
-        ends = {rank: started[rank].communicate(timeout=LONGEST) for rank in waited_for}
+        said = {rank: started[rank].communicate(timeout=LONGEST) for rank in waited_for}
     finally:
         for process in started:
             process.kill()
-    return {rank: (started[rank].returncode, err) for rank, (_, err) in ends.items()}
+    return {rank: (started[rank].returncode, err) for rank, (_, err) in said.items()}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Ranks]]:
+    """Return a function: a scenario of a group -> its ranks; the first one starts those of its group."""
+    running: dict[str, Ranks] = {}
+
+    def of(scenario: str) -> Ranks:
+        for group in GROUPS:
+            if scenario in group and scenario not in running:
+                for each in group:
+                    running[each] = start(each, TMPDIR=str(tmp_path_factory.mktemp(each)))
+        return running[scenario]
+
+    yield of
+    for process in (process for ranks in running.values() for process in ranks):
+        process.kill()
 
 
 @pytest.mark.parametrize(
@@ -61,23 +89,26 @@ def ranks(scenario: str, limit: int = LIMIT, **more: str) -> dict[int, tuple[int
         ),
     ],
 )
-def test_the_rank_that_is_missed_is_named(scenario: str, told: str, tmp_path: Path) -> None:
+def test_the_rank_that_is_missed_is_named(
+    started: Callable[[str], Ranks], scenario: str, told: str, tmp_path: Path
+) -> None:
     hangs = scenario in ("stop", "deadlock", "stuck_save")
-    ends = ranks(scenario, LIMIT if hangs else LONGEST, TMPDIR=str(tmp_path))
+    ranks = started(scenario) if hangs else start(scenario, LONGEST, TMPDIR=str(tmp_path))
+    found = ends(scenario, ranks)
     for rank in (0, 2):
-        code, err = ends[rank]
+        code, err = found[rank]
         assert code == 1, err
         assert re.search(rf"^megatron_npu: rank {rank} ends: {told}$", err, re.MULTILINE), err
         assert "Traceback (most recent call last)" not in err  # of gloo, which names nobody
-    assert ("in all_reduce" in ends[0][1]) == hangs  # where this rank stands
+    assert ("in all_reduce" in found[0][1]) == hangs  # where this rank stands
     if hangs:
         line = {"deadlock": "wait_for_ever", "stuck_save": "write_in_vain"}.get(scenario, "<lambda>")
-        assert f":{line}" in ends[0][1] or f"in {line}" in ends[0][1]  # where that one stands
+        assert f":{line}" in found[0][1] or f"in {line}" in found[0][1]  # where that one stands
     if scenario == "deadlock":
-        assert "rank 0, as rank 1 was asked:\n" in ends[0][1]
-        assert "in wait_for_ever" in ends[1][1].partition("rank 1 ends:")[0]  # its own, printed at once
+        assert "rank 0, as rank 1 was asked:\n" in found[0][1]
+        assert "in wait_for_ever" in found[1][1].partition("rank 1 ends:")[0]  # its own, printed at once
     if scenario == "error":
-        assert "ValueError: bad luck" in ends[1][1]
+        assert "ValueError: bad luck" in found[1][1]
 
 
 def alone(scenario: str) -> tuple[int, str]:
@@ -104,17 +135,17 @@ def test_a_run_of_one_process_may_wait_for_requests() -> None:
 
 
 def test_the_rank_that_held_the_store_is_named_too() -> None:
-    ends = ranks("kill_first", LONGEST)
+    found = ends("kill_first", start("kill_first", LONGEST))
     for rank in (1, 2):
-        code, err = ends[rank]
+        code, err = found[rank]
         assert code == 1, err
         first = RANK_1.replace("rank 1", "rank 0")
         assert re.search(rf"^megatron_npu: rank {rank} ends: {first} has ended", err, re.MULTILINE), err
 
 
 @pytest.mark.parametrize("scenario", ["slow_save", "compile"])
-def test_a_long_save_and_a_child_at_work_are_no_hang(scenario: str) -> None:
-    for code, err in ranks(scenario).values():
+def test_a_long_save_and_a_child_at_work_are_no_hang(started: Callable[[str], Ranks], scenario: str) -> None:
+    for code, err in ends(scenario, started(scenario)).values():
         assert (code, err) == (0, "")
 
 

@@ -27,15 +27,14 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TORCH = ("numpy", "torch", "torch.distributed.launcher.api", "torch.distributed.checkpoint")
-_OPTIMIZERS = "torch._dynamo"  # most of a second, imported by torch's first optimizer
+_OPTIMIZERS = "torch._dynamo"  # half of a second; Megatron and torch's first optimizer import it
 DRIVER = (
-    _OPTIMIZERS,
     "megatron_npu.training.pretrain",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.models.gpt.gpt_layer_specs",
 )
-STOCK = (_OPTIMIZERS, "megatron.training")
-NPU = (_OPTIMIZERS, "torch_npu")  # for what runs on simulated NPUs without Megatron, or imports its own
+STOCK = ("megatron.training",)
+NPU = ("torch_npu",)  # for what runs on simulated NPUs without Megatron, or imports its own
 MOST = 6  # parents alive in this process; each holds up to 400 MB
 # What the imports of Megatron read and a parent may therefore be kept for.
 _READ = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_DEVICE", "LD_PRELOAD")
@@ -147,10 +146,12 @@ class _Parent:
         folder = Path(self._folder.name)
         address, program, log = folder / "socket", folder / "python", folder / "log"
         launcher = [sys.executable, "-m", "megatron_npu", "sim", "--"] if on_npu else []
-        backends = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if on_npu and not modules else {}
+        late = on_npu and not modules  # each fork loads torch_npu
+        backends = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if late else {}
+        first = TORCH if late else (*TORCH, _OPTIMIZERS)
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [*launcher, sys.executable, str(HERE / "server.py"), str(address), *TORCH, *modules],
+                [*launcher, sys.executable, str(HERE / "server.py"), str(address), *first, *modules],
                 env=_environment(read) | backends,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
