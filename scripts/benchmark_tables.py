@@ -41,7 +41,8 @@ in `benchmarks/` write. All variants of a file were measured in turn on one mach
 quote the ratios. Nothing here was measured on an NPU.
 
 "Stock" is megatron-core's own unfused code; "the redirection" is what lets stock Megatron run on a device
-and no more; "the floor" is the time of a training step's matrix products alone.
+and no more; "the floor" is the time of a training step's matrix products alone, by torch. Where products
+of our own are faster ([operations](operations.md), note 5) a step can take less than its floor.
 """
 
 
