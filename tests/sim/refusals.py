@@ -510,6 +510,61 @@ _ring.but("actual_seq_qlen", **{**_variable, "actual_seq_qlen": None})
 _ring.but("actual_seq_qlen", **{**_variable, "actual_seq_qlen": ints(0, 1, 4, dtype=torch.int32)})
 _ring.but("actual_seq_qlen", **{**_variable, "actual_seq_qlen": ints(1, 4)})
 
+# --- sparse attention ---
+
+_latents, _rotated = zeros(1, 3, 2, 512, dtype=BF16), zeros(1, 3, 2, 64, dtype=BF16)
+_kept, _kept_rotated = zeros(1, 4, 1, 512, dtype=BF16), zeros(1, 4, 1, 64, dtype=BF16)
+_chosen = ints(0, -1, 0, 1, 2, 0, dtype=torch.int32).view(1, 3, 1, 2)
+_rows_of_scores = zeros(1, 1, 3, 2)
+for _name, _more in (
+    ("npu_sparse_flash_attention", {}),
+    (
+        "npu_sparse_flash_attention_grad",
+        {
+            "d_out": _latents,
+            "out": _latents,
+            "softmax_max": _rows_of_scores,
+            "softmax_sum": _rows_of_scores + 1,
+        },
+    ),
+):
+    case(
+        _name,
+        **{"query": _latents, "key": _kept, "value": _kept, "sparse_indices": _chosen, "scale_value": 1.0},
+        **{"query_rope": _rotated, "key_rope": _kept_rotated, "sparse_block_size": 1, "attention_mode": 2},
+        **_more,
+    ).but("query", query=_latents.float()).but("key", key=_kept.half()).but(
+        "query_rope", query_rope=_rotated.half()
+    ).but("key_rope", key_rope=_kept_rotated.half()).but("value", value=None).but(
+        "query_rope", query_rope=None
+    ).but("key_rope", key_rope=None).but("value", value=_kept.half()).but("query", query=_latents[0]).but(
+        "key", key=_kept[0]
+    ).but("query_rope", query_rope=_rotated[0]).but("key_rope", key_rope=_kept_rotated[0]).but(
+        "query", query=_latents[..., :256]
+    ).but("query", query=zeros(1, 3, 3, 512, dtype=BF16)).but("key", key=zeros(1, 4, 2, 512, dtype=BF16)).but(
+        "value", value=_kept[:, :3]
+    ).but("query_rope", query_rope=_rotated[..., :32]).but("key_rope", key_rope=_kept_rotated[..., :32]).but(
+        "sparse_indices", sparse_indices=_chosen.long()
+    ).but("sparse_indices", sparse_indices=_chosen[0]).but(
+        "sparse_indices", sparse_indices=_chosen[:, :2]
+    ).but("sparse_indices", sparse_indices=_chosen + 9).but(
+        "sparse_indices", sparse_indices=_chosen.flip(-1)
+    ).but("sparse_block_size", sparse_block_size=2).but("sparse_mode", sparse_mode=1).but(
+        "attention_mode", attention_mode=0
+    )
+CASES["npu_sparse_flash_attention"].but("block_table", block_table=ints(0)).but(
+    "actual_seq_lengths_query", actual_seq_lengths_query=ints(3)
+).but("actual_seq_lengths_kv", actual_seq_lengths_kv=ints(4)).but("layout_query", layout_query="TND").but(
+    "layout_kv", layout_kv="TND"
+).but("sinks", sinks=zeros(2))
+CASES["npu_sparse_flash_attention_grad"].but("d_out", d_out=_rotated).but("out", out=_rotated).but(
+    "softmax_max", softmax_max=_rows_of_scores.half()
+).but("softmax_sum", softmax_sum=_rows_of_scores.half()).but(
+    "softmax_max", softmax_max=zeros(1, 3, 1, 2), softmax_sum=zeros(1, 3, 1, 2)
+).but("softmax_sum", softmax_sum=zeros(1, 3, 1, 2)).but("actual_seq_qlen", actual_seq_qlen=ints(3)).but(
+    "actual_seq_kvlen", actual_seq_kvlen=ints(4)
+).but("layout", layout="TND")
+
 # --- flash attention ---
 
 

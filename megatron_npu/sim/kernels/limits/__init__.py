@@ -24,6 +24,7 @@ from megatron_npu.sim.kernels.limits import (
     ring_attention,
     rotary,
     softmax,
+    sparse_attention,
     status,
 )
 
@@ -31,6 +32,7 @@ from megatron_npu.sim.kernels.limits import (
 FAMILIES = (
     attention,
     ring_attention,
+    sparse_attention,
     norm,
     softmax,
     activation,

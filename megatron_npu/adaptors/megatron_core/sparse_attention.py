@@ -1,0 +1,75 @@
+"""``--experimental-attention-variant dsa``: the attention over chosen keys in one call.
+
+Connects ``experimental_attention_variant.dsa`` and ``dsa_masking`` since 0.19, where attention has one key
+of latents. Older ones have keys for every head, which ``npu_sparse_flash_attention`` does not take. The
+indexer and its loss stay upstream's: the loss reads all scores, ``npu_lightning_indexer`` returns the
+chosen ones; for ``npu_sparse_lightning_indexer_grad_kl_loss`` the wheel documents neither the formula nor
+how ranks that share heads add up their targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import around
+from megatron_npu.ops import dispatch
+from megatron_npu.ops.sparse_attention import beyond_npu, sparse_latent_attention
+
+_DSA = "megatron.core.transformer.experimental_attention_variant"
+_CAUSAL = "megatron_npu_causal"  # of the tensor of first visible keys
+
+
+@around(
+    f"{_DSA}.dsa_masking:build_dsattention_forward_mask",
+    devices=("npu",),
+    versions=">=0.19",
+    why="it alone knows without waiting for the device that the keys each query sees are those before it",
+)
+def note_plain_causal(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Mark the bounds of a plain causal mask."""
+    mask, bounds, plain = original(*args, **kwargs)
+    if plain and bounds is not None:
+        setattr(bounds[0], _CAUSAL, True)
+    return mask, bounds, plain
+
+
+@around(
+    f"{_DSA}.dsa:_unfused_absorbed_dsa_fn",
+    devices=("npu",),
+    versions=">=0.19",
+    why="npu_sparse_flash_attention reads the chosen keys alone; upstream computes all scores of all heads "
+    "in fp32 and masks them",
+)
+def attend_to_chosen_keys(
+    original: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    v_channels: int,
+    mask: Tensor | None = None,
+    varlen_starts: Tensor | None = None,
+    varlen_ends: Tensor | None = None,
+    key_positions: Tensor | None = None,
+) -> Tensor:
+    """``[s, b, n, c + r]`` and ``[s, b, 1, c + r]`` to ``[s, b, n, c]``."""
+    reason = beyond_npu(query, key, topk_indices, softmax_scale, v_channels)
+    if mask is not None or not getattr(varlen_starts, _CAUSAL, False) or key.size(0) != query.size(0):
+        reason = "packed sequences, context parallelism or a mask of the data loader: not plain causal"
+    if reason is not None:
+        dispatch.report_fallback("sparse attention", reason, "is Megatron's own, over all keys")
+        return original(
+            query,
+            key,
+            topk_indices,
+            softmax_scale,
+            v_channels,
+            mask=mask,
+            varlen_starts=varlen_starts,
+            varlen_ends=varlen_ends,
+            key_positions=key_positions,
+        )
+    return sparse_latent_attention(query, key, topk_indices, softmax_scale, v_channels)
