@@ -274,6 +274,7 @@ def test_no_rule_excludes_everything(tmp_path):
         ("Utils.initialize_model_parallel(4, 2)", 8),
         ("Utils.initialize_model_parallel(tp_size, 1)", 8),
         ("torch.distributed.barrier()", 8),
+        ("from tests.unit_tests.determinism.bit_exact_runner import BitExactRunner", 8),
     ],
 )
 def test_ranks_of_a_file(tmp_path, text, ranks):

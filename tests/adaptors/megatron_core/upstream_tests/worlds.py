@@ -7,7 +7,10 @@ import re
 from pathlib import Path
 
 UPSTREAM = 8  # ranks in upstream's CI: its run_ci_test.sh, core_v0.12.1 to core_v0.16.1
-_PARALLEL = re.compile(r"\bUtils\b|torch\.distributed|parallel_state|\bdist\.")
+_PARALLEL = re.compile(
+    r"\bUtils\b|torch\.distributed|parallel_state|\bdist\."
+    r"|tests\.unit_tests\.determinism"  # 0.19: its runner of layouts, which skips those with too few ranks
+)
 _LAYOUT = re.compile(r"initialize_model_parallel\(([^()]*)\)?")
 _ONES = re.compile(r"(\s*(\w+\s*=\s*)?1\s*,?)*\s*")
 # Words of a file that may do something else in eight ranks than in one.
