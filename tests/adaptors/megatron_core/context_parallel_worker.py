@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_npu import devices  # noqa: E402
 from megatron_npu.attention_flags import AttentionFlags  # noqa: E402
 from megatron_npu.ops import dispatch  # noqa: E402
+from megatron_npu.ops.attention.context_parallel.packed import token_indices  # noqa: E402
 
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 torch.set_default_device(devices.current().torch_device())
@@ -162,8 +163,11 @@ def compare_packed(communication, kind, bounds, unpadded, flags) -> None:
     if kind == "padding_causal":
         hidden = hidden | (column > row) | (column < row - flags.get("pre_tokens", LENGTH))
     batch = {"tokens": column[None].clone()}
-    mine, _ = utils.get_thd_batch_on_this_cp_rank(batch, ends, starts, torch.tensor([LENGTH]))
-    index = mine["tokens"][0]
+    if hasattr(utils, "get_thd_batch_on_this_cp_rank"):  # 0.16, 0.17
+        mine, _ = utils.get_thd_batch_on_this_cp_rank(batch, ends, starts, torch.tensor([LENGTH]))
+        index = mine["tokens"][0]
+    else:  # the same tokens, by ours
+        index = token_indices(starts.tolist(), RANKS, dist.get_rank()).to(column.device)
     whole = tensors(1)
     layer = layer_of(kind, communication, {}, flags)
     parts = [t.detach()[index].requires_grad_() for t in whole]
@@ -233,7 +237,7 @@ def main() -> None:
             say(f"equal: {communication} packed {name}")
     if "local_cp_size" in PackedSeqParams.__dataclass_fields__:
         compare_whole()
-    if dynamic:
+    if dynamic and hasattr(utils, "get_batch_on_this_hybrid_cp_rank"):  # moved in 0.19
         for size in (size for size in (1, 2, 4, 8) if size <= RANKS):
             compare_group(size)
 
