@@ -13,6 +13,7 @@ mixture and the tree of 2023 have the first two; that tree has stand-ins for ape
 does not start.
 
     megatron-npu sim -- python benchmarks/launches.py --optimizers       # what Adam holds, with megatron-core
+    megatron-npu sim -- python benchmarks/launches.py --options          # single options of megatron-core
 
 A layer is the difference between a model of 2 layers and one of 1, so that embedding, loss and the
 optimizer's constant part do not count. Launches are calls at the lowest level of torch's dispatcher; only the
@@ -20,8 +21,13 @@ ratios mean something (docs/simulator.md). Results go to benchmarks/results/laun
 
 With --optimizers, instead: all that is asked of the device's allocator and held after a step of Megatron's
 distributed optimizer, in bytes per parameter (the attention mask of 4 MiB is 2 of them here), and the
-launches of its step; to benchmarks/results/optimizer-memory.json. Not what the allocator hands out for it: it
+launches of its step; those of fp32 main weights also with one, two and four layers, redirected and by the
+project; to benchmarks/results/optimizer-memory.json. Not what the allocator hands out for it: it
 does not split off less than a MiB, up to 0.6 bytes a parameter of so small a model.
+
+With --options, instead: one option each, without it and with it: launches, peak and bytes moved to the host
+and back of a whole model's third forward and backward pass, and whether the losses of all three are equal to
+the bit; to benchmarks/results/layer-options.json.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import report
 from megatron_lm import OPERATIONS, write_vocabulary  # the benchmark beside this one
@@ -64,6 +70,64 @@ FUSED = {"gradient_accumulation_fusion": True}
 # Of the mixture; redirected alone, megatron-core 0.16 has neither of the fusions.
 EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
 FUSED_EXPERTS = {"moe_permute_fusion": True, "moe_grouped_gemm": True}
+
+
+class Option(NamedTuple):
+    """An option and the model on which it is counted: the whole project with and without it.
+
+    Attributes:
+        style: one of ``STYLES``, or "mla" for multi-latent attention.
+        given: the option, of megatron-core's configuration.
+        always: what both models have.
+        layers, sequence: of the model.
+        redirected: without it means the redirection with it.
+    """
+
+    style: str
+    given: dict[str, Any]
+    always: dict[str, Any]
+    layers: int = 2
+    sequence: int = 1024
+    redirected: bool = False
+
+
+def _recomputed(style: str, module: str, **always: Any) -> Option:
+    return Option(style, {"recompute_granularity": "selective", "recompute_modules": [module]}, always)
+
+
+def _offloaded(*modules: str) -> Option:
+    given = {"fine_grained_activation_offloading": True, "offload_modules": list(modules)}
+    return Option("llama", {**given, "min_offloaded_tensor_size": 1}, {}, layers=4, sequence=512)
+
+
+_SHARED = {"moe_shared_expert_intermediate_size": 2 * HIDDEN}
+_BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+_GROUPS = {
+    **{"num_moe_experts": 32, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    **{"moe_router_topk_scaling_factor": 2.5, "moe_router_dtype": "fp32"},
+}
+_LATENT = {
+    **{"multi_latent_attention": True, "rope_type": "rope", "q_lora_rank": 128, "kv_lora_rank": 64},
+    **{"qk_head_dim": 48, "qk_pos_emb_head_dim": 16, "v_head_dim": 64},
+}
+_ROUTER = {"moe_router_fusion": True}
+OPTIONS = {
+    "softmax off by one": Option("llama", {"softmax_type": "off-by-one"}, {}, redirected=True),
+    "learnable sinks": Option("llama", {"softmax_type": "learnable"}, {}, redirected=True),
+    "router, softmax": Option("moe", _ROUTER, FUSED_EXPERTS),
+    "router, softmax, auxiliary loss": Option("moe", _ROUTER, {**FUSED_EXPERTS, **_BALANCED}),
+    "router, sigmoid, groups, bias": Option("moe", _ROUTER, {**FUSED_EXPERTS, **_GROUPS}),
+    "offload core_attn": _offloaded("core_attn"),
+    "offload five modules": _offloaded("core_attn", "attn_proj", "attn_norm", "mlp_norm", "qkv_linear"),
+    "recompute core_attn": _recomputed("llama", "core_attn"),
+    "recompute layernorm": _recomputed("llama", "layernorm"),
+    "recompute mlp": _recomputed("llama", "mlp"),
+    "recompute mla_up_proj": _recomputed("mla", "mla_up_proj"),
+    "recompute moe_act": _recomputed("moe", "moe_act", **FUSED_EXPERTS, **_SHARED),
+    "recompute shared_experts": _recomputed("moe", "shared_experts", **FUSED_EXPERTS, **_SHARED),
+    "recompute moe": _recomputed("moe", "moe", **FUSED_EXPERTS, **_SHARED),
+}
 
 
 @dataclass
@@ -95,14 +159,27 @@ def main() -> None:
     parser.add_argument("--megatron", type=Path, metavar="PATH", help="a checkout of Megatron-LM 285068c8")
     parser.add_argument("--optimizers", action="store_true", help="measure what Adam holds")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="measure this one alone")
+    parser.add_argument("--optimizer-launches", choices=VARIANTS[:2], help=argparse.SUPPRESS)
+    parser.add_argument("--options", nargs="*", choices=OPTIONS, help="measure single options, all or these")
+    parser.add_argument("--measured-options", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--styles", nargs="+", choices=STYLES, default=STYLES, help="of megatron-core")
     parser.add_argument("--one", nargs=3, metavar=("STYLE", "VARIANT", "LAYERS"), help="measure this one")
     arguments = parser.parse_args()
     if arguments.optimizer:
         print(json.dumps(measure_optimizer(arguments.optimizer, arguments.sequence)))
         return
+    if arguments.optimizer_launches:
+        print(json.dumps(measure_updates(arguments.optimizer_launches)))
+        return
     if arguments.optimizers:
         write_optimizers(arguments)
+        return
+    if arguments.measured_options:
+        variant, *names = arguments.measured_options
+        print(json.dumps(measure_options(variant, names)))
+        return
+    if arguments.options is not None:
+        write_options(arguments)
         return
     if arguments.one:
         style, variant, layers = arguments.one
@@ -155,6 +232,10 @@ def write_optimizers(arguments: argparse.Namespace) -> None:
 
     costs = {name: optimizer_cost(name, arguments) for name in OPTIMIZERS}
     result = {"upstream": "megatron_core", "hidden": HIDDEN, "dtype": "bf16", "optimizers": costs}
+    result["launches_by_layers"] = {
+        variant: in_child(arguments, "--optimizer-launches", variant) for variant in VARIANTS[:2]
+    }
+    print(result["launches_by_layers"])
     report.write(
         report.RESULTS / "optimizer-memory.json", result, megatron=upstream.find(arguments.megatron).version
     )
@@ -166,6 +247,39 @@ def optimizer_cost(name: str, arguments: argparse.Namespace) -> dict[str, float]
     print(f"{name:<32} {cost['launches']:3} launches, {cost['bytes_per_parameter']:.2f} bytes held, ", end="")
     print(f"{cost['swapped_bytes_per_parameter']:.2f} read and written on the host", flush=True)
     return cost
+
+
+def write_options(arguments: argparse.Namespace) -> None:
+    """Measure single options, without and with each, and write the result, beside the rows not measured."""
+    from megatron_npu import upstream
+
+    names = arguments.options or list(OPTIONS)
+    project = in_child(arguments, "--measured-options", "project", *names)
+    redirected = [name for name in names if OPTIONS[name].redirected]
+    before = in_child(arguments, "--measured-options", "redirection", *redirected) if redirected else {}
+    rows = {name: option_row(name, before.get(name, {}) | project[name]) for name in names}
+    path = report.RESULTS / "layer-options.json"
+    if arguments.options and path.exists():
+        rows = json.loads(path.read_text())["options"] | rows
+    result = {"upstream": "megatron_core", "hidden": HIDDEN, "dtype": "bf16", "options": rows}
+    report.write(path, result, megatron=upstream.find(arguments.megatron).version)
+
+
+def option_row(name: str, costs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return and print one option's row."""
+    option = OPTIONS[name]
+    losses = [costs[which].pop("losses") for which in ("without", "with")]
+    apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    for which in ("without", "with"):
+        cost = costs[which]
+        print(
+            f"{name:<32} {which:<8} {cost['launches']:5} launches, {cost['peak'] / 2**20:7.2f} MiB, "
+            f"{cost['moved'] / 2**20:6.2f} moved"
+        )
+    print(f"{name:<32} losses differ by {apart:.2g}", flush=True)
+    shape = {"style": option.style, "layers": option.layers, "sequence": option.sequence}
+    before = "redirection" if option.redirected else "project"
+    return {**shape, "before": before, **costs, "losses_differ_by": apart}
 
 
 def run_child(style: str, variant: str, layers: int, arguments: argparse.Namespace) -> Cost:
@@ -258,6 +372,98 @@ def measure_optimizer(name: str, sequence: int) -> dict[str, float]:
         "bytes_per_parameter": held,
         "swapped_bytes_per_parameter": update.swapped.bytes / training.parameters,
     }
+
+
+def measure_options(variant: str, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Return what options cost with and without, or those of the redirection, which count as without."""
+    fused = prepare_forks(variant)
+    rows: dict[str, dict[str, Any]] = {}
+    for name in names:
+        option = OPTIONS[name]
+        both = option.always | option.given
+        if variant == "redirection":
+            rows[name] = {"without": in_fork(measure_option, option, both)}
+        else:
+            rows[name] = {"with": in_fork(measure_option, option, both | fused)}
+            if not option.redirected:
+                rows[name]["without"] = in_fork(measure_option, option, option.always | fused)
+    return rows
+
+
+def prepare_forks(variant: str) -> dict[str, Any]:
+    """Import everything once for all of them; return the options that the variant always has."""
+    if variant == "redirection":
+        keep_only_what_is_needed()
+    import megatron_npu
+
+    megatron_npu.install()
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
+
+    return {} if variant == "redirection" else FUSED
+
+
+def in_fork(measure: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what ``measure`` does in a process that has imported everything and measured nothing yet."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(measure(*arguments), pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        printed = pipe.read()
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{measure.__name__} of {arguments} failed")
+    return json.loads(printed)
+
+
+def measure_updates(variant: str) -> dict[int, int]:
+    """Return the launches of the distributed optimizer's step in GPTs of one, two and four layers."""
+    fused = prepare_forks(variant)
+    return {layers: in_fork(measure_update, layers, fused) for layers in (1, 2, 4)}
+
+
+def measure_update(layers: int, options: dict[str, Any]) -> int:
+    """Return the launches of the second step of Megatron's distributed optimizer."""
+    from megatron_npu.sim import counting
+
+    training = prepare_megatron_core("gpt", layers, 1024, optimizer={}, **options)
+    for _ in range(2):
+        for forget in training.forget:
+            forget()
+        training.loss().backward()
+        training.reduce()
+        with counting() as update:
+            training.update()
+    return update.total_launches
+
+
+def measure_option(option: Option, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what the third forward and backward pass costs, and the losses of all three."""
+    import torch
+
+    from megatron_npu.sim import counting
+
+    torch.manual_seed(1)
+    training = prepare_megatron_core(option.style, option.layers, option.sequence, **options)
+    losses = []
+    for _ in range(3):
+        for forget in training.forget:
+            forget()
+        with counting() as counts:
+            loss = training.loss()
+            loss.backward()
+        if "offload_modules" in options:  # as upstream's schedules
+            from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
+
+            offload.FineGrainedActivationOffloadingInterface.reset()
+        training.reduce()
+        training.update()
+        losses.append(loss.item())
+    moved = counts.transfers.bytes
+    return {"launches": counts.total_launches, "peak": counts.peak, "moved": moved, "losses": losses}
 
 
 def keep_only_what_is_needed() -> None:
@@ -356,7 +562,7 @@ def build(
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     from megatron_npu import settings
 
@@ -369,7 +575,9 @@ def build(
     llama = style != "gpt"
     if style == "moe":
         options = {**EXPERTS, "moe_ffn_hidden_size": 2 * HIDDEN, **options}
-    config = TransformerConfig(
+    if style == "mla":
+        options = _LATENT | options
+    config = (MLATransformerConfig if style == "mla" else TransformerConfig)(
         num_layers=layers,
         hidden_size=options.pop("hidden_size", HIDDEN),
         num_attention_heads=HEADS,
@@ -392,7 +600,10 @@ def build(
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(
-            config.num_moe_experts, config.moe_grouped_gemm, normalization=config.normalization
+            config.num_moe_experts,
+            config.moe_grouped_gemm,
+            multi_latent_attention=style == "mla",
+            normalization=config.normalization,
         )
     model = GPTModel(
         config,

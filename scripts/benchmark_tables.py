@@ -164,6 +164,10 @@ _LESS = {"remainders": 1.999, "moments in the host's memory": 7.999}
 def optimizer_memory(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
     """Yield what each way to keep what Adam needs holds and launches, beside fp32 main weights."""
     plain = data["optimizers"]["fp32 main weights"]
+    ours, theirs = (data["launches_by_layers"][variant] for variant in ("project", "redirection"))
+    yield Goal("launches of a step with four layers, of those with one", ours["4"] / ours["1"], most=1)
+    counted = "; ".join(f"{layers} layers {theirs[layers]} and {count}" for layers, count in ours.items())
+    yield f"- launches of a step of fp32 main weights, redirected and here: {counted}"
     for way, cost in data["optimizers"].items():
         held, launched = cost["bytes_per_parameter"], cost["launches"]
         swapped = (
@@ -177,15 +181,66 @@ def optimizer_memory(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
             yield Goal(f"bytes a parameter less than with fp32 main weights, {way}", less, least=_LESS[way])
 
 
+def layer_options(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
+    """Yield what a step launches, holds and moves without and with single options."""
+    for option, row in data["options"].items():
+        apart = row["losses_differ_by"]
+        losses = (
+            "losses of three steps equal to the bit" if apart == 0 else f"losses at most {apart:.1g} apart"
+        )
+        before, after = row["without"], row["with"]
+        moved = (
+            f", {after['moved'] / 2**20:.2f} MiB moved to the host and back" if after["moved"] > 2**20 else ""
+        )
+        which = "of the redirection with it" if row["before"] == "redirection" else "without"
+        yield (
+            f"- {option} ({row['style']}, {row['layers']} layers, {row['sequence']} tokens): launches "
+            f"{before['launches']} {which}, {after['launches']} with, peak {before['peak'] / 2**20:.2f} and "
+            f"{after['peak'] / 2**20:.2f} MiB{moved}; {losses}"
+        )
+
+
+def _arithmetic(data: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """Return the bytes that a rank hands over in a step of benchmarks/messages.py: by layout and group.
+
+    Two layers of 16-bit numbers, four of a pipeline. A collective is handed what it gathers or adds up.
+    """
+    times, cp, window = data["micro_batches"], 4, 63
+    whole = data["sequence"] * data["hidden"] * 2  # of one activation
+    keys, layers = 2 * whole / cp, 2 * times  # keys and values of a rank
+    context, near, far = (
+        "CONTEXT_PARALLEL_GROUP",
+        *(f"HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L{level}" for level in (0, 1)),
+    )
+    # gathered forward, and backward for the weight and as the gradient of what was added up, a half each, and
+    # added up in both: of two pairs of products a layer. Embedding and head: gathered thrice, added up twice;
+    # the loss of a token: three fp32 numbers.
+    pairs = layers * 2 * (3 * whole / 2 + 2 * whole) + times * (3 * whole / 2 + 2 * whole)
+    tensor = pairs + times * data["sequence"] * 3 * 4
+    return {
+        ("pp2", "PIPELINE_MODEL_PARALLEL_GROUP"): times * whole,
+        ("tp2", "TENSOR_MODEL_PARALLEL_GROUP"): tensor,
+        ("tp2-overlap", "TENSOR_MODEL_PARALLEL_GROUP"): tensor,
+        ("cp4-p2p", context): layers * keys * (2 * (cp - 1) + cp),
+        ("cp4-a2a", context): layers * 8 * whole / cp,  # queries, keys, values and the result, both ways
+        ("cp4-a2a+p2p", near): layers * 8 * whole / cp,
+        ("cp4-a2a+p2p", far): layers * keys * (2 * (2 - 1) + 2),
+        ("cp4-p2p-window", context): layers * 2 * 3 * window * cp / data["sequence"] * keys,  # two borders
+        ("cp4-all_gather", context): layers * keys * (1 + cp),  # and their gradients of all ranks, added up
+    }
+
+
 def messages(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
     """Yield what a step of each parallel layout launches, holds and sends on simulated NPUs."""
     layouts = data["layouts"]
     if {"tp2", "tp2-overlap"} <= layouts.keys():
         sent = layouts["tp2-overlap"]["bytes"] / layouts["tp2"]["bytes"]
         yield Goal("bytes that a rank sends with --tp-comm-overlap, of those without", sent, most=1)
+    expected = _arithmetic(data)
     for layout, cost in layouts.items():
         groups = "; ".join(
-            f"{group} {each['calls']} with {each['bytes'] / 2**20:.1f} MiB"
+            f"{group} {each['calls']} with {each['bytes'] / 2**20:.2f} MiB"
+            + (f", by arithmetic {size / 2**20:.2f}" if (size := expected.get((layout, group))) else "")
             for group, each in cost["groups"].items()
         )
         yield (
@@ -358,6 +413,7 @@ PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str
     ("ranks-", "Data-parallel ranks on one machine", ranks),
     ("megatron-lm-", "Stock `pretrain_gpt.py` of Megatron-LM 285068c8", megatron_lm),
     ("launches", "Launches on the simulated NPU", launches),
+    ("layer-options", "Single options on the simulated NPU", layer_options),
     ("messages", "Parallel layouts on the simulated NPU", messages),
     ("optimizer-memory", "Memory of the optimizer on the simulated NPU", optimizer_memory),
     ("loss-", "Output layer and loss in one", loss),
