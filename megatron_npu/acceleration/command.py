@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from megatron_npu import devices, extension_locks, watchdog
-from megatron_npu.acceleration import arguments, deepspeed_config, launch, layout, ranks
+from megatron_npu.acceleration import arguments, deepspeed_config, hub, launch, layout, ranks
 from megatron_npu.errors import UsageError
 from megatron_npu.switch_rules import Place, refuse
 from megatron_npu.switches import FULLY, Switches
@@ -65,6 +65,7 @@ def train(args: Namespace) -> None:
 
     checkpoint.require_there(args)
     silence_known_warnings()
+    hub.ask_nobody_who_is_not_there(args)
     state.set_args(args)
     try:
         with save_folder.owned(args):

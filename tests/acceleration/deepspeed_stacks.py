@@ -16,7 +16,7 @@ from pathlib import Path
 STEPS = 6
 STAGES = (0, 1, 2, 3)
 OWN = {"type": "AdamW", "params": {"torch_adam": True, "lr": "auto", "weight_decay": "auto"}}
-_EVERY = ({"zero_optimization": {"stage": stage}} for stage in STAGES)
+_EVERY = [{"zero_optimization": {"stage": stage}} for stage in STAGES]
 # model, what the file says, switches
 RUNS = [
     *(("bert", file, "") for file in _EVERY),
@@ -26,6 +26,10 @@ RUNS = [
     ("bert", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, ""),
     ("gpt2", {"zero_optimization": {"stage": 3}}, "--checkpoint-activations --fused-ops"),
     ("bert", {"zero_optimization": {"stage": 3}}, "--lora-rank 4"),
+    # output layers that are put into the loss, with a bias and without
+    *(("bert tokens", file, "--fused-ops") for file in _EVERY[1:]),
+    *(("gpt2", file, "--fused-ops") for file in _EVERY[1:3]),
+    ("bert tokens", {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, "--fused-ops"),
 ]
 RESUMED = [("user", {"zero_optimization": {"stage": stage}}, "") for stage in STAGES]  # to the bit
 

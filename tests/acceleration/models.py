@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 HIDDEN, HEADS, LAYERS, VOCABULARY, LENGTH, CLASSES = 32, 2, 2, 61, 8, 3
-WORDS = 300  # of the GPT-2: more than the fewest of a fused loss; the data have VOCABULARY
+WORDS = 300  # of the language models: more than the fewest of a fused loss; the data have VOCABULARY
 Batch = dict[str, Any]
 
 
@@ -22,10 +22,12 @@ def bert(dropout: float = 0.0) -> nn.Module:
 
 
 def bert_tokens() -> nn.Module:
-    """A masked-language model: input and output embeddings are one weight."""
+    """A masked-language model: one weight is input and output embeddings, with a bias there."""
     from transformers import BertForMaskedLM
 
-    return BertForMaskedLM(_bert_config(0.0))
+    config = _bert_config(0.0)
+    config.vocab_size = WORDS
+    return BertForMaskedLM(config)
 
 
 def gpt2() -> nn.Module:

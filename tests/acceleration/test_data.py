@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,14 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
             str(path)
         )
     return path
+
+
+def test_files_of_a_folder_that_have_changed_are_read_again(tmp_path: Path) -> None:
+    """Of a folder with configurations, whose rows ``datasets`` itself keeps for ever."""
+    for rows in (16, 24, 24):
+        folder = runs.glue(tmp_path / "glue", train=rows)
+        assert len(datasets.load(args(folder, data_name="mrpc"))["train"]) == rows
+        shutil.rmtree(folder)
 
 
 def test_a_copy_in_the_hubs_cache_is_found_by_its_name(
@@ -161,6 +170,7 @@ BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
     "a file of no bytes": (_no_bytes, "empty.jsonl is empty; expected a file with rows"),
     "a file has no configurations": (_configured, "--data-name mrpc with --data-path"),
     "two kinds": (_two_kinds, "files that end in .csv and .jsonl"),
+    "no such file": (lambda folder: args(folder / "a.csv"), "a.csv: no such file"),
     "no such kind": (lambda folder: args(__file__), "files that end in .py"),
     "an empty folder": (lambda folder: args(folder), "no file of a part"),
     "broken": (_broken, "a.jsonl:"),
