@@ -106,7 +106,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
     matrices = right.dim() == 2 and left.dim() >= 2 and left.dtype is right.dtype
     if not matrices or torch.compiler.is_compiling() or not _has_faster(left):
         return torch.matmul(left, right)
-    result = product(left.reshape(-1, left.size(-1)), right.t())
+    result = _faster(left.flatten(0, -2), right.t(), None)
     return result.resize_(*left.shape[:-1], right.size(1))  # not a view
 
 

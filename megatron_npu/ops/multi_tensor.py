@@ -8,6 +8,7 @@ and finds inf or nan, and never reset here.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from megatron_npu.ops.dispatch import Make, Operation
 # Values whose squares are added up in one go. torch's kernel for the CPU does so in a few fp32 lanes:
 # over 20 million values its norm is 1e-3 off.
 _CHUNK = 1 << 13
+_dtype_of = operator.attrgetter("dtype")
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 TensorLists = list[list[Tensor]]
 
@@ -170,6 +173,9 @@ def _alike(target: Tensor, source: Any, *rest: Any) -> bool:
 
 def local_parts(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Return this rank's parts of distributed tensors (FSDP), for torch's calls that take many tensors."""
+    tensors = tuple(tensors)
+    if _PLAIN.issuperset(map(type, tensors)):
+        return tensors
     with torch.no_grad():  # then to_local is the memory itself
         return tuple(t.to_local() if hasattr(t, "to_local") else t for t in tensors)
 
@@ -209,7 +215,7 @@ def group_by_dtypes(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[list[T
     """
     bunches: dict[tuple[Any, ...], list[tuple[Tensor, ...]]] = {}
     for row in rows:
-        bunches.setdefault((row[0].device, *(tensor.dtype for tensor in row)), []).append(row)
+        bunches.setdefault((row[0].device, *map(_dtype_of, row)), []).append(row)
     for bunch in bunches.values():
         yield tuple(list(column) for column in zip(*bunch, strict=True))
 

@@ -49,7 +49,11 @@ def experts(args: Namespace) -> None:
     args.num_experts = args.num_experts or None  # megatron-core 0.12 writes 0
     if args.num_experts is None:
         args.moe_ffn_hidden_size = None
-    elif args.moe_ffn_hidden_size is None:
+        return
+    # scaled by the router's probability there is SwiGLU alone, and without biases (0.12 to 0.19)
+    args.bias_gelu_fusion = False
+    args.bias_swiglu_fusion = args.bias_swiglu_fusion and not args.add_bias_linear
+    if args.moe_ffn_hidden_size is None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
 
 

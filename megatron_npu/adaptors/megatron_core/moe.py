@@ -1,18 +1,23 @@
 """``megatron.core.transformer.moe``: grouped matrix products of the experts, and the router.
 
-Connects ``moe.grouped_gemm_util``, upstream's door to the package grouped_gemm, and ``moe.moe_utils``.
+Connects ``moe.grouped_gemm_util``, upstream's door to the package grouped_gemm, ``moe.moe_utils``, and of
+``tensor_parallel.layers`` the second layer of an expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import (
+    NOT_FIXED,
+    around,
     constant,
     installed,
     replace,
@@ -67,3 +72,19 @@ def router_gating_linear(
 def router_gating_linear_without_bias(inp: Tensor, weight: Tensor, router_dtype: torch.dtype) -> Tensor:
     """As ``router_gating_linear``; the router has a bias from 0.15 on."""
     return F.linear(inp.to(router_dtype), weight.to(router_dtype))
+
+
+@around(
+    "megatron.core.tensor_parallel.layers:RowParallelLinear.forward",
+    versions=">=0.15",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="without ranks that share it, an expert's output is one that autograd lets nobody change in place, "
+    "and the router's share of its bias is added in place: RuntimeError",
+)
+def experts_output(original: Callable[..., Any], self: Any, input_: Tensor) -> tuple[Tensor, Any]:
+    """``[t, i]`` to ``[t, o]``, of an expert with a bias as a tensor of its own."""
+    output, bias = original(self, input_)
+    if bias is not None and self.is_expert and output._is_view():
+        output = output.clone()
+    return output, bias

@@ -6,6 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +51,10 @@ def fp32_is_faster_on(processor: str) -> bool:
 
 def takes(left: Tensor, right: Tensor) -> bool:
     """Return whether ``multiply`` is to have these factors, ``[..., n, m]`` and ``[..., m, k]``."""
-    for tensor in (left, right):
-        if tensor.dtype is not torch.bfloat16 or not compiled.is_plain(tensor):
-            return False
+    if left.dtype is not torch.bfloat16 or right.dtype is not torch.bfloat16:
+        return False
+    if not compiled.is_plain(left) or not compiled.is_plain(right):
+        return False
     return min(*left.shape[-2:], right.size(-1)) >= _SMALLEST and are_fastest()
 
 
@@ -80,36 +82,33 @@ def multiply(
         factor: of the product.
         add: whether to add to what is in ``out``.
     """
-    a, b, c = (tensor if tensor.dim() == 3 else tensor.unsqueeze(0) for tensor in (left, right, out))
-    a, b = (_with_a_contiguous_side(tensor) for tensor in (a, b))
+    a, b, c = (left, right, out) if left.dim() == 3 else (left[None], right[None], out[None])
+    if 1 not in a.stride()[1:]:
+        a = a.contiguous()
+    if 1 not in b.stride()[1:]:
+        b = b.contiguous()
     added = None if bias is None else bias.detach().to(torch.float32).contiguous()
-    precise, rounded = (c, None) if c.dtype is torch.float32 else (None, c)
-    results = (_pointer(precise), _pointer(rounded), *map(ctypes.c_int64, c.stride()[:2]), _pointer(added))
-    sizes = map(ctypes.c_int64, (add, a.size(0), a.size(1), b.size(2), a.size(2)))
+    where, precise = c.data_ptr(), c.dtype is torch.float32
+    count, rows, inner = a.shape
+    next_product, row, _ = c.stride()
     _kernel()(
-        *_pointer_and_strides(a),
-        *_pointer_and_strides(b),
-        *results,
-        ctypes.c_float(factor),
-        *sizes,
-        torch.get_num_threads(),
+        *(a.data_ptr(), *a.stride()),
+        *(b.data_ptr(), *b.stride()),
+        *(where if precise else None, None if precise else where, next_product, row),
+        *(None if added is None else added.data_ptr(), factor, add),
+        *(count, rows, b.size(2), inner, torch.get_num_threads()),
     )
     return out
 
 
+@functools.cache
 def _kernel() -> Callable[..., None]:
+    """Return ``product_bfloat16``, which takes Python's own numbers."""
     loaded = library()
     assert loaded is not None, "takes() says whether there are kernels"
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    factor: list[Any] = [pointer, number, number, number]
+    result: list[Any] = [pointer, pointer, number, number, pointer, ctypes.c_float, number]
+    loaded.product_bfloat16.argtypes = [*factor, *factor, *result, *[number] * 4, ctypes.c_int]
+    loaded.product_bfloat16.restype = None
     return loaded.product_bfloat16
-
-
-def _with_a_contiguous_side(tensor: Tensor) -> Tensor:
-    return tensor if 1 in tensor.stride()[1:] else tensor.contiguous()
-
-
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _pointer_and_strides(tensor: Tensor) -> list[ctypes.c_void_p | ctypes.c_int64]:
-    return [_pointer(tensor), *map(ctypes.c_int64, tensor.stride())]

@@ -56,6 +56,22 @@ def test_grouped_experts_are_the_sequential_ones(counts, recompute):
         same_gradients(*results, [hidden, probs], atol=2e-2, rtol=2e-2)
 
 
+def test_an_expert_adds_its_bias_by_the_routers_share():
+    changes = {"add_bias_linear": True, "bias_activation_fusion": False}
+    module = experts("sequential", make_config(**MIXTURE | changes, bf16=True))
+    hidden = torch.randn(5, 32, dtype=torch.bfloat16, device=here(), requires_grad=True)
+    probs = torch.rand(5, dtype=torch.bfloat16, device=here(), requires_grad=True)
+    for expert in module.local_experts:
+        torch.nn.init.normal_(expert.linear_fc2.bias)
+    output, bias = module(hidden, torch.tensor([5, 0, 0]), probs)
+    expert = module.local_experts[0]
+    inner = torch.nn.functional.linear(hidden, expert.linear_fc1.weight, expert.linear_fc1.bias).chunk(2, -1)
+    inner = torch.nn.functional.silu(inner[0]) * inner[1]
+    expected = torch.nn.functional.linear(inner, expert.linear_fc2.weight, expert.linear_fc2.bias)
+    assert bias is None
+    same_gradients(output, expected * probs[:, None], [hidden, probs], atol=2e-2, rtol=2e-2)
+
+
 def test_the_package_is_stood_in_for():
     from megatron.core.transformer.moe import grouped_gemm_util
 
