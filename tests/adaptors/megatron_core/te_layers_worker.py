@@ -183,10 +183,12 @@ def sharded(built: Any) -> dict[str, Any]:
 
 def alone(folder: Path) -> None:
     """Compare all in one process."""
+    from megatron.core.transformer.enums import ModelType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_npu.errors import UsageError
 
+    assert ModelType.encoder_or_decoder != ModelType.encoder_and_decoder, "mbridge reads it"
     cross_attention_takes_a_mask_of_each_side()
     for case in CASES:
         built, _ = compare(case)
