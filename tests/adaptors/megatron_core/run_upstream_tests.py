@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -87,6 +88,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cpu", "npu", "cuda"), default="cpu")
     parser.add_argument("--world-size", type=int, help="the most ranks of a file (default: all it needs)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="files of one rank at a time (default: the cores)"
+    )
     parser.add_argument("--folder", action="append", help="a folder or file below its tests; repeat")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one test (default: 120)")
     parser.add_argument("--scratch", type=Path, help="keep logs, results and temporary files here")
@@ -129,7 +133,10 @@ def run(
     chosen: dict[str, list[str] | None],
     rules: list[exclusions.Rule],
 ) -> Iterator[FileResult]:
-    """Run the files one after the other, of each the named tests (None: all); keep results in ``scratch``."""
+    """Run the files, of each the named tests (None: all); keep results in ``scratch``.
+
+    Those of one rank come first, several at a time; the others one after the other.
+    """
     prepare.environment(options.device, checkout, scratch)
     fork = options.device != "cuda"  # a CUDA context does not survive a fork
     if fork:
@@ -137,10 +144,16 @@ def run(
     barred = functools.partial(exclusions.barred, rules, device=options.device)
     arguments = prepare.pytest_arguments(checkout)
     setting = world.Setting(checkout, scratch, options.limit, arguments, fork, barred)
-    for file, names in chosen.items():
-        ranks = worlds.size_for(checkout, file)
-        result = world.run_file(setting, file, min(ranks, options.world_size or ranks), names)
-        result_path(scratch, file).write_text(json.dumps(dataclasses.asdict(result)))
+    most = options.world_size or worlds.UPSTREAM
+    ranks = {file: min(worlds.size_for(checkout, file), most) for file in chosen}
+    alone = {file: names for file, names in chosen.items() if ranks[file] == 1}
+    together = {file: names for file, names in chosen.items() if ranks[file] > 1}
+    results = chain(
+        world.run_alone(setting, alone, options.jobs if fork else 1),
+        (world.run_file(setting, file, ranks[file], names) for file, names in together.items()),
+    )
+    for result in results:
+        result_path(scratch, result.file).write_text(json.dumps(dataclasses.asdict(result)))
         describe(result)
         yield result
 

@@ -110,6 +110,14 @@ def test_last():
     assert os.getcwd().endswith("cwd")
 """
 
+TWO = """
+def test_one():
+    pass
+
+def test_two():
+    pass
+"""
+
 DRIVER = """
 import dataclasses, json, sys
 from pathlib import Path
@@ -117,7 +125,9 @@ from upstream_tests import rank, world
 folder = Path(sys.argv[1])
 arguments = ("-q", "-p", "no:cacheprovider")
 setting = world.Setting(folder, folder, limit=500, grace=2, arguments=arguments)
-print(json.dumps(dataclasses.asdict(world.run_file(setting, "test_example.py", 2))))
+together = world.run_file(setting, "test_example.py", 2)
+alone = world.run_alone(setting, {"test_alone.py": None, "test_chosen.py": ["test_one"]}, jobs=2)
+print(json.dumps([dataclasses.asdict(result) for result in (together, *alone)]))
 """
 
 
@@ -125,9 +135,15 @@ def test_a_world_that_breaks_is_replaced(tmp_path):
     for name in ("tmp", "logs", "cwd"):
         (tmp_path / name).mkdir()
     (tmp_path / "cwd" / "test_example.py").write_text(FILE)
+    for name in ("test_alone.py", "test_chosen.py"):
+        (tmp_path / "cwd" / name).write_text(TWO)
     done = run("-c", DRIVER, str(tmp_path))
     assert done.returncode == 0, done.stderr
-    tests = {name: (test["outcome"], test["text"]) for name, test in json.loads(done.stdout)["tests"].items()}
+    together, *alone = json.loads(done.stdout)
+    ran = {result["file"]: [*result["tests"]] for result in alone}
+    assert ran == {"test_alone.py": ["test_one", "test_two"], "test_chosen.py": ["test_one"]}
+    assert [result["world"] for result in alone] == [1, 1]
+    tests = {name: (test["outcome"], test["text"]) for name, test in together["tests"].items()}
     outcomes = {name: outcome for name, (outcome, _) in tests.items()}
     assert outcomes == {
         "test_passes": PASSED,

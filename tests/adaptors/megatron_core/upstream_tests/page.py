@@ -44,7 +44,7 @@ says so.
 - **Worlds.** Upstream's CI runs every file with 8 ranks on 8 GPUs; so do we, with 8 processes, each with
   the environment that torchrun would give it. One process runs a file where eight would do the same eight
   times: it has no word of torch.distributed or Megatron's groups, or only layouts of one rank. Exceptions,
-  with reasons: `upstream_tests/worlds.json`.
+  with reasons: `upstream_tests/worlds.json`. Files of one process run several at a time (`--jobs`).
 - **A test passes** if it passes in all its ranks. When it fails in some only, or hangs, the world is
   replaced, and the next one goes on with the next test.
 - **What the tests are told.** That there is an accelerator (`torch.cuda.is_available()` is true in the test

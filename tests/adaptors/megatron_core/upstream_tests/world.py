@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,6 +26,10 @@ MAX_STALLS = 3  # a file in which so many tests hang is given up
 _BROKEN = re.compile(r"gloo|HCCL|hccl|NCCL|Connection|[Tt]ime(d )?out|Broken pipe|Socket|store", re.ASCII)
 
 
+def _all_start(file: str) -> Mapping[str, str]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Setting:
     """What all worlds of a run have in common."""
@@ -34,7 +39,7 @@ class Setting:
     limit: float  # seconds for one test
     arguments: tuple[str, ...] = ()  # for pytest
     fork: bool = True
-    barred: Callable[[str], Mapping[str, str]] = lambda file: {}  # tests of a file not to start: why
+    barred: Callable[[str], Mapping[str, str]] = _all_start  # tests of a file not to start: why
     grace: float = 8.0  # seconds of silence after a failure in some ranks: the others do not end this test
 
 
@@ -65,8 +70,9 @@ class World:
 
     def _start(self, context, index: int, port: int, selected: list[str] | None) -> _Rank:
         here, there = context.Pipe()
-        folder = self.setting.scratch / "tmp" / f"rank{index}"
-        log = self.setting.scratch / "logs" / f"{self.file.replace('/', '.')}.rank{index}.log"
+        name = f"{self.file.replace('/', '.')}.rank{index}"
+        folder = self.setting.scratch / "tmp" / name
+        log = self.setting.scratch / "logs" / f"{name}.log"
         arguments = [self.file, f"--basetemp={folder}", *self.setting.arguments]
         variables = _variables(index, self.size, port) | worlds.environment_for(self.file)
         process = context.Process(
@@ -225,6 +231,18 @@ def run_file(setting: Setting, file: str, size: int, selected: list[str] | None 
             break
     answer.seconds = round(time.monotonic() - began, 1)
     return answer
+
+
+def run_alone(setting: Setting, files: Mapping[str, list[str] | None], jobs: int) -> Iterator[FileResult]:
+    """Run files in one rank each, of each the named tests (None: all), ``jobs`` files at a time."""
+    context = multiprocessing.get_context("fork" if setting.fork else "spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        running = [pool.submit(run_file, setting, file, 1, names) for file, names in files.items()]
+        try:
+            for one in as_completed(running):
+                yield one.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # what has not begun, where the run is ended
 
 
 def _enter(connection, variables, directory, arguments, selected, barred, log) -> None:
