@@ -346,7 +346,6 @@ def measure_optimizer(name: str, sequence: int) -> dict[str, float]:
     Also the bytes of the host's memory that the NPU reads and writes in a step.
     """
     import megatron_npu
-    from megatron_npu.sim import counting
 
     megatron_npu.install()
     import torch
@@ -359,13 +358,7 @@ def measure_optimizer(name: str, sequence: int) -> dict[str, float]:
     }
     FusedAdam.swap_moments = options.pop("swap_moments", False)
     training = prepare_megatron_core("gpt", 2, sequence, optimizer=options, **FUSED)
-    for _ in range(2):
-        for forget in training.forget:
-            forget()
-        training.loss().backward()
-        training.reduce()
-        with counting() as update:
-            training.update()
+    update = counted_update(training)
     held = torch.npu.memory_stats()["requested_bytes.all.current"] / training.parameters
     return {
         "launches": update.total_launches,
@@ -425,11 +418,10 @@ def measure_updates(variant: str) -> dict[int, int]:
     return {layers: in_fork(measure_update, layers, fused) for layers in (1, 2, 4)}
 
 
-def measure_update(layers: int, options: dict[str, Any]) -> int:
-    """Return the launches of the second step of Megatron's distributed optimizer."""
+def counted_update(training: Training) -> Any:
+    """Return what the optimizer's second step costs; the first one warms up."""
     from megatron_npu.sim import counting
 
-    training = prepare_megatron_core("gpt", layers, 1024, optimizer={}, **options)
     for _ in range(2):
         for forget in training.forget:
             forget()
@@ -437,7 +429,13 @@ def measure_update(layers: int, options: dict[str, Any]) -> int:
         training.reduce()
         with counting() as update:
             training.update()
-    return update.total_launches
+    return update
+
+
+def measure_update(layers: int, options: dict[str, Any]) -> int:
+    """Return the launches of the second step of Megatron's distributed optimizer."""
+    training = prepare_megatron_core("gpt", layers, 1024, optimizer={}, **options)
+    return counted_update(training).total_launches
 
 
 def measure_option(option: Option, options: dict[str, Any]) -> dict[str, Any]:

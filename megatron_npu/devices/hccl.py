@@ -10,15 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+BUFFER = "hccl_buffer_size"  # as torch_npu's ProcessGroupHCCL.Options().hccl_config names it, in MiB
 _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     dist.ReduceOp.SUM: lambda values: values.sum(0),
     dist.ReduceOp.AVG: lambda values: values.mean(0),
     dist.ReduceOp.MIN: lambda values: values.amin(0),
     dist.ReduceOp.MAX: lambda values: values.amax(0),
 }
-
-
-BUFFER = "hccl_buffer_size"  # as torch_npu's ProcessGroupHCCL.Options().hccl_config names it, in MiB
 
 
 def buffer_of(group: dist.ProcessGroup) -> int | None:

@@ -41,6 +41,11 @@ class Routing(NamedTuple):
     chosen_groups: int = 0
     scale: float = 1.0
 
+    @property
+    def counted(self) -> int:
+        """How many of a group's best experts are added up."""
+        return self.topk // self.chosen_groups if self.chosen_groups else 1
+
 
 def route_tokens(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the weight of each expert for each token, 0 where it is not chosen, and which are chosen.
@@ -122,7 +127,7 @@ _ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 def _best_in_groups(scores: Tensor, routing: Routing) -> Tensor:
     """Return ``scores``, -inf outside of the chosen groups."""
     grouped = scores.unflatten(1, (routing.groups, -1))
-    worth = grouped.topk(routing.topk // routing.chosen_groups, dim=-1).values.sum(-1)
+    worth = grouped.topk(routing.counted, dim=-1).values.sum(-1)
     best = torch.zeros_like(worth, dtype=torch.bool).scatter(
         1, worth.topk(routing.chosen_groups, dim=-1).indices, True
     )
@@ -182,8 +187,9 @@ def _choose(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """Return the scores and the indices of the chosen experts, best first."""
     if routing.chosen_groups:
         grouped = scores.unflatten(1, (routing.groups, -1))
-        counted = routing.topk // routing.chosen_groups
-        worth = grouped.amax(-1) if counted == 1 else grouped.topk(counted, dim=-1).values.sum(-1)
+        worth = (
+            grouped.topk(routing.counted, dim=-1).values.sum(-1) if routing.counted > 1 else grouped.amax(-1)
+        )
         best = worth.topk(routing.chosen_groups, dim=-1, sorted=False).indices
         outside = _full(worth.shape, float("-inf"), worth.dtype, worth.device)
         scores = grouped.add(outside.scatter(1, best, 0.0).unsqueeze(-1)).flatten(1)
@@ -297,13 +303,12 @@ def _kernel_takes(logits: Tensor, routing: Routing) -> bool:
     """Return whether ``npu_moe_gating_top_k`` has this router; else torch's operations do it on the NPU."""
     experts, groups = logits.size(1), routing.groups if routing.chosen_groups else 1
     each = experts // groups
-    counted = routing.topk // routing.chosen_groups if routing.chosen_groups else 1
     scored = routing.before if routing.score == "softmax" else routing.score == "sigmoid" and routing.topk > 1
     return (
         scored
         and logits.dtype in KERNEL_DTYPES
         and logits.numel() > 0
-        and counted <= 2
+        and routing.counted <= 2
         and each > 2
         and -(-each // _NPU_ALIGNED) * _NPU_ALIGNED * groups <= _NPU_EXPERTS
     )
@@ -315,11 +320,10 @@ def _gate(logits: Tensor, routing: Routing, bias: Tensor | None, kind: int) -> t
 
     groups = {}
     if routing.chosen_groups:
-        by_two = routing.topk // routing.chosen_groups - 1
         groups = {
             "k_group": routing.chosen_groups,
             "group_count": routing.groups,
-            "group_select_mode": by_two,
+            "group_select_mode": routing.counted - 1,  # by the best one, or by two
         }
     scale = routing.scale if kind else 1.0
     return torch_npu.npu_moe_gating_top_k(

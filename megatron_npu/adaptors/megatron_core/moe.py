@@ -1,7 +1,7 @@
 """``megatron.core.transformer.moe``: grouped matrix products of the experts, and the router.
 
-Connects ``moe.grouped_gemm_util``, upstream's door to the package grouped_gemm, ``moe.moe_utils``, and of
-``tensor_parallel.layers`` the second layer of an expert.
+Connects ``moe.grouped_gemm_util``, upstream's door to the package grouped_gemm, ``moe.moe_utils``, and
+``moe.experts``, those in a sequence.
 """
 
 from __future__ import annotations
@@ -75,16 +75,21 @@ def router_gating_linear_without_bias(inp: Tensor, weight: Tensor, router_dtype:
 
 
 @around(
-    "megatron.core.tensor_parallel.layers:RowParallelLinear.forward",
+    f"{_MOE}.experts:SequentialMLP.__init__",
     versions=">=0.15",
     upstream_bug=True,
     until=NOT_FIXED,
     why="without ranks that share it, an expert's output is one that autograd lets nobody change in place, "
     "and the router's share of its bias is added in place: RuntimeError",
 )
-def experts_output(original: Callable[..., Any], self: Any, input_: Tensor) -> tuple[Tensor, Any]:
-    """``[t, i]`` to ``[t, o]``, of an expert with a bias as a tensor of its own."""
-    output, bias = original(self, input_)
-    if bias is not None and self.is_expert and output._is_view():
-        output = output.clone()
-    return output, bias
+def make_experts_outputs_their_own(original: Callable[..., None], self: Any, *args: Any, **kw: Any) -> None:
+    """Copy the outputs of experts with biases, and of no other layer."""
+    original(self, *args, **kw)
+    if self.config.add_bias_linear:
+        for expert in self.local_experts:
+            expert.linear_fc2.register_forward_hook(_no_view)
+
+
+def _no_view(_: Any, __: Any, result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    output, bias = result
+    return (output.clone() if output._is_view() else output), bias

@@ -139,9 +139,8 @@ class Unmade(Tensor):
                 self._made = self._viewed.whole().view(self.shape)
         if self._made is None:
             weight, bias = self._weight, self._bias
-            if (
-                self._seen != _changes(weight, bias) or not weight.untyped_storage().size()
-            ):  # a shard put away
+            put_away = not weight.untyped_storage().size()  # a shard
+            if put_away or self._seen != _changes(weight, bias):
                 raise RuntimeError(
                     "the logits of this training step were not asked for, and are no longer to be had: the "
                     "weights have changed since. Read them before optimizer.step()."

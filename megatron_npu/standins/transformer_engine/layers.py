@@ -299,14 +299,10 @@ class LayerNormLinear(Linear):
         return tuple(results) if len(results) > 1 else results[0]
 
     def _normalise(self, inp: Tensor) -> Tensor:
-        weight, bias, options = (
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            (self.eps, self.zero_centered_gamma),
-        )
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
         if bias is None:
-            return norm.rms_norm(inp, weight, *options)
-        return norm.layer_norm(inp, weight, bias, *options)
+            return norm.rms_norm(inp, weight, self.eps, self.zero_centered_gamma)
+        return norm.layer_norm(inp, weight, bias, self.eps, self.zero_centered_gamma)
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
