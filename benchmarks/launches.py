@@ -556,13 +556,9 @@ def build(
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-    from megatron_npu import settings
 
     if not torch.distributed.is_initialized():
         torch.cuda.set_device(0)
@@ -570,12 +566,38 @@ def build(
         torch.distributed.init_process_group("nccl", rank=0, world_size=1, store=store)
         parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = _config(style, layers, options)
+    spec = _spec(style, config)
+    model = GPTModel(
+        config,
+        spec,
+        vocabulary,
+        sequence,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="learned_absolute" if style == "gpt" else "rope",
+    ).cuda()
+    distributed = {"use_distributed_optimizer": optimizer is not None}
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **distributed)
+    model = DistributedDataParallel(config, ddp, Float16Module(config, model))
+    # So small a limit always clips: whether a random model's gradients need it must not decide the count.
+    common = {"optimizer": "adam", "lr": 1e-4, "clip_grad": 1e-6, "bf16": True}
+    kept = OptimizerConfig(**common, params_dtype=torch.bfloat16, **distributed, **(optimizer or {}))
+    return model, get_megatron_optimizer(kept, [model])
+
+
+def _config(style: str, layers: int, options: dict[str, Any]) -> Any:
+    """Return Megatron's configuration of a style's layers in bf16, ``options`` over it."""
+    import torch
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
     llama = style != "gpt"
     if style == "moe":
         options = {**EXPERTS, "moe_ffn_hidden_size": 2 * HIDDEN, **options}
     if style == "mla":
         options = _LATENT | options
-    config = (MLATransformerConfig if style == "mla" else TransformerConfig)(
+    return (MLATransformerConfig if style == "mla" else TransformerConfig)(
         num_layers=layers,
         hidden_size=options.pop("hidden_size", HIDDEN),
         num_attention_heads=HEADS,
@@ -594,32 +616,22 @@ def build(
         pipeline_dtype=torch.bfloat16,
         **options,
     )
+
+
+def _spec(style: str, config: Any) -> Any:
+    """Return upstream's layers: its local ones, or those under TransformerEngine's names."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from megatron_npu import settings
+
     if settings.TE.get() == "local":
-        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
-    else:
-        spec = gpt_layer_specs.get_gpt_layer_local_spec(
-            config.num_moe_experts,
-            config.moe_grouped_gemm,
-            multi_latent_attention=style == "mla",
-            normalization=config.normalization,
-        )
-    model = GPTModel(
-        config,
-        spec,
-        vocabulary,
-        sequence,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="rope" if llama else "learned_absolute",
-    ).cuda()
-    distributed = {"use_distributed_optimizer": optimizer is not None}
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **distributed)
-    model = DistributedDataParallel(config, ddp, Float16Module(config, model))
-    # So small a limit always clips: whether a random model's gradients need it must not decide the count.
-    common = {"optimizer": "adam", "lr": 1e-4, "clip_grad": 1e-6, "bf16": True}
-    kept = OptimizerConfig(**common, params_dtype=torch.bfloat16, **distributed, **(optimizer or {}))
-    return model, get_megatron_optimizer(kept, [model])
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    return gpt_layer_specs.get_gpt_layer_local_spec(
+        config.num_moe_experts,
+        config.moe_grouped_gemm,
+        multi_latent_attention=style == "mla",
+        normalization=config.normalization,
+    )
 
 
 if __name__ == "__main__":

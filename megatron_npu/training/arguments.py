@@ -237,6 +237,10 @@ def _training(add: Add) -> None:
         help="operations that give the same bits each time, slower ones if need be; one without such a form "
         "ends the run",
     )
+    add("--calculate-per-token-loss", action="store_true", help="weigh each token of a batch equally")
+
+
+def _recomputation(add: Add) -> None:
     add("--recompute-activations", action="store_true", help="= --recompute-granularity selective")
     add(
         "--recompute-granularity",
@@ -256,7 +260,9 @@ def _training(add: Add) -> None:
         metavar="MODULE",
         help="of selective: core_attn, mlp, layernorm and others of megatron-core (default: core_attn)",
     )
-    add("--calculate-per-token-loss", action="store_true", help="weigh each token of a batch equally")
+
+
+def _faults(add: Add) -> None:
     add(
         "--no-check-for-nan-in-loss-and-grad",
         action="store_false",
@@ -293,6 +299,9 @@ def _training(add: Add) -> None:
         metavar="N",
         help="compare the bits of weights and gradients on all data-parallel ranks at each Nth iteration",
     )
+
+
+def _fusions(add: Add) -> None:
     for dest, what in (
         ("masked_softmax_fusion", "scale, mask and softmax of the unfused attention"),
         ("bias_gelu_fusion", "bias and GELU"),
@@ -517,6 +526,9 @@ _GROUPS: tuple[tuple[str, Callable[[Add], None]], ...] = (
     ("experts", expert_flags.add),
     ("parallelism", _parallel),
     ("training", _training),
+    ("recomputation", _recomputation),
+    ("faults", _faults),
+    ("fusions", _fusions),
     ("optimizer", _optimizer),
     ("Muon", muon_flags.add),
     ("precision", _precision),
