@@ -3,23 +3,29 @@
 ``every_stack.py --device cpu --ranks 2 --json FILE``; on simulated NPUs behind ``megatron-npu sim --devices
 2 --``. It takes long: the suite runs a sample (``stacks.py``). The file is written anew after every stack, in
 an order that is drawn: one that is ended early has seen some of everything, and ``--go-on`` does the rest.
+Each stack has its day and the last commit that changed the package; ``--go-on`` runs those of other commits
+once more, those that are missing first, then the oldest.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 KIND = "user"
 
@@ -60,8 +66,10 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "npu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--go-on", action="store_true", help="leave out what the file has already")
+    parser.add_argument("--go-on", action="store_true", help="leave out what the file has of this code")
+    parser.add_argument("--only", nargs="+", help="stacks with one of these words: graph_optimization ...")
     args = parser.parse_args()
+    args.commit = code()
     import peft  # noqa: F401
 
     import megatron_npu.acceleration.prepare  # noqa: F401
@@ -99,22 +107,44 @@ def be_a_rank(args: argparse.Namespace, rank: int, folder: Path) -> None:
     backend = {"cpu": "gloo", "npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl"}[args.device]
     store = dist.FileStore(str(folder / "store"), args.ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=args.ranks)
-    every = allowed(args.device, args.ranks)
+    every = {stacks.title("", words).strip() or "none": words for words in allowed(args.device, args.ranks)}
     known = json.loads(args.json.read_text())["stacks"] if args.go_on and args.json.is_file() else {}
+    known = {title: known[title] for title in every if title in known}
     dist.barrier()
-    for words in every:
-        title = stacks.title("", words).strip() or "none"
-        if title in known:
-            continue
-        known[title] = attempt(words, here)
+    left = in_turn(every, known, args.commit, args.only)
+    for number, title in enumerate(left, 1):
+        known[title] = attempt(every[title], here) | {"date": today(), "commit": args.commit}
         if rank == 0:
-            print(f"{len(known)}/{len(every)} {title}: {known[title]}", flush=True)
+            print(f"{number}/{len(left)} {title}: {known[title]}", flush=True)
             write(args, known, len(every))
     dist.destroy_process_group()
 
 
-def attempt(words: dict[str, Any], here: Any) -> float | str:
-    """Return the largest relative difference from the losses of plain torch, or what went wrong."""
+def in_turn(every: Iterable[str], known: dict[str, Any], commit: str, only: list[str] | None) -> list[str]:
+    """Return the titles of those to run: those that are missing first, then of other commits the oldest."""
+    left = [title for title in every if not only or set(only) & set(title.replace("=", " ").split())]
+    left = [title for title in left if title not in known or known[title]["commit"] != commit]
+    dates = {title: known[title]["date"] if title in known else "" for title in left}
+    return sorted(left, key=lambda title: (bool(dates[title]), dates[title][:1].isdigit(), dates[title]))
+
+
+def code() -> str:
+    """Return the last commit that changed the package, in short; with a + where files differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    commit, changed = (
+        subprocess.run([*git, *words, "--", "megatron_npu"], capture_output=True, text=True, check=True)
+        for words in (("log", "-1", "--format=%h"), ("status", "--porcelain"))
+    )
+    return commit.stdout.strip() + ("+" if changed.stdout else "")
+
+
+def today() -> str:
+    """Return the day."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def attempt(words: dict[str, Any], here: Any) -> dict[str, Any]:
+    """Return {"error": the largest relative difference from plain torch's losses}, or {"failed": why}."""
     import torch
 
     from megatron_npu.switches import Switches
@@ -125,8 +155,9 @@ def attempt(words: dict[str, Any], here: Any) -> float | str:
     try:
         losses = training.run(KIND, Switches(**words), stacks.STEPS, here)
     except Exception:
-        return traceback.format_exc(limit=-4)
-    return max(abs(loss - right) / abs(right) for loss, right in zip(losses, expected, strict=True))
+        return {"failed": traceback.format_exc(limit=-4)}
+    pairs = zip(losses, expected, strict=True)
+    return {"error": max(abs(loss - right) / abs(right) for loss, right in pairs)}
 
 
 _expected: dict[int, list[float]] = {}
