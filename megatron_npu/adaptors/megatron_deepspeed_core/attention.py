@@ -16,6 +16,13 @@ from megatron_npu.adaptors.shared.arguments import connect_attention_flags
 connect_attention_flags(records)
 core_attention.connect(records)
 
+around(
+    "megatron.model.transformer:ParallelAttention._checkpointed_attention_forward",
+    devices=("npu",),
+    why="--recompute-activations saves the values as a part of the product that queries, keys and values "
+    "came from, and so the whole of it; copied where the memory is larger than what is used of it",
+)(core_attention.recomputed)
+
 _FLASH = ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_triton", "use_flash_attn_builder")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -115,6 +116,40 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, shape_order: str, **kwa
         return attention(query, key, value, layout="SBND", **kwargs).contiguous()
     query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     return attention(query, key, value, layout="BSND", **kwargs).transpose(0, 1).contiguous()
+
+
+def recomputed(
+    original: Callable[..., Tensor],
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kw: Any,
+) -> Tensor:
+    """Let ``_checkpointed_attention_forward`` save no more memory than the three tensors need.
+
+    A layer that recomputes the up-projection, too, frees the tensors themselves: they stay as they are.
+    """
+    if not getattr(self, "recompute_up_proj", False):
+        query, key, value = out_of_larger_memory(query, key, value)
+    return original(self, query, key, value, *args, **kw)
+
+
+def out_of_larger_memory(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Copy those tensors that are parts of a memory of which all of them leave some unused.
+
+    So it is with values beside turned queries and keys: what is turned is new, and the values alone hold the
+    product that all three came from. Three parts that make up the product stay: copies would be as large.
+    """
+    used: Counter[int] = Counter()
+    for tensor in tensors:
+        used[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+    return tuple(
+        tensor.contiguous() if used[memory.data_ptr()] < memory.nbytes() else tensor
+        for tensor in tensors
+        for memory in (tensor.untyped_storage(),)
+    )
 
 
 def dropout_generator(dropout_p: float, sequence_parallel: bool) -> contextlib.AbstractContextManager[Any]:

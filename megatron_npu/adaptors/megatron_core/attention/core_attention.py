@@ -16,6 +16,7 @@ from megatron_npu.adaptors.megatron_core.attention.attention_mask import packed_
 from megatron_npu.adaptors.megatron_core.attention.call import CoreAttentionCall
 from megatron_npu.adaptors.megatron_core.attention.layer_options import layer_options
 from megatron_npu.adaptors.megatron_core.decorators import around
+from megatron_npu.adaptors.shared import core_attention
 from megatron_npu.adaptors.shared.core_attention import dropout_generator
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.dispatch import report_fallback
@@ -129,6 +130,14 @@ def fused_attention(
         if packed_seq_params is not None and _is_packed(packed_seq_params):
             return _packed(call, group, query, key, value, packed_seq_params)
         return _dense(call, group, query, key, value, attention_mask)
+
+
+around(
+    "megatron.core.transformer.attention:Attention._checkpointed_attention_forward",
+    devices=("npu",),
+    why="--recompute-modules core_attn saves the values as a part of the product that queries, keys and "
+    "values came from, and so the whole of it; copied where the memory is larger than what is used of it",
+)(core_attention.recomputed)
 
 
 def _unfused_asked_for(config: Any) -> bool:

@@ -1,4 +1,4 @@
-"""--fine-grained-activation-offloading of megatron-core on a simulated NPU, with the local layers."""
+"""Activations of megatron-core's local layers on a simulated NPU: moved away, and computed again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from argparse import Namespace
 import pytest
 import torch
 
+from megatron_npu.adaptors.shared import core_attention
 from tests.adaptors.megatron_core.conftest import make_config, single_process  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.simulated
@@ -36,7 +37,30 @@ def test_the_same_numbers_with_what_is_asked_for_moved_there_and_back(modules, m
     assert offloaded["transfers"] == 2 * moved * EACH * 2  # there and back, bf16
 
 
-def step(**options) -> dict:
+@pytest.mark.usefixtures("single_process")
+def test_recomputed_attention_keeps_values_and_not_the_product_that_they_came_from():
+    options = {"normalization": "RMSNorm", "num_query_groups": 4}
+    plain = step(rotary=True, **options)
+    again = step(rotary=True, recompute_granularity="selective", recompute_modules=["core_attn"], **options)
+    assert again["losses"] == plain["losses"]
+    assert all(torch.equal(a, b) for a, b in zip(again["gradients"], plain["gradients"], strict=True))
+    # no statistics of the softmax: two numbers of fp32, eight times each, for every query of every head
+    assert plain["held"] - again["held"] == LAYERS * 2 * 8 * 4 * LENGTH * 4
+
+
+def test_only_parts_of_a_memory_that_is_larger_than_they_are_get_copied():
+    product = torch.randn(LENGTH, 3, HIDDEN)
+    query, key, value = product.unbind(1)
+    turned = query + 1
+    untouched = core_attention.out_of_larger_memory(query, key, value)
+    assert all(a is b for a, b in zip(untouched, (query, key, value), strict=True))
+    kept = core_attention.out_of_larger_memory(turned, key, value)
+    assert kept[0] is turned
+    assert torch.equal(kept[2], value)
+    assert [part.untyped_storage().nbytes() for part in kept] == [part.nbytes for part in kept]
+
+
+def step(rotary: bool = False, **options) -> dict:
     """Return what the third forward and backward pass of a model costs, and gives; the first warms up."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -51,13 +75,17 @@ def step(**options) -> dict:
     config = make_config(
         num_layers=LAYERS, hidden_size=HIDDEN, bf16=True, params_dtype=torch.bfloat16, **options
     )
-    model = GPTModel(config, get_gpt_layer_local_spec(), 64, LENGTH).bfloat16().cuda()
+    positions = {"position_embedding_type": "rope" if rotary else "learned_absolute"}
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    model = GPTModel(config, spec, 64, LENGTH, **positions).bfloat16().cuda()
     tokens = torch.randint(64, (1, LENGTH + 1), generator=torch.Generator().manual_seed(2)).cuda()
     positions, losses = torch.arange(LENGTH).cuda()[None], []
     for _ in range(3):
         model.zero_grad()
         with counting() as counts:
+            before = requested()
             loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).float().mean()
+            held = requested() - before
             loss.backward()
         Interface.reset()
         losses.append(loss.item())
@@ -65,7 +93,13 @@ def step(**options) -> dict:
         "losses": losses,
         "gradients": [parameter.grad.cpu() for parameter in model.parameters()],
         "transfers": counts.transfers.bytes,
+        "held": held,
     }
+
+
+def requested() -> int:
+    """Return the bytes asked of the device's allocator, and not given back."""
+    return torch.npu.memory_stats()["requested_bytes.all.current"]
 
 
 def test_it_is_kept_from_upstreams_check_alone():
