@@ -30,6 +30,7 @@ def tell_sums_their_norms(original: Callable[[Any], None], self: Any) -> None:
     """Give what adds a layer's residuals the norms that read the sums, the next layer's for the last."""
     original(self)
     for layer in self.layers:
+        biased_product.let_layers_add(layer)
         _let_products_add_biases(layer)
     config = self.config
     if not residual_norms.without_recomputation(None, config.recompute_modules):

@@ -21,6 +21,8 @@ def tell_layers_their_norms(original: Callable[..., None], self: Any, *args: Any
     """Note for each layer which norms will read its sums, the next layer's or the final one for the last."""
     original(self, *args, **kwargs)
     layers = list(self.layers)
+    for layer in layers:
+        biased_product.let_layers_add(layer)
     after = [getattr(layer, "input_layernorm", None) for layer in layers[1:]]
     after.append(getattr(self, "final_layernorm", None))
     for layer, last in zip(layers, after, strict=True):

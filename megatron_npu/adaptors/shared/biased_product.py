@@ -3,6 +3,9 @@
 Upstream adds the bias of ``linear_qkv`` after the product, and hands that of the others to the next fused
 function, which cannot fuse it with anything on an NPU. Rows of a matrix that is split over ranks keep theirs,
 which is added after their sum.
+
+Only the layers of a transformer block do it: whoever calls an MLP or an attention that stands alone is handed
+the bias, as upstream promises. What does is settled when the block is made, so a recomputation does the same.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from megatron_npu.patching.registry import Recorder
@@ -20,6 +24,7 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 _PRODUCT = "linear_with_grad_accumulation_and_async_allreduce"
 _WHY = "on an NPU a product adds a bias in the same launch; upstream takes another one for it"
 
+_IN_BLOCK = "megatron_npu_adds_bias"  # of a linear layer that a block's own sums call
 # The bias of the layer that runs, until its product has taken it.
 _waiting: list[Tensor] = []
 
@@ -51,8 +56,17 @@ def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> N
             return output, nothing(bias) if added else bias
 
 
+def let_layers_add(layer: Module) -> None:
+    """Let the parallel linear layers of a transformer block's layer add their biases."""
+    for module in layer.modules():
+        if hasattr(module, "skip_bias_add"):
+            setattr(module, _IN_BLOCK, True)
+
+
 def _may_add(layer: Any) -> bool:
     """Return whether the layer's own product gives its whole result, whose bias is left to the caller."""
+    if not getattr(layer, _IN_BLOCK, False):
+        return False
     if layer.bias is None or not layer.skip_bias_add or getattr(layer, "gather_output", False):
         return False
     split = getattr(layer, "input_size_per_partition", None)  # of rows only

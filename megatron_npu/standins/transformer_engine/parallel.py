@@ -65,7 +65,8 @@ def _product(
     else:
         function = layers.linear_with_frozen_weight
     return function(
-        input=input,
+        # ranks gather no strided tensor over HCCL: what multi-latent attention cuts from a product is one
+        input=input.contiguous() if sequence else input,
         weight=weight,
         bias=bias,
         gradient_accumulation_fusion=fused,

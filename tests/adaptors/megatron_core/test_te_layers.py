@@ -146,3 +146,23 @@ def test_activations_and_views() -> None:
     torch.testing.assert_close(pytorch.ops.GELU()(x), tanh)
     parts = pytorch.attention._SplitAlongDim.apply(x, 1, [7, 1], squeeze=True)
     assert [part.shape for part in parts] == [(3, 7), (3,)]
+
+
+def test_what_ranks_gather_of_a_sequence_is_contiguous(monkeypatch):
+    """HCCL refuses a strided tensor, such as multi-latent attention's part of a product; gloo takes it."""
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_npu.standins.transformer_engine import parallel
+
+    seen = []
+
+    def product(input, weight, **options):
+        seen.append(input.is_contiguous())
+        return input @ weight.t()
+
+    monkeypatch.setattr(layers, "linear_with_grad_accumulation_and_async_allreduce", product)
+    part, weight = torch.randn(4, 2, 24)[..., :16], torch.randn(8, 16, requires_grad=True)
+    options = {"group": None, "size": 2, "fused": False}
+    found = parallel.column(part, weight, None, sequence=True, **options)
+    torch.testing.assert_close(found, part @ weight.t())
+    assert seen == [True]

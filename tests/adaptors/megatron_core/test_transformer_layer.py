@@ -114,3 +114,23 @@ def test_an_expert_leaves_the_bias_that_its_caller_scales_by_a_probability():
     assert taken is None
     _, left = expert.linear_fc2(hidden)
     assert left is expert.linear_fc2.bias
+
+
+def test_an_mlp_that_stands_alone_hands_its_bias_to_the_caller():
+    """Upstream promises it to whoever calls one: only the layers of a block add theirs."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.mlp import MLP
+
+    submodules = get_gpt_layer_local_spec().submodules.mlp.submodules
+    mlp = MLP(make_config(), submodules).to(here())
+    in_block = _block("LayerNorm").module.layers[0].mlp
+    in_block.load_state_dict(mlp.state_dict())
+    with torch.no_grad():
+        for one in (mlp, in_block):
+            one.linear_fc2.bias.fill_(0.5)
+    x = torch.randn(4, 2, mlp.linear_fc1.input_size).to(here())
+    output, bias = mlp(x)
+    assert bias is mlp.linear_fc2.bias
+    added, none = in_block(x)
+    assert none is None
+    torch.testing.assert_close(added, output + bias, atol=1e-5, rtol=1e-5)
