@@ -12,9 +12,10 @@
 namespace {
 
 constexpr int64_t kRows = 14, kColumns = 2 * kLanes;  // of C in registers: 28 sums, of 32 vectors
-constexpr int64_t kInner = 512;                       // of the inner dimension at once: a panel of A stays in L1
+constexpr int64_t kInner = 256;                       // of the inner dimension at once: a panel of A stays in L1
 // Distances that are no power of two, at which memory would share few places of a cache.
 constexpr int64_t kPitch = kInner + kLanes, kPanel = kInner * kLanes + kLanes;
+constexpr int64_t kAhead = 8 * kColumns;              // of a panel of B, which comes from L2
 constexpr int64_t kWide = 12 * kColumns;  // columns of a block of C, whose panels of B stay in L2
 
 struct Matrix {  // of the strides one is 1
@@ -105,6 +106,7 @@ inline void multiply(const float *a, const float *b, int64_t inner, Part &part) 
   constexpr int64_t kRow = kByRows ? kPitch : 1, kStep = kByRows ? 1 : kLanes;
   Part sums = {};  // in registers
   for (int64_t k = 0; k < inner; ++k, a += kStep, b += kColumns) {
+    __builtin_prefetch(b + kAhead), __builtin_prefetch(b + kAhead + kLanes);
     const Floats left = load(b, kLanes), right = load(b + kLanes, kLanes);
 #pragma GCC unroll 14
     for (int64_t i = 0; i < kRows; ++i) {
