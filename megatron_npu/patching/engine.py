@@ -33,6 +33,7 @@ class Engine:
         self, registry: Registry, *, prefixes: tuple[str, ...], on_first: Callable[[], Context]
     ) -> None:
         self.registry, self.prefixes, self._on_first = registry, prefixes, on_first
+        self._beginnings = tuple(f"{prefix}." for prefix in prefixes)
         self._finder = Finder(self.covers, self.execute)
         self._ledger = Ledger()
         self._context: Context | None = None
@@ -137,7 +138,7 @@ class Engine:
 
     def covers(self, name: str) -> bool:
         """Return whether the module ``name`` belongs to the upstream."""
-        return any(name == prefix or name.startswith(f"{prefix}.") for prefix in self.prefixes)
+        return f"{name}.".startswith(self._beginnings)  # asked of every module, again and again
 
     def execute(self, run: Run, module: ModuleType) -> None:
         """Run the body of ``module``, then patch it. Loaders call this in place of ``exec_module``."""

@@ -344,7 +344,7 @@ class Registry(_Decorators):
         _validate(patch)
         alike = 0
         for position, other in enumerate(self.patches):
-            if _likeness(other) != _likeness(patch):
+            if other.target != patch.target or _likeness(other) != _likeness(patch):
                 continue
             if other.make is patch.make or other.run is not patch.run:
                 self.patches[position] = replaced(patch, nth=other.nth)
@@ -357,7 +357,7 @@ class Registry(_Decorators):
 
     def for_module(self, name: str) -> list[Patch]:
         """Return the patches of the module ``name``, in order of registration."""
-        return [patch for patch in self.patches if patch.module == name]
+        return [patch for patch in self.patches if patch.target.startswith(f"{name}:")]
 
     def modules(self) -> list[str]:
         """Return the names of the modules that have patches, in order of registration."""
