@@ -29,15 +29,18 @@ class UsageError(Exception):
 
     The command line prints it as one line and exits with code 2, without a traceback.
 
+    Megatron's ``build_module`` raises what it caught again as ``type(error)(message)``: with one argument,
+    that is the whole message.
+
     Args:
         given: what was found, with the name of the option or file and its value.
         expected: what would have been accepted.
         remedy: what the user can do about it, as an instruction.
     """
 
-    def __init__(self, given: str, expected: str, remedy: str) -> None:
+    def __init__(self, given: str, expected: str = "", remedy: str = "") -> None:
         self.given, self.expected, self.remedy = given, expected, remedy
-        super().__init__(f"{given}; expected {expected}. {remedy}")
+        super().__init__(f"{given}; expected {expected}. {remedy}" if expected else given)
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[str, str, str]]:
         """Let ranks send it to each other, as torch does when one of them fails."""

@@ -31,7 +31,7 @@ around("megatron.training.arguments:add_megatron_arguments", why=of_scripts.WHY_
 @around("megatron.training.checkpointing:save_checkpoint", why=of_scripts.WHY)
 def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Have checksums written with what the script saves."""
-    from megatron.training.global_vars import get_args
+    from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     given = get_args()
     with _of_script() as verifies:
@@ -145,7 +145,7 @@ def log_when_named(original: Callable[..., None], checkpoint_path: str, tracker:
 @around("megatron.training.checkpointing:load_checkpoint", why=of_scripts.WHY)
 def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Have checksums compared while the script loads, and another one loaded if the flag says so."""
-    from megatron.training.global_vars import get_args
+    from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     given = get_args()
     root, step = getattr(given, kwargs.get("load_arg", "load")), getattr(given, "ckpt_step", None)
@@ -176,7 +176,7 @@ def _of_ranks(root: str, step: int | None) -> Path | None:
 def _of_script() -> Iterator[bool]:
     """Note that a script saves or loads; give whether its checkpoints are to be verified."""
     global _in_script
-    from megatron.training.global_vars import get_args
+    from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     before, _in_script = _in_script, getattr(get_args(), "verify_checkpoint", True)
     try:

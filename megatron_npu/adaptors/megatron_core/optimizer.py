@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from megatron_npu.adaptors.megatron_core.decorators import (
     replace,
 )
 from megatron_npu.adaptors.shared import optimizer
-from megatron_npu.errors import UsageError
-from megatron_npu.ops import multi_tensor
+from megatron_npu.ops import dispatch, multi_tensor
 from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.ops.sgd import FusedSGD
 
@@ -67,20 +66,18 @@ def set_main_param_without_grad(
 @around(
     f"{_OPTIMIZER}.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.__init__",
     devices=("cpu",),
-    why="on a cpu nothing is offloaded, and what is not is updated in a copy only: the model never learns, "
-    "and nothing fails",
+    why="on a cpu the copy of a parameter that is to be updated on the host counts as one of the device: it "
+    "alone is updated, from no gradient, and the model never learns. There is nothing to offload",
 )
-def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse it when it is built.
-
-    Raises:
-        UsageError: always.
-    """
-    raise UsageError(
-        "--optimizer-cpu-offload on the cpu device",
-        "a device whose memory is not the host's",
-        "Leave out the flag: the optimizer's state is on the cpu already.",
-    )
+def offload_nothing_on_a_cpu(
+    original: Callable[..., None], self: Any, params: Any, offload_fraction: float = 0.5, **kwargs: Any
+) -> None:
+    """Leave the fraction 0, where everything is on the host already, to the device's optimizer."""
+    if offload_fraction:
+        dispatch.report_fallback(
+            "optimizer-cpu-offload", "everything is on the host already", "moves nothing"
+        )
+    original(self, params, 0.0, **kwargs)
 
 
 _saving = functools.partial(

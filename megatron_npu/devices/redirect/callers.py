@@ -65,9 +65,9 @@ SEE_CUDA_TENSORS = Callers(
     "(maybe_move_tensor_to_cpu of moe_utils). All others, torch first of all, mean CUDA when they ask.",
 )
 OFFLOAD_TO_CPU = Callers(
-    "megatron.core.optimizer",
-    why="Tensor.is_cuda again, on the cpu device only: the optimizer moves what is on the device to the host "
-    "(--optimizer-cpu-offload), where everything is already.",
+    "megatron.core.optimizer.optimizer",
+    why="Tensor.is_cuda again, on the cpu device only: offload_to_cpu (since 0.16) moves what is on the "
+    "device to the host, where everything is already.",
 )
 MEAN_THE_HOST_GENERATOR = Callers(
     "megatron",

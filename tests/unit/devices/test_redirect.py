@@ -260,7 +260,7 @@ def test_device_tensors_are_cuda_to_megatron_alone(redirection):
 
 
 def test_an_optimizer_that_offloads_finds_everything_on_the_host(redirection):
-    module = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
+    module = "megatron.core.optimizer.optimizer"
     assert not as_megatron("def asks(x): return x.is_cuda", module)["asks"](torch.empty(2))
 
 

@@ -36,8 +36,8 @@ python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device npu 
 `npu` is the [simulated Ascend](simulator.md) on a machine without NPUs. The baselines were taken with what
 upstream's tests import: pytest-mock, pytest-asyncio, mock, wrapt, msgpack, nltk, nvtx, requests, httpx,
 pyzmq, flask, fastapi and nvidia-resiliency-ext; that of core_v0.19.0 with the version 0.6.0 of the last,
-which its package pins, and emerging-optimizers 0.3.0. A test that lacks one of them is not judged; the run
-says so.
+which its package pins, emerging-optimizers 0.3.0, omegaconf and aiohttp. A test that lacks one of them is not
+judged; the run says so.
 
 ## How they are run
 
