@@ -99,8 +99,12 @@ def keep_mask_bits(
 def keep_of_bits(bits: Tensor, shape: tuple[int, ...], keep: int, out: Tensor | None = None) -> Tensor:
     """Return ``keep_mask_bits`` of random bits that are there: int64, one for each four values."""
     decisions = bits.view(torch.int16)[: torch.Size(shape).numel()].view(shape)
-    # le, not lt: keep - 32768 does not fit int16 where everything is kept
-    return torch.le(decisions, keep - KEEP_LEVELS // 2 - 1, out=decisions if out is None else out)
+    return torch.le(decisions, most_of_kept(keep), out=decisions if out is None else out)
+
+
+def most_of_kept(keep: int) -> int:
+    """Return the largest number of 16 random bits, int16, at which a value is kept."""
+    return keep - KEEP_LEVELS // 2 - 1  # the first beyond would not fit int16 where everything is kept
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megatron_npu import settings
 from megatron_npu.ops import activation, compiled, dispatch, linear_cross_entropy, norm, weight_gradient
 from megatron_npu.ops.compiled import building
+from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits, most_of_kept
 from tests.ops.test_norm import EPS, layer_formula, rms_formula, spread
 from tests.ops.tolerances import assert_near
 
@@ -125,6 +126,27 @@ def test_softmax_and_its_gradient(shape, hidden):
     compiled.softmax_backward(grad, weights, rounded)
     expected = exact * (grad.double() - (exact * grad.double()).sum(1, keepdim=True))
     assert_near(rounded, expected, torch.bfloat16)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("keep", [1, 40000, KEEP_LEVELS])
+def test_softmax_of_which_some_is_dropped(shape, keep):
+    """The same values as a mask of the same bits drops, in the gradient, too."""
+    scores, grad = 9 * torch.randn(shape), torch.randn(shape)
+    bits = torch.empty(-(-scores.numel() // 4), dtype=torch.int64).random_(-(1 << 63), None)
+    mask = keep_of_bits(bits, shape, keep, torch.empty(shape)).double()
+    kept = compiled.Kept(bits, most_of_kept(keep))
+    exact = scores.double().softmax(1)
+    weights, rounded = torch.empty(shape), torch.empty(shape, dtype=torch.bfloat16)
+    compiled.softmax(scores, weights, rounded, kept)
+    assert_near(weights, exact, torch.float32)
+    assert_near(rounded, exact * mask, torch.bfloat16)
+    compiled.softmax(scores, None, again := torch.empty_like(rounded), kept)
+    assert torch.equal(again, rounded)
+    compiled.softmax_backward(grad, weights, rounded, kept)
+    given = grad.double() * mask
+    assert_near(rounded, exact * (given - (exact * given).sum(1, keepdim=True)), torch.bfloat16)
 
 
 @needs_kernels

@@ -8,6 +8,7 @@ after the other, as they always do with ``MEGATRON_NPU_COMPILED=0``. Results of 
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,23 +95,46 @@ def norm_backward(
     return d_input, d_factor, d_bias
 
 
-def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor) -> None:
+class Kept(NamedTuple):
+    """Which values dropout keeps: those whose 16 random bits, as a number, are ``most`` or less.
+
+    Attributes:
+        bits: int64, one number for four values; contiguous.
+        most: of int16's range.
+    """
+
+    bits: Tensor
+    most: int
+
+
+def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, kept: Kept | None = None) -> None:
     """Write the softmax of the last dimension to ``rounded``, and unrounded to ``weights``.
 
     Args:
         scores: ``[..., m]``, fp32, usable.
         weights: like ``scores``, or ``scores`` themselves; or None.
         rounded: of that shape, bf16, usable.
+        kept: what is not zeroed in ``rounded``; None: everything.
     """
     width = scores.size(-1)
-    _call("softmax", rounded, *_pointers(scores, weights, rounded), scores.numel() // max(1, width), width)
+    bits, most = (None, 0) if kept is None else kept
+    rows = scores.numel() // max(1, width)
+    _call("softmax", rounded, *_pointers(scores, weights, rounded, bits), most, rows, width)
 
 
-def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor) -> None:
-    """Write the gradient of the scores to ``rounded``, which is bf16; all ``[..., m]``, usable, fp32 else."""
+def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, kept: Kept | None = None) -> None:
+    """Write the gradient of the scores to ``rounded``, which is bf16.
+
+    Args:
+        grad: of what ``softmax`` has rounded, ``[..., m]``, fp32, usable.
+        weights: as ``softmax`` has written them, the same.
+        rounded: of that shape, bf16, usable.
+        kept: as for ``softmax``.
+    """
     width = grad.size(-1)
-    pointers = _pointers(grad, weights, rounded)
-    _call("softmax_backward", rounded, *pointers, grad.numel() // max(1, width), width)
+    bits, most = (None, 0) if kept is None else kept
+    rows = grad.numel() // max(1, width)
+    _call("softmax_backward", rounded, *_pointers(grad, weights, rounded, bits), most, rows, width)
 
 
 def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:

@@ -113,8 +113,23 @@ void product_and_sum(const T *left, const T *right, T *output, float *sums, int6
   add_chunks(parts, width, sums);
 }
 
-// Softmax of rows, of which one has a finite value at least; `weights`, where it is not null, has them unrounded.
-void softmax(const float *scores, float *weights, bf16 *rounded, int64_t rows, int64_t width, int threads) {
+// Which values dropout keeps: those whose 16 random bits, as a number, are at most `most`. No bits: all.
+struct Kept {
+  const int16_t *bits;
+  int16_t most;
+
+  Floats of(Floats values, int64_t at, int64_t count) const {
+    if (!bits) return values;
+    Shorts drawn{};
+    std::memcpy(&drawn, bits + at, std::min(kLanes, count) * sizeof(int16_t));
+    return __builtin_convertvector(drawn, Ints) <= int32_t(most) ? values : Floats{};
+  }
+};
+
+// Softmax of rows, of which one has a finite value at least; `weights`, where it is not null, has them unrounded,
+// and those that are not kept, too.
+void softmax(const float *scores, float *weights, bf16 *rounded, Kept kept, int64_t rows, int64_t width,
+             int threads) {
 #pragma omp parallel num_threads(threads)
   {
     std::vector<float> own(weights ? 0 : width);
@@ -138,25 +153,30 @@ void softmax(const float *scores, float *weights, bf16 *rounded, int64_t rows, i
       }
       const float scale = 1.0f / sum_of(sum);
       for (int64_t i = 0; i < width; i += kLanes) {
-        const Floats weight = load(e + i, width - i) * scale;
-        if (weights) store(e + i, weight, width - i);
-        store(rounded + row * width + i, weight, width - i);
+        const int64_t at = row * width + i, count = width - i;
+        const Floats weight = load(e + i, count) * scale;
+        if (weights) store(e + i, weight, count);
+        store(rounded + at, kept.of(weight, at, count), count);
       }
     }
   }
 }
 
-// Its gradient, w * (g - sum(w * g)).
-void softmax_backward(const float *grad, const float *weights, bf16 *output, int64_t rows, int64_t width,
-                      int threads) {
+// Its gradient, w * (g - sum(w * g)), where g is that of the weights that were kept.
+void softmax_backward(const float *grad, const float *weights, bf16 *output, Kept kept, int64_t rows,
+                      int64_t width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
-    const float *g = grad + row * width, *w = weights + row * width;
+    const int64_t start = row * width;
+    const float *g = grad + start, *w = weights + start;
     Floats sum{};
-    for (int64_t i = 0; i < width; i += kLanes) sum += load(w + i, width - i) * load(g + i, width - i);
-    const float along = sum_of(sum);
     for (int64_t i = 0; i < width; i += kLanes)
-      store(output + row * width + i, load(w + i, width - i) * (load(g + i, width - i) - along), width - i);
+      sum += load(w + i, width - i) * kept.of(load(g + i, width - i), start + i, width - i);
+    const float along = sum_of(sum);
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Floats given = kept.of(load(g + i, width - i), start + i, width - i);
+      store(output + start + i, load(w + i, width - i) * (given - along), width - i);
+    }
   }
 }
 
@@ -228,14 +248,14 @@ FOR_BOTH(DEFINE_PRODUCT)
   }
 FOR_BOTH(DEFINE_NORM)
 
-void softmax_bfloat16(const float *scores, float *weights, bf16 *rounded, int64_t rows, int64_t width,
-                      int threads) {
-  softmax(scores, weights, rounded, rows, width, threads);
+void softmax_bfloat16(const float *scores, float *weights, bf16 *rounded, const int16_t *bits, int64_t most,
+                      int64_t rows, int64_t width, int threads) {
+  softmax(scores, weights, rounded, {bits, int16_t(most)}, rows, width, threads);
 }
 
-void softmax_backward_bfloat16(const float *grad, const float *weights, bf16 *output, int64_t rows,
-                               int64_t width, int threads) {
-  softmax_backward(grad, weights, output, rows, width, threads);
+void softmax_backward_bfloat16(const float *grad, const float *weights, bf16 *output, const int16_t *bits,
+                               int64_t most, int64_t rows, int64_t width, int threads) {
+  softmax_backward(grad, weights, output, {bits, int16_t(most)}, rows, width, threads);
 }
 
 // total[i, :] += factor * part[i, :], of which `part` is contiguous

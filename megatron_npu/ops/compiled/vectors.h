@@ -13,6 +13,7 @@ constexpr int64_t kLanes = 16;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 struct bf16 {

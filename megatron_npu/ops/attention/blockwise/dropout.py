@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_npu.ops.attention.blockwise.buffers import Buffers
-from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits
+from megatron_npu.ops.compiled import Kept
+from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits, most_of_kept
 
 
 class TileDropout:
@@ -30,14 +31,24 @@ class TileDropout:
         self._generator = np.random.SFC64(seed) if p else None
         self._kept: Tensor | None = None
 
+    def draw(self, count: int) -> Kept | None:
+        """Return which of so many weights are kept, for a kernel that drops the others; None: all."""
+        bits = self._bits(count)
+        return None if bits is None else Kept(bits, most_of_kept(self._keep))
+
     def drop(self, weights: Tensor, out: Tensor) -> Tensor:
         """Write ``weights``, some of them zeroed, to ``out`` and return it; without dropout ``weights``."""
-        if self._generator is None:
+        bits = self._bits(weights.numel())
+        if bits is None:
             return weights
-        draws = torch.from_numpy(self._generator.random_raw(-(-weights.numel() // 4)).view(np.int64))
         kept = self._buffers.take("kept", weights.shape, weights.dtype)
-        self._kept = keep_of_bits(draws, weights.shape, self._keep, kept)
+        self._kept = keep_of_bits(bits, weights.shape, self._keep, kept)
         return torch.mul(weights, self._kept, out=out)
+
+    def _bits(self, count: int) -> Tensor | None:
+        if self._generator is None:
+            return None
+        return torch.from_numpy(self._generator.random_raw(-(-count // 4)).view(np.int64))
 
     def drop_again(self, tensor: Tensor) -> None:
         """Zero in place what the last ``drop`` zeroed."""

@@ -67,7 +67,8 @@ class _Blockwise(torch.autograd.Function):
             for tile in tiles(q.size(0), spec):
                 rows, columns = tile.rows(wide_q), tile.columns(wide_k)
                 if one_pass:
-                    dropped = softmax.rounded_weights(tile, rows, columns, None)
+                    kept = dropout.draw(tile.weights)
+                    dropped = softmax.rounded_weights(tile, rows, columns, None, kept)
                 else:
                     weights = softmax.weights(tile, rows, columns)
                     dropped = factors.rounded("dropped", dropout.drop(weights, out=weights))
@@ -91,15 +92,16 @@ class _Blockwise(torch.autograd.Function):
                 rows, columns = tile.rows(q), tile.columns(k)
                 scores = softmax.scores_of(tile)
                 if one_pass:
-                    weights = softmax.weights_of(tile)
-                    dropped = softmax.rounded_weights(tile, tile.rows(wide_q), tile.columns(wide_k), weights)
+                    weights, kept = softmax.weights_of(tile), dropout.draw(tile.weights)
+                    rows_of_scores, columns_of_scores = tile.rows(wide_q), tile.columns(wide_k)
+                    dropped = softmax.rounded_weights(tile, rows_of_scores, columns_of_scores, weights, kept)
                 else:
                     weights = softmax.weights(tile, tile.rows(wide_q), tile.columns(wide_k))
                     dropped = factors.rounded("dropped", dropout.drop(weights, out=scores))
                 factors.add(tile.columns(dv), dropped.mT, tile.rows(g), dropout.gain)
                 factors.precise(scores, tile.rows(wide_g), tile.columns(wide_v), dropout.gain)
                 if one_pass:
-                    of_scores = softmax.rounded_backward(tile, scores, weights)
+                    of_scores = softmax.rounded_backward(tile, scores, weights, kept)
                 else:
                     dropout.drop_again(scores)
                     softmax.backward(scores, weights)

@@ -52,25 +52,28 @@ class TileSoftmax:
         return weights if has_keys is None else weights.mul_(has_keys)
 
     def rounds(self, dtype: torch.dtype) -> bool:
-        """Return whether one pass makes weights in ``dtype`` of scores: no mask, no dropout in between."""
-        plain = self._mask is None and not self._spec.dropout_p and dtype is torch.bfloat16
-        return plain and compiled.available()
+        """Return whether one pass makes weights in ``dtype`` of scores: there is no mask in between."""
+        return self._mask is None and dtype is torch.bfloat16 and compiled.available()
 
-    def rounded_weights(self, tile: Tile, rows: Tensor, columns: Tensor, weights: Tensor | None) -> Tensor:
-        """Return the weights in bf16, where ``rounds`` allows it; ``weights`` gets them unrounded."""
+    def rounded_weights(
+        self, tile: Tile, rows: Tensor, columns: Tensor, weights: Tensor | None, kept: compiled.Kept | None
+    ) -> Tensor:
+        """Return the kept weights in bf16, where ``rounds`` allows it; ``weights`` gets all, unrounded."""
         scores = self._scores(tile, rows, columns)
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
-        compiled.softmax(scores, weights, rounded)
+        compiled.softmax(scores, weights, rounded, kept)
         return rounded
 
     def weights_of(self, tile: Tile) -> Tensor:
         """Return memory for weights, ``[heads, queries · r, keys]``."""
         return self._buffers.take("weights", tile.shape, self._products.sums)
 
-    def rounded_backward(self, tile: Tile, grad: Tensor, weights: Tensor) -> Tensor:
-        """Return the gradient of the scores in bf16, of that of the weights; where ``rounds`` allows it."""
+    def rounded_backward(
+        self, tile: Tile, grad: Tensor, weights: Tensor, kept: compiled.Kept | None
+    ) -> Tensor:
+        """Return the scores' gradient in bf16, of the kept weights'; where ``rounds`` allows it."""
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
-        compiled.softmax_backward(grad, weights, rounded)
+        compiled.softmax_backward(grad, weights, rounded, kept)
         return rounded
 
     def _scores(self, tile: Tile, rows: Tensor, columns: Tensor) -> Tensor:

@@ -43,6 +43,12 @@ class Tile(NamedTuple):
         """Of the scores: heads, queries · repeats, keys."""
         return self.h1 - self.h0, (self.q1 - self.q0) * self.repeats, self.k1 - self.k0
 
+    @property
+    def weights(self) -> int:
+        """How many there are: one for each score."""
+        heads, rows, keys = self.shape
+        return heads * rows * keys
+
     def rows(self, tensor: Tensor) -> Tensor:
         """Return the view ``[heads, queries · r, d]`` of ``[b · g, s, r, d]``."""
         start = self.segment.q0
