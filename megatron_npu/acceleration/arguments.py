@@ -133,6 +133,12 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.epochs is None and args.train_iters is None and args.user_script is None:
         raise UsageError("no end of training", "--epochs N or --train-iters N", "Give one of them.")
+    if args.epochs is not None and args.task == "pretraining" and args.user_script is None:
+        raise UsageError(
+            f"--epochs {args.epochs} with --task pretraining",
+            "--train-iters N alone: as many samples are drawn as the iterations need",
+            "Give --train-iters in its place.",
+        )
     if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
         raise UsageError("--lr-warmup-iters and --lr-warmup-fraction", "one of them", "Drop one of the two.")
     if args.lr_decay_iters and args.lr_warmup_iters >= args.lr_decay_iters:
@@ -209,7 +215,11 @@ def _training(add: Add) -> None:
         type=positive,
         help="samples of an iteration, of all ranks and micro-batches (default: one micro-batch a rank)",
     )
-    add("--epochs", type=positive, help="passes through the training data")
+    add(
+        "--epochs",
+        type=positive,
+        help="passes through the training data; with --train-iters, what comes first ends the training",
+    )
     add("--train-iters", type=positive, help="iterations; with --epochs, what comes first ends the training")
     add("--seed", type=seed, default=1234, help="of weights, dropout and the order of samples")
     add(

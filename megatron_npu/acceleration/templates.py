@@ -86,6 +86,8 @@ class Template:
     def _settle_length(self, loader: Loader) -> None:
         """Derive the iterations of the run and of an epoch, which the schedule needs.
 
+        With both --epochs and --train-iters, what comes first ends the training.
+
         Raises:
             UsageError: neither --epochs nor --train-iters is given.
         """
@@ -222,9 +224,16 @@ class PreTrainer(Template):
         """Return how many samples of training, validation and test are needed (as Megatron computes them).
 
         Raises:
-            UsageError: --train-iters is missing, without which nobody knows.
+            UsageError: --train-iters is missing, without which nobody knows; or --epochs is there for a model
+                that is cut, whose stages go round and round.
         """
         args = self.engine.args
+        if args.epochs is not None and layout.is_cut(args):
+            raise UsageError(
+                f"--epochs {args.epochs} with a model that is cut",
+                "--train-iters N alone",
+                "Leave --epochs out.",
+            )
         if args.train_iters is None:
             raise UsageError("a pre-training without --train-iters", "--train-iters N", "Add it.")
         evaluations = 1 + (args.train_iters // args.eval_interval if args.eval_interval else 0)

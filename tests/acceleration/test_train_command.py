@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -102,6 +103,10 @@ def test_a_data_set_may_be_named_alone() -> None:
         (f"--user-script {SLOW} --save-interval 3", "--save-interval without --save"),
         (f"--user-script {SLOW} --epochs 1 --global-batch-size 16", "8 training samples with"),
         (f"--user-script {SLOW}", "no end of training"),
+        (
+            f"{FEW.replace('causal_lm', 'pretraining')} --train-iters 3",
+            "--epochs 1 with --task pretraining; expected --train-iters N alone",
+        ),
         ("--user-script nowhere.py", "nowhere.py: no such file"),
         (r"--task sequence_classification \  ", "a backslash with a blank or a comment behind it"),
         (f"--user-script {SLOW} --tensor-model-parallel-size 2 --nproc-per-node 1", "that 2 divides"),
@@ -334,6 +339,18 @@ def test_a_script_as_it_should_be(tmp_path: Path, capsys) -> None:
     assert list(board.glob("events.out.tfevents.*"))
 
 
+@pytest.mark.parametrize(("epochs", "iterations", "end"), [(1, 5, 1), (3, 2, 2)])
+def test_what_comes_first_ends_the_training(
+    epochs: int, iterations: int, end: int, tmp_path: Path, capsys
+) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT + END)
+    flags = ["--user-script", str(tmp_path / "mine.py"), "--epochs", str(epochs)]
+    assert cli.main(["train", *flags, "--train-iters", str(iterations), "--lr-decay-style", "linear"]) == 0
+    rows = re.findall(r"iteration +(\d+)/ +(\d+).*?learning rate: ([\d.E+-]+)", capsys.readouterr().out)
+    assert [(int(number), int(of)) for number, of, _ in rows] == [(at + 1, end) for at in range(end)]
+    assert float(rows[-1][2]) == 0  # of the step that would come next
+
+
 def test_a_terminal_has_a_progress_bar(tmp_path: Path, capsys, monkeypatch) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT + END)
     for stream in (sys.stdout, sys.stderr):
@@ -357,6 +374,12 @@ def test_a_finetuner_is_not_cut() -> None:
     args = parsed(f"--user-script {SLOW} --epochs 1 --tensor-model-parallel-size 2")
     with pytest.raises(UsageError, match="with Finetuner, a Finetuner"):
         templates.Finetuner(SimpleNamespace(args=args)).train()
+
+
+def test_epochs_of_a_model_that_is_cut_are_refused() -> None:
+    args = parsed(f"--user-script {SLOW} --epochs 1 --train-iters 3 --tensor-model-parallel-size 2")
+    with pytest.raises(UsageError, match=r"--epochs 1 with a model that is cut; expected --train-iters N"):
+        templates.PreTrainer(SimpleNamespace(args=args))._samples()
 
 
 def test_a_rank_whose_others_are_gone_says_so_in_a_line(monkeypatch) -> None:
