@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.acceleration import runs
 from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")
-HERE = Path(__file__).parent
+SCRIPT_OF_THE_DOCUMENT = runs.DOCUMENTED / "pretrain_gpt.py"
 CUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 FLAGS = [
     *"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split(),
@@ -22,7 +23,7 @@ FLAGS = [
 
 def run(log: Path, *flags: str, processes: int = 1) -> tuple[list[float], list[float], str]:
     """Run the script; return losses (the last of validation), gradient norms and what was printed."""
-    words = ["--user-script", str(HERE / "gpt_script.py"), "--nproc-per-node", str(processes)]
+    words = ["--user-script", str(SCRIPT_OF_THE_DOCUMENT), "--nproc-per-node", str(processes)]
     done = tiny.run("train", *words, *FLAGS, "--json-log", str(log), *flags)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = tiny.rows(log)
@@ -99,7 +100,7 @@ def test_what_does_not_fit_is_said_in_one_line(tmp_path, model, flags, said):
 
 def test_a_gradient_that_is_no_number_ends_it_in_one_line(tmp_path):
     flags = [*FLAGS, "--lr", "1e30", "--clip-grad", "0", "--log-interval", "100", "--save", str(tmp_path)]
-    done = tiny.run("train", "--user-script", str(HERE / "gpt_script.py"), *flags)
+    done = tiny.run("train", "--user-script", str(SCRIPT_OF_THE_DOCUMENT), *flags)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "megatron-npu train: the norm of the gradient is" in done.stderr.splitlines()[-1]
     assert "--no-check-for-nan-in-loss-and-grad" not in done.stderr  # which train does not have

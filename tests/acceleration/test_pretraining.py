@@ -10,11 +10,11 @@ import torch
 
 from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import indexed_dataset
-from tests.acceleration import sentences
+from tests.acceleration import runs, sentences
 from tests.end_to_end import tiny
 
 pytest.importorskip("megatron.core")
-SCRIPT = Path(__file__).parent / "bert_script.py"
+SCRIPT = runs.DOCUMENTED / "pretrain_bert.py"
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +194,11 @@ def _steps(tokens):
 
 def test_the_task_and_the_documents_script_train_alike(folder, tmp_path):
     """One process by --task, two by --user-script; the saved model opens in Transformers."""
-    from transformers import AutoModelForPreTraining
+    from transformers import AutoModelForPreTraining, BertConfig, BertForPreTraining
 
-    flags = flags_for(folder)
+    torch.manual_seed(0)
+    BertForPreTraining(BertConfig.from_pretrained(folder / "bert")).save_pretrained(tmp_path / "bert")
+    flags = [*flags_for(folder), "--pretrained-model-name-or-path", str(tmp_path / "bert")]
     train([*flags, "--save", str(tmp_path / "one")])
     rows = tiny.rows(tmp_path / "one" / "metrics.jsonl")
     losses = [row["loss"] for row in rows]

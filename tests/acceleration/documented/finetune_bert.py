@@ -1,15 +1,16 @@
 # The document's script of a fine-tuning, as it is printed there but for what is marked with "here:".
-import torch  # here: the imports that are missing there
+import torch  # here: missing there
+from transformers import AutoConfig,BertForSequenceClassification
+from transformers import AutoTokenizer  # here: missing there
 from datasets import load_dataset
-from transformers import AutoTokenizer, BertForSequenceClassification
-
+from rapidformer import load_metric  # here: datasets has none any more
 from rapidformer import RapidformerEngine
 from rapidformer import get_args
 from rapidformer import get_logger
 from rapidformer import get_timers
 from rapidformer import Finetuner
 from rapidformer import Pretrainer
-from rapidformer import load_metric  # here: datasets has none any more
+from rapidformer import build_train_valid_test_datasets_for_huggingface
 
 args = get_args()  # here: two methods use it
 

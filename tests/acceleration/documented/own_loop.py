@@ -7,7 +7,7 @@ import torch
 from datasets import load_dataset
 from rapidformer import load_metric  # here: datasets has none any more
 from torch.utils.data import DataLoader
-from transformers import (
+from transformers import (  # here: without AdamW, which transformers has no longer
     AutoModelForSequenceClassification,
     AutoTokenizer,
     get_linear_schedule_with_warmup,
@@ -34,12 +34,11 @@ tokenized_datasets = datasets.map(
     batched=True,
     remove_columns=["idx", "sentence1", "sentence2"],
 )
-tokenized_datasets = tokenized_datasets.rename_column("label", "labels")  # here: as in the other script
 
 train_dataloader = finetuner.build_data_loader(tokenized_datasets["train"])
 eval_dataloader = finetuner.build_data_loader(tokenized_datasets["validation"])
 
-model = AutoModelForSequenceClassification.from_pretrained(args.pretrained_model_name_or_path, return_dict=True)
+model = AutoModelForSequenceClassification.from_pretrained(args.pretrained_model_name_or_path, return_dict=True)  # here: its name
 
 lr_scheduler = partial(
         get_linear_schedule_with_warmup,
@@ -48,6 +47,8 @@ lr_scheduler = partial(
     )
 
 model, optimizer, lr_scheduler = engine.compose(model_obj=model, lr_scheduler_fn=lr_scheduler)
+
+device = torch.device("cuda", args.local_rank)
 
 for epoch in range(args.epochs):
     model.train()
@@ -69,5 +70,5 @@ for epoch in range(args.epochs):
                     predictions=engine.gather(predictions),
                     references=engine.gather(batch["labels"]))
 
-    eval_metric = metric.compute()
+    eval_metric = metric.compute()  # here: one blank less before this line and the next
     print("epoch {}: {}".format(epoch, eval_metric))

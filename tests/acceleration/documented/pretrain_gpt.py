@@ -1,21 +1,16 @@
-# The script of the document for a Megatron GPT: its three methods as printed there, put into one class.
-import torch
-from gpt_of_mine import GPTModel, build_train_valid_test_datasets
+# The document's script for a Megatron GPT, as it is printed there but for what is marked with "here:". Its three
+# classes of one method each are one class here.
+import torch  # here: the imports that are missing there
 from megatron import mpu
-from rapidformer import (
-    PreTrainer,
-    RapidformerEngine,
-    get_args,
-    get_ltor_masks_and_position_ids,
-    get_tokenizer,
-)
-
+from rapidformer import get_ltor_masks_and_position_ids, get_tokenizer
+from yourmodel import build_train_valid_test_datasets
+from rapidformer import RapidformerEngine, get_args, PreTrainer
+from yourmodel import GPTModel
 
 class MyGPTPreTrainer(PreTrainer):
-    def __init__(
-        self,
-        engine,
-    ):
+    def __init__(self,
+                 engine,
+                 ):
         super().__init__(engine=engine)
 
     def train_valid_test_datasets_provider(self, train_val_test_num_samples):
@@ -28,8 +23,7 @@ class MyGPTPreTrainer(PreTrainer):
             train_valid_test_num_samples=train_val_test_num_samples,
             seq_length=args.seq_length,
             seed=args.seed,
-            skip_warmup=(not args.mmap_warmup),
-        )
+            skip_warmup=(not args.mmap_warmup))
 
         return train_ds, valid_ds, test_ds
 
@@ -44,18 +38,18 @@ class MyGPTPreTrainer(PreTrainer):
         tokenizer = get_tokenizer()
 
         # Items and their type.
-        keys = ["text"]
+        keys = ['text']
         datatype = torch.int64
 
         # Broadcast data.
-        if data_iterator is not None:  # noqa: SIM108
+        if data_iterator is not None:
             data = next(data_iterator)
         else:
             data = None
         data_b = mpu.broadcast_data(keys, data, datatype)
 
         # Unpack.
-        tokens_ = data_b["text"].long()
+        tokens_ = data_b['text'].long()
         labels = tokens_[:, 1:].contiguous()
         tokens = tokens_[:, :-1].contiguous()
 
@@ -65,10 +59,10 @@ class MyGPTPreTrainer(PreTrainer):
             tokenizer.eod,
             args.reset_position_ids,
             args.reset_attention_mask,
-            args.eod_mask_loss,
-        )
+            args.eod_mask_loss)
 
-        output_tensor = model(tokens, position_ids, attention_mask, labels=labels)
+        output_tensor = model(tokens, position_ids, attention_mask,
+                              labels=labels)
 
         losses = output_tensor.float()
         loss_mask = loss_mask.view(-1).float()
