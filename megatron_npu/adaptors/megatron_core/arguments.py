@@ -69,6 +69,16 @@ def name_the_rerun_mode(args: argparse.Namespace) -> None:
         args.rerun_mode = "report_determinism_stats"
 
 
+def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
+    """Say before anything is built that batches which are dealt out are not kept to be run again."""
+    if getattr(args, "hybrid_context_parallel", False) and args.rerun_mode != "disabled":
+        raise UsageError(
+            f"--hybrid-context-parallel with --rerun-mode {args.rerun_mode}",
+            "--rerun-mode disabled: Megatron cannot run a batch again that it has dealt out to the ranks",
+            "Add --rerun-mode disabled.",
+        )
+
+
 def refuse_offload_in_fp32(args: argparse.Namespace) -> None:
     """Say before anything is built that only copies in fp32 of 16-bit parameters can be offloaded."""
     if args.optimizer_cpu_offload and not (args.bf16 or args.fp16):
@@ -147,6 +157,13 @@ CHECKS = (  # they run in this order
         name_the_rerun_mode,
         why="--rerun-mode report_stats is a ValueError when the run starts: the state machine calls that "
         "mode report_determinism_stats, which the parser refuses (0.12 to 0.16)",
+        until=NOT_FIXED,
+    ),
+    Check(
+        refuse_reruns_of_hybrid_batches,
+        why="--hybrid-context-parallel (0.16 to 0.19) is an AssertionError in the first step "
+        "with any --rerun-mode but disabled, which is not the default: training.py puts its scheduler around "
+        "the iterator that can be rewound",
         until=NOT_FIXED,
     ),
     Check(

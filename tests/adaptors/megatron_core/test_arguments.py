@@ -36,6 +36,19 @@ def test_fp32_parameters_are_not_offloaded(flags, refused, monkeypatch):
     assert arguments.validate_args(lambda args: args, args) is args
 
 
+def test_batches_that_are_dealt_out_are_not_run_again() -> None:
+    args = argparse.Namespace(hybrid_context_parallel=True, rerun_mode="validate_results")
+    with pytest.raises(
+        UsageError, match="with --rerun-mode validate_results; expected --rerun-mode disabled"
+    ):
+        arguments.refuse_reruns_of_hybrid_batches(args)
+    args.rerun_mode = "disabled"
+    arguments.refuse_reruns_of_hybrid_batches(args)
+    arguments.refuse_reruns_of_hybrid_batches(
+        argparse.Namespace(rerun_mode="validate_results")
+    )  # before 0.16
+
+
 def _arguments(**values) -> argparse.Namespace:
     plain = {"profile": False, "use_pytorch_profiler": False, "record_memory_history": False}
     return argparse.Namespace(**{**plain, **values})
