@@ -1,9 +1,10 @@
 """Write docs/compatibility.md: how the patches stand to Megatrons that are on disk, read statically.
 
-    python scripts/compatibility.py ROOT...
+    python scripts/compatibility.py ROOT... --tree 0.20.0 "Megatron-LM's main, d98e8a64 of 2026-08-22"
 
 ROOT is a checkout, a site-packages or an unpacked wheel (pip download --no-deps, then unzip). Nothing of it
-is imported, so a Python that it would not run on will do.
+is imported, so a Python that it would not run on will do. ``--tree`` says what an unreleased version was read
+from.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("roots", nargs="+", metavar="ROOT")
-    found = [upstream.find(root) for root in parser.parse_args().roots]
+    parser.add_argument("--tree", nargs=2, action="append", default=[], metavar=("VERSION", "TREE"))
+    args = parser.parse_args()
+    found = [upstream.find(root) for root in args.roots]
     found.sort(key=lambda one: Version(one.version))
     reached = {one.version: patch_commands.verdicts(one) for one in found}
-    lines = [HEAD, *_table(found, reached), *_details(reached)]
+    lines = [HEAD, *_table(found, reached), *_details(reached, dict(args.tree))]
     finish({PAGE: "\n".join(lines) + "\n"}, check=False)
 
 
@@ -74,12 +77,15 @@ def _supported(one: Upstream) -> str:
     return "yes"
 
 
-def _details(reached: dict[str, list[Verdict]]) -> list[str]:
+def _details(reached: dict[str, list[Verdict]], trees: dict[str, str]) -> list[str]:
     lines = []
     for version, verdicts in reached.items():
         drifted = [group[0] for group in by_target(verdicts) if group[0].status != "same"]
         if drifted:
-            lines += ["", f"## {version}", "", "| target | patch | | detail |", "|---|---|---|---|"]
+            lines += ["", f"## {version}", ""]
+            if version in trees:
+                lines += [f"Read from {trees[version]}.", ""]
+            lines += ["| target | patch | | detail |", "|---|---|---|---|"]
         for verdict in drifted:
             mark = "fails" if verdict.fails else "warns"
             detail = verdict.detail.replace("|", "\\|")

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_core.decorators import around, wrap
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, wrap
 from megatron_npu.patching.registry import NotAsked
 
+_LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer"
 _RENAMED = "--optimizer muon and dist_muon of 0.16 end in a TypeError: emerging_optimizers 0.2 has renamed "
 
 
@@ -59,7 +60,7 @@ def newton_schulz(original: Callable[..., Tensor], x: Tensor, *, mode: str, **kw
 
 
 @around(
-    "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params",
+    f"{_LAYER_WISE}.allgather_params",
     versions=">=0.16",
     devices=("cpu",),
     why="its ranks gather parts of different sizes, which NCCL and HCCL can and gloo cannot",
@@ -68,3 +69,57 @@ def broadcast_params(original: Callable[..., None], self: Any) -> None:
     """Let each rank send what it has updated, by upstream's own function for that."""
     if self.pg_collection is not None:
         self.broadcast_params()
+
+
+@around(
+    f"{_LAYER_WISE}.sharded_state_dict",
+    versions=">=0.16",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="fp32 weights end in a KeyError when they are saved: it looks for the state of a 16-bit optimizer, "
+    "which has that of the inner one under a name of its own; of fp32 it is the inner one's",
+)
+def sharded_state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let the optimizers of fp32 weights answer as those of 16 bits while it looks, and not afterwards."""
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    chained = self.chained_optimizers
+    flat = [at for at, optimizer in enumerate(chained) if isinstance(optimizer, FP32Optimizer)]
+    for at in flat:
+        chained[at].sharded_state_dict = _under_a_name(chained[at].sharded_state_dict)
+    try:
+        found = original(self, *args, **kwargs)
+    finally:
+        for at in flat:
+            del chained[at].sharded_state_dict
+    if len(chained) == 1:  # upstream makes no dictionary of one
+        return found["optimizer"] if flat else found
+    return {at: state["optimizer"] if at in flat else state for at, state in found.items()}
+
+
+def _under_a_name(make: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    return lambda *args, **kwargs: {"optimizer": make(*args, **kwargs)}
+
+
+@around(
+    f"{_LAYER_WISE}.__init__",
+    versions=">=0.18",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="with fp32 weights the first step ends in an AttributeError: it is handed torch's optimizers, and "
+    "puts Megatron's around them in bf16 only",
+)
+def around_each(
+    original: Callable[..., None], self: Any, optimizers: list[Any], config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Put Megatron's around the optimizers of fp32 weights, as 0.17 did."""
+    from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+
+    named = inspect.signature(original).bind(self, optimizers, config, *args, **kwargs).arguments
+    states = named.get("init_state_fn_list") or [None] * len(optimizers)
+    if not config.bf16:
+        optimizers = [
+            one if isinstance(one, MegatronOptimizer) else FP32Optimizer(one, config, make_state)
+            for one, make_state in zip(optimizers, states, strict=True)
+        ]
+    original(self, optimizers, config, *args, **kwargs)
