@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests import bytecode
 from tests.adaptors.megatron_lm import runs
 from tests.end_to_end.tiny import ROOT
 
@@ -89,7 +90,7 @@ class Walk:
             "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "NLTK_DATA": str(folder / "nltk"),
             "MEGATRON_LM_PATH": "",
-            "PYTHONDONTWRITEBYTECODE": "1",
+            **bytecode.elsewhere(),
             **settings,
         }
 

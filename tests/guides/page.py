@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tests import warm
+from tests import bytecode, warm
 from tests.end_to_end import tiny
 
 BLOCK = re.compile(
@@ -81,7 +81,7 @@ def output_of(page: Path, outputs: Mapping[int, str], command: str) -> str:
 
 def _environment(folder: Path, changes: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a reader who has installed this project: its commands are on the path."""
-    env = warm.for_scripts({**tiny.environment(), "PYTHONDONTWRITEBYTECODE": "1", **changes})
+    env = warm.for_scripts({**tiny.environment(), **bytecode.elsewhere(), **changes})
     programs = folder.parent / "programs"
     programs.mkdir()
     # what pip writes for a command: unlike -m it does not look into the current folder

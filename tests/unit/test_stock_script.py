@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import bytecode
 from tests.end_to_end import tiny
 
 SCRIPTS = tiny.ROOT / "tests_gpt"
@@ -32,7 +33,7 @@ def megatron(tmp_path: Path) -> Path:
 
 
 def run(script: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**tiny.environment(), "MEGATRON_LM_PATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**tiny.environment(), "MEGATRON_LM_PATH": "", **bytecode.elsewhere()}
     command = [sys.executable, str(script), "--task", "LAMBADA"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 

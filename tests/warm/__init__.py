@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests import bytecode
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TORCH = ("numpy", "torch", "torch.distributed.launcher.api", "torch.distributed.checkpoint")
@@ -185,7 +187,7 @@ def _environment(read: dict[str, str]) -> dict[str, str]:
     search = [read.get("MEGATRON_LM_PATH"), read.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")]
     path = os.pathsep.join(filter(None, search))
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return {**others, "PYTHONDONTWRITEBYTECODE": "1", **threads, **read, "PYTHONPATH": path}
+    return {**others, **bytecode.elsewhere(), **threads, **read, "PYTHONPATH": path}
 
 
 def _die_with_parent() -> None:

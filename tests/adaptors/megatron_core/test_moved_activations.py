@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests import bytecode
 from tests.conftest import ROOT
 from tests.sim.conftest import run_simulated, unavailable
 
@@ -23,7 +24,7 @@ def test_losses_are_the_same_and_the_peak_is_lower():
         cwd=ROOT,
         PYTHONPATH=f"{root}{os.pathsep}{ROOT}",
         MEGATRON_LM_PATH=str(root),
-        PYTHONDONTWRITEBYTECODE="1",
+        **bytecode.elsewhere(),
     )
     assert done.returncode == 0, done.stdout[-3000:]
     plain, attention, every = json.loads(done.stdout.strip().splitlines()[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import warm
+from tests import bytecode, warm
 from tests.adaptors.megatron_deepspeed.pretraining import RARELY, TP2, engine, steps
 from tests.adaptors.megatron_lm import runs
 from tests.end_to_end import tiny
@@ -30,7 +30,7 @@ def test_trains_like_the_cpu(checkout, data, expected, changes, stage, tmp_path)
     half = "--fp16" in changes
     changes += "" if stage is None else f" {engine(tmp_path, stage, **(SCALED if half else {}))}"
     command = tiny.command("run", *steps(checkout, data, changes), processes=2)
-    result = run_simulated(*command, modules=warm.STOCK, tree=checkout, PYTHONDONTWRITEBYTECODE="1")
+    result = run_simulated(*command, modules=warm.STOCK, tree=checkout, **bytecode.elsewhere())
     assert result.returncode == 0, result.stdout[-5000:]
     assert "· simulated npu/hccl ·" in result.stdout
     assert "| simulated npu |" in result.stdout

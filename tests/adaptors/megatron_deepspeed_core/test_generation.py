@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import bytecode
 from tests.adaptors.megatron_deepspeed.pretraining import RARELY, samples
 from tests.adaptors.megatron_lm import runs
 from tests.end_to_end import tiny
@@ -24,7 +25,7 @@ def test_a_cache_changes_no_text(checkout, data, tmp_path, device):
         file = tmp_path / f"{name}.json"
         script, *words = samples(checkout, data, file, flags)
         if device == "npu":
-            result = run_simulated(*tiny.command("run", script, *words), PYTHONDONTWRITEBYTECODE="1")
+            result = run_simulated(*tiny.command("run", script, *words), **bytecode.elsewhere())
         else:
             result = runs.run(Path(script), words)
         runs.succeeded(result)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_npu.adaptors.megatron_deepspeed_core import random
+from tests import bytecode
 from tests.adaptors.megatron_deepspeed.pretraining import RARELY, engine, steps
 from tests.adaptors.megatron_lm import runs
 from tests.end_to_end import tiny
@@ -28,7 +29,7 @@ def test_zero_3_begins_on_an_npu_as_on_the_cpu(checkout, data, expected, tmp_pat
     if unavailable():
         pytest.skip(unavailable())
     flags = f"{engine(tmp_path, 3)} --no-pipeline-parallel --train-iters 2"
-    result = run_simulated(*tiny.command("run", *steps(checkout, data, flags)), PYTHONDONTWRITEBYTECODE="1")
+    result = run_simulated(*tiny.command("run", *steps(checkout, data, flags)), **bytecode.elsewhere())
     assert result.returncode == 0, result.stdout[-5000:]
     found = runs.losses(result.stdout)
     assert found == pytest.approx({i: expected[i] for i in found}, rel=1e-5)

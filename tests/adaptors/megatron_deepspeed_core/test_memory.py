@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests import bytecode
 from tests.conftest import LONGEST
 from tests.end_to_end.tiny import ROOT
 from tests.sim.conftest import run_simulated, unavailable
@@ -23,7 +24,7 @@ def test_zero_holds_what_arithmetic_says(checkout, tmp_path):
     output = tmp_path / "rows.json"
     settings = {"MEGATRON_NPU_SIM_DEVICES": "2", "MEGATRON_LM_PATH": str(checkout)}
     command = [sys.executable, *command, "--output", str(output)]
-    done = run_simulated(*command, timeout=LONGEST, **settings, PYTHONDONTWRITEBYTECODE="1")
+    done = run_simulated(*command, timeout=LONGEST, **settings, **bytecode.elsewhere())
     assert done.returncode == 0, done.stdout[-4000:]
     rows = json.loads(output.read_text())["2"]
     for scheme in SCHEMES:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_npu.preprocessing import indexed_dataset
-from tests import warm
+from tests import bytecode, warm
 from tests.end_to_end import tiny
 
 END = 256  # <|endoftext|>, behind the 256 bytes
@@ -111,8 +111,7 @@ def environment(**changes: str) -> dict[str, str]:
     """Return the environment of a child: this plug-in, one thread, the CPU."""
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(tiny.ROOT)]))
     own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu"}
-    # bytecode would be written into the checkout
-    return {**os.environ, **own, "PYTHONDONTWRITEBYTECODE": "1", **changes}
+    return {**os.environ, **own, **bytecode.elsewhere(), **changes}
 
 
 BASELINE = Path(__file__).parent / "baseline.py"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
+from tests import bytecode, warm
 from tests.adaptors.megatron_lm import runs
 from tests.end_to_end.tiny import ROOT
 from tests.sim.conftest import run_simulated, unavailable
@@ -39,7 +39,7 @@ def on_cpu(file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 def on_npu(file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     if unavailable():
         pytest.skip(unavailable())
-    return run_simulated(*PYTEST, str(file), modules=warm.NPU, PYTHONDONTWRITEBYTECODE="1", **environment)
+    return run_simulated(*PYTEST, str(file), modules=warm.NPU, **bytecode.elsewhere(), **environment)
 
 
 @pytest.mark.parametrize("run", [on_cpu, on_npu])

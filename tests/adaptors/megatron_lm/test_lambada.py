@@ -19,7 +19,7 @@ from megatron_npu.evaluation import lambada
 from megatron_npu.preprocessing import indexed_dataset
 from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.training.restore import restored
-from tests import warm
+from tests import bytecode, warm
 from tests.adaptors.megatron_lm import runs
 from tests.adaptors.megatron_lm.test_runs import load, tensors
 from tests.conftest import LONGEST
@@ -112,7 +112,7 @@ def ask(checkpoints: Checkpoints, device: str, layout: tuple[int, int], strict: 
         result = runs.run(script, command, processes=processes, timeout=LONGEST)
         return runs.accuracy(runs.succeeded(result))
     line = tiny.command("run", str(script), *command, processes=processes)
-    named = {"MEGATRON_NPU_DEVICE": "npu", "PYTHONDONTWRITEBYTECODE": "1"}  # no other device will do
+    named = {"MEGATRON_NPU_DEVICE": "npu", **bytecode.elsewhere()}  # no other device will do
     modules, tree = warm.STOCK, checkpoints.checkout
     result = run_simulated(*line, timeout=LONGEST, modules=modules, tree=tree, **named)
     assert result.returncode == 0, result.stdout[-5000:]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests import warm
+from tests import bytecode, warm
 from tests.adaptors.megatron_lm import runs
 from tests.adaptors.megatron_lm.test_runs import TP2, deviation
 from tests.end_to_end import tiny
@@ -54,7 +54,7 @@ def test_trains_like_the_cpu(checkout, data, on_cpu, processes, window, layout, 
     flags = f"{window} {layout} --tensorboard-dir {tmp_path / 'board'} --hccl-group-buffer-adaptive"
     command = tiny.command("run", *steps(checkout, data, flags), processes=processes)
     report = tmp_path / "report.json"
-    variables = {"PYTHONDONTWRITEBYTECODE": "1", "MEGATRON_NPU_SIM_REPORT": str(report)}
+    variables = {**bytecode.elsewhere(), "MEGATRON_NPU_SIM_REPORT": str(report)}
     result = run_simulated(*command, modules=warm.STOCK, tree=checkout, **variables)
     assert result.returncode == 0, result.stdout[-5000:]
     assert "· simulated npu/hccl ·" in result.stdout

@@ -43,7 +43,7 @@ def environment(device: str, checkout: Path, scratch: Path) -> None:
         settings.MEGATRON_PATH.name: str(checkout),
         settings.AUTOLOAD.name: "1",
         settings.SIM_HCCL_TIMEOUT.name: "60",
-        "PYTHONDONTWRITEBYTECODE": "1",
+        **({} if sys.pycache_prefix else {"PYTHONDONTWRITEBYTECODE": "1"}),  # as tests/bytecode.py says
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "TMPDIR": str(scratch / "tmp"),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -52,7 +52,7 @@ def environment(device: str, checkout: Path, scratch: Path) -> None:
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # launchers, ninja
         "TORCH_GLOO_LAZY_INIT": "1",  # connect where a group is used: upstream makes two dozen per test
     }
-    sys.dont_write_bytecode = True
+    sys.dont_write_bytecode = sys.pycache_prefix is None
     tempfile.tempdir = None  # asks for TMPDIR again
     _put_vocabulary(checkout, scratch / "cwd" / "gpt2")
 
@@ -87,7 +87,7 @@ def preload(checkout: Path, scratch: Path) -> None:
                 print(f"not preloaded: {name}: {error}", file=sys.stderr)
     importlib.import_module(".rank", __package__)  # only now: it takes Megatron as it is then
     # Not before: with a prefix Python would not find the bytecode of torch either.
-    sys.pycache_prefix, sys.dont_write_bytecode = str(scratch / "bytecode"), False
+    sys.pycache_prefix, sys.dont_write_bytecode = sys.pycache_prefix or str(scratch / "bytecode"), False
     gc.freeze()  # what is here stays: ranks need not look through it, nor copy its pages
 
 
