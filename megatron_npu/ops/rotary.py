@@ -139,7 +139,10 @@ def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) 
         return f"npu_rotary_mul takes less than 896 elements of a head, not {size}"
     if batch >= 1000 or heads >= 1000 or (interleaved and batch * heads >= 1000):
         return f"npu_rotary_mul takes less than 1000 sequences and heads, not {batch} and {heads}"
-    return unsupported_dtype("npu_rotary_mul", input.dtype)
+    unsupported = unsupported_dtype("npu_rotary_mul", input.dtype)
+    if unsupported is None and input.device.type == "cpu":
+        return "npu_rotary_mul takes tensors of the NPU, not of the host"
+    return unsupported
 
 
 @_rotary.on(

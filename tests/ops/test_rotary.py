@@ -104,6 +104,7 @@ def test_bad_angles(device, size):
         ((2, 3, 1, 4), (1, 1, 1, 4), False, "takes tables [s, 1, 1, d], or [b, s, 1, d], not [1, 1, 1, 4]"),
         ((2, 3, 1, 4), (2, 3, 1, 4), True, "pairs of all sequences by the same tables alone"),
         ((2, 3, 4), (2, 1, 4), False, "4 dimensions, not 3 and 3"),
+        ((2, 3, 1, 4), (2, 1, 1, 4), False, "takes tensors of the NPU, not of the host"),
     ],
 )
 def test_limits_of_the_npu_kernel(monkeypatch, shape, tables, interleaved, reason):
