@@ -1,6 +1,7 @@
 """Replicas that go apart: ``--check-weight-hash-across-dp-replicas-interval`` names rank and parameter.
 
-Connects ``megatron.core.utils`` and ``megatron.training.training``.
+Connects ``megatron.training.training``, which asserts that replicas are equal; libraries that ask
+``megatron.core.utils`` themselves get upstream's yes or no.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from megatron_npu.adaptors.megatron_core.decorators import around
 
 
 @around(
-    "megatron.core.utils:check_param_hashes_across_dp_replicas",
+    "megatron.training.training:check_param_hashes_across_dp_replicas",
     why="upstream says in the log's level INFO which parameter differs, and only where rank 0 is not the one "
     "that is wrong; then every rank ends in the traceback of an assertion that names neither",
 )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_core.decorators import te_layers_not_ours, wrap
+from megatron_npu.adaptors.megatron_core.decorators import replace, te_layers_not_ours, wrap
 
 
 @wrap(
@@ -54,6 +54,19 @@ def attention_of_megatron_core(original: type) -> type:
 
     TEDotProductAttention.__doc__ = original.__doc__
     return TEDotProductAttention
+
+
+@replace(
+    "megatron.core.extensions.transformer_engine:TEFusedResidualRMSNorm.forward",
+    versions=">=0.17",
+    condition=te_layers_not_ours,
+    why="it is a chain of TransformerEngine's fused operations; our norm takes the sum before it in as it is",
+)
+def normed_and_residual(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the norm of ``[s, b, h]``, and it (--fused-residual-rmsnorm)."""
+    from megatron_npu.standins.transformer_engine.norms import RMSNorm
+
+    return RMSNorm.forward(self, hidden_states), hidden_states
 
 
 def _window(attention: Any) -> tuple[int, int]:

@@ -81,7 +81,11 @@ NEED_TRANSFORMER_ENGINE = (
 DO_WITHOUT_TRANSFORMER_ENGINE = (
     Option("--te-rng-tracker", ("te_rng_tracker", "use_te_rng_tracker")),
     Option("--use-te-activation-func", ("use_te_activation_func",)),
-    Option("--fused-residual-rmsnorm", ("fused_residual_rmsnorm",)),  # since 0.17
+    Option(  # since 0.17; our layers under TransformerEngine's names have it
+        "--fused-residual-rmsnorm",
+        ("fused_residual_rmsnorm",),
+        asks=lambda value: bool(value) and not standins.te_layers(),
+    ),
 )
 NEED_CUDA = (
     Option("--use-nccl-ub", ("nccl_ub",), remedy="Leave it out: it registers buffers with NCCL."),

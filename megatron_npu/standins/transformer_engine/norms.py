@@ -22,6 +22,7 @@ class RMSNorm(torch.nn.Module):
         params_dtype: of the parameters; None: torch's default.
         device: of the parameters.
         hidden_size: another name of ``normalized_shape``, which megatron-core before 0.17 gives.
+        dtype: another name of ``params_dtype``, which TransformerEngine has had since 2.0.
     """
 
     has_bias = False
@@ -37,13 +38,14 @@ class RMSNorm(torch.nn.Module):
         params_dtype: torch.dtype | None = None,
         device: Any = "cuda",
         hidden_size: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         size: Any = hidden_size if normalized_shape is None else normalized_shape
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.sequence_parallel = sequence_parallel
         for name in ("weight", "bias") if self.has_bias else ("weight",):
-            parameter: Any = Parameter(torch.empty(size, dtype=params_dtype, device=device))
+            parameter: Any = Parameter(torch.empty(size, dtype=params_dtype or dtype, device=device))
             parameter.sequence_parallel = sequence_parallel
             self.register_parameter(name, parameter)
         self.reset_parameters()

@@ -55,7 +55,7 @@ def model(case: str, named: bool, tensor_parallel: int = 1) -> Any:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    experts = case == "experts"
+    experts = "num_moe_experts" in CASES[case]
     config = TransformerConfig(
         **{
             **{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0},
@@ -99,7 +99,7 @@ def under_te_names(case: str, entries: dict[str, Any]) -> dict[str, Any]:
     """Return a local model's entries under TransformerEngine's names, without the states of fp8."""
     result = {}
     for name, value in entries.items():
-        for local, named in (*_NAMES, *([] if case == "experts" else [_DENSE])):
+        for local, named in (*_NAMES, *([] if "num_moe_experts" in CASES[case] else [_DENSE])):
             name = re.sub(local, named, name)
         if "_extra_state" not in name:
             result[name] = value
@@ -201,6 +201,9 @@ def alone(folder: Path) -> None:
         again = folder / f"{case}, loaded"
         checkpoint(other, again)
         assert torch.equal(loss, loss_and_gradients(load(model(case, True), again))[0]), case
+    if hasattr(TransformerConfig, "fused_residual_rmsnorm"):  # since 0.17
+        CASES["residual"] = {**CASES["experts"], "normalization": "RMSNorm", "fused_residual_rmsnorm": True}
+        compare("residual")
     _, gradients = loss_and_gradients(load(model("llama", True), folder / "llama"))
     torch.save(gradients, folder / "gradients.pt")
     with pytest.raises(UsageError, match="fp8"):
