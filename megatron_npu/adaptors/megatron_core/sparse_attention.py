@@ -1,10 +1,8 @@
 """``--experimental-attention-variant dsa``: the attention over chosen keys in one call.
 
 Connects ``experimental_attention_variant.dsa`` and ``dsa_masking`` since 0.19, where attention has one key
-of latents. Older ones have keys for every head, which ``npu_sparse_flash_attention`` does not take. The
-indexer and its loss stay upstream's: the loss reads all scores, ``npu_lightning_indexer`` returns the
-chosen ones; for ``npu_sparse_lightning_indexer_grad_kl_loss`` the wheel documents neither the formula nor
-how ranks that share heads add up their targets.
+of latents. Older ones, and younger ones that do not absorb, have keys for every head, which
+``npu_sparse_flash_attention`` does not take: that is reported. The indexer and its loss stay upstream's.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_core.decorators import around
+from megatron_npu.adaptors.megatron_core.decorators import around, watch
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.sparse_attention import beyond_npu, sparse_latent_attention
 
@@ -73,3 +71,31 @@ def attend_to_chosen_keys(
             key_positions=key_positions,
         )
     return sparse_latent_attention(query, key, topk_indices, softmax_scale, v_channels)
+
+
+@around(
+    f"{_DSA}.dsa:unfused_dsa_fn",
+    devices=("npu",),
+    versions=">=0.16",
+    why="keys and values of every head are not for npu_sparse_flash_attention, which is to be said where one "
+    "may expect it: upstream computes all scores of all heads in fp32 and masks them",
+)
+def report_keys_of_each_head(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Say once why the keys that are not chosen are read, too."""
+    dispatch.report_fallback(
+        "sparse attention",
+        "npu_sparse_flash_attention takes one key of latents for all heads, whose first channels are the "
+        "values; here each head has keys and values of its own, as in every megatron-core before 0.19",
+        "is Megatron's own, over all keys",
+    )
+    return original(*args, **kwargs)
+
+
+watch(
+    f"{_DSA}.dsa:compute_dsa_indexer_loss",
+    devices=("npu",),
+    versions=">=0.16",
+    why="it reads all scores of the indexer, of which npu_lightning_indexer returns the chosen ones; of "
+    "npu_sparse_lightning_indexer_grad_kl_loss the wheel documents neither the formula nor how ranks that "
+    "share heads add up their targets",
+)
