@@ -1,4 +1,4 @@
-"""Sparse attention on a simulated NPU: the same losses with less launches and memory; before 0.19, why not."""
+"""Sparse attention on a simulated NPU: the same losses at less cost; before 0.19 it says why not."""
 
 from __future__ import annotations
 

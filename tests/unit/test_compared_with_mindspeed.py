@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from tests.end_to_end.tiny import ROOT
@@ -47,3 +50,66 @@ def test_each_row_says_what_is_here() -> None:
     """In the column after the claim, or after the name where a table has no claims."""
     for cells in rows():
         assert any(len(cell) > 7 for cell in cells[1:]), cells
+
+
+def results(name: str) -> dict[str, Any]:
+    """Return ``benchmarks/results/NAME.json``."""
+    text = (ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8")
+    measured: dict[str, Any] = json.loads(text)
+    return measured
+
+
+def phrases() -> list[str]:
+    """What the page says of what was measured, made from the files."""
+    options = results("layer-options")["options"]
+    moe = results("launches")["styles"]["moe"]
+    optimizer = results("optimizer-memory")
+    tensor_parallel = results("messages")["layouts"]["tp2"]
+    loss = results("loss-npu")["steps"]
+
+    def peak(option: str, way: str, digits: int = 1) -> str:
+        return f"{options[option][way]['peak'] / 2**20:.{digits}f}"
+
+    def launches(option: str) -> list[int]:
+        return [options[option][way]["launches"] for way in ("without", "with")]
+
+    def layer(way: str) -> str:
+        count = moe[way]["forward_backward"] + moe[way]["optimizer"]
+        return f"{count} and {moe[way]['activation_bytes'] / 2**20:.1f} MiB"
+
+    def bytes_of(way: str) -> str:
+        return f"{optimizer['optimizers'][way]['bytes_per_parameter']:.2f}"
+
+    plain, fused = launches("router, softmax")
+    with_loss, sigmoid = (
+        launches("router, softmax, auxiliary loss"),
+        launches("router, sigmoid, groups, bias"),
+    )
+    off_by_one, learnable = launches("softmax off by one"), launches("learnable sinks")
+    redirected = optimizer["launches_by_layers"]["redirection"]
+    return [
+        f"{plain} launches without, {fused} with; with the auxiliary loss {with_loss[0]} and {with_loss[1]}",
+        f"bias and scale, {sigmoid[0]} and {sigmoid[1]}",
+        f"{off_by_one[0]} launches and {peak('softmax off by one', 'without')} MiB redirected",
+        f"{off_by_one[1]} and {peak('softmax off by one', 'with')} MiB here",
+        f"learnable {learnable[0]} and {learnable[1]}",
+        *(
+            f"`{name}` {peak(f'recompute {name}', 'without')} {middle}{peak(f'recompute {name}', 'with')}"
+            for name, middle in (("mlp", "and "), ("moe_act", "and "), ("mla_up_proj", "and "))
+        ),
+        f"peak {peak('offload core_attn', 'without')} MiB before, {peak('offload core_attn', 'with')} with",
+        f"{layer('redirection').replace(' and', ' launches and')} redirected, {layer('project')} with",
+        f"{bytes_of('fp32 main weights')} bytes a parameter before, {bytes_of('remainders')} after",
+        f"{bytes_of('remainders, bf16 moments')} bytes a parameter, 64 launches",
+        f"redirected {redirected['1']} launches with one layer, {redirected['2']} with two",
+        f"{tensor_parallel['launches']} launches, {tensor_parallel['calls']} messages and "
+        f"{tensor_parallel['bytes'] / 2**20:.1f} MiB",
+        f"{loss['50304']['peak_of_logits']:.3f} of the peak at 50,304 words, "
+        f"{loss['131072']['peak_of_logits']:.3f}",
+    ]
+
+
+def test_its_counts_are_those_that_were_measured() -> None:
+    page = (ROOT / "docs" / "compared-with-mindspeed.md").read_text(encoding="utf-8")
+    stale = [phrase for phrase in phrases() if phrase not in page]
+    assert not stale, f"not in the page, of what was measured: {stale}"
