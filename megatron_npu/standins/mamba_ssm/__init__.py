@@ -2,7 +2,7 @@
 
 They stand beside the layers under TransformerEngine's names, which Mamba's specifications are made of: where
 ``MEGATRON_NPU_TE=local`` asks for them. Generation's kernels are not here: upstream asks for each and goes on
-without. Packed sequences are refused.
+without. Packed sequences are taken one by one.
 """
 
 from __future__ import annotations

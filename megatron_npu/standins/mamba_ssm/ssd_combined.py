@@ -23,6 +23,7 @@ def mamba_chunk_scan_combined(
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
+    seq_idx: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
     """``[b, s, heads, p]`` to the same: scan, plus ``D x``, times ``silu(z)``.
@@ -34,15 +35,18 @@ def mamba_chunk_scan_combined(
         z: ``[b, s, heads, p]``.
         dt_bias: ``[heads]``, added to ``dt``.
         dt_softplus: then its softplus is taken.
-        others: states of generation, packed sequences, limits of dt: refused.
+        seq_idx: ``[1, s]``, the number of each token's sequence, of packed ones; each is scanned by itself.
+        others: states of generation, limits of dt: refused.
 
     Raises:
-        UsageError: one of them is given.
+        UsageError: one of them is given, or ``seq_idx`` of another shape.
     """
     _refuse(others)
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = F.softplus(step) if dt_softplus else step
-    output = selective_scan(x, step, A, B, C, chunk_size)
+    lengths = _lengths(seq_idx, x)
+    parts = zip(*(tensor.split(lengths, 1) for tensor in (x, step, B, C)), strict=True)
+    output = torch.cat([selective_scan(x_, dt_, A, b, c, chunk_size) for x_, dt_, b, c in parts], 1)
     if D is not None:
         output = output + (x * (D if D.dim() == 2 else D[:, None]).float()).to(x.dtype)
     return output if z is None else output * F.silu(z)
@@ -60,6 +64,7 @@ def mamba_split_conv1d_scan_combined(
     headdim: int | None = None,
     ngroups: int = 1,
     norm_before_gate: bool = True,
+    seq_idx: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
     """All that a layer's first product gives, to what its last one takes: ``[b, s, heads p]``.
@@ -71,23 +76,38 @@ def mamba_split_conv1d_scan_combined(
         headdim: p; None: it is the second size of ``D``.
         ngroups: of b and c.
         norm_before_gate: for a norm in between, which no caller here asks for.
+        seq_idx: as there; the convolution begins anew with each sequence, too.
         others: refused, as there; also the weights of that norm and of the last product.
 
     Raises:
-        UsageError: one of them is given, or an activation that is not silu.
+        UsageError: one of them is given, ``seq_idx`` of another shape, or an activation that is not silu.
     """
     _refuse(others | ({} if activation in ("silu", "swish") else {"activation": activation}))
     heads, width = D.size(0), D.size(1) if headdim is None else headdim
     inner = heads * width
     state = (zxbcdt.size(-1) - 2 * inner - heads) // 2
     z, convolved, dt = zxbcdt.split([inner, inner + 2 * state, heads], -1)
-    convolved = causal_convolution(convolved, conv1d_weight, conv1d_bias)
+    parts = convolved.split(_lengths(seq_idx, convolved), 1)
+    convolved = torch.cat([causal_convolution(part, conv1d_weight, conv1d_bias) for part in parts], 1)
     x, b, c = convolved.split([inner, state, state], -1)
     b, c = (part.unflatten(-1, (ngroups, -1)) for part in (b, c))
     x, z = (part.unflatten(-1, (heads, width)) for part in (x, z))
     return mamba_chunk_scan_combined(
-        x, dt, A, b, c, chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=True
+        x, dt, A, b, c, chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=True, seq_idx=seq_idx
     ).flatten(-2)
+
+
+def _lengths(seq_idx: Tensor | None, x: Tensor) -> list[int]:
+    """Return how many tokens of ``x`` ``[1, s, …]`` each packed sequence has; they are read on the host."""
+    if seq_idx is None:
+        return [x.size(1)]
+    if seq_idx.shape != (1, x.size(1)) or x.size(0) != 1:
+        raise UsageError(
+            f"seq_idx {list(seq_idx.shape)} of a Mamba layer for a batch {list(x.shape[:2])}",
+            "one row of packed sequences, [1, s] both",
+            "Use --micro-batch-size 1.",
+        )
+    return torch.unique_consecutive(seq_idx, return_counts=True)[1].tolist()
 
 
 def _refuse(others: dict[str, Any]) -> None:
@@ -95,6 +115,6 @@ def _refuse(others: dict[str, Any]) -> None:
     if given:
         raise UsageError(
             f"{given[0]} of a Mamba layer without the packages mamba-ssm and causal-conv1d",
-            "training, and text, of whole sequences that are not packed",
-            "Leave out packing and the cache of generation.",
+            "training, and text, of whole sequences",
+            "Leave out the cache of generation.",
         )

@@ -38,6 +38,24 @@ def test_what_only_its_kernels_can_do_is_refused() -> None:
     x, dt, a, b = torch.randn(1, 4, 2, 3), torch.rand(1, 4, 2), -torch.ones(2), torch.randn(1, 4, 1, 5)
     whole = ssd_combined.mamba_chunk_scan_combined(x, dt, a, b, b, 2, seq_idx=None, return_final_states=False)
     assert whole.shape == x.shape
-    for given in ({"seq_idx": torch.zeros(1, 4)}, {"return_final_states": True}, {"dt_limit": (0.0, 1.0)}):
+    for given in ({"seq_idx": torch.zeros(1, 3)}, {"return_final_states": True}, {"dt_limit": (0.0, 1.0)}):
         with pytest.raises(UsageError, match=next(iter(given))):
             ssd_combined.mamba_chunk_scan_combined(x, dt, a, b, b, 2, **given)
+
+
+def test_packed_sequences_are_as_if_each_were_alone() -> None:
+    """In values and gradients; the convolution before the scan sees none of its neighbours, too."""
+    lengths, heads, width, states = [3, 1, 7], 2, 3, 5
+    channels = heads * width + 2 * states
+    zxbcdt = torch.randn(1, sum(lengths), heads * width + channels + heads, requires_grad=True)
+    weights = torch.randn(channels, 4), torch.randn(channels), torch.randn(heads), -torch.rand(heads)
+    rest = {"D": torch.randn(heads), "chunk_size": 4, "headdim": width}
+    numbers = torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))[None]
+    scan = ssd_combined.mamba_split_conv1d_scan_combined
+    packed = scan(zxbcdt, *weights, **rest, seq_idx=numbers)
+    alone = torch.cat([scan(part, *weights, **rest) for part in zxbcdt.split(lengths, 1)], 1)
+    torch.testing.assert_close(packed, alone)
+    assert not torch.allclose(packed, scan(zxbcdt, *weights, **rest))
+    over = torch.randn_like(packed)
+    found, wanted = (torch.autograd.grad(output, zxbcdt, over)[0] for output in (packed, alone))
+    torch.testing.assert_close(found, wanted)
