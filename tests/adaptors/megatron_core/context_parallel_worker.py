@@ -5,8 +5,10 @@ Usage: torchrun --nproc-per-node 2|4|8 context_parallel_worker.py
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_npu import devices  # noqa: E402
+from megatron_npu import devices, settings  # noqa: E402
 from megatron_npu.attention_flags import AttentionFlags  # noqa: E402
 from megatron_npu.ops import dispatch  # noqa: E402
 from megatron_npu.ops.attention.context_parallel.packed import token_indices  # noqa: E402
@@ -120,12 +122,44 @@ def check(output, parts, expected, whole, part_of) -> None:
         torch.testing.assert_close(a, part_of(b))
 
 
+@contextlib.contextmanager
+def sends(right: int | None) -> Iterator[None]:
+    """Check on simulated NPUs how many bytes a rank hands over to HCCL, forward and backward; None: any."""
+    if right is None or not settings.SIM.enabled():
+        yield
+        return
+    from megatron_npu.sim import counting
+
+    with counting() as counts:
+        yield
+    found = counts.total_communication.bytes
+    assert found == right, f"{found} bytes sent instead of {right}: {counts.communication}"
+
+
+def bytes_of(communication: str, ranks: int, batch: int) -> int | None:
+    """Return what attention of all of ``LENGTH`` over ``ranks`` sends, in fp32; None for ways not counted.
+
+    A ring of c: keys and values c - 1 times forward; backward again, and their gradients c times. Near
+    ranks hand over all heads of queries, keys, values and output, and in backward of their gradients.
+    """
+    if communication not in RINGS:
+        return None
+    of_heads = LENGTH // ranks * batch * SIZE * 4  # of one head
+    ring = RANKS // HIERARCHY[0] if communication == "a2a+p2p" else ranks
+    total = 2 * of_heads * GROUPS * (3 * ring - 2 if ring > 1 else 0)
+    return total + 4 * of_heads * (HEADS + GROUPS) * (communication == "a2a+p2p")
+
+
 def compare(communication, kind, mask, options, flags, hidden) -> None:
     layer = layer_of(kind, communication, options, flags)
     whole = tensors(BATCH)
     parts = [own(t.detach(), 0).requires_grad_() for t in whole]
-    output = layer(*parts, None if mask is None else own(mask, 2))
-    check(output, parts, attention(*whole, hidden), whole, lambda t: own(t, 0))
+    expected = attention(*whole, hidden)
+    mask = None if mask is None else own(mask, 2)
+    right = None if mask is not None or flags else bytes_of(communication, RANKS, BATCH)
+    with sends(right):
+        output = layer(*parts, mask)
+        check(output, parts, expected, whole, lambda t: own(t, 0))
 
 
 def compare_sink(communication) -> None:
@@ -198,10 +232,13 @@ def compare_group(size: int) -> None:
     index = mine["tokens"][0]
     assert index.numel() == LENGTH // size
     parts = [t.detach()[index].requires_grad_() for t in whole]
-    output = layer_of("causal", "p2p", {"hybrid_context_parallel": True}, {})(
-        *parts, None, packed_seq_params=params
+    layer, expected = (
+        layer_of("causal", "p2p", {"hybrid_context_parallel": True}, {}),
+        attention(*whole, FUTURE[:1]),
     )
-    check(output, parts, attention(*whole, FUTURE[:1]), whole, lambda t: t[index])
+    with sends(bytes_of("p2p", size, 1)):
+        output = layer(*parts, None, packed_seq_params=params)
+        check(output, parts, expected, whole, lambda t: t[index])
 
 
 def say(line: str) -> None:
