@@ -32,7 +32,7 @@ from megatron_npu.training import (
     torch_format,
     vocab_padding,
 )
-from megatron_npu.training.model import unwrap
+from megatron_npu.training.model import mean_stage, unwrap
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -279,10 +279,11 @@ def _chunks(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
 
 def _cut_weights(model: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
     """Return what each chunk has of the weights, as parts of the whole ones."""
-    return {
-        key: row_shards.cut_as_rows(chunk, chunk.sharded_state_dict(metadata=metadata))
-        for key, chunk in _chunks(model).items()
-    }
+    result = {}
+    for stage, (key, chunk) in enumerate(_chunks(model).items()):
+        mean_stage(stage if len(model) > 1 else None)
+        result[key] = row_shards.cut_as_rows(chunk, chunk.sharded_state_dict(metadata=metadata))
+    return result
 
 
 def _state_dict(

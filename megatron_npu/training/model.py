@@ -144,6 +144,14 @@ def _stage(stage: int | None) -> dict[str, int | None]:
     return {"vp_stage": stage} if _stage_is_passed() else {}
 
 
+def mean_stage(stage: int | None) -> None:
+    """Let what follows be of this interleaved chunk, where megatron-core asks a global for it: 0.12."""
+    from megatron.core import parallel_state
+
+    if stage is not None and not _stage_is_passed():
+        parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+
+
 def at_ends(stage: int | None = None) -> tuple[bool, bool]:
     """Return whether a chunk of this process is the model's first one, and whether its last one.
 
@@ -167,13 +175,10 @@ def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Modul
 
 def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
     """Return this process's chunks of the model (one without interleaving), on the device."""
-    from megatron.core import parallel_state
-
     stages = args.virtual_pipeline_model_parallel_size
     chunks = []
     for stage in range(stages) if stages else [None]:
-        if stage is not None and not _stage_is_passed():
-            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+        mean_stage(stage)
         chunks.append(wrapped(args, config, gpt(args, config, stage, *at_ends(stage)), stage))
     return chunks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.adaptors.megatron_core import on_version
 from tests.distributed import curves
 from tests.distributed.curves import Curve, deviation
 from tests.end_to_end import tiny
@@ -107,3 +108,23 @@ def test_documents_under_context_parallelism(dataset, tmp_path):
     for found in curves.train(tmp_path / "two", flags, cut, 2).values():
         assert deviation(found.of("loss"), one.of("loss")) < 1e-6
         assert deviation(found.of("grad_norm"), one.of("grad_norm")) < 1e-5
+
+
+def test_interleaved_chunks_are_saved_and_loaded_where_a_global_has_their_number(flags, tmp_path) -> None:
+    """With megatron-core 0.12: half of a run in two processes, from and to the files of one."""
+    env = tiny.environment() | on_version.environment("0.12.1")
+    rest = f"--train-iters 4 --load {tmp_path / 'chunks'}"
+    half = f"--train-iters 4 {TWO['pp2-interleaved']} --exit-interval 2 --save {tmp_path / 'chunks'} "
+    half += " ".join(curves.begin_with(tmp_path / "start"))
+    alone = curves.from_one_start(tmp_path / "start", {"one": "--train-iters 4"})
+    for folder, cases, processes in (
+        (tmp_path / "alone", alone, 1),
+        (tmp_path / "half", {"half": half}, 2),
+        (tmp_path / "rest", {"rest": rest}, 1),
+    ):
+        curves.run(folder, flags, cases, processes, env)
+    found = [
+        curves.read(tmp_path / part, name).losses()
+        for part, name in (("alone", "one"), ("half", "half"), ("rest", "rest"))
+    ]
+    assert deviation(found[1] + found[2], found[0]) < 1e-5

@@ -13,6 +13,15 @@ from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
 
 
+def environment(version: str) -> dict[str, str]:
+    """Return the variables that find a megatron-core in checkouts/; skip the test where it is absent."""
+    root = ROOT / "checkouts" / (f"core_v{version}" if version == "0.16.1" else f"megatron_core-{version}")
+    if not root.is_dir():
+        pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
+    path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
+    return {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)}
+
+
 def run(
     worker: str, version: str, *arguments: str, processes: int = 0, npu: bool = False, **variables: str
 ) -> None:
@@ -26,14 +35,9 @@ def run(
         npu: on simulated ones; the test is skipped where there can be none.
         variables: of the environment, besides those that find the version.
     """
-    root = ROOT / "checkouts" / (f"core_v{version}" if version == "0.16.1" else f"megatron_core-{version}")
-    if not root.is_dir():
-        pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
-    common = tiny.environment()
-    path = os.pathsep.join([str(root), common["PYTHONPATH"]])
+    common, found = tiny.environment(), environment(version) | variables
     launcher = tiny.torchrun(processes) if processes else []
     command = [*launcher, "-m", f"tests.adaptors.megatron_core.{worker}", *arguments]
-    found = {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)} | variables
     if npu:
         if unavailable():
             pytest.skip(unavailable())
