@@ -31,6 +31,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Return what ``copy.deepcopy`` and ``pickle`` take along: torch's base class names its own alone."""
         return {**super().__getstate__(), **{name: vars(self)[name] for name in self._options}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a copy's, a pickle's or a loaded state, and keep the groups' words as they were.
+
+        torch 2.13 puts ``differentiable``, a word of its own optimizers, among the defaults here; from there
+        it would reach the groups, and a checkpoint saved after a resume would differ from the one loaded.
+        """
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients; ``set_to_none`` overrides what the constructor was told."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

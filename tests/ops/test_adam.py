@@ -138,7 +138,8 @@ def run(device, steps, saved=None, dtype=torch.float32, **options):
 def test_resumes_to_the_bit(device, options):
     whole, resumed = run(device, 6, **options), run(device, 6, run(device, 3, **options), **options)
     assert all(torch.equal(a, b) for a, b in zip(whole[1], resumed[1], strict=True))
-    assert whole[2]["param_groups"][0]["step"] == resumed[2]["param_groups"][0]["step"] == 6
+    assert whole[2]["param_groups"] == resumed[2]["param_groups"]  # torch's load adds nothing to them
+    assert resumed[2]["param_groups"][0]["step"] == 6
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
