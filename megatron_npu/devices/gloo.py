@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,26 @@ def drop_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(group, async_op)
 
     return barrier
+
+
+def outlive_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``DistributedDataParallel.__init__`` after which the group outlives the model's reducer.
+
+    The reducer, where it holds the group last (``destroy_process_group`` has been called), ends it with the
+    interpreter's lock in hand, and waits for gloo's threads. One of these may just be waiting for the lock,
+    as it lets go of the context in which torch's backward pass keeps the compiler's settings: the process
+    hangs for ever (torch 2.13, one of some fifteen models that go right after their group; shown by
+    tests/unit/devices/test_gloo.py). A group that Python holds last is ended without the lock.
+    """
+
+    @functools.wraps(original)
+    def build(model: Any, *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **kwargs)
+        reducer = getattr(model, "reducer", None)
+        if reducer is not None:  # called, and the group let go, after the reducer's own end
+            weakref.finalize(reducer, lambda group: None, model.process_group).atexit = False
+
+    return build
 
 
 def copy_with_one_thread() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_npu.devices import gloo, hccl, local_collectives, version_counters
 from megatron_npu.devices.base import Device, Replacement
@@ -41,6 +42,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
         yield from _in_both_modules("_coalescing_manager", manager)
         yield from _in_both_modules("isend", gloo.hold_sent_memory(dist.isend))
         yield dist, "barrier", gloo.drop_device_ids(dist.barrier)
+        yield DistributedDataParallel, "__init__", gloo.outlive_reducer(DistributedDataParallel.__init__)
 
 
 def _in_both_modules(name: str, value: Callable[..., Any]) -> Iterator[Replacement]:

@@ -96,6 +96,35 @@ def test_a_process_that_keeps_its_groups_ends_well():
         assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
 
 
+# A thread of gloo lets go of the backward pass's context with the lock that the reducer's end holds.
+TRAINS_OFTEN = """
+import faulthandler
+import torch
+import torch.distributed as dist
+from megatron_npu import devices
+from megatron_npu.devices.redirect import Redirection
+
+torch.set_num_threads(1)
+Redirection(devices.CpuDevice()).on()
+
+def train():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    dist.destroy_process_group()
+
+for _ in range(150):
+    faulthandler.dump_traceback_later(60, exit=True)
+    train()
+"""
+
+
+def test_a_model_that_goes_after_its_group_does_not_hang():
+    """Without the cure one of some fifteen such models does."""
+    result = subprocess.run([sys.executable, "-c", TRAINS_OFTEN], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 # OpenMP gives every thread that computes in parallel threads of its own; they never end.
 GATHERS = """
 import os
