@@ -2,7 +2,8 @@
 
 ``torch.utils.cpp_extension.load`` compiles under a lock, the file ``lock`` in the extension's folder, which
 it keeps open meanwhile. A process that is killed leaves the file, and each one after it waits for ever,
-without a word (``torch.utils.file_baton``). DeepSpeed compiles so when it starts.
+without a word (``torch.utils.file_baton``). DeepSpeed compiles so when it starts, megatron-core 0.19 in the
+first step that recomputes an output (``tensor_parallel.random``).
 """
 
 from __future__ import annotations
@@ -39,12 +40,16 @@ def stale(place: Path | None = None) -> list[Path]:
 def remove_stale(speaker: str) -> list[Path]:
     """Remove the stale locks of this user's cache, and say so on stderr; return them.
 
+    Of the processes that a launcher has started on a machine the first alone does it.
+
     A cache that several machines share is not one to compile in: what DeepSpeed compiles is for the
     processor that it is compiled on. Name one for each machine with TORCH_EXTENSIONS_DIR.
 
     Args:
         speaker: who says so.
     """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return []
     found = stale()
     for lock in found:
         lock.unlink(missing_ok=True)

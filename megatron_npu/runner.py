@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_npu import plugin, settings, stock_tools, visible_devices
+from megatron_npu import extension_locks, plugin, settings, stock_tools, visible_devices
 from megatron_npu.arg_parser import Parser, positive
 from megatron_npu.errors import UsageError
 
@@ -47,6 +47,7 @@ def main(argv: list[str]) -> int:
     if options.cpu_devices:
         os.environ[settings.CPU_DEVICES.name] = str(options.cpu_devices)
     visible_devices.name_for_ascend()
+    extension_locks.remove_stale("megatron-npu run")  # stock scripts would wait for ever for them
     plugin.install()  # for spawned children, too; other processes follow MEGATRON_NPU_AUTOLOAD
     if options.redirect:
         plugin.redirect(str(script.parent))

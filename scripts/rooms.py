@@ -166,7 +166,7 @@ ROOMS = (
     Room(
         "runner.py",
         "`megatron-npu run`: a stock script with the hook armed",
-        "arg_parser errors plugin settings stock_tools visible_devices",
+        "arg_parser errors extension_locks plugin settings stock_tools visible_devices",
     ),
     Room(
         "patch_commands.py",
@@ -187,9 +187,9 @@ ROOMS = (
     Room(
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
-        "arg_parser attention_flags checksums devices errors files folder_lock generation hccl_buffers "
-        "memory_flags older_flags ops plugin preprocessing replicas safe_load settings switch_rules switches "
-        "tokenization torch_readers upstream watchdog web",
+        "arg_parser attention_flags checksums devices errors extension_locks files folder_lock generation "
+        "hccl_buffers memory_flags older_flags ops plugin preprocessing replicas safe_load settings "
+        "switch_rules switches tokenization torch_readers upstream watchdog web",
         ("torch", "megatron"),
     ),
     Room(

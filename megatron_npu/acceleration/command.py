@@ -100,8 +100,7 @@ def _refuse(args: Namespace) -> None:
     if switches.deepspeed_config is not None:
         deepspeed_config.read(switches.deepspeed_config)
         shared = "--deepspeed-config"
-        if args.rank == 0:
-            extension_locks.remove_stale("megatron-npu train")  # DeepSpeed would wait for ever for them
+        extension_locks.remove_stale("megatron-npu train")  # DeepSpeed would wait for ever for them
     if args.check_weight_hash_across_dp_replicas_interval and shared in (*FULLY, "--deepspeed-config"):
         raise UsageError(
             f"--check-weight-hash-across-dp-replicas-interval with {shared}",

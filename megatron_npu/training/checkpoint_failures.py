@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from megatron_npu.training import checkpoint_files
 
 # Failures of files; CheckpointException, which is not an Exception, holds those of each process.
 FAILURES = (OSError, CheckpointException)
+_NOT_FOR_USERS = re.compile(r"\n(?=Exception raised from |Traceback \(most recent)")  # torch's stacks
+_LONGEST = 1500  # characters of a reason: some twenty names of weights
 _STUMBLES = (TypeError, KeyError, AttributeError, IndexError)  # over what a file holds in another's place
 
 
@@ -36,11 +39,17 @@ def unsaved(error: BaseException, iteration: int, folder: str | Path) -> Unsaved
 
 
 def reason(error: BaseException) -> str:
-    """Return what went wrong in the first process that failed."""
+    """Return what went wrong in the first process that failed, in one line, without stacks.
+
+    Its further lines name the weights that are missing, say; of very many the number of characters left out.
+    """
     if isinstance(error, CheckpointException) and error.failures:
         failure = next(iter(error.failures.values()))
         error = failure[0] if isinstance(failure, tuple) else failure
-    return (str(error).strip() or repr(error)).splitlines()[0]
+    told = " ".join(_NOT_FOR_USERS.split(str(error).strip() or repr(error))[0].split())
+    if len(told) <= _LONGEST:
+        return told
+    return f"{told[:_LONGEST]}… ({len(told) - _LONGEST} more characters)"
 
 
 def _advice(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_npu import devices, files, plugin
+from megatron_npu import devices, extension_locks, files, plugin
 from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     arguments,
@@ -95,6 +95,9 @@ def main(argv: Sequence[str]) -> int:
     args = None
     try:
         args = arguments.parse(argv)
+        extension_locks.remove_stale(
+            "megatron-npu pretrain"
+        )  # megatron-core 0.19 would wait for ever for them
         train(args)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(last_words.what_is_saved(args.save if args else None)) from None

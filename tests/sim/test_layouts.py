@@ -38,7 +38,7 @@ MODELS = {
     f"--untie-embeddings-and-output-weights {_GATED}",
 }
 _STAGES = "--pipeline-model-parallel-size 2"
-_LAYOUTS = {  # stages first: 0.12 forgets to forget which ranks have embeddings of positions
+_LAYOUTS = {
     "pp2": _STAGES,
     "pp2-interleaved": f"{_STAGES} --num-layers-per-virtual-pipeline-stage 1",
     "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
@@ -49,6 +49,8 @@ _LAYOUTS = {  # stages first: 0.12 forgets to forget which ranks have embeddings
 TWO = {f"dense-{name}": words for name, words in _LAYOUTS.items()}
 TWO |= {f"latent-{name}": words for name, words in _LAYOUTS.items() if not name.startswith("cp2")}
 TWO["experts-ep2"] = "--expert-model-parallel-size 2"
+# stages first: 0.12 forgets to forget which ranks have embeddings of positions
+TWO = dict(sorted(TWO.items(), key=lambda case: _STAGES not in case[1]))
 HERE = "installed"
 VERSIONS = [HERE, *"0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2".split()]
 COLUMNS = {"loss": 1e-4, "mtp_1_loss": 1e-4, "mtp_2_loss": 1e-4, "grad_norm": 1e-3}
@@ -65,7 +67,9 @@ def variables(version: str) -> dict[str, str]:
     root = ROOT / "checkouts" / f"megatron_core-{version}"
     if not root.is_dir():
         pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
-    return {"PYTHONPATH": f"{root}{os.pathsep}{ROOT}", "MEGATRON_LM_PATH": str(root)}
+    found = {"PYTHONPATH": f"{root}{os.pathsep}{ROOT}", "MEGATRON_LM_PATH": str(root)}
+    # 0.12's tensor-parallel ranks multiply gradients of what predicts further tokens: mtp_2_loss is 3e-3 off
+    return found | ({"MEGATRON_NPU_BACKPORT": "1"} if version == "0.12.1" else {})
 
 
 class Runs:

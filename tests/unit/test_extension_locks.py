@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from torch.utils.cpp_extension import _get_build_directory
 from torch.utils.file_baton import FileBaton
 
-from megatron_npu import deepspeed_device, extension_locks
+from megatron_npu import deepspeed_device, extension_locks, plugin, runner
 from megatron_npu.adaptors.shared import deepspeed, rendezvous
+from megatron_npu.errors import UsageError
+from megatron_npu.training import pretrain
 
 
 @pytest.fixture
@@ -37,6 +40,38 @@ def test_a_stale_lock_is_removed_and_a_held_one_is_left(cache, capsys):
     assert held.exists()
     baton.release()
     assert extension_locks.stale() == []
+
+
+def test_a_stock_script_finds_none(cache, monkeypatch, capsys, tmp_path):
+    """In the words of the command that starts it; other ranks of its machine leave that to the first."""
+    left = lock_of(cache, "share_storage_ext")
+    script = tmp_path / "script.py"
+    script.write_text("")
+    monkeypatch.setattr(plugin, "install", lambda: None)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for rank in ("1", "0"):
+        left.touch()
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert runner.main([str(script)]) == 0
+        assert left.exists() == (rank == "1")
+    assert capsys.readouterr().err == f"megatron-npu run: removed the stale lock {left}\n"
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_driver_finds_none_and_bad_flags_change_nothing(cache, monkeypatch, trains):
+    left = lock_of(cache, "share_storage_ext")
+    left.touch()
+    there = []
+    monkeypatch.setattr(pretrain, "train", lambda args: there.append(left.exists()))
+    if trains:
+        monkeypatch.setattr(pretrain.arguments, "parse", lambda argv: None)
+        assert pretrain.main([]) == 0
+        assert there == [False]
+    else:
+        with pytest.raises(UsageError):
+            pretrain.main(["--no-such-flag"])
+        assert left.exists()
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -52,8 +52,7 @@ def meet(original: Callable[..., None]) -> None:
     # how many devices DeepSpeed sees on a CPU: one for each process
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     deepspeed_device.compile_nothing()
-    if os.environ["LOCAL_RANK"] == "0":  # the others compile nothing before they have met this one
-        extension_locks.remove_stale("megatron_npu")
+    extension_locks.remove_stale("megatron_npu")  # other ranks compile nothing before they have met the first
     original()
 
 

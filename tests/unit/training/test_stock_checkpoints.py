@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import signal
 from argparse import Namespace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import serialization
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_npu import safe_load
 from megatron_npu.errors import UsageError
@@ -110,6 +112,22 @@ def test_what_an_older_core_cannot_read_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(package_info, "MINOR", 19)
     with checkpoint_failures.reading(place):
         pass
+
+
+def test_a_reason_names_what_is_missing_in_one_line_without_stacks():
+    """Up to a bound; of several processes that failed it is the first one's."""
+    told = "Missing key(s) in state_dict: \n\t"
+    keys = [f"decoder.layers.{number}.mlp.weight" for number in range(99)]
+    error = RuntimeError(
+        f"{told}{', '.join(keys[:9])}.\nException raised from load at file.cpp:1:\nframe #0: f"
+    )
+    assert checkpoint_failures.reason(error) == f"Missing key(s) in state_dict: {', '.join(keys[:9])}."
+    several = CheckpointException("read", {3: (error, None), 5: (KeyError(), None)})
+    assert checkpoint_failures.reason(several) == checkpoint_failures.reason(error)
+    many = checkpoint_failures.reason(RuntimeError(told + ", ".join(keys)))
+    assert len(many) < 1600
+    assert re.search(r"… \(\d{4} more characters\)$", many)
+    assert checkpoint_failures.reason(KeyError()) == "KeyError()"
 
 
 def test_an_index_of_a_stranger_is_refused_by_what_it_names(tmp_path):
