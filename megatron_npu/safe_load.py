@@ -34,6 +34,9 @@ OF_STOCK_SCRIPTS = frozenset(
     megatron.core.optimizer.optimizer_config.OptimizerConfig
     megatron.core.rerun_state_machine.RerunDiagnostic megatron.core.rerun_state_machine.RerunMode
     megatron.core.rerun_state_machine.RerunState
+    megatron.core.dist_checkpointing.tensor_aware_state_dict.MCoreTensorAwareStateDict
+    megatron.core.dist_checkpointing.mapping.ShardedObject
+    megatron.core.dist_checkpointing.mapping.ShardedTensor
     numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct numpy.core.multiarray.scalar
     numpy._core.multiarray.scalar numpy.ndarray numpy.dtype numpy.dtypes.UInt32DType
     numpy.dtypes.Int32DType numpy.dtypes.Int64DType numpy.dtypes.Float32DType numpy.dtypes.Float64DType

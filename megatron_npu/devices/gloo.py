@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,52 @@ def scatter_whole_memory(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(tensor, whole, *args, **kwargs)
 
     return scatter
+
+
+def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``all_gather`` that takes parts of unequal sizes, as NCCL does.
+
+    gloo refuses them. Each rank sends its own part to all, as NCCL's backend does.
+    """
+
+    @functools.wraps(original)
+    def all_gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        shapes = {part.shape for part in tensor_list if isinstance(part, Tensor)}
+        if len(shapes) < 2 or dist.get_rank(group) < 0:
+            return original(tensor_list, tensor, group, async_op)
+        mine = tensor_list[dist.get_rank(group)]
+        if mine.shape != tensor.shape:
+            raise ValueError(
+                f"all_gather: a tensor of shape {list(tensor.shape)}, and room for {list(mine.shape)} of "
+                "this rank's; the list must have the shapes of what the ranks give"
+            )
+        mine.copy_(tensor.detach())
+        works = [
+            dist.broadcast(part, group=group, group_src=rank, async_op=True)
+            for rank, part in enumerate(tensor_list)
+            if part.numel()
+        ]
+        return _All(works) if async_op else _All(works).wait()
+
+    return all_gather
+
+
+class _All:
+    """The work of several collectives."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> None:
+        """Wait until all are done."""
+        for work in self._works:
+            work.wait(*() if timeout is None else (timeout,))
+
+    def is_completed(self) -> bool:
+        """Return whether all are done."""
+        return all(work.is_completed() for work in self._works)
 
 
 def refuse_gaps(original: Callable[..., Any]) -> Callable[..., Any]:

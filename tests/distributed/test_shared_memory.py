@@ -109,6 +109,13 @@ def _ways(rank: int) -> dict[str, Any]:
         dist.all_gather_into_tensor(whole.view(RANKS, -1), torch.full((LARGE // RANKS,), float(rank)))
         return whole.view(RANKS, -1).mean(1).tolist() == list(range(RANKS))
 
+    def unequal(asynchronous: bool) -> bool:
+        parts = [torch.zeros(size) for size in range(RANKS)]
+        work = dist.all_gather(parts, torch.full((rank,), rank + 1.0), async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+        return [part.tolist() for part in parts] == [[size + 1.0] * size for size in range(RANKS)]
+
     def of_a_parameter() -> bool:
         weight = torch.nn.Parameter(ones * (rank + 1))
         dist.all_reduce(weight)
@@ -125,6 +132,8 @@ def _ways(rank: int) -> dict[str, Any]:
         "asynchronous": lambda: reduced(ones.clone(), async_op=True),
         "coalesced, asynchronous": lambda: coalesced(True),
         "largest": lambda: reduced(ones.clone(), expected=RANKS, op=dist.ReduceOp.MAX),
+        "unequal": lambda: unequal(False),
+        "unequal, asynchronous": lambda: unequal(True),
         "complex": lambda: reduced(ones.to(torch.complex64)),
     }
     return {name: _watched(call) for name, call in calls.items()}
@@ -213,6 +222,7 @@ def test_sums_are_those_of_gloo(seen) -> None:
 
 def test_large_ones_that_are_waited_for_go_through_memory(seen) -> None:
     gloos = {"small", "asynchronous", "coalesced, asynchronous", "largest", "complex"}
+    gloos |= {"unequal", "unequal, asynchronous"}
     for rank in seen:
         assert {name: way for name, (way, _) in rank["ways"].items()} == {
             name: name not in gloos for name in rank["ways"]

@@ -97,6 +97,12 @@ CUDA_GRAPHS = (
     Option(
         "--cuda-graph-impl", ("cuda_graph_impl",), asks=lambda value: value not in (None, "none"), off="none"
     ),
+    Option(  # since 0.18, which refuses a scope of graphs that are not captured; None is what fits
+        "--inference-cuda-graph-scope",
+        ("inference_cuda_graph_scope",),
+        asks=lambda value: getattr(value, "name", value) not in (None, "none"),
+        off=None,
+    ),
 )
 
 

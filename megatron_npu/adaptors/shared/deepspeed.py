@@ -8,7 +8,8 @@ import enum
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -171,9 +172,37 @@ def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], 
     )
     def parse_and_refuse(original: Callable[..., argparse.Namespace], *args: Any, **kwargs: Any) -> Any:
         """Parse; refuse what would fail later."""
+        refuse_flags_of_other_trees(sys.argv[1:])
         parsed = original(*args, **kwargs)
         refuse(parsed)
         return parsed
+
+
+# Flags that we add to the other Megatrons, and what does a similar thing here.
+_OF_OTHER_TREES = {
+    "--hccl-group-buffer-adaptive": "Set HCCL_BUFFSIZE instead: MiB for the buffers of every group.",
+    "--swap-optimizer": "Let DeepSpeed's configuration say zero_optimization.offload_optimizer instead.",
+    "--reuse-fp32-param": "Share the optimizer's state out instead: --zero-stage 1.",
+    "--fine-grained-activation-offloading": "Compute again instead: --checkpoint-activations.",
+    "--offload-modules": "Compute again instead: --checkpoint-activations.",
+    "--cross-entropy-fusion-impl": "Leave it out: this tree's loss has its logits whole.",
+}
+
+
+def refuse_flags_of_other_trees(words: Sequence[str]) -> None:
+    """Refuse by name what only the other Megatrons get from this package; their parser lists all of its own.
+
+    Args:
+        words: of the command line.
+
+    Raises:
+        UsageError: one of them is such a flag.
+    """
+    for word in words:
+        flag = word.partition("=")[0]
+        if remedy := _OF_OTHER_TREES.get(flag):
+            expected = "flags of this tree: Megatron-LM and megatron-core alone have it"
+            raise UsageError(f"{flag} with Megatron-DeepSpeed", expected, remedy)
 
 
 def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: str) -> None:

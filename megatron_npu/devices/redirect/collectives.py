@@ -40,6 +40,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
         )
         manager = local_collectives.coalescing_manager(dist.distributed_c10d._coalescing_manager)
         yield from _in_both_modules("_coalescing_manager", manager)
+        yield from _in_both_modules("all_gather", gloo.gather_unequal(dist.all_gather))
         yield from _in_both_modules("isend", gloo.hold_sent_memory(dist.isend))
         yield dist, "barrier", gloo.drop_device_ids(dist.barrier)
         yield DistributedDataParallel, "__init__", gloo.outlive_reducer(DistributedDataParallel.__init__)

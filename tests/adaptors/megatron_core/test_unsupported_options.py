@@ -35,6 +35,13 @@ def armed() -> None:
     megatron_npu.install()
 
 
+def test_what_inference_would_capture_goes_with_the_graphs() -> None:
+    """0.18 and newer refuse a scope of graphs that are not captured."""
+    options = argparse.Namespace(cuda_graph_impl="local", inference_cuda_graph_scope="block")
+    unsupported_options.do_without_cuda_graphs(options)
+    assert vars(options) == {"cuda_graph_impl": "none", "inference_cuda_graph_scope": None}
+
+
 @pytest.mark.parametrize("asked", GRAPHS, ids=lambda asked: "-".join(map(str, *asked.items())))
 def test_no_graph_is_captured_without_cuda(asked, monkeypatch) -> None:
     monkeypatch.setattr(dispatch, "fallbacks", {})

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_deepspeed import unsupported_options
+from megatron_npu.adaptors.shared.deepspeed import refuse_flags_of_other_trees
 from megatron_npu.adaptors.shared.deepspeed_engine import refuse_other_models
 from megatron_npu.errors import UsageError
 
@@ -45,6 +46,13 @@ def test_flags_that_cannot_work(tmp_path):
         unsupported_options.refuse(arguments(cpu_optimizer=True))
     with pytest.raises(UsageError, match=r"--universal-checkpoint.*ds_to_universal\.py"):
         unsupported_options.refuse(arguments(universal_checkpoint=True))
+
+
+@pytest.mark.parametrize("flag", ["--swap-optimizer", "--cross-entropy-fusion-impl=linear"])
+def test_flags_of_ours_for_other_trees(flag):
+    with pytest.raises(UsageError, match=f"{flag.partition('=')[0]} with Megatron-DeepSpeed"):
+        refuse_flags_of_other_trees(["--num-layers", "2", flag])
+    refuse_flags_of_other_trees(["--num-layers", "2", "--cross-entropy-fusion"])
 
 
 def test_others_pass(tmp_path):
