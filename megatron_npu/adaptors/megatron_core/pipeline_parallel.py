@@ -36,3 +36,23 @@ def refuse_batched_p2p(original: Callable[..., Any], *args: Any, **kwargs: Any) 
             "Set both in the TransformerConfig (stock scripts: leave overlapped p2p on).",
         )
     return original(*args, **kwargs)
+
+
+@around(
+    "megatron.core.pipeline_parallel.schedules:backward_step",
+    versions=">=0.17,<0.19",
+    upstream_bug=True,
+    why="--hybrid-context-parallel is a TypeError in the first backward: its scheduler hands over the type "
+    "of the model, which 0.17 and 0.18 have taken out of the arguments",
+    until="0.19, whose scheduler hands over four arguments",
+)
+def drop_model_type(
+    original: Callable[..., Any],
+    input_tensor: Any,
+    output_tensor: Any,
+    output_tensor_grad: Any,
+    *model_type_and_config: Any,
+    **config: Any,
+) -> Any:
+    """Call it without the type of the model, which hybrid_cp_schedule.py alone still gives."""
+    return original(input_tensor, output_tensor, output_tensor_grad, *model_type_and_config[-1:], **config)

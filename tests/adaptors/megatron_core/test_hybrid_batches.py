@@ -14,19 +14,20 @@ from tests.end_to_end import tiny
 WORKER = Path(__file__).with_name("hybrid_batches_worker.py")
 
 
-def run(ranks: int, *flags: str):
-    """Return what the stock script has done with 0.16.1."""
-    env = tiny.environment() | {"MEGATRON_LM_PATH": str(checkout("megatron_core", "0.16.1"))}
+def run(version: str, ranks: int, *flags: str):
+    """Return what the stock script of a version has done."""
+    env = tiny.environment() | {"MEGATRON_LM_PATH": str(checkout("megatron_core", version))}
     done = tiny.run_python([sys.executable, *tiny.torchrun(ranks), str(WORKER), *flags], env)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
 
-def test_packed_samples_that_are_dealt_out_train_as_their_parts_one_by_one() -> None:
+@pytest.mark.parametrize("version", ["0.16.1", "0.17.1"])
+def test_packed_samples_that_are_dealt_out_train_as_their_parts_one_by_one(version: str) -> None:
     """Each of four samples of 128 tokens is one to five sequences; 32 tokens fit on a rank."""
     pytest.importorskip("megatron.core")
-    apart = run(1)
-    dealt = run(4, *"--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 32".split())
+    apart = run(version, 1)
+    dealt = run(version, 4, *"--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 32".split())
     assert dealt.stdout.count("ranks of sub-samples: [1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 4, 4]") == 3
     assert len(losses(apart)) == 3
     assert losses(dealt) == pytest.approx(losses(apart), rel=1e-6)
