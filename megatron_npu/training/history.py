@@ -199,7 +199,7 @@ def _draw(history: History, path: Path) -> None:
         loss.plot(
             list(history.evaluated), list(history.evaluated.values()), ".--", label="training, evaluated"
         )
-    loss.set_ylabel("lm loss (nats a token)")
+    loss.set_ylabel("loss")
     loss.legend()
     rate.plot(list(history.learning_rates), list(history.learning_rates.values()), linewidth=1)
     rate.set_ylabel("learning rate")
