@@ -84,10 +84,11 @@ def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather(
         tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
-        shapes = {part.shape for part in tensor_list if isinstance(part, Tensor)}
-        if len(shapes) < 2 or dist.get_rank(group) < 0:
+        equal = len({part.shape for part in tensor_list if isinstance(part, Tensor)}) < 2
+        rank = -1 if equal else dist.get_rank(group)
+        if rank < 0:
             return original(tensor_list, tensor, group, async_op)
-        mine = tensor_list[dist.get_rank(group)]
+        mine = tensor_list[rank]
         if mine.shape != tensor.shape:
             raise ValueError(
                 f"all_gather: a tensor of shape {list(tensor.shape)}, and room for {list(mine.shape)} of "
@@ -95,8 +96,8 @@ def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         mine.copy_(tensor.detach())
         works = [
-            dist.broadcast(part, group=group, group_src=rank, async_op=True)
-            for rank, part in enumerate(tensor_list)
+            dist.broadcast(part, group=group, group_src=source, async_op=True)
+            for source, part in enumerate(tensor_list)
             if part.numel()
         ]
         return _All(works) if async_op else _All(works).wait()

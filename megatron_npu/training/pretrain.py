@@ -95,9 +95,7 @@ def main(argv: Sequence[str]) -> int:
     args = None
     try:
         args = arguments.parse(argv)
-        extension_locks.remove_stale(
-            "megatron-npu pretrain"
-        )  # megatron-core 0.19 would wait for ever for them
+        extension_locks.remove_stale("megatron-npu pretrain")  # 0.19's core would wait for ever for them
         train(args)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(last_words.what_is_saved(args.save if args else None)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,9 +45,14 @@ def mamba_chunk_scan_combined(
     _refuse(others)
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = F.softplus(step) if dt_softplus else step
-    lengths = _lengths(seq_idx, x)
-    parts = zip(*(tensor.split(lengths, 1) for tensor in (x, step, B, C)), strict=True)
-    output = torch.cat([selective_scan(x_, dt_, A, b, c, chunk_size) for x_, dt_, b, c in parts], 1)
+    output = _one_by_one(
+        lambda x, step, b, c: selective_scan(x, step, A, b, c, chunk_size),
+        _lengths(seq_idx, x),
+        x,
+        step,
+        B,
+        C,
+    )
     if D is not None:
         output = output + (x * (D if D.dim() == 2 else D[:, None]).float()).to(x.dtype)
     return output if z is None else output * F.silu(z)
@@ -87,14 +93,24 @@ def mamba_split_conv1d_scan_combined(
     inner = heads * width
     state = (zxbcdt.size(-1) - 2 * inner - heads) // 2
     z, convolved, dt = zxbcdt.split([inner, inner + 2 * state, heads], -1)
-    parts = convolved.split(_lengths(seq_idx, convolved), 1)
-    convolved = torch.cat([causal_convolution(part, conv1d_weight, conv1d_bias) for part in parts], 1)
+    lengths = _lengths(seq_idx, convolved)
+    convolved = _one_by_one(
+        lambda part: causal_convolution(part, conv1d_weight, conv1d_bias), lengths, convolved
+    )
     x, b, c = convolved.split([inner, state, state], -1)
     b, c = (part.unflatten(-1, (ngroups, -1)) for part in (b, c))
     x, z = (part.unflatten(-1, (heads, width)) for part in (x, z))
     return mamba_chunk_scan_combined(
         x, dt, A, b, c, chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=True, seq_idx=seq_idx
     ).flatten(-2)
+
+
+def _one_by_one(function: Callable[..., Tensor], lengths: list[int], *tensors: Tensor) -> Tensor:
+    """Return what ``function`` makes of each sequence of ``tensors`` ``[b, s, …]``, side by side again."""
+    if len(lengths) == 1:
+        return function(*tensors)
+    parts = zip(*(tensor.split(lengths, 1) for tensor in tensors), strict=True)
+    return torch.cat([function(*part) for part in parts], 1)
 
 
 def _lengths(seq_idx: Tensor | None, x: Tensor) -> list[int]:
