@@ -221,6 +221,9 @@ def trained(
     on_step: Callable[..., None] | None = None,
 ) -> list[dict[str, float]]:
     """Train with the embedded driver; return what it has logged of each step (on the ranks that do)."""
+    from megatron_npu import collector
+
+    collector.rest()  # as the command does
     from megatron_npu.training import arguments as flags
     from megatron_npu.training import pretrain
 

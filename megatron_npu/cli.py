@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 
-from megatron_npu import __version__, errors, files, inert_packages, interruption, settings
+from megatron_npu import __version__, collector, errors, files, inert_packages, interruption, settings
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
@@ -59,6 +59,8 @@ _REQUIRED = {
         "Install the build that fits your device: README, Which torch. check and --help work without it.",
     ),
 }
+# these let the garbage collector go on themselves, once their model is built
+_BUILD_A_MODEL = ("pretrain",)
 # behind these comes another's command line, whose --help is not ours
 _TAKES_A_COMMAND = ("run", "sim")
 
@@ -161,7 +163,14 @@ def _absent(error: ModuleNotFoundError) -> UsageError | None:
 
 def _run(argv: list[str]) -> int:
     module, function = COMMANDS[argv[0]][0].split(":")
-    return getattr(importlib.import_module(module), function)(argv[1:]) or 0
+    collector.rest()
+    try:
+        command = getattr(importlib.import_module(module), function)
+        if argv[0] not in _BUILD_A_MODEL:
+            collector.resume()
+        return command(argv[1:]) or 0
+    finally:
+        collector.resume()
 
 
 def rapidformer() -> int:

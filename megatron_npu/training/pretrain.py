@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_npu import devices, extension_locks, files, plugin
+from megatron_npu import collector, devices, extension_locks, files, plugin
 from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     arguments,
@@ -130,6 +130,7 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
         chunks = model.build(args, config)
         datasets = data.datasets(args) if args.has_data else data.Datasets(None, None, None)
         trainer = functools.partial(loop.Trainer, on_gradients=on_gradients)
+        collector.resume()
         return train_chunks(args, config, chunks, datasets, trainer)[1]
 
 
