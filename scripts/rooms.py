@@ -59,6 +59,7 @@ ROOMS = (
     Room("stacks.py", "where every thread of a process stands, on SIGUSR1"),
     Room("one_line_end.py", "a user's mistake ends a process in one line, whoever started it"),
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
+    Room("collector.py", "the garbage collector, at rest while a command starts"),
     Room("inert_packages.py", "what stands in torch's place where it is only named: in help texts, `check`"),
     Room("visible_devices.py", "`CUDA_VISIBLE_DEVICES`, and what it means on an NPU and a CPU"),
     Room("replaced.py", "attributes of torch and Python that stand for something else for a while"),
@@ -187,9 +188,9 @@ ROOMS = (
     Room(
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
-        "arg_parser attention_flags checksums devices errors extension_locks files folder_lock generation "
-        "hccl_buffers memory_flags older_flags ops plugin preprocessing replicas safe_load settings "
-        "switch_rules switches tokenization torch_readers upstream watchdog web",
+        "arg_parser attention_flags checksums collector devices errors extension_locks files folder_lock "
+        "generation hccl_buffers memory_flags older_flags ops plugin preprocessing replicas safe_load "
+        "settings switch_rules switches tokenization torch_readers upstream watchdog web",
         ("torch", "megatron"),
     ),
     Room(
@@ -241,8 +242,8 @@ ROOMS = (
     Room(
         "cli.py",
         "`megatron-npu COMMAND`: finds the command, prints a `UsageError` in one line",
-        "acceleration benching conversion doctor errors evaluation files inert_packages interruption "
-        "patch_commands patching preprocessing runner serving settings sim training",
+        "acceleration benching collector conversion doctor errors evaluation files inert_packages "
+        "interruption patch_commands patching preprocessing runner serving settings sim training",
     ),
     Room(
         "stock_script.py",
