@@ -1,13 +1,17 @@
-"""A batch of packed sequences under context parallelism: connects ``megatron.core.utils``."""
+"""A batch of packed sequences under context parallelism.
+
+Connects ``megatron.core``'s ``utils``, ``datasets.data_schedule`` and ``packed_seq_params``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_core.decorators import around, transformer_engine_present
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, transformer_engine_present
 from megatron_npu.ops.attention.context_parallel.packed import token_indices
 
 _WHOLE = {"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}  # what upstream does not cut
@@ -40,3 +44,38 @@ def cut_packed_batch(
         for name in batch.keys() - _WHOLE:
             batch[name] = batch[name].index_select(1, index.to(batch[name].device))
     return batch, params
+
+
+@around(
+    "megatron.core.datasets.data_schedule:HybridCPDataLoaderWrapper.__next__",
+    versions=">=0.18",
+    upstream_bug=True,
+    why="--hybrid-context-parallel is an IndexError in the first forward: since 0.18 core/utils.py reads two "
+    "dimensions and the bounds of sequences that the loader deals out in one, without bounds",
+    until=NOT_FIXED,
+)
+def describe_dealt_out_sequences(original: Callable[[Any], tuple[Any, Any]], self: Any) -> tuple[Any, Any]:
+    """Give each sequence of ``[s]`` the shape of a batch, ``[1, s]``, and bounds that say it is all of it."""
+    samples, groups = original(self)
+    for sample in (samples or {}).values():
+        for name, values in sample.items():
+            sample[name] = values.unsqueeze(0)
+        device, length = sample["tokens"].device, sample["tokens"].size(1)
+        sample["cu_seqlens"] = torch.tensor([[0, length]], dtype=torch.int32, device=device)
+        sample["max_seqlen"] = torch.tensor([length], dtype=torch.int32, device=device)
+    return samples, groups
+
+
+@around(
+    "megatron.core.packed_seq_params:PackedSeqParams.__post_init__",
+    versions=">=0.18",
+    upstream_bug=True,
+    why="--hybrid-context-parallel is a RuntimeError of torch.split in the first forward: since 0.18 its "
+    "sequences are called packed, and rotary embedding cuts those over the ranks of --context-parallel-size",
+    until=NOT_FIXED,
+)
+def take_one_sequence_as_whole(original: Callable[[Any], None], self: Any) -> None:
+    """Call a sequence that was dealt out whole (``sbhd``), as 0.16 and 0.17 do; packed ones stay packed."""
+    original(self)
+    if self.qkv_format == "thd" and self.local_cp_size is not None and self.cu_seqlens_q.numel() == 2:
+        self.qkv_format = "sbhd"

@@ -14,6 +14,7 @@ import sys
 import torch
 
 import megatron_npu
+from tests.warm import newer_typing  # noqa: F401  (0.18 and 0.19 under Python 3.11)
 
 sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
 megatron_npu.install()
@@ -111,7 +112,16 @@ def main() -> None:
         count_groups()
     sys.argv += FLAGS
     model = functools.partial(pretrain_gpt.model_provider, pretrain_gpt.gpt_builder)
-    pretrain(datasets, model, ModelType.encoder_or_decoder, pretrain_gpt.forward_step)
+    kind, step = ModelType.encoder_or_decoder, pretrain_gpt.forward_step
+    if not hasattr(pretrain_gpt, "parse_and_validate_args"):  # before 0.18
+        pretrain(datasets, model, kind, step)
+        return
+    args = pretrain_gpt.parse_and_validate_args()
+    make = pretrain_gpt.pretrain_cfg_container_from_args
+    if not hasattr(pretrain_gpt, "gpt_config_from_args"):  # 0.18
+        pretrain(make(args), datasets, model, kind, step)
+        return
+    pretrain(make(args, pretrain_gpt.gpt_config_from_args(args)), datasets, kind, step)
 
 
 if __name__ == "__main__":
