@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_npu import devices
@@ -17,6 +17,76 @@ _OTHER_STATES = {
     "--use-precision-aware-optimizer": ("use_precision_aware_optimizer",),
     "FSDP": ("use_torch_fsdp2", "use_custom_fsdp", "use_megatron_fsdp", "fully_sharded"),
 }
+
+
+# What ``--use-precision-aware-optimizer`` stores, and its types; upstream's fp8 is TransformerEngine's alone.
+NARROW = {
+    "main_grads": ("fp32", "bf16"),
+    "main_params": ("fp32", "fp16"),
+    "exp_avg": ("fp32", "fp16", "bf16"),
+    "exp_avg_sq": ("fp32", "fp16", "bf16"),
+}
+
+
+def add_reuse_of_weights(add: Callable[..., Any]) -> None:
+    """Declare ``--reuse-fp32-param``, the name that users of Ascend know.
+
+    Args:
+        add: ``add_argument`` of a parser or a group.
+    """
+    add(
+        "--reuse-fp32-param",
+        action="store_true",
+        help="keep of each fp32 main weight only the 16 bits that its bf16 parameter lacks (the same numbers "
+        "to the bit); means --use-precision-aware-optimizer",
+    )
+
+
+def refuse_fp8_states(options: Any) -> None:
+    """Refuse what only TransformerEngine keeps.
+
+    Args:
+        options: an ``OptimizerConfig``, or arguments, with dtypes or their names.
+
+    Raises:
+        UsageError: a moment would be fp8.
+    """
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        value = getattr(options, name, None)
+        if value == "fp8" or str(value) == "torch.uint8":
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{flag} fp8 without TransformerEngine", "fp32, bf16 or fp16", f"Give {flag} bf16."
+            )
+
+
+def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
+    """Switch the precision-aware optimizer on for --reuse-fp32-param; refuse what it does not go with.
+
+    Raises:
+        UsageError: a flag is missing or does not go with it.
+    """
+    flag = "--use-precision-aware-optimizer"
+    if args.reuse_fp32_param:
+        flag = "--reuse-fp32-param"
+        if not args.bf16 or str(args.main_params_dtype) not in ("fp32", "torch.float32"):
+            raise UsageError(
+                f"{flag} without bf16 parameters that have fp32 main weights",
+                "--bf16, and no --main-params-dtype but fp32",
+                "Change them: the main weight is the parameter and the 16 bits that it lacks.",
+            )
+        args.use_precision_aware_optimizer = True
+    if not args.use_precision_aware_optimizer or args.optimizer_cpu_offload:
+        return
+    refuse_fp8_states(args)
+    if not args.use_distributed_optimizer:
+        raise UsageError(f"{flag} alone", "--use-distributed-optimizer together with it", "Add it.")
+    if args.ckpt_format == "torch" and (args.save or args.load):
+        raise UsageError(
+            f"{flag} with --ckpt-format torch",
+            "--ckpt-format torch_dist",
+            "Change it: of Megatron's own format the main weights are read into the rounded ones.",
+        )
 
 
 def add_swap_optimizer(add: Callable[..., Any]) -> None:
@@ -74,6 +144,7 @@ def check_swap_optimizer(args: argparse.Namespace) -> None:
 
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 OFFLOADING = "--fine-grained-activation-offloading"
+OFFLOADED_OF_EXPERTS = ("expert_fc1", "moe_act")  # Megatron's own, since 0.16
 SMALLEST_OFFLOADED = 1024 * 1024  # numbers of a tensor that is worth its way: Megatron's default since 0.16
 # What upstream recomputes (a word of --recompute-modules) saves nothing that could be moved.
 _RECOMPUTED = {"core_attn": ("core_attn",), "layernorm": ("attn_norm", "mlp_norm")}
@@ -121,8 +192,12 @@ def refuse_offloading_on_the_host() -> None:
         )
 
 
-def check_activation_offloading(args: argparse.Namespace) -> None:
+def check_activation_offloading(args: argparse.Namespace, known: Sequence[str] = OFFLOADED) -> None:
     """Refuse ``--fine-grained-activation-offloading`` where nothing would be moved, or what is not known.
+
+    Args:
+        args: with what is recomputed filled in.
+        known: the modules whose tensors can be moved.
 
     Raises:
         UsageError: on a device that is the host; modules that are not there, none, or recomputed ones.
@@ -135,11 +210,11 @@ def check_activation_offloading(args: argparse.Namespace) -> None:
         return
     refuse_offloading_on_the_host()
     modules = args.offload_modules
-    unknown = [name for name in modules if name not in OFFLOADED]
+    unknown = [name for name in modules if name not in known]
     if unknown or not modules:
         raise UsageError(
             f"{OFFLOADING} with --offload-modules {' '.join(unknown) or 'left out'}",
-            f"some of {', '.join(OFFLOADED)}",
+            f"some of {', '.join(known)}",
             "Experts' expert_fc1 and moe_act are megatron-core's since 0.16." if unknown else "Name some.",
         )
     if "attn_proj" in modules and "core_attn" not in modules:

@@ -39,6 +39,7 @@ def common(args: Namespace) -> None:
     must_be(args, "--apply-layernorm-1p", False, name="layernorm_zero_centered_gamma")
     must_be(args, "--multi-latent-attention", False)
     must_be(args, "--mtp-num-layers", None)
+    must_be(args, "--softmax-type", "vanilla")
 
 
 def window(args: Namespace) -> int | None:

@@ -9,10 +9,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_npu import hccl_buffers, older_flags
+from megatron_npu import hccl_buffers, memory_flags, older_flags
 from megatron_npu.arg_parser import Parser, beta, integer, number, positive, whole
 from megatron_npu.attention_flags import add_attention_flags
-from megatron_npu.memory_flags import add_swap_optimizer
 from megatron_npu.switches import add_switches
 from megatron_npu.tokenization import flags
 from megatron_npu.training import expert_flags, latent_flags, muon_flags
@@ -147,6 +146,13 @@ def _attention(add: Add) -> None:
         default="auto",
         help="auto, flash and fused: the device's fused attention; unfused and local: Megatron's own",
     )
+    add(
+        "--softmax-type",
+        choices=["vanilla", "off-by-one", "learnable"],
+        default="vanilla",
+        help="off-by-one: attention's probabilities may sum to less than 1, as if a key of score 0 took the "
+        "rest; learnable: of a score that each head learns; megatron-core 0.15 or later",
+    )
 
 
 def _parallel(add: Add) -> None:
@@ -165,16 +171,28 @@ def _parallel(add: Add) -> None:
     add("--context-parallel-size", type=positive, default=1, help="ranks that share each sequence")
     add(
         "--cp-comm-type",
-        choices=["p2p", "all_gather", "a2a"],
+        choices=["p2p", "all_gather", "a2a", "a2a+p2p"],
         default="p2p",
-        help="how context-parallel ranks share keys: in a ring, gathered, or exchanged for heads",
+        help="how context-parallel ranks share keys: in a ring, gathered, exchanged for heads, or exchanged "
+        "among near ones and in a ring of far ones",
+    )
+    add(
+        "--hierarchical-context-parallel-sizes",
+        type=positive,
+        nargs="+",
+        help="of a2a+p2p: near ranks, and far ones; their product is --context-parallel-size",
     )
     add(
         "--sequence-parallel",
         action="store_true",
         help="tensor-parallel ranks share the sequence between their layers, too",
     )
-    add_swap_optimizer(add)
+    add(
+        "--tp-comm-overlap",
+        action="store_true",
+        help="a product and its communication in one operation; needs --sequence-parallel; NPU only",
+    )
+    memory_flags.add_swap_optimizer(add)
     hccl_buffers.add(add)
     add("--use-distributed-optimizer", action="store_true", help="shard the optimizer over data parallelism")
     add(
@@ -260,6 +278,7 @@ def _recomputation(add: Add) -> None:
         metavar="MODULE",
         help="of selective: core_attn, mlp, layernorm and others of megatron-core (default: core_attn)",
     )
+    memory_flags.add_activation_offloading(add)
 
 
 def _faults(add: Add) -> None:
@@ -321,6 +340,14 @@ def _fusions(add: Add) -> None:
     )
 
 
+_KEPT = {
+    "main_grads": "gradients",
+    "main_params": "the main copy of 16-bit weights",
+    "exp_avg": "the mean of gradients",
+    "exp_avg_sq": "the mean of their squares",
+}
+
+
 def _optimizer(add: Add) -> None:
     add(
         "--optimizer",
@@ -367,6 +394,15 @@ def _optimizer(add: Add) -> None:
     add("--adam-beta1", type=beta, default=0.9, help="decay of the mean of gradients, a step")
     add("--adam-beta2", type=beta, default=0.999, help="decay of the mean of their squares, a step")
     add("--adam-eps", type=number, default=1e-8, help="added to the root of that mean")
+    add(
+        "--use-precision-aware-optimizer",
+        action="store_true",
+        help="let the next four say what Adam keeps; needs --use-distributed-optimizer",
+    )
+    for what, types in memory_flags.NARROW.items():
+        flag = f"--{what.replace('_', '-')}-dtype"
+        add(flag, choices=types, default="fp32", help=f"type of {_KEPT[what]}")
+    memory_flags.add_reuse_of_weights(add)
     add("--override-opt_param-scheduler", action="store_true", help="the flags' schedule, on resume too")
     add("--use-checkpoint-opt_param-scheduler", action="store_true", help="the checkpoint's schedule")
 

@@ -131,7 +131,7 @@ def split(args: Namespace) -> None:
 
 def optimizer(args: Namespace) -> None:
     """Fill in the type of gradients, and a learning rate where none is needed."""
-    args.accumulate_allreduce_grads_in_fp32 |= args.bf16
+    args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and args.main_grads_dtype == "fp32"
     if args.lr is None and not args.train_iters:
         args.lr = args.min_lr
 

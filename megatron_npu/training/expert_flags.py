@@ -191,3 +191,11 @@ def _computation(add: Add) -> None:
         help="compute the shared expert while tokens travel; needs alltoall",
     )
     add("--moe-grouped-gemm", action="store_true", help="one grouped product for the experts of a rank")
+    add(
+        "--moe-permute-fusion",
+        action="store_true",
+        help="sort tokens by their experts in one operation, and back; needs alltoall",
+    )
+    add(
+        "--moe-router-fusion", action="store_true", help="choose experts in few operations, with one gradient"
+    )

@@ -16,6 +16,9 @@ ALONE: dict[str, object] = {
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1,
+    "hierarchical_context_parallel_sizes": None,
+    "cp_comm_type": "p2p",
+    "tp_comm_overlap": False,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "sequence_parallel": False,
@@ -25,6 +28,8 @@ ALONE: dict[str, object] = {
     "recompute_granularity": None,
     "recompute_method": None,
     "recompute_num_layers": None,
+    "fine_grained_activation_offloading": False,
+    "offload_modules": [],
 }
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def dtype(args: Namespace) -> torch.dtype:
     """Return the type of weights and activations."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
@@ -34,7 +37,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     """Return the model's configuration; the flags of the fused attention are its ``attention_flags``.
 
     Raises:
-        UsageError: megatron-core refuses the combination.
+        UsageError: megatron-core refuses the combination, or does not have such a softmax.
     """
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -57,6 +60,12 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         "batch_p2p_comm": not (args.overlap_p2p_comm and interleaved),
     }
     known = {field.name for field in dataclasses.fields(kind)}
+    if args.softmax_type != "vanilla" and "softmax_type" not in known:
+        raise UsageError(
+            f"--softmax-type {args.softmax_type} with a megatron-core before 0.15",
+            "0.15 or later",
+            "Leave it out, or install that.",
+        )
     try:
         # transformer_impl came with 0.14; before, the layer spec alone says it
         config = kind(**{name: value for name, value in values.items() if name in known})
@@ -65,6 +74,9 @@ def transformer_config(args: Namespace) -> TransformerConfig:
             f"megatron-core refuses this model: {error}", "flags that go together", "Change them."
         ) from error
     config.attention_flags = AttentionFlags.from_args(args)  # for the adaptor of core attention; no field
+    if "offload_modules" not in known:  # nor these before 0.16, for the adaptor of activation_offloading
+        config.offload_modules = args.offload_modules
+        config.min_offloaded_tensor_size = args.min_offloaded_tensor_size
     return config
 
 
@@ -207,6 +219,7 @@ def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> Megatron
         memory_flags.refuse_foreign_adam(upstreams.Adam, FusedAdam)
     FusedAdam.swap_moments = args.swap_optimizer
     values = of_the_same_name(OptimizerConfig, args) | {"params_dtype": dtype(args)}
+    values |= {f"{what}_dtype": _TYPES[getattr(args, f"{what}_dtype")] for what in memory_flags.NARROW}
     make = get_megatron_optimizer
     if args.optimizer == "muon" and hasattr(OptimizerConfig, "muon_use_nesterov"):  # until 0.17
         from megatron.core.optimizer import muon

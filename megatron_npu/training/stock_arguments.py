@@ -28,7 +28,7 @@ _MODEL = """
     moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias moe_router_dtype
     moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
     moe_pad_expert_input_to_capacity moe_token_drop_policy moe_grouped_gemm
-    mtp_num_layers mtp_loss_scaling_factor multi_latent_attention
+    mtp_num_layers mtp_loss_scaling_factor multi_latent_attention softmax_type
 """.split()
 _FILES = "vocab_file merge_file tokenizer_model".split()
 _PLUGIN = "pre_tokens next_tokens shape_order".split()  # flags that megatron_npu adds to the scripts

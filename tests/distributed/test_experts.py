@@ -20,7 +20,10 @@ TWO = {
     "tp2": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2",
 }
-FOUR = {"ep2-dp2": "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"}
+FOUR = {
+    "ep2-dp2-fused": "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+    "--moe-permute-fusion --moe-router-fusion"
+}
 APART = "--hidden-dropout 0.1 --expert-model-parallel-size 2"  # each rank draws for its experts alone
 
 

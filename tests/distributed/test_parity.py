@@ -28,6 +28,8 @@ TWO = {
 FOUR = {
     "tp2-pp2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
     "tp2-dp2": "--tensor-model-parallel-size 2 --micro-batch-size 1",
+    "cp4-a2a+p2p": "--context-parallel-size 4 --cp-comm-type a2a+p2p "
+    "--hierarchical-context-parallel-sizes 2 2",
 }
 # relative deviations allowed: of the losses, of the gradient norms
 LIMITS = {"fp32": (1e-4, 1e-3), "bf16": (1e-2, 6e-2)}

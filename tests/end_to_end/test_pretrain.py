@@ -149,6 +149,29 @@ def test_a_window_changes_the_loss_and_both_layouts_agree(train, tmp_path):
     assert max(abs(a - b) for a, b in zip(full, sbh, strict=True)) > 1e-4
 
 
+def test_another_softmax_is_another_model(train, tmp_path):
+    found = [train("--softmax-type", kind).loss_last for kind in ("vanilla", "off-by-one", "learnable")]
+    assert len(set(found)) == 3
+    assert found == pytest.approx([found[0]] * 3, rel=0.05)
+
+
+def test_main_weights_without_a_copy_train_to_the_bit(train, tmp_path):
+    """And go on from a checkpoint; moments and gradients in bf16 stay near."""
+    plain = ("--bf16", "--use-distributed-optimizer", "--eval-iters", 0)
+    train("--json-log", tmp_path / "plain", *plain)
+    remainders = (*plain, "--reuse-fp32-param", "--save", tmp_path / "saved")
+    train("--json-log", tmp_path / "first", *remainders, "--exit-interval", 3)
+    train("--json-log", tmp_path / "rest", *remainders, "--load", tmp_path / "saved")
+    narrow = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".split()
+    train("--json-log", tmp_path / "narrow", *plain, *narrow, "--main-grads-dtype", "bf16")
+    expected, first, rest, near = (
+        tiny.losses(tmp_path / name) for name in ("plain", "first", "rest", "narrow")
+    )
+    assert first | rest == expected
+    assert near != expected
+    assert list(near.values()) == pytest.approx(list(expected.values()), rel=2e-2)
+
+
 def test_a_blend_and_mock_data(train, dataset, tmp_path):
     other = tiny.write_dataset(tmp_path / "other", seed=1)
     cache = ("--data-cache-path", tmp_path / "cache")

@@ -40,10 +40,15 @@ MODELS = {"one": "", "experts": EXPERTS, "latent": LATENT}
 TWO = {
     "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2",
-    "ep2": f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    "ep2": f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+    "--moe-permute-fusion --moe-router-fusion",
     "latent-tp2-sp": f"{LATENT} --tensor-model-parallel-size 2 --sequence-parallel",
     "latent-pp2": f"{LATENT} --pipeline-model-parallel-size 2",
 }
+MOVED = (
+    "--fine-grained-activation-offloading --min-offloaded-tensor-size 1024 "
+    "--offload-modules core_attn attn_proj qkv_linear"
+)
 
 
 def model_of(words: str) -> str:
@@ -105,8 +110,11 @@ def check(found: Curve, expected: Curve, columns: tuple[str, ...] = ("loss", "gr
 
 
 def test_one_npu(on_npus, expected):
-    found, _ = on_npus({name: MODELS[name] for name in ("one", "experts")}, 1)
+    cases = {name: MODELS[name] for name in ("one", "experts")} | {"moved": MOVED}
+    found, _ = on_npus(cases, 1)
     check(found["one"], expected["one"])
+    for name in ("loss", "grad_norm"):
+        assert found["moved"].of(name) == found["one"].of(name)
     check(found["experts"], expected["experts"], OF_EXPERTS)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
+from megatron_npu.training.arguments import parser
 from tests.end_to_end.tiny import ROOT
 
 # As MindSpeed's documentation names them, in lower case: each a part of a row's first cell.
@@ -30,6 +32,7 @@ sft packs; dpo; weights of transformers loaded online; over 100 models; evaluati
 chunkloss; attention sinks; softmax off by one; absorbed attention of mla; lightning indexer; glu
 variants; rotary embedding with the split
 """
+_FLAG = r"--[a-z][a-z0-9-]+"
 NAMES = [" ".join(name.split()) for name in FEATURES.split(";")]
 
 
@@ -50,6 +53,14 @@ def test_each_row_says_what_is_here() -> None:
     """In the column after the claim, or after the name where a table has no claims."""
     for cells in rows():
         assert any(len(cell) > 7 for cell in cells[1:]), cells
+
+
+def test_the_flags_that_the_driver_lacks_are_those_that_it_names() -> None:
+    page = (ROOT / "docs" / "compared-with-mindspeed.md").read_text(encoding="utf-8")
+    ours = {flag for action in parser()._actions for flag in action.option_strings}
+    flags = {flag for cells in rows() for cell in cells[1:] for flag in re.findall(_FLAG, cell)}
+    head = page[: page.index("## Optimizer")]
+    assert {flag for flag in re.findall(_FLAG, head) if flag != "--cpu-offload"} == flags - ours
 
 
 def results(name: str) -> dict[str, Any]:
@@ -86,6 +97,7 @@ def phrases() -> list[str]:
         launches("router, sigmoid, groups, bias"),
     )
     off_by_one, learnable = launches("softmax off by one"), launches("learnable sinks")
+    whole, moved = launches("offload core_attn")
     redirected = optimizer["launches_by_layers"]["redirection"]
     return [
         f"{plain} launches without, {fused} with; with the auxiliary loss {with_loss[0]} and {with_loss[1]}",
@@ -97,7 +109,8 @@ def phrases() -> list[str]:
             f"`{name}` {peak(f'recompute {name}', 'without')} {middle}{peak(f'recompute {name}', 'with')}"
             for name, middle in (("mlp", "and "), ("moe_act", "and "), ("mla_up_proj", "and "))
         ),
-        f"peak {peak('offload core_attn', 'without')} MiB before, {peak('offload core_attn', 'with')} with",
+        f"{whole} launches and a peak of {peak('offload core_attn', 'without')} MiB before, "
+        f"{moved} and {peak('offload core_attn', 'with')} with",
         f"{layer('redirection').replace(' and', ' launches and')} redirected, {layer('project')} with",
         f"{bytes_of('fp32 main weights')} bytes a parameter before, {bytes_of('remainders')} after",
         f"{bytes_of('remainders, bf16 moments')} bytes a parameter, 64 launches",

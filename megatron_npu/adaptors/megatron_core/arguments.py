@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from megatron_npu import devices, hccl_buffers, memory_flags, older_flags
 from megatron_npu.adaptors.megatron_core import (
     activation_offloading,
-    precision_aware_optimizer,
     swapped_optimizer,
     unsupported_options,
 )
@@ -202,7 +201,7 @@ CHECKS = (  # they run in this order
         "nothing",
     ),
     Check(
-        precision_aware_optimizer.check_precision_aware_optimizer,
+        memory_flags.check_precision_aware_optimizer,
         condition=fused_optimizer_present,
         why="--reuse-fp32-param is for bf16 parameters; --use-precision-aware-optimizer ends in an "
         "assertion without the distributed optimizer, and loads rounded main weights from --ckpt-format "
@@ -274,22 +273,11 @@ def add_linear_loss(original: Callable[..., Any], parser: argparse.ArgumentParse
     return parser
 
 
-@around(
+around(
     "megatron.training.arguments:add_megatron_arguments",
     condition=fused_optimizer_present,
     why="--reuse-fp32-param, the name that users of Ascend know for main weights without a second copy",
-)
-def add_reuse_of_weights(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Declare it after upstream's own flags."""
-    parser = original(parser)
-    parser.add_argument(
-        "--reuse-fp32-param",
-        action="store_true",
-        help="keep of each fp32 main weight only the 16 bits that its bf16 parameter lacks (the same numbers "
-        "to the bit); means --use-precision-aware-optimizer",
-    )
-    return parser
-
+)(declaring(memory_flags.add_reuse_of_weights))
 
 around(
     "megatron.training.arguments:add_megatron_arguments",

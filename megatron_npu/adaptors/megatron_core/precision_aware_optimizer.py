@@ -1,23 +1,21 @@
 """``--use-precision-aware-optimizer`` with our Adam: moments and main weights in 16 bits, on every device.
 
 Connects ``optimizer.optimizer_config`` and the place in ``optimizer`` where the optimizer of a group of
-parameters is built; ``arguments`` adds ``--reuse-fp32-param`` and refuses what does not go together.
+parameters is built; ``arguments`` adds ``--reuse-fp32-param`` and has ``memory_flags`` refuse what does not
+go together.
 """
 
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-import torch
-
+from megatron_npu import memory_flags
 from megatron_npu.adaptors.megatron_core.decorators import around, fused_optimizer_present
-from megatron_npu.errors import UsageError
 from megatron_npu.ops.adam import FusedAdam
 
 _around = partial(around, condition=fused_optimizer_present)
@@ -59,7 +57,7 @@ def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
     if not self.use_precision_aware_optimizer or self.optimizer_cpu_offload:
         original(self)
         return
-    refuse_fp8_states(self)
+    memory_flags.refuse_fp8_states(self)
     asked = getattr(self, "store_param_remainders", None)  # a field since 0.13; 0.12 always does
     with _importable_from_transformer_engine():
         original(self)
@@ -95,49 +93,3 @@ def ask_for_remainders(original: Callable[..., Any], config: Any, *args: Any, **
         kept = getattr(config, "store_param_remainders", _OursToKeep())
         adam.store_param_remainders = isinstance(kept, _OursToKeep)
     return result
-
-
-def refuse_fp8_states(options: Any) -> None:
-    """Refuse what only TransformerEngine keeps.
-
-    Args:
-        options: an ``OptimizerConfig``, or the scripts' arguments with dtypes or their names.
-
-    Raises:
-        UsageError: a moment would be fp8.
-    """
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if getattr(options, name, None) in ("fp8", torch.uint8):
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(
-                f"{flag} fp8 without TransformerEngine", "fp32, bf16 or fp16", f"Give {flag} bf16."
-            )
-
-
-def check_precision_aware_optimizer(args: Namespace) -> None:
-    """Switch the precision-aware optimizer on for --reuse-fp32-param; refuse what it does not go with.
-
-    Raises:
-        UsageError: a flag is missing or does not go with it.
-    """
-    flag = "--use-precision-aware-optimizer"
-    if args.reuse_fp32_param:
-        flag = "--reuse-fp32-param"
-        if not args.bf16 or args.main_params_dtype not in ("fp32", torch.float32):
-            raise UsageError(
-                f"{flag} without bf16 parameters that have fp32 main weights",
-                "--bf16, and no --main-params-dtype but fp32",
-                "Change them: the main weight is the parameter and the 16 bits that it lacks.",
-            )
-        args.use_precision_aware_optimizer = True
-    if not args.use_precision_aware_optimizer or args.optimizer_cpu_offload:
-        return
-    refuse_fp8_states(args)
-    if not args.use_distributed_optimizer:
-        raise UsageError(f"{flag} alone", "--use-distributed-optimizer together with it", "Add it.")
-    if args.ckpt_format == "torch" and (args.save or args.load):
-        raise UsageError(
-            f"{flag} with --ckpt-format torch",
-            "--ckpt-format torch_dist",
-            "Change it: of Megatron's own format the main weights are read into the rounded ones.",
-        )

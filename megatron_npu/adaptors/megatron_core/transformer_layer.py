@@ -35,7 +35,7 @@ def tell_sums_their_norms(original: Callable[[Any], None], self: Any) -> None:
     config = self.config
     if not residual_norms.without_recomputation(None, config.recompute_modules):
         return
-    if getattr(config, "fine_grained_activation_offloading", False):  # of norms' inputs, too, from 0.16
+    if _moves_inputs_of_norms(config):
         return
     layers = list(self.layers)
     for layer in layers:
@@ -46,6 +46,13 @@ def tell_sums_their_norms(original: Callable[[Any], None], self: Any) -> None:
         after = [_norm_of(layer, "input_layernorm", "self_attention.linear_qkv") for layer in layers[1:]]
         for layer, norm in zip(layers, [*after, self.final_layernorm], strict=False):
             _tell(layer, "mlp_bda", norm)
+
+
+def _moves_inputs_of_norms(config: Any) -> bool:
+    """Return whether 0.16 or newer moves what a norm alone reads to the host; a sum has it with the norm."""
+    moved = getattr(config, "offload_modules", None) or ()
+    asked = getattr(config, "fine_grained_activation_offloading", False)
+    return asked and not {"attn_norm", "mlp_norm"}.isdisjoint(moved)
 
 
 def _passes_on(layer: Any, part: str) -> bool:

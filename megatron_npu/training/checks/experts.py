@@ -12,6 +12,7 @@ from megatron_npu.training.checks import divides, nothing_without
 _SINCE: tuple[tuple[str, str, object, str], ...] = (
     ("0.13", "moe_router_force_load_balancing", True, "Leave it out."),
     ("0.14", "moe_router_load_balancing_type", "global_aux_loss", "Give aux_loss."),
+    ("0.14", "moe_router_fusion", True, "Leave it out."),
     ("0.15", "add_bias_linear", True, "Give --disable-bias-linear."),
 )
 

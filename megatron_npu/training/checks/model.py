@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from megatron_npu import memory_flags
 from megatron_npu.errors import UsageError
 from megatron_npu.training import derive
 from megatron_npu.training.checks import divides
@@ -65,7 +66,7 @@ def attention(args: Namespace) -> None:
 
 
 def recompute(args: Namespace) -> None:
-    """Check the flags of recomputation.
+    """Check the flags of recomputation, and of what is moved to the host instead.
 
     Raises:
         UsageError: one lacks those that it needs.
@@ -83,3 +84,6 @@ def recompute(args: Namespace) -> None:
             "--recompute-granularity full together with it",
             "Add it, or drop the method.",
         )
+    since_0_16 = tuple(map(int, args.megatron_version.split(".")[:2])) >= (0, 16)
+    more = memory_flags.OFFLOADED_OF_EXPERTS if since_0_16 and args.num_experts else ()
+    memory_flags.check_activation_offloading(args, (*memory_flags.OFFLOADED, *more))

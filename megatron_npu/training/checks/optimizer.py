@@ -21,6 +21,7 @@ def check(args: Namespace) -> None:
         _muon(args)
     else:
         nothing_without("--optimizer muon", muon_flags.add, args, "both", "Add that flag.")
+    _narrow(args)
     memory_flags.check_swap_optimizer(args)
     _learning_rate(args)
     _one_unit(args)
@@ -67,6 +68,35 @@ def _muon(args: Namespace) -> None:
                 "fp32 or bf16, and whole matrices on every data-parallel rank",
                 "Leave one out.",
             )
+
+
+def _narrow(args: Namespace) -> None:
+    """Check the precision-aware optimizer, which takes its types only where it is asked for."""
+    memory_flags.check_precision_aware_optimizer(args)
+    asked = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
+    for what in memory_flags.NARROW:
+        value = getattr(args, f"{what}_dtype")
+        if value != "fp32" and not asked:
+            raise UsageError(
+                f"--{what.replace('_', '-')}-dtype {value} without --use-precision-aware-optimizer",
+                "both",
+                "Add that flag.",
+            )
+    if not asked:
+        return
+    if args.optimizer != "adam" or args.fully_sharded:
+        raise UsageError(
+            "--use-precision-aware-optimizer or --reuse-fp32-param with "
+            + ("FSDP" if args.fully_sharded else f"--optimizer {args.optimizer}"),
+            "Adam as the distributed optimizer",
+            "Drop one.",
+        )
+    if args.main_grads_dtype == "bf16" and not (args.bf16 and not args.accumulate_allreduce_grads_in_fp32):
+        raise UsageError(
+            "--main-grads-dtype bf16 without --bf16, or with --accumulate-allreduce-grads-in-fp32",
+            "gradients that are summed in bf16",
+            "Change one of the two.",
+        )
 
 
 def _learning_rate(args: Namespace) -> None:

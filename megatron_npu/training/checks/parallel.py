@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 
-from megatron_npu import hccl_buffers
+from megatron_npu import devices, hccl_buffers
 from megatron_npu.errors import UsageError
 from megatron_npu.training import derive
 from megatron_npu.training.checks import divides
@@ -31,6 +31,13 @@ def check(args: Namespace) -> None:
     divides(pipeline, "--pipeline-model-parallel-size", args.num_layers, "--num-layers")
     _sequence(args)
     _interleaving(args)
+    _hierarchy(args)
+    if args.tp_comm_overlap and devices.current().name != "npu":  # of an NPU the configuration says what fits
+        raise UsageError(
+            f"--tp-comm-overlap on the {devices.current().name} device",
+            "an Ascend NPU: elsewhere TransformerEngine's layers have it, which this command does not build",
+            "Leave it out; --sequence-parallel works without.",
+        )
     hccl_buffers.choose(args)
     if args.check_weight_hash_across_dp_replicas_interval and args.fully_sharded:
         raise UsageError(
@@ -53,6 +60,23 @@ def _sequence(args: Namespace) -> None:
     if args.sequence_parallel:
         factors["--tensor-model-parallel-size (with --sequence-parallel)"] = args.tensor_model_parallel_size
     divides(math.prod(factors.values()), " x ".join(factors), args.seq_length, "--seq-length")
+
+
+def _hierarchy(args: Namespace) -> None:
+    sizes, ring = args.hierarchical_context_parallel_sizes, args.cp_comm_type == "a2a+p2p"
+    if ring != (sizes is not None):
+        raise UsageError(
+            "one of --cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes",
+            "both or none",
+            "Add the other.",
+        )
+    if sizes is not None and (len(sizes) != 2 or math.prod(sizes) != args.context_parallel_size):
+        raise UsageError(
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} with "
+            f"--context-parallel-size {args.context_parallel_size}",
+            "two sizes, of near ranks and of far ones, whose product it is",
+            "Change one of the two.",
+        )
 
 
 def _interleaving(args: Namespace) -> None:

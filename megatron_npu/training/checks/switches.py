@@ -146,9 +146,15 @@ _FULLY: dict[str, Callable[[Namespace, str], None]] = {
 
 def _offload(args: Namespace, switches: Switches) -> None:
     args.optimizer_cpu_offload, args.optimizer_offload_fraction = switches.cpu_offload, 1.0
-    args.use_precision_aware_optimizer = switches.cpu_offload  # which megatron-core asks for
     if not switches.cpu_offload:
         return
+    if args.use_precision_aware_optimizer or args.reuse_fp32_param:
+        raise UsageError(
+            "--cpu-offload with --use-precision-aware-optimizer or --reuse-fp32-param",
+            "one of them: what is updated on the host is fp32",
+            "Drop one.",
+        )
+    args.use_precision_aware_optimizer = True  # which megatron-core asks for
     for flag, given, without in (
         ("--save", args.save, args.no_save_optim),
         ("--load", args.load, args.no_load_optim or args.finetune),

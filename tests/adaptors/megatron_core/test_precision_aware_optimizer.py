@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_npu.adaptors.megatron_core import precision_aware_optimizer
+from megatron_npu import memory_flags
 from megatron_npu.errors import UsageError
 from tests.adaptors.megatron_core.conftest import make_ddp
 from tests.adaptors.megatron_core.stock import losses, norms, pretrain
@@ -84,10 +84,10 @@ PLAIN = {
 )
 def test_what_does_not_go_together_is_refused(changes, said):
     with pytest.raises(UsageError, match=said):
-        precision_aware_optimizer.check_precision_aware_optimizer(Namespace(**(PLAIN | changes)))
+        memory_flags.check_precision_aware_optimizer(Namespace(**(PLAIN | changes)))
 
 
 def test_the_flag_of_ascend_asks_for_upstreams_own():
     args = Namespace(**(PLAIN | {"reuse_fp32_param": True, "use_precision_aware_optimizer": False}))
-    precision_aware_optimizer.check_precision_aware_optimizer(args)
+    memory_flags.check_precision_aware_optimizer(args)
     assert args.use_precision_aware_optimizer

@@ -175,7 +175,6 @@ def test_the_model_is_taken_and_the_run_is_not(tmp_path):
         ({"squared_relu": True}, "squared_relu"),
         ({"rotary_seq_len_interpolation_factor": 2}, "rotary_seq_len_interpolation_factor 2"),
         ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
-        ({"softmax_type": "learnable"}, "softmax_type learnable"),
         ({"window_size": (8, -1)}, "window_size (8, -1)"),
         ({"tokenizer_type": "TikTokenizer"}, "--tokenizer-type TikTokenizer"),
         ({"null_tokenizer_eod_id": 0}, "--null-tokenizer-eod-id 0"),
