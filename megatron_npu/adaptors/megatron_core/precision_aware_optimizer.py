@@ -34,6 +34,7 @@ def _importable_from_transformer_engine() -> Iterator[None]:
     """Let the body import ``FusedAdam`` from where TransformerEngine, which is absent, would have it."""
     parts = _NAME.split(".")
     modules = {".".join(parts[: i + 1]): ModuleType(".".join(parts[: i + 1])) for i in range(len(parts))}
+    modules[parts[0]].__version__ = "0.0.0"  # type: ignore[attr-defined]  # as 0.18 says of an absent one
     modules[_NAME].FusedAdam = FusedAdam  # type: ignore[attr-defined]
     sys.modules.update(modules)
     try:
