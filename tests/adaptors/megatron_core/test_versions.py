@@ -23,6 +23,8 @@ LATENT = (
     "--position-embedding-type rope --mtp-num-layers 1 --train-iters 3 --async-save --save-interval 1 "
     "--sample-prompt 1 --sample-tokens 2 --eval-interval 2"
 )
+# the first run of its process: no one has asked for TransformerEngine's version before
+REMAINDERS = {"remainders": "--bf16 --use-distributed-optimizer --reuse-fp32-param --exit-interval 3"}
 PP2 = "--pipeline-model-parallel-size 2"
 # 0.12's destroy_model_parallel() leaves the ranks of position embeddings: stages must come first
 TWO = {
@@ -122,11 +124,12 @@ def test_a_newer_one_saves_and_resumes(version, flags, tmp_path, installed, on_i
     found: list[float] = []
     for name, end in (("first", 2), ("rest", 4)):
         case = {name: f"{save} --exit-interval {end}"}
-        further = latent(tmp_path) if name == "first" else {}
-        trained = train(flags, tmp_path, wheel(version), case | further, 1)
+        further = REMAINDERS | latent(tmp_path) if name == "first" else {}
+        trained = train(flags, tmp_path, wheel(version), further | case, 1)
         found += trained[name].losses()
         if further:
             check_latent(trained["latent"], on_installed["latent"])
+            assert trained["remainders"].losses() == pytest.approx(installed[:3], rel=1e-2)
     assert found == installed[:4]
 
 
