@@ -17,6 +17,9 @@ VERSIONS = ["0.17.1", "0.18.2", "0.19.1"]
 # Since 0.18 the end of document is one of the --vocab-size tokens of NullTokenizer, before it was one more;
 # upstream's mock data count up to it.
 TOKENS = {"0.17.1": "1023", "0.18.2": "1024", "0.19.1": "1024"}
+TOGETHER = (
+    "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-permute-fusion --moe-router-fusion".split()
+)
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --swiglu --disable-bias-linear --train-iters 2".split()
 
 
@@ -46,12 +49,12 @@ def _converts(tree: Path, load: Path, into: Path) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_experts_in_one_product_train_as_those_one_after_the_other(version: str, tmp_path: Path) -> None:
+def test_fused_experts_train_as_those_one_after_the_other(version: str, tmp_path: Path) -> None:
     tree = checkout("megatron_core", version)
     place = str(tmp_path / "checkpoint")
     each = pretrain(tree, tmp_path, *EXPERTS, "--save", place, "--save-interval", "1")
     first, mean = losses(each)  # the second line of a process is the mean of its first two iterations
-    grouped = pretrain(tree, tmp_path, *EXPERTS, "--moe-grouped-gemm", "--load", place, "--ckpt-step", "1")
+    grouped = pretrain(tree, tmp_path, *EXPERTS, *TOGETHER, "--load", place, "--ckpt-step", "1")
     assert (first + losses(grouped)[0]) / 2 == pytest.approx(mean, abs=2e-6)
     assert norms(grouped) == norms(each)[1:]
 
