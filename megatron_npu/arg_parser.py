@@ -168,6 +168,9 @@ class Parser(argparse.ArgumentParser):
             return UsageError(
                 f"{error.argument_name} {error.__context__.given}", error.__context__.expected, self._remedy()
             )
+        other = error.message.partition("not allowed with argument ")[2]
+        if other:
+            return UsageError(f"{other} and {error.argument_name}", "one of them", "Leave the other one out.")
         # from Python 3.13 on a missing flag comes here too, and belongs to no argument
         about = f"{error.argument_name}: " if error.argument_name else ""
         return UsageError(f"{about}{error.message}", "the flags and values of --help", self._remedy())

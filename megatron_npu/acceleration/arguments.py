@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.acceleration import data_flags, ranks, tasks
+from megatron_npu.acceleration import data_flags, layout, ranks, tasks
 from megatron_npu.arg_parser import Number, Parser, beta, positive, seed, whole
 from megatron_npu.errors import UsageError
 from megatron_npu.switches import add_switches
@@ -127,6 +127,8 @@ def _check(args: argparse.Namespace) -> None:
             if getattr(args, name) is None:
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"--task {args.task} without {flag}", "both", f"Add {flag}.")
+        if layout.is_cut(args):
+            raise layout.cannot_be_cut(args, f"--task {args.task}")
     elif not Path(args.user_script).is_file():
         raise UsageError(
             f"--user-script {args.user_script}: no such file", "a Python file", "Correct the path."

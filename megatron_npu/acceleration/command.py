@@ -89,8 +89,6 @@ def _refuse(args: Namespace) -> None:
     """Say in one line, before anything is loaded, which switches do not go together."""
     device, alone, cut = devices.current().name, args.data_parallel_size == 1, layout.is_cut(args)
     if not args.user_script:
-        if cut:
-            raise layout.cannot_be_cut(args, f"--task {args.task}")
         place = Place("transformers", device, alone=alone)
     else:  # no model but Megatron's is cut
         place = Place("megatron" if cut else "user", device, cut, alone)

@@ -220,9 +220,22 @@ def _refused(name: str, config: str | None, error: BaseException) -> UsageError:
     # what datasets 5 says of a part without rows: in a file, in a folder of save_to_disk
     if "corresponds to no data" in reason or isinstance(error, IndexError):
         reason = f"a part without rows ({reason})"
+    given, path = f"--data-path {name}{f' --data-name {config}' if config else ''}", Path(name)
+    files = f"a file or a folder of {', '.join(_FORMATS)}"
+    if path.is_dir() and config is not None:
+        inside = (path / config).is_dir()
+        return UsageError(
+            f"{given}: {reason}",
+            "a name of the hub, or a folder whose README.md names its configurations",
+            f"Give --data-path {path / config} alone."
+            if inside
+            else "For a folder of files leave --data-name out.",
+        )
+    if path.exists() or path.suffix in _FORMATS:
+        return UsageError(f"{given}: {reason}", files, "Correct the file, or give another one.")
     return UsageError(
-        f"--data-path {name}{f' --data-name {config}' if config else ''}: {reason}",
-        f"a file or a folder of {', '.join(_FORMATS)}, or a data set of the hub",
+        f"{given}: {reason}",
+        f"{files}, or a data set of the hub",
         "Correct name or file. A data set of the hub needs a connection, or to be in its cache already.",
     )
 

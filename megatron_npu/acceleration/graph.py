@@ -37,7 +37,8 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
 
     Args:
         model: of Transformers or a user's own.
-        dynamic: one graph for all lengths of a batch; otherwise each length is compiled.
+        dynamic: one graph for all lengths of a batch; otherwise the first length has a graph of its own, and
+            from the second one on all others share one, as is torch's default.
 
     Raises:
         UsageError: there is no C++ compiler, which inductor needs on a CPU; or its cache is not writable.
@@ -51,9 +52,11 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
     blocks = repeated_blocks(model)
     options = {"fallback_random": True} if devices.current().is_host else None
     for _, block in blocks or [("", model)]:
-        block.compile(dynamic=dynamic, options=options)
+        block.compile(dynamic=dynamic or None, options=options)  # None: only what differs between batches
     what = f"{len(blocks)} blocks, one graph" if blocks else "the whole model"
-    lengths = "for all lengths of a batch" if dynamic else "for each length of a batch"
+    lengths = (
+        "for all lengths of a batch" if dynamic else "for the first length of a batch, one for all others"
+    )
     return f"graphs: torch.compile of {what} {lengths}"
 
 

@@ -212,7 +212,19 @@ def _loaded(name: str, load: Callable[[], T]) -> T:
         raise _refused(name, safe_load.refused_name(error)) from error
     except Exception as error:  # a stranger's folder may hold anything, and stumble anywhere
         reason = "; ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
+        if not Path(name).is_dir() and _was_not_asked(error):  # which Transformers says in a paragraph
+            reason = "no such folder, nor is it in the hub's cache, and the hub is out of reach"
         raise _refused(name, reason) from error
+
+
+def _was_not_asked(error: BaseException) -> bool:
+    """Return whether the hub, or what huggingface_hub knows of it, was not there to be asked."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    reasons: list[BaseException] = [error]
+    while reasons[-1].__cause__ is not None:
+        reasons.append(reasons[-1].__cause__)
+    return any(isinstance(reason, LocalEntryNotFoundError | OfflineModeIsEnabled) for reason in reasons)
 
 
 def _require_own_shards(name: str, index: Path) -> None:

@@ -132,6 +132,11 @@ def _configured(folder: Path) -> argparse.Namespace:
     return args(write(folder / "one.jsonl", ROWS), data_name="mrpc")
 
 
+def _configured_folder(folder: Path) -> argparse.Namespace:
+    write(folder / "glue" / "mrpc" / "train.csv", ROWS)
+    return args(folder / "glue", data_name="mrpc")
+
+
 def _lonely(folder: Path) -> argparse.Namespace:
     return args(write(folder / "one.jsonl", ROWS[:1]))
 
@@ -169,6 +174,7 @@ BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
     "an empty file": (_empty_file, 'a part without rows (Instruction "validation"'),
     "a file of no bytes": (_no_bytes, "empty.jsonl is empty; expected a file with rows"),
     "a file has no configurations": (_configured, "--data-name mrpc with --data-path"),
+    "a folder of folders": (_configured_folder, "glue/mrpc alone."),
     "two kinds": (_two_kinds, "files that end in .csv and .jsonl"),
     "no such file": (lambda folder: args(folder / "a.csv"), "a.csv: no such file"),
     "no such kind": (lambda folder: args(__file__), "files that end in .py"),

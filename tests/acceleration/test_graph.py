@@ -73,6 +73,13 @@ def test_one_graph_serves_all_layers_and_lengths(tmp_path, monkeypatch):
     assert any((tmp_path / "graphs").iterdir())
 
 
+def test_lengths_that_nobody_pads_share_the_second_graph(without_kernels):
+    """As the document's own line has them, which does not ask for dynamic shapes."""
+    _, ledger, (first, second) = losses(Switches(graph_optimization=True), lambda samples: samples[0])
+    assert (first, second) == (2, 0)
+    assert any("one graph for the first length of a batch, one for all others" in line for line in ledger)
+
+
 @pytest.fixture
 def without_kernels(monkeypatch):
     """Capture graphs as ever, but run them as they are, which takes no compiler: they are to be counted."""

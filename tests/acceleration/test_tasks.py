@@ -331,7 +331,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "a name that is not in the cache": (
         "causal_lm",
         ["--pretrained-model-name-or-path", "no-such-model"],
-        "--pretrained-model-name-or-path no-such-model: We couldn't connect",
+        "--pretrained-model-name-or-path no-such-model: no such folder, nor is it in the hub's cache",
     ),
     "a folder that is not there": (
         "causal_lm",

@@ -99,7 +99,10 @@ def test_a_data_set_may_be_named_alone() -> None:
         ),
         (f"--user-script {SLOW} --epochs 1 --min-lr 1 --lr 0.1", "--min-lr 1 above --lr 0.1"),
         (f"--user-script {SLOW} --epochs 1 --lr-warmup-iters 3 --lr-warmup-fraction .1", "one of them"),
-        (f"--user-script {SLOW} --zero-1-memory-optimization --fsdp-memory-optimization", "not allowed with"),
+        (
+            f"--user-script {SLOW} --zero-1-memory-optimization --fsdp-memory-optimization",
+            "--zero-1-memory-optimization and --fsdp-memory-optimization; expected one of them",
+        ),
         (f"--user-script {SLOW} --save-interval 3", "--save-interval without --save"),
         (f"--user-script {SLOW} --epochs 1 --global-batch-size 16", "8 training samples with"),
         (f"--user-script {SLOW}", "no end of training"),
@@ -143,7 +146,7 @@ def test_a_data_set_may_be_named_alone() -> None:
         (f"{FEW} --reset-position-ids", "expected it in a script. Leave it out, or give --user-script"),
         (
             "--task causal_lm --pretrained-model-name-or-path x --data-path x --epochs 1 "
-            "--tensor-model-parallel-size 2 --nproc-per-node 2",
+            "--tensor-model-parallel-size 2",
             "with --task causal_lm",
         ),
     ],
