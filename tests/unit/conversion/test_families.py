@@ -36,6 +36,7 @@ LLAMA = {
     "num_experts": None,
     "multi_latent_attention": False,
     "mtp_num_layers": None,
+    "softmax_type": "vanilla",
 }
 
 
@@ -74,6 +75,20 @@ def test_a_checkpoint_says_what_it_is(changes, name):
 )
 def test_what_it_was_decides_where_it_can(before, changes, name):
     assert chosen(before, **changes) == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"softmax_type": "learnable"}, "--softmax-type"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
+    ],
+)
+def test_what_no_family_has(changes, named):
+    with pytest.raises(UsageError, match=named):
+        chosen(**changes)
 
 
 EXPERTS = {
