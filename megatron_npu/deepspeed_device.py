@@ -19,13 +19,18 @@ _HOLDERS = (
 )
 
 
+def installed() -> bool:
+    """Return whether there is a DeepSpeed; nothing of it is imported."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
 def choose(device: str) -> None:
     """Let DeepSpeed take ``cpu``, ``cuda`` or ``npu``; before it is imported.
 
     Raises:
         UsageError: it is not installed.
     """
-    if importlib.util.find_spec("deepspeed") is None:
+    if not installed():
         raise UsageError(
             "no package deepspeed",
             "DeepSpeed, which trains here",

@@ -72,8 +72,10 @@ def train(args: Namespace) -> None:
             if args.user_script:
                 user_script.run(args.user_script)
             else:
+                from megatron_npu.acceleration import sharding
                 from megatron_npu.acceleration.tasks import template_for
 
+                sharding.silence_views()
                 template_for(args)(engine.RapidformerEngine(args)).train()
         watchdog.end()
     except Exception as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_npu import files
+from megatron_npu import deepspeed_device, devices, files
 from megatron_npu.acceleration import model_card
 from megatron_npu.acceleration.prepare import Prepared
 
@@ -45,6 +45,8 @@ def write(args: Namespace, prepared: Prepared, outcome: Outcome, tokenizer: Any 
 
 def _save(module: Any, weights: dict[str, Any], part: Path) -> None:
     if hasattr(module, "save_pretrained"):
+        if deepspeed_device.installed():  # accelerate imports it, and unasked it warns of a CPU
+            deepspeed_device.choose(devices.current().name)
         # peft would ask the hub whether the vocabulary has grown; no adapter changes it
         options = {"save_embedding_layers": False} if hasattr(module, "peft_config") else {}
         module.save_pretrained(part, state_dict=weights, **options)

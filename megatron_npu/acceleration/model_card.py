@@ -5,7 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_npu import files
 from megatron_npu.acceleration.prepare import FUSED_OPS, Prepared
@@ -38,7 +40,7 @@ def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -
         prepared: the model.
         outcome: of the training.
     """
-    kind, pipeline = type(prepared.module).__name__, _PIPELINES.get(args.task or "")
+    kind, pipeline = _kind(prepared.module), _PIPELINES.get(args.task or "")
     head = [f"pipeline_tag: {pipeline}"] if pipeline else []
     if hasattr(prepared.module, "save_pretrained"):
         head.append("library_name: transformers")
@@ -53,6 +55,11 @@ def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -
         use = f'pipeline("{pipeline}", ".")'
         lines += ["", "## Use", "", "```python", "from transformers import pipeline", use, "```"]
     files.write(folder / NAME, "\n".join(lines) + "\n")
+
+
+def _kind(module: Any) -> str:
+    """Return the name of the model's class; ``fully_shard`` makes one of its own of it, ``FSDP…``."""
+    return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _origin(args: Namespace) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,6 +75,16 @@ def shard_fully(model: nn.Module, switches: Switches, device: torch.device) -> s
         f"{switches.sharding}: parameters, gradients and optimizer states over {mesh.size()} ranks by "
         f"fully_shard ({units}{kept}{where})"
     )
+
+
+def silence_views() -> None:
+    """Silence, in this process, what ``fully_shard`` warns of where a model's outputs are views.
+
+    What is written into such an output in place would lose its hook (torch 2.13). Our own tasks read outputs
+    alone; a script may write, and so may a model into those of its blocks: of these torch goes on to warn.
+    """
+    whole = r"FSDP2-wrapped module \(FSDP\w+(For\w+|HeadModel)\) returned a view"
+    warnings.filterwarnings("ignore", whole, UserWarning)
 
 
 def _precision(switches: Switches) -> MixedPrecisionPolicy:

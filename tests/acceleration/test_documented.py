@@ -126,6 +126,7 @@ def test_the_folder_at_the_end_is_transformers(finetuned: Path) -> None:
     assert loaded(**encoded).logits.shape == (1, 2)
     card = (folder / "README.md").read_text()
     assert "pipeline_tag: text-classification" in card
+    assert "# BertForSequenceClassification" in card  # on two ranks, whose model is of a class FSDP…, too
     assert "accuracy on the validation data" in card
     assert "accuracy on the test data" in card
     assert str(finetuned.parent) not in card
