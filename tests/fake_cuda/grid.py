@@ -80,6 +80,44 @@ CORE = {
     "tp2-ep2": (4, f"--bf16 {EXPERTS} --expert-model-parallel-size 2 {TP2} --sequence-parallel"),
     "tp2-cp2-pp2": (8, f"--bf16 {TP2} --sequence-parallel {CP2} {PP2} --use-distributed-optimizer"),
 }
+# what the driver's flags choose besides, with the megatron-core that it is installed with
+INSTALLED = {
+    "linear-loss": (
+        2,
+        f"--bf16 {TP2} --sequence-parallel --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
+    ),
+    "latent": (
+        2,
+        f"--bf16 {TP2} --sequence-parallel --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 "
+        "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --position-embedding-type rope "
+        "--normalization RMSNorm --swiglu --disable-bias-linear",
+    ),
+    "prediction": (2, f"--bf16 {TP2} --mtp-num-layers 1 --position-embedding-type rope"),
+    "ep2-fused": (
+        2,
+        f"--bf16 {EXPERTS} --expert-model-parallel-size 2 --moe-grouped-gemm --moe-permute-fusion "
+        "--moe-router-fusion",
+    ),
+    "dp2-precision-aware": (
+        2,
+        "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 "
+        "--exp-avg-sq-dtype bf16",
+    ),
+    "dp2-reused-fp32": (2, "--bf16 --use-distributed-optimizer --reuse-fp32-param"),
+    "window": (1, "--bf16 --pre-tockens 16 --attention-dropout 0"),
+    # a generator of CUDA, which the drawing of sinks' dropout asks for, needs CUDA's own library
+    "sinks": (1, "--bf16 --softmax-type learnable --attention-dropout 0"),
+    "recomputed-parts": (
+        2,
+        f"--bf16 {TP2} --sequence-parallel --swiglu --recompute-granularity selective "
+        "--recompute-modules core_attn layernorm mlp",
+    ),
+    "cp4-hierarchical": (
+        4,
+        "--bf16 --context-parallel-size 4 --attention-dropout 0 --cp-comm-type a2a+p2p "
+        "--hierarchical-context-parallel-sizes 2 2",
+    ),
+}
 
 # Words of layouts that fake tensors do not get through. In 285068c8 pipelines fail, perhaps for fake shapes,
 # and the distributed optimizer copies a storage; 0.12.1 selects by a mask even where experts have a capacity.
@@ -174,7 +212,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.resume and not options.output:
         parser.error("--resume: expected --output FILE, which says what has trained")
-    trees = [path for path in sorted(CHECKOUTS.iterdir()) if path.is_dir() and path.name not in DEEPSPEED]
+    trees = [
+        path.parent for path in sorted(CHECKOUTS.glob("*/megatron")) if path.parent.name not in DEEPSPEED
+    ]
     found = {path.name: path for path in trees} | {"installed": None}
     resumed = options.resume and options.output.exists()
     reports = json.loads(options.output.read_text()) if resumed else {}
@@ -201,6 +241,7 @@ def _of(
         known: reports of ranks by name, of which those that have trained stay as they are.
     """
     layouts = EVERYWHERE if name == OLD else EVERYWHERE | CORE
+    layouts |= INSTALLED if path is None else {}
     beyond = BEYOND_FAKE.get(name.removeprefix("megatron_core-").removeprefix("core_v"), ())
     layouts = {key: each for key, each in layouts.items() if not any(word in each[1] for word in beyond)}
     if chosen:
