@@ -122,17 +122,25 @@ def refuse_linear_loss_alone(args: argparse.Namespace) -> None:
 
 
 def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
-    """Refuse Muon where the package that has it is absent."""
-    if "muon" not in args.optimizer:
+    """Refuse Muon and its kin where the package that has them is absent, or has another than Megatron's."""
+    if args.optimizer in ("adam", "sgd"):
         return
     try:
-        import emerging_optimizers.orthogonalized_optimizers  # noqa: F401
+        import emerging_optimizers.orthogonalized_optimizers as found
     except ImportError as error:
         raise UsageError(
             f"--optimizer {args.optimizer} without the package emerging_optimizers ({error})",
-            "it: Megatron takes Muon from there",
+            "it: Megatron takes that optimizer from there",
             "pip install --no-deps --ignore-requires-python emerging_optimizers==0.3.0",
         ) from error
+    if args.optimizer == "adaptive_muon" and hasattr(
+        getattr(found, "AdaptiveMuon", None), "_apply_muon_scale"
+    ):
+        raise UsageError(
+            "--optimizer adaptive_muon with emerging_optimizers 0.3 or newer",
+            "version 0.2: Megatron 0.18 and 0.19 scale its updates before the second moments, 0.3 after them",
+            "Install emerging_optimizers of the tag v0.2.0 from its repository, or take --optimizer muon.",
+        )
 
 
 def set_variables_of_cuda(args: argparse.Namespace) -> None:

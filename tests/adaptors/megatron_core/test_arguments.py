@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -74,6 +76,20 @@ def test_muon_is_refused_without_its_package(monkeypatch) -> None:
     arguments.refuse_muon_without_its_package(_arguments(optimizer="adam"))
     with pytest.raises(UsageError, match="pip install --no-deps"):
         arguments.refuse_muon_without_its_package(_arguments(optimizer="muon"))
+
+
+@pytest.mark.parametrize(
+    ("newer", "optimizer"), [(True, "adaptive_muon"), (False, "adaptive_muon"), (True, "soap")]
+)
+def test_adaptive_muon_is_refused_with_a_package_that_scales_later(monkeypatch, newer, optimizer) -> None:
+    names = {"_apply_muon_scale": None} if newer else {}
+    module = types.SimpleNamespace(AdaptiveMuon=type("AdaptiveMuon", (), names))
+    package = types.SimpleNamespace(orthogonalized_optimizers=module)
+    monkeypatch.setitem(sys.modules, "emerging_optimizers", package)
+    monkeypatch.setitem(sys.modules, "emerging_optimizers.orthogonalized_optimizers", module)
+    refused = newer and optimizer == "adaptive_muon"
+    with pytest.raises(UsageError, match="or newer") if refused else contextlib.nullcontext():
+        arguments.refuse_muon_without_its_package(_arguments(optimizer=optimizer))
 
 
 def test_the_checks_of_this_device_run_in_order_before_upstreams(monkeypatch) -> None:
