@@ -143,6 +143,16 @@ def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
         )
 
 
+def refuse_soap_that_cannot_be_saved(args: argparse.Namespace) -> None:
+    """Refuse SOAP with distributed checkpoints, where the first save would end the run (0.18, 0.19)."""
+    if args.optimizer == "soap" and args.save and args.ckpt_format != "torch":
+        raise UsageError(
+            f"--optimizer soap with --save and --ckpt-format {args.ckpt_format}",
+            "--ckpt-format torch: Megatron's others take SOAP's preconditioners for copies of their weights",
+            "Change it.",
+        )
+
+
 def set_variables_of_cuda(args: argparse.Namespace) -> None:
     """Set the variables where they are asked for and not set; launch scripts often set the first to 1."""
     if any(getattr(args, option, False) for option in _SHARDED):
@@ -187,6 +197,10 @@ CHECKS = (  # they run in this order
     Check(
         refuse_muon_without_its_package,
         why="--optimizer muon ends in an assertion without emerging_optimizers, when the model is there",
+    ),
+    Check(
+        refuse_soap_that_cannot_be_saved,
+        why="--optimizer soap of 0.18 and 0.19 ends in an assertion when it is saved in a distributed format",
     ),
     Check(
         refuse_tools_of_cuda,

@@ -92,6 +92,21 @@ def test_adaptive_muon_is_refused_with_a_package_that_scales_later(monkeypatch, 
         arguments.refuse_muon_without_its_package(_arguments(optimizer=optimizer))
 
 
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, True),
+        ({"ckpt_format": "torch"}, False),
+        ({"save": None}, False),
+        ({"optimizer": "lion"}, False),
+    ],
+)
+def test_soap_is_refused_where_its_save_would_end_the_run(changes, refused) -> None:
+    args = _arguments(**{"optimizer": "soap", "save": "here", "ckpt_format": "torch_dist"} | changes)
+    with pytest.raises(UsageError, match="--ckpt-format torch:") if refused else contextlib.nullcontext():
+        arguments.refuse_soap_that_cannot_be_saved(args)
+
+
 def test_the_checks_of_this_device_run_in_order_before_upstreams(monkeypatch) -> None:
     ran: list[str] = []
 
