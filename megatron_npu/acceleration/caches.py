@@ -29,10 +29,13 @@ def leave_caches_to_generation(model: nn.Module) -> None:
     inner.register_forward_pre_hook(functools.partial(_without_cache, place), with_kwargs=True)
 
 
+_CACHES = ("cache", "past_key_values")  # Transformers' name since 5.24, and before
+
+
 def _without_cache(
     place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Say ``use_cache=False`` where the call says nothing, nor brings a cache."""
-    if len(args) <= place and kwargs.get("past_key_values") is None:
+    if len(args) <= place and all(kwargs.get(name) is None for name in _CACHES):
         kwargs.setdefault("use_cache", False)
     return args, kwargs

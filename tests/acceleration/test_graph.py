@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_npu.acceleration import graph
+from megatron_npu.acceleration import caches, graph
 from megatron_npu.acceleration.padding import bucketed, buckets
 from megatron_npu.acceleration.prepare import accelerated, prepare
 from megatron_npu.errors import UsageError
@@ -207,6 +207,12 @@ def test_a_cache_comes_where_it_is_asked_for():
     torch.testing.assert_close(then.logits[:, -1], model(input_ids=ids).logits[:, -1])
     assert then.past_key_values is not None
     assert model.config.use_cache
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_that_a_call_brings_is_used(name):
+    assert caches._without_cache(1, nn.Module(), (), {name: object()})[1].keys() == {name}
+    assert caches._without_cache(1, nn.Module(), (), {name: None})[1]["use_cache"] is False
 
 
 def test_a_batch_is_padded_to_its_bucket_and_counts_as_before():

@@ -6,6 +6,7 @@ On the simulated Ascend the same tests say which kernels were launched.
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 
 import pytest
@@ -367,6 +368,36 @@ HEADS = {  # name: (model, its output layer, one of how many tokens does not cou
     "no bias": (("Llama", "CausalLM"), GROUPED, "lm_head", 7),
     "bias": (("Bert", "MaskedLM"), ENCODER, "cls.predictions.decoder", 2),
 }
+
+
+def _renames(forward):
+    @functools.wraps(forward)
+    def call(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return call
+
+
+def _asks_the_class(forward):
+    @functools.wraps(forward)
+    def call(module, *args, **kwargs):
+        return type(module).forward.__wrapped__(module, *args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize(("wrap", "replaced"), [(_renames, True), (_asks_the_class, False)])
+def test_rotary_embeddings_of_wrapped_layers(wrap, replaced, monkeypatch):
+    """Transformers 5.24 wraps its layers; who calls what it wraps in a way of its own is left alone."""
+    model = MODELS["llama"][0]().to(DEVICE)
+    kind = type(model.model.layers[0].self_attn)
+    monkeypatch.setattr(kind, "forward", wrap(kind.forward))
+    batch = to_device(text_batch(), torch.float32)
+    right = losses_and_gradients(model, batch)
+    ledger = ops.swap(model).ledger
+    assert_same(losses_and_gradients(model, batch), right, 2e-5)
+    (found,) = {bool(entry.by) for entry in ledger if entry.what == "rotary"}
+    assert found == replaced
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])

@@ -163,6 +163,9 @@ def attend(
         return _of_transformers(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, others
         )
+    if torch.is_autocast_enabled(query.device.type):  # as in torch's own: a rotary embedding may have widened
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (t if t.dtype is torch.float64 else t.to(dtype) for t in (query, key, value))
     if query.size(0) != key.size(0):  # learned queries, the same for all batches
         query = query.expand(key.size(0), -1, -1, -1)
     output = attention(

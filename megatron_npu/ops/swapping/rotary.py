@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -26,11 +26,12 @@ def recognise(module: nn.Module) -> Found:
     for name in sorted(names_in_forward(module)):
         function = inspect.unwrap(forward).__globals__.get(name)
         if callable(function) and _takes_tables(function):
-            if hasattr(forward, "__wrapped__"):
-                return Left("rotary", "its forward is wrapped by another function")
             if not turns_halves(function):
                 return Left("rotary", f"{name} computes something other than rotary embedding of halves")
-            return Replacement("rotary", "rotary", _with_our_rotary(forward, name, function))
+            changed = _with_our_rotary(forward, name, function)
+            if changed is None:
+                return Left("rotary", "its forward is wrapped by a function that calls it in another way")
+            return Replacement("rotary", "rotary", changed)
     return None
 
 
@@ -63,8 +64,15 @@ def _formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> FunctionType:
-    """Return ``forward`` with our function under the global name of theirs; nobody else's globals change."""
+def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> FunctionType | None:
+    """Return ``forward`` with our function under the global name of theirs; nobody else's globals change.
+
+    Functions around it (Transformers 5.24 renames arguments so) are copied, too; None: one of them does not
+    hold what it wraps as a variable of its own, and no copy of it would call ours.
+    """
+    wrapped = getattr(forward, "__wrapped__", None)
+    if wrapped is not None:
+        return _around(forward, wrapped, _with_our_rotary(wrapped, name, theirs))
 
     def turn(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, unsqueeze_dim: int = 1, **others: Any
@@ -74,15 +82,37 @@ def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> Functi
             return theirs(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **others)
         return _by_tables(q, cos, sin, unsqueeze_dim), _by_tables(k, cos, sin, unsqueeze_dim)
 
-    changed = FunctionType(
-        forward.__code__,
-        {**forward.__globals__, name: turn},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
+    return _copy(forward, {**forward.__globals__, name: turn}, forward.__closure__)
+
+
+def _around(wrapper: FunctionType, wrapped: FunctionType, ours: FunctionType | None) -> FunctionType | None:
+    """Return a copy of ``wrapper`` that calls ours in place of what it wraps, or None."""
+    cells = wrapper.__closure__ or ()
+    if ours is None or not any(_holds(cell, wrapped) for cell in cells):
+        return None
+    changed = _copy(
+        wrapper,
+        wrapper.__globals__,
+        tuple(CellType(ours) if _holds(cell, wrapped) else cell for cell in cells),
     )
-    changed.__kwdefaults__ = forward.__kwdefaults__
+    functools.update_wrapper(changed, ours)
     return changed
+
+
+def _holds(cell: CellType, value: object) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # it is empty
+        return False
+
+
+def _copy(
+    function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None
+) -> FunctionType:
+    """Return a function of the same code with other globals and another closure."""
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _by_tables(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
