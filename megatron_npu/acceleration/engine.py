@@ -18,7 +18,7 @@ from megatron_npu.acceleration import gathering, providers, ranks, schedule, sta
 from megatron_npu.acceleration.loading import Collate, Loader, require_length
 from megatron_npu.acceleration.padding import LONGEST, bucketed, buckets
 from megatron_npu.acceleration.prepare import Prepared, prepare
-from megatron_npu.devices import loader_workers
+from megatron_npu.devices import gloo, loader_workers
 from megatron_npu.errors import UsageError
 from megatron_npu.switches import Switches
 
@@ -264,6 +264,7 @@ def join(args: Namespace) -> None:
     if dist.is_initialized():
         return
     watchdog.end_with_launcher()
+    gloo.wait_at_exit()
     device = devices.current()
     # what lies in the host's memory (offloaded states, checkpoints) is exchanged there
     backend = device.backend if device.is_host else f"cpu:gloo,{device.name}:{device.backend}"

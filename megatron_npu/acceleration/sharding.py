@@ -23,11 +23,14 @@ from torch.distributed.tensor import DTensor
 
 from megatron_npu.acceleration.blocks import own_blocks
 from megatron_npu.acceleration.precision import dtype_of
+from megatron_npu.devices import gloo
 from megatron_npu.switches import Switches
 
 
 class DataParallel(nn.parallel.DistributedDataParallel):
     """torch's DDP with the attributes of the model in it, such as ``config`` and ``generate``."""
+
+    __init__ = gloo.outlive_reducer(nn.parallel.DistributedDataParallel.__init__)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -217,7 +217,7 @@ def wait_for_workers(timeout: float = 10.0) -> bool:
     is shutting down by then, C++ aborts the process with "terminate called without an active exception"
     (signal 6), and a successful run is reported as failed
     (https://github.com/pytorch/pytorch/issues/190489, torch 2.13). ``destroy_process_group`` does not
-    help: Megatron's globals keep the groups, and with them the threads, alive.
+    help: Megatron's globals, and a model of torch's DDP, keep the groups, and with them the threads, alive.
 
     A thread that waits for another process is not busy: this never waits for a peer.
     """
