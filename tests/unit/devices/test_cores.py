@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds threads to cores")
 QUIET = """
+import contextlib
 import os
 from pathlib import Path
 os.getloadavg = lambda: (float(os.environ.get("LOAD", "0")), 0, 0)
@@ -23,7 +24,10 @@ torch.ones(100_000).mul_(2)  # threads that are there before
 cores.available = lambda: [(cpu,) for cpu in sorted(os.sched_getaffinity(0))]
 cores.share()
 cores.share()
-bound = {tuple(sorted(os.sched_getaffinity(int(task.name)))) for task in Path("/proc/self/task").iterdir()}
+bound = set()
+for task in Path("/proc/self/task").iterdir():
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        bound.add(tuple(sorted(os.sched_getaffinity(int(task.name)))))
 Path(os.environ["FOLDER"], os.environ["RANK"]).write_text(repr((torch.get_num_threads(), sorted(bound))))
 """
 ALL = tuple(sorted(os.sched_getaffinity(0)))
