@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import os
 import queue
 import re
 from collections.abc import Callable, Iterator
@@ -10,7 +12,7 @@ from multiprocessing import connection
 from typing import Any
 
 from torch.utils.data import _utils, dataloader
-from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils import signal_handling, worker
 
 from megatron_npu.devices import nameless_sharing
 from megatron_npu.devices.base import Replacement
@@ -45,6 +47,26 @@ def _failures() -> Iterator[Replacement]:
     iterator = dataloader._MultiProcessingDataLoaderIter
     yield iterator, "_next_data", _telling(iterator._next_data)
     yield iterator, "_try_get_data", _try_to_take
+    yield worker, "ManagerWatchdog", _Watchdog
+
+
+class _Watchdog(worker.ManagerWatchdog):  # type: ignore[misc]
+    """torch's look at whether a worker's parent is alive, which ends a worker that is alone.
+
+    torch 2.13 asks who the parent is when the worker has begun its work. If the parent has been killed since
+    the fork, that is another process, and the worker would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager_dead = _is_orphan()
+
+
+def _is_orphan() -> bool:
+    """Return whether this process was forked by one that has ended; of one started otherwise: no."""
+    process, parent = multiprocessing.current_process(), multiprocessing.parent_process()
+    method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
+    return parent is not None and method == "fork" and os.getppid() != parent.pid
 
 
 def _noting(raise_if_one_failed: Callable[[], None]) -> Callable[[], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import multiprocessing
 import os
 import select
 import signal
@@ -233,3 +234,26 @@ def test_at_the_end_torch_and_python_are_as_they_were() -> None:
     assert all(now is not then for now, then in zip(looked_at(), before, strict=True))
     loader_workers.end()
     assert looked_at() == before
+
+
+def test_a_worker_whose_parent_is_killed_before_it_begins_ends(nameless: None) -> None:
+    reading, writing = os.pipe()
+
+    def kill_parent(number: int) -> None:
+        parent = os.getppid()
+        os.kill(parent, signal.SIGKILL)
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        os.write(writing, b"alone")
+
+    def load() -> None:
+        next(iter(DataLoader(Rows(), num_workers=1, worker_init_fn=kill_parent)))
+
+    loading = multiprocessing.get_context("fork").Process(target=load)
+    loading.start()
+    os.close(writing)
+    loading.join()
+    assert os.read(reading, 16) == b"alone"
+    assert select.select([reading], [], [], 60)[0], "it is still there"
+    assert os.read(reading, 16) == b""  # whoever could write has ended
+    os.close(reading)
