@@ -105,6 +105,31 @@ def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather
 
 
+def all_to_all_in_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward of autograd's ``all_to_all`` (``torch.distributed.nn``) for groups of any ranks.
+
+    With gloo torch scatters from each rank in turn, and names it by its place in the group where its place
+    in the world is asked for (torch 2.13): a group without rank 0 is refused. Nor does a scatter take parts
+    of unequal sizes, which gradients are where the ranks give unequal parts. Here all go in one buffer.
+    """
+
+    @functools.wraps(original)
+    def forward(ctx: Any, group: Any, out_tensor_list: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        if dist.get_backend(group) != "gloo":
+            result: tuple[Tensor, ...] = original(ctx, group, out_tensor_list, *tensors)
+            return result
+        ctx.group, ctx.input_tensor_size_list = group, [tensor.size() for tensor in tensors]
+        room = [part.numel() for part in out_tensor_list]
+        received = tensors[0].new_empty(sum(room))
+        given = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_to_all_single(received, given, room, [tensor.numel() for tensor in tensors], group=group)
+        for part, came in zip(out_tensor_list, received.split(room), strict=True):
+            part.copy_(came.view_as(part))
+        return tuple(out_tensor_list)
+
+    return forward
+
+
 class _All:
     """The work of several collectives."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,19 @@ def group_options(config: dict[str, int], high_priority: bool) -> Any:
     options.is_high_priority_stream = high_priority
     options.hccl_config = config
     return options
+
+
+def scatter_sums_of_parts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``reduce_scatter`` that takes parts with gaps, as NCCL does: the columns of a matrix.
+
+    torch_npu lays the parts together with the strides of the first one, and refuses what it then has.
+    """
+
+    @functools.wraps(original)
+    def reduce_scatter(output: Tensor, input_list: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        return original(output, [part.contiguous() for part in input_list], *args, **kwargs)
+
+    return reduce_scatter
 
 
 def all_reduce_float64(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_npu.devices.npu import NpuDevice
 from megatron_npu.devices.redirect import Redirection
@@ -110,3 +111,18 @@ class TestTorchCuda:
     def test_autocast(self):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             assert (torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")).dtype == torch.bfloat16
+
+    def test_parts_with_gaps_are_reduced_and_scattered(self, tmp_path):
+        """Columns of a matrix, which NCCL takes: Megatron's context parallelism of images hands them over."""
+        store = f"file://{tmp_path / 'store'}"
+        dist.init_process_group("nccl", init_method=store, rank=0, world_size=1)
+        try:
+            columns = torch.arange(12.0, device="npu").view(3, 4)[:, 2:]
+            mine = torch.empty(3, 2, device="npu")
+            dist.reduce_scatter(mine, [columns])
+            assert mine.cpu().equal(columns.cpu())
+            work = dist.reduce_scatter(output=mine, input_list=[columns + 1], async_op=True)
+            work.wait()
+            assert mine.cpu().equal(columns.cpu() + 1)
+        finally:
+            dist.destroy_process_group()

@@ -193,6 +193,18 @@ def test_a_save_that_fails_leaves_the_tracker_where_it_was(saved, second, monkey
     assert not (second / checksums.NAME).exists()
 
 
+def test_ranks_go_on_when_the_tracker_has_its_name(saved, second, monkeypatch) -> None:
+    """One that loaded at once would find the checkpoint before, or none."""
+    met: list[Path | None] = []
+    monkeypatch.setattr(of_scripts.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(of_scripts.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(of_scripts.dist, "barrier", lambda: met.append(of_scripts.of_tracker(saved.parent)))
+    with of_scripts.saving(saved.parent, second, verifies=False):
+        save_as_upstream(second)
+        assert met == []
+    assert met == [second]
+
+
 def test_wandb_is_given_the_tracker_when_it_has_its_name(saved, second, monkeypatch) -> None:
     told: list[str] = []
 

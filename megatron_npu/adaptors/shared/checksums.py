@@ -79,6 +79,8 @@ def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
         if verifies:
             checksums.write(place)
         publish()  # DeepSpeed's engine writes none
+        if dist.is_initialized():  # a rank that loads at once would not find the tracker yet
+            dist.barrier()
 
 
 @contextlib.contextmanager

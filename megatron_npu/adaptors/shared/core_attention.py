@@ -155,6 +155,9 @@ def out_of_larger_memory(*tensors: Tensor) -> tuple[Tensor, ...]:
 def dropout_generator(dropout_p: float, sequence_parallel: bool) -> contextlib.AbstractContextManager[Any]:
     """Return the context in which upstream drops out: heads are split, so each rank has its own masks.
 
+    Where nobody has seeded the ranks (``model_parallel_cuda_manual_seed``) there is no such context, and the
+    device's generator is drawn from: as in TransformerEngine's attention, for which ours stands.
+
     Args:
         sequence_parallel: then the whole layer is in such a context.
     """
@@ -162,7 +165,8 @@ def dropout_generator(dropout_p: float, sequence_parallel: bool) -> contextlib.A
         return contextlib.nullcontext()
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    return get_cuda_rng_tracker().fork()
+    tracker = get_cuda_rng_tracker()
+    return tracker.fork() if tracker.get_states() else contextlib.nullcontext()
 
 
 def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:

@@ -64,10 +64,12 @@ SEE_CUDA_TENSORS = Callers(
     "it, expert-parallel all-to-all takes its split sizes from a tensor on the device "
     "(maybe_move_tensor_to_cpu of moe_utils). All others, torch first of all, mean CUDA when they ask.",
 )
-OFFLOAD_TO_CPU = Callers(
+SEE_HOST_TENSORS = Callers(
     "megatron.core.optimizer.optimizer",
+    "megatron.core.inference.sampling.torch_sampling",
     why="Tensor.is_cuda again, on the cpu device only: offload_to_cpu (since 0.16) moves what is on the "
-    "device to the host, where everything is already.",
+    "device to the host, and the log-probabilities of what was sampled (0.19) demand a map that is on the "
+    "host. Everything is.",
 )
 MEAN_THE_HOST_GENERATOR = Callers(
     "megatron",

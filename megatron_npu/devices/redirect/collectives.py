@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.nn import functional as distributed_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_npu.devices import gloo, hccl, local_collectives, version_counters
@@ -32,6 +33,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
         yield from _in_both_modules(name, version_counters.bump_version(collective))
     if device.backend == "hccl":
         yield from _in_both_modules("all_reduce", hccl.all_reduce_float64(dist.all_reduce))
+        yield from _in_both_modules("reduce_scatter", hccl.scatter_sums_of_parts(dist.reduce_scatter))
     if device.backend == "gloo":
         for name, through_memory in _FLAT.items():
             yield from _in_both_modules(name, through_memory(gloo.ignore_shape(getattr(dist, name))))
@@ -42,6 +44,8 @@ def replacements(device: Device) -> Iterator[Replacement]:
         yield from _in_both_modules("_coalescing_manager", manager)
         yield from _in_both_modules("all_gather", gloo.gather_unequal(dist.all_gather))
         yield from _in_both_modules("isend", gloo.hold_sent_memory(dist.isend))
+        exchange = distributed_autograd._AlltoAll
+        yield exchange, "forward", staticmethod(gloo.all_to_all_in_groups(exchange.forward))
         yield dist, "barrier", gloo.drop_device_ids(dist.barrier)
         yield DistributedDataParallel, "__init__", gloo.outlive_reducer(DistributedDataParallel.__init__)
 

@@ -103,6 +103,6 @@ def _is_cuda_on(device: Device) -> Callable[[torch.Tensor], bool]:
         kind, caller = tensor.device.type, callers.caller()
         if kind != device.name or caller not in callers.SEE_CUDA_TENSORS:
             return kind == "cuda"
-        return not (device.is_host and caller in callers.OFFLOAD_TO_CPU)
+        return not (device.is_host and caller in callers.SEE_HOST_TENSORS)
 
     return is_cuda

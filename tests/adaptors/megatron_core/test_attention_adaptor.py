@@ -158,6 +158,24 @@ def test_dropout_draws_from_the_tracker(changes):
     assert torch.equal(ours.eval()(*leaves, None), ours.eval()(*leaves, None))
 
 
+def test_dropout_without_a_seeded_tracker_draws_from_the_device():
+    """As TransformerEngine's attention does: Mimo's schedules, for instance, seed no tracker."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    ours, _ = attention_pair(attention_dropout=0.5)
+    leaves = qkv()
+    seeded = get_cuda_rng_tracker().get_states()
+    get_cuda_rng_tracker().reset()
+    try:
+        before = torch.cuda.get_rng_state()
+        first = ours(*leaves, None)
+        torch.cuda.set_rng_state(before)
+        assert torch.equal(ours(*leaves, None), first)
+        assert not torch.equal(ours(*leaves, None), first)
+    finally:
+        get_cuda_rng_tracker().set_states(seeded)
+
+
 def test_recomputation_drops_the_same_weights():
     """Megatron's checkpoint restores the tracker's states before it runs the forward again."""
     from megatron.core import tensor_parallel

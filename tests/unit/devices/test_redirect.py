@@ -50,6 +50,7 @@ OWNERS = [
     torch.serialization,
     torch.UntypedStorage,
     torch.nn.parallel.DistributedDataParallel,
+    torch.distributed.nn.functional._AlltoAll,
 ]
 
 
@@ -259,8 +260,9 @@ def test_device_tensors_are_cuda_to_megatron_alone(redirection):
     assert not asks(tensor.to("meta"))
 
 
-def test_an_optimizer_that_offloads_finds_everything_on_the_host(redirection):
-    module = "megatron.core.optimizer.optimizer"
+@pytest.mark.parametrize("module", ["optimizer.optimizer", "inference.sampling.torch_sampling"])
+def test_what_wants_tensors_of_the_host_finds_them_there(redirection, module):
+    module = f"megatron.core.{module}"
     assert not as_megatron("def asks(x): return x.is_cuda", module)["asks"](torch.empty(2))
 
 

@@ -1,0 +1,52 @@
+"""The ``all_to_all`` through which gradients go, over gloo in a group that does not begin with rank 0."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import multiprocessing
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices
+from megatron_npu.devices.redirect import Redirection
+from tests.conftest import LONGEST
+
+MEMBERS = [1, 2]
+
+
+def exchange(rank: int, folder: Path) -> None:
+    """Send each member its own number of rows of this rank's; write what came, and the gradient of it."""
+    Redirection(devices.CpuDevice()).on()
+    timeout = datetime.timedelta(seconds=LONGEST)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=3, timeout=timeout)
+    group = dist.new_group(MEMBERS)
+    if rank in MEMBERS:
+        given = torch.full((rank, 2), float(rank), requires_grad=True)
+        room = [torch.empty(member, 2) for member in MEMBERS]
+        came = dist.nn.functional.all_to_all(room, [given] * len(MEMBERS), group=group)
+        (rank * torch.cat(came)).sum().backward()
+        found = {"came": [part.tolist() for part in came], "gradient": given.grad.tolist()}
+        (folder / f"rank{rank}").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_group_without_rank_0_exchanges(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=exchange, args=(rank, tmp_path)) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(LONGEST)
+    for process in ranks:
+        process.kill()  # one that hangs must not outlive the test
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0, 0]
+    for member in MEMBERS:
+        found = json.loads((tmp_path / f"rank{member}").read_text())
+        assert found["came"] == [[[float(source)] * 2] * source for source in MEMBERS]
+        assert found["gradient"] == [[float(sum(MEMBERS))] * 2] * member
