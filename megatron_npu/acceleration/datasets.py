@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_npu.acceleration import text_files
+from megatron_npu.acceleration.parts import Parts
 from megatron_npu.errors import UsageError
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import Dataset
 
 # the builder of each format, with its options
 _FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,7 +34,7 @@ _PARTS = {
 }
 
 
-def load(args: argparse.Namespace) -> DatasetDict:
+def load(args: argparse.Namespace) -> Parts:
     """Return the parts ``train``, ``validation`` and, where it is there, ``test``.
 
     Args:
@@ -43,8 +46,10 @@ def load(args: argparse.Namespace) -> DatasetDict:
         UsageError: there is no such data set, a file cannot be read, a part is missing or empty.
     """
     name, config = named(args)
-    found = _read(name, config)
-    parts = {part: found[own] for part, own in _own_names(found).items()}
+    files = _files_named(Path(name), config)
+    found = _read(name, config, files)
+    owns = _own_names(found)
+    parts = Parts({part: found[owns[part]] for part in _PARTS if part in owns}, files)
     if "train" not in parts:
         raise UsageError(
             f"--data-path {name} has the parts {', '.join(map(repr, found))}",
@@ -52,10 +57,10 @@ def load(args: argparse.Namespace) -> DatasetDict:
             "Give a file to train on, or a folder with train.csv, train.jsonl, … in it.",
         )
     if "validation" not in parts:
-        parts["train"], parts["validation"] = _split(
-            name, parts["train"], args.validation_fraction, args.seed
-        )
-    return _library().DatasetDict({part: parts[part] for part in _PARTS if part in parts})
+        test = parts.pop("test", None)  # parts are in their order, train first
+        parts.split("train", _split(name, len(parts["train"]), args.validation_fraction, args.seed))
+        parts |= {} if test is None else {"test": test}
+    return parts
 
 
 def named(args: argparse.Namespace) -> tuple[str, str | None]:
@@ -84,10 +89,28 @@ def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
     return owns
 
 
-def _read(name: str, config: str | None) -> Mapping[str, Dataset]:
+def _saved(path: Path) -> list[str]:
+    """Return which files of ``save_to_disk`` are in a folder."""
+    return [file for file in ("dataset_dict.json", "state.json") if (path / file).is_file()]
+
+
+def _files_named(path: Path, config: str | None) -> dict[str, list[Path]]:
+    """Return the files of each part; none where the data set is no file and no folder of files.
+
+    Raises:
+        UsageError: a folder has none.
+    """
+    if path.is_file():
+        return {"train": [path]}
+    if path.is_dir() and config is None and not _saved(path):
+        return _files_of_parts(path)
+    return {}
+
+
+def _read(name: str, config: str | None, files: Mapping[str, list[Path]]) -> Mapping[str, Dataset]:
     library = _library()
     path = Path(name)
-    saved = [file for file in ("dataset_dict.json", "state.json") if (path / file).is_file()]
+    saved = _saved(path)
     if config is not None and (path.is_file() or saved):
         kind = "a folder of save_to_disk" if saved else "a file"
         raise UsageError(
@@ -97,20 +120,18 @@ def _read(name: str, config: str | None) -> Mapping[str, Dataset]:
         )
     try:
         with _without_remarks(library):
-            if path.is_file():
-                return _files(library, {"train": [path]})
+            if files:
+                return _files(library, files)
             if saved:
                 found = library.load_from_disk(str(path))
                 return found if "dataset_dict.json" in saved else {"train": found}
             if path.suffix in _FORMATS and not path.exists():
                 raise FileNotFoundError("no such file")
-            if path.is_dir() and config is None:
-                return _files(library, _files_of_parts(path))
             return _of_the_hub(library, name, config)
     except UsageError:
         raise
     except Exception as error:  # builders raise what their parsers do
-        raise _refused(name, config, error) from error
+        raise _refused(name, config, files, error) from error
 
 
 @contextlib.contextmanager
@@ -192,33 +213,39 @@ def _files(library: Any, parts: Mapping[str, list[Path]]) -> Mapping[str, Datase
             "Convert them to one kind.",
         )
     for path in (path for paths in parts.values() for path in paths):
-        if not path.stat().st_size:
-            raise UsageError(f"--data-path: {path} is empty", "a file with rows", "Give another file.")
+        if path.suffix != ".parquet":
+            text_files.require(path)
     builder, options = _FORMATS[suffixes[0]]
     names = {part: [str(path) for path in paths] for part, paths in parts.items()}
     return library.load_dataset(builder, data_files=names, **options)
 
 
-def _split(name: str, train: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Return what is left of ``train`` and what is taken from it; the same for one seed."""
-    rows = round(len(train) * fraction) if fraction else 0
-    if not 0 < rows < len(train):
+def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Sequence[int]]:
+    """Return the numbers of rows that are left to train on, and of those taken; the same for one seed."""
+    rows = round(count * fraction) if fraction else 0
+    if not 0 < rows < count:
         raise UsageError(
-            f"--data-path {name}: {len(train)} rows to train on and none to validate on, with "
+            f"--data-path {name}: {count} rows to train on and none to validate on, with "
             f"--validation-fraction {fraction:g}",
             "a part 'validation', or a fraction that leaves both parts some rows",
             "Add a file validation.csv, or give a larger --validation-fraction.",
         )
-    both = train.train_test_split(test_size=rows, seed=seed)
-    return both["train"], both["test"]
+    numbered = _library().Dataset.from_dict({"row": range(count)})
+    both = numbered.train_test_split(test_size=rows, seed=seed)
+    rows_of = both.with_format("numpy")
+    return {"train": rows_of["train"]["row"][:], "validation": rows_of["test"]["row"][:]}
 
 
-def _refused(name: str, config: str | None, error: BaseException) -> UsageError:
+def _refused(
+    name: str, config: str | None, files: Mapping[str, list[Path]], error: BaseException
+) -> UsageError:
     if type(error).__name__ == "DatasetGenerationError":  # which says no more than that there was an error
         error = error.__cause__ or error
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     # what datasets 5 says of a part without rows: in a file, in a folder of save_to_disk
     if "corresponds to no data" in reason or isinstance(error, IndexError):
+        if empty := _without_rows(files, reason):
+            return empty
         reason = f"a part without rows ({reason})"
     given, path = f"--data-path {name}{f' --data-name {config}' if config else ''}", Path(name)
     files = f"a file or a folder of {', '.join(_FORMATS)}"
@@ -237,6 +264,21 @@ def _refused(name: str, config: str | None, error: BaseException) -> UsageError:
         f"{given}: {reason}",
         f"{files}, or a data set of the hub",
         "Correct name or file. A data set of the hub needs a connection, or to be in its cache already.",
+    )
+
+
+def _without_rows(files: Mapping[str, list[Path]], reason: str) -> UsageError | None:
+    """Return the error for the files of the part that ``datasets`` names; None: it names none of them."""
+    part = re.search(r'Instruction "(\w+)"', reason)
+    paths = files.get(part.group(1), []) if part else []
+    if not paths:
+        return None
+    have, where = ("has", "its head") if len(paths) == 1 else ("have", "their heads")
+    below = f" below {where}" if paths[0].suffix in (".csv", ".tsv") else ""
+    return UsageError(
+        f"--data-path: {', '.join(map(str, paths))} {have} no rows{below}",
+        "a row at least",
+        "Add rows, or leave the file out.",
     )
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_npu import devices, watchdog
-from megatron_npu.acceleration import gathering, providers, ranks, schedule, state
+from megatron_npu.acceleration import gathering, providers, ranks, schedule, state, vocabulary
 from megatron_npu.acceleration.loading import Collate, Loader, require_length
 from megatron_npu.acceleration.padding import LONGEST, bucketed, buckets
 from megatron_npu.acceleration.prepare import Prepared, prepare
@@ -39,6 +39,7 @@ class RapidformerEngine:
         device: of this process.
         switches: what is switched on.
         prepared: what ``compose`` or a template has made of the model; None before.
+        vocabulary: tokens that this model knows; None before, and where it does not say.
         used: whether it has had data or a model, or a template that trains.
 
     Raises:
@@ -59,6 +60,7 @@ class RapidformerEngine:
         self.prepared: Prepared | None = None
         self._loaders: list[Loader] = []
         self._told_lengths = False
+        self.vocabulary: int | None = None
         self.used = False
         join(self.args)
         seed_everything(self.args.seed)
@@ -122,6 +124,7 @@ class RapidformerEngine:
         if lr_scheduler is None and args.train_iters is not None:
             lr_scheduler = schedule.scheduler_fn(args)
         module = providers.as_module(model)
+        self.vocabulary = vocabulary.size_of(module)
         scheduler_fn = providers.as_scheduler_fn(lr_scheduler, optimizer)
         if self._deepspeed is not None:
             self.prepared = self._prepare_for_deepspeed(module, optimizer, scheduler_fn)
@@ -214,6 +217,7 @@ class RapidformerEngine:
             device=self.device,
             seed=args.seed,
             workers=args.num_workers,
+            look=lambda batch: vocabulary.require_known(batch, self.vocabulary),
             **options,
         )
 
@@ -265,6 +269,7 @@ def join(args: Namespace) -> None:
         return
     watchdog.end_with_launcher()
     gloo.wait_at_exit()
+    gloo.copy_with_one_thread()
     device = devices.current()
     # what lies in the host's memory (offloaded states, checkpoints) is exchanged there
     backend = device.backend if device.is_host else f"cpu:gloo,{device.name}:{device.backend}"

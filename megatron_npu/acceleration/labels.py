@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_npu.acceleration.parts import Parts
 from megatron_npu.acceleration.state import get_logger
 from megatron_npu.errors import UsageError
 
@@ -50,7 +51,7 @@ class Labels:
         return float(label) if self.regression else self.numbers[label]
 
 
-def of_rows(parts: Mapping[str, Dataset], column: str, own: Sequence[str] = ()) -> Labels:
+def of_rows(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
     """Return the labels of a column with one label a row.
 
     Args:
@@ -66,12 +67,13 @@ def of_rows(parts: Mapping[str, Dataset], column: str, own: Sequence[str] = ()) 
         for part, rows in parts.items():
             for row, label in enumerate(values(rows, column)):
                 if label is None or label != label:
-                    raise _odd(part, row, label, "a number")
+                    raise _odd(parts.place(part, row), label, "a number")
         return Labels((), {})
-    return _classes(feature, {part: enumerate(values(rows, column)) for part, rows in parts.items()}, own)
+    rows = {part: enumerate(values(rows, column)) for part, rows in parts.items()}
+    return _classes(feature, rows, parts.place, own)
 
 
-def of_tokens(parts: Mapping[str, Dataset], column: str, own: Sequence[str] = ()) -> Labels:
+def of_tokens(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
     """Return the labels of a column with one label a token.
 
     Raises:
@@ -84,6 +86,7 @@ def of_tokens(parts: Mapping[str, Dataset], column: str, own: Sequence[str] = ()
             part: ((row, tag) for row, tags in enumerate(values(rows, column)) for tag in tags or ())
             for part, rows in parts.items()
         },
+        parts.place,
         own,
     )
 
@@ -124,7 +127,12 @@ def not_given_away(dataset: Any) -> bool:
     return bool(found) and all(isinstance(label, int) and label == HIDDEN for label in found)
 
 
-def _classes(feature: Any, parts: Mapping[str, Iterable[tuple[int, Any]]], own: Sequence[str] = ()) -> Labels:
+def _classes(
+    feature: Any,
+    parts: Mapping[str, Iterable[tuple[int, Any]]],
+    place: Callable[[str, int], str],
+    own: Sequence[str] = (),
+) -> Labels:
     rows = {part: list(pairs) for part, pairs in parts.items()}
     names = list(getattr(feature, "names", None) or ())
     known: Sequence[Any]
@@ -133,7 +141,7 @@ def _classes(feature: Any, parts: Mapping[str, Iterable[tuple[int, Any]]], own: 
     else:
         for row, label in rows["train"]:
             if not isinstance(label, int | str) or (isinstance(label, int) and label < 0):
-                raise _odd("train", row, label, "a class: a whole number from 0 on, or a name")
+                raise _odd(place("train", row), label, "a class: a whole number from 0 on, or a name")
         trained = {label for _, label in rows["train"]}
         if len(trained) < 2:
             raise _single(sorted(trained))
@@ -141,7 +149,8 @@ def _classes(feature: Any, parts: Mapping[str, Iterable[tuple[int, Any]]], own: 
         if kinds == {True}:
             known = names = list(own) if trained <= set(own) else sorted(trained)
         elif len(kinds) > 1:
-            raise _odd("train", *_first_text(rows["train"]), "numbers alone, or names alone")
+            row, label = _first_text(rows["train"])
+            raise _odd(place("train", row), label, "numbers alone, or names alone")
         else:
             names = _of_numbers({label for label in trained if isinstance(label, int)}, own)
             known = range(len(names))
@@ -150,7 +159,7 @@ def _classes(feature: Any, parts: Mapping[str, Iterable[tuple[int, Any]]], own: 
     for part, pairs in rows.items():
         for row, label in pairs:
             if label not in numbers:
-                raise _odd(part, row, label, expected)
+                raise _odd(place(part, row), label, expected)
     if len(names) < 2:
         raise _single(names)
     return Labels(tuple(map(str, names)), numbers)
@@ -197,9 +206,9 @@ def _single(known: Sequence[Any]) -> UsageError:
     )
 
 
-def _odd(part: str, row: int, label: Any, expected: str) -> UsageError:
+def _odd(place: str, label: Any, expected: str) -> UsageError:
     return UsageError(
-        f"the label {label!r} in row {row + 1} of the part {part!r}",
+        f"the label {label!r} in {place}",
         expected,
         "Correct the row, or name another column with --columns.",
     )

@@ -41,6 +41,7 @@ class Loader:
         workers: processes that prepare batches.
         repeats: each time through it is the first time again: what an evaluation draws is always the same.
         what: the data set, as an error names it.
+        look: is shown each batch before it is moved, and raises an error if it cannot be.
 
     Raises:
         UsageError: the data set has no length.
@@ -60,6 +61,7 @@ class Loader:
         workers: int = 0,
         repeats: bool = False,
         what: str = "the data set",
+        look: Callable[[Any], None] | None = None,
     ) -> None:
         require_length(dataset, what)
         self.dataset, self.collate_fn = dataset, collate_fn or default_collate
@@ -67,7 +69,7 @@ class Loader:
         self.shuffle, self.whole, self.seed, self.workers = shuffle, whole, seed, workers
         self.remainder = 0
         """Samples of all ranks in the last step, while it is being used and is not full; else 0."""
-        self._epoch, self._repeats = 0, repeats
+        self._epoch, self._repeats, self._look = 0, repeats, look
 
     def __len__(self) -> int:
         """Return the batches of an epoch."""
@@ -99,6 +101,8 @@ class Loader:
             for number, batch in enumerate(loader, start):
                 if not self.whole and number == len(self) - 1 and left < full:
                     self.remainder = left
+                if self._look is not None:
+                    self._look(batch)
                 yield on_device(batch, self.device)
         finally:
             self.remainder = 0

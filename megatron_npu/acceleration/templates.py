@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_npu.acceleration import labels, layout, loop, megatron_models, providers
+from megatron_npu.acceleration import labels, layout, loop, megatron_models, providers, vocabulary
 from megatron_npu.acceleration.engine import RapidformerEngine
 from megatron_npu.acceleration.loading import Collate, Loader
 from megatron_npu.acceleration.outcome import Evaluation, Outcome
@@ -83,6 +83,11 @@ class Template:
             )
         return loader
 
+    def _require_known_tokens(self, data: providers.Datasets) -> None:
+        """Check the tokens of data sets that have columns; those of others are looked at batch by batch."""
+        for what, dataset in (("training", data.train), ("validation", data.valid), ("test", data.test)):
+            vocabulary.require_known_column(dataset, self.engine.vocabulary, f"the {what} data")
+
     def _settle_length(self, loader: Loader) -> None:
         """Derive the iterations of the run and of an epoch, which the schedule needs.
 
@@ -137,6 +142,7 @@ class Finetuner(Template):
         self._settle_length(batches)
         model, optimizer, scheduler = providers.model(self)
         prepared = engine.prepare(model, optimizer, scheduler)
+        self._require_known_tokens(data)
 
         def forward(iterator: Iterator[Any]) -> torch.Tensor:
             return self.run_forward_step(next(iterator), prepared.model)
@@ -201,6 +207,7 @@ class PreTrainer(Template):
         """Train a model that every process holds."""
         engine, args = self.engine, self.engine.args
         prepared = engine.prepare(model, optimizer, scheduler)
+        self._require_known_tokens(data)
 
         def forward(iterator: Iterator[Any]) -> torch.Tensor:
             return self.run_forward_step(iterator, prepared.model)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron_npu.acceleration.parts import Parts
 from megatron_npu.errors import UsageError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 _STRINGS = ("string", "large_string", "string_view")
 
 
-def require(parts: Mapping[str, Dataset], columns: Mapping[str, str | None], *, every: bool = True) -> None:
+def require(parts: Parts, columns: Mapping[str, str | None], *, every: bool = True) -> None:
     """Check that columns hold texts.
 
     Args:
@@ -29,11 +27,11 @@ def require(parts: Mapping[str, Dataset], columns: Mapping[str, str | None], *, 
             if column is not None:
                 _require_kind(rows.features[column], part, role, column, "texts")
                 if every:
-                    _require_values(rows, part, role, column)
+                    _require_values(parts, part, role, column)
 
 
-def require_words(parts: Mapping[str, Dataset], tokens: str, tags: str) -> None:
-    """Check that a column holds lists of words, and that each row has one, with a list of tags beside it.
+def require_words(parts: Parts, tokens: str, tags: str) -> None:
+    """Check that a column holds lists of words, and that each row has one, with as many tags beside it.
 
     Raises:
         UsageError: it does not.
@@ -42,7 +40,20 @@ def require_words(parts: Mapping[str, Dataset], tokens: str, tags: str) -> None:
         words = getattr(rows.features[tokens], "feature", None)
         _require_kind(words, part, "tokens", tokens, "lists of words")
         for role, column in (("tokens", tokens), ("tags", tags)):
-            _require_values(rows, part, role, column)
+            _require_values(parts, part, role, column)
+        _require_as_many(parts, part, tokens, tags)
+
+
+def _require_as_many(parts: Parts, part: str, tokens: str, tags: str) -> None:
+    both = parts[part].select_columns([tokens, tags])[:]
+    for row, (words, own) in enumerate(zip(both[tokens], both[tags], strict=True)):
+        if len(words) != len(own):
+            raise UsageError(
+                f"{len(words)} words and {len(own)} tags in {parts.place(part, row)}, "
+                f"which begins {' '.join(map(str, words[:5]))!r}",
+                "a tag for each word",
+                "Correct the row, or leave it out.",
+            )
 
 
 def _require_kind(feature: Any, part: str, role: str, column: str, expected: str) -> None:
@@ -56,12 +67,13 @@ def _require_kind(feature: Any, part: str, role: str, column: str, expected: str
         )
 
 
-def _require_values(rows: Dataset, part: str, role: str, column: str) -> None:
+def _require_values(parts: Parts, part: str, role: str, column: str) -> None:
+    rows = parts[part]
     if rows.data.column(column).null_count:  # of the whole file: the row may be of another part
         row = _first_without(rows.select_columns([column])[:][column])
         if row is not None:
             raise UsageError(
-                f"no {role} in row {row + 1} of the part {part!r} (column {column!r})",
+                f"no {role} in {parts.place(part, row)}, column {column!r}",
                 "one in every row",
                 "Correct the row, or leave it out.",
             )

@@ -78,13 +78,28 @@ def _told(path: Path, error: BaseException) -> BaseException:
     frame = _of_user(path, error.__traceback__)
     if frame is None or isinstance(error, LoaderWorkerError):
         return error
-    reason = (str(error).strip() or "no message").splitlines()[0]
+    reason = _beyond_an_embedding(error) or (str(error).strip() or "no message").splitlines()[0]
     where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     return UsageError(
         f"--user-script {path.name} ended with {type(error).__name__}: {reason} ({where})",
         "a script that runs",
         "Correct it there; --log-level debug prints the whole way.",
     )
+
+
+def _beyond_an_embedding(error: BaseException) -> str | None:
+    """Return what a model's embedding was asked for that it has not; None: it is another error.
+
+    torch says no more than that an index is out of range: a token, or a position of a text that is too long.
+    """
+    if not isinstance(error, IndexError):
+        return None
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    asked, rows = (frame.f_locals.get(name) for name in ("input", "weight"))
+    if frame.f_code.co_name != "embedding" or not hasattr(asked, "max") or not hasattr(rows, "shape"):
+        return None
+    strange = int(asked.max()) if asked.max() >= rows.shape[0] else int(asked.min())
+    return f"an embedding of {rows.shape[0]} rows was asked for number {strange}"
 
 
 def _of_user(path: Path, trace: TracebackType | None) -> traceback.FrameSummary | None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_npu.acceleration import columns, data_flags, datasets, labels
+from megatron_npu.acceleration import columns, data_flags, datasets, labels, text_files, texts, vocabulary
+from megatron_npu.acceleration.parts import Parts
 from megatron_npu.acceleration.state import get_logger
 from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
@@ -157,6 +158,23 @@ def _empty_file(folder: Path) -> argparse.Namespace:
     return args(folder / "data")
 
 
+def _head_alone(folder: Path) -> argparse.Namespace:
+    (folder / "all.tsv").write_text("sentence\tlabel\n")
+    return args(folder / "all.tsv")
+
+
+def _no_rows(folder: Path) -> argparse.Namespace:
+    (folder / "all.json").write_text("[]")
+    return args(folder / "all.json")
+
+
+def _encoded(path: Path, encoding: str) -> Path:
+    """Write rows of which the third has a character that is not ASCII's."""
+    write(path, [*ROWS[:2], {"sentence": "caf@", "label": 1}, *ROWS])
+    path.write_bytes(path.read_text(encoding="utf-8").replace("@", "\xe9").encode(encoding))
+    return path
+
+
 def _two_kinds(folder: Path) -> argparse.Namespace:
     write(folder / "data" / "train.csv", ROWS)
     return args(write(folder / "data" / "test.jsonl", ROWS).parent)
@@ -171,7 +189,21 @@ BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
     "one row": (_lonely, "1 rows to train on and none to validate on"),
     "nothing to train on": (_without_train, "has the parts 'validation'"),
     "an empty part": (_empty, "a part without rows"),
-    "an empty file": (_empty_file, 'a part without rows (Instruction "validation"'),
+    "an empty file": (_empty_file, "data/validation.csv has no rows below its head; expected a row at least"),
+    "a head alone": (_head_alone, "all.tsv has no rows below its head; expected a row at least"),
+    "no row of json": (_no_rows, "all.json has no rows; expected a row at least"),
+    "lines in Latin-1": (
+        lambda folder: args(_encoded(folder / "all.jsonl", "latin-1")),
+        "all.jsonl is not UTF-8: byte 0xe9 in line 3; expected text in UTF-8. Convert it: iconv -f LATIN1 -t",
+    ),
+    "a table in Latin-1": (
+        lambda folder: args(_encoded(folder / "all.csv", "latin-1")),
+        "all.csv is not UTF-8: byte 0xe9 in line 4; expected text in UTF-8",
+    ),
+    "a table in UTF-16": (
+        lambda folder: args(_encoded(folder / "all.csv", "utf-16")),
+        "all.csv begins as a file in UTF-16 does; expected text in UTF-8. Convert it: iconv -f UTF-16 -t",
+    ),
     "a file of no bytes": (_no_bytes, "empty.jsonl is empty; expected a file with rows"),
     "a file has no configurations": (_configured, "--data-name mrpc with --data-path"),
     "a folder of folders": (_configured_folder, "glue/mrpc alone."),
@@ -192,6 +224,79 @@ def test_what_is_wrong_with_a_data_set_is_told_in_a_line(name: str, tmp_path: Pa
         datasets.load(make(tmp_path))
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("all.csv", "row 13 below the head of {}"), ("all.jsonl", "row 13 of {}"), ("all.json", "row 13 of {}")],
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_row_is_named_as_the_file_has_it_whatever_is_taken_to_validate_on(
+    tmp_path: Path, name: str, place: str, seed: int
+) -> None:
+    rows = [{**row, "label": str(row["label"])} for row in ROWS]
+    rows[12] |= {"sentence": None, "label": "odd"}
+    file = write(tmp_path / name, rows)
+    found = datasets.load(args(file, seed=seed, validation_fraction=0.5))
+    part = next(part for part, own in found.items() if None in own["sentence"][:])
+    with pytest.raises(UsageError) as refused:
+        texts.require(found, {"text": "sentence"})
+    assert f"no text in {place.format(file)} (part {part!r}), column 'sentence';" in str(refused.value)
+    assert (
+        found.place(part, found[part]["sentence"][:].index(None)) == f"{place.format(file)} (part {part!r})"
+    )
+
+
+def test_a_label_is_named_by_its_row_in_the_file(tmp_path: Path) -> None:
+    rows = [{"sentence": "a", "label": str(number % 2)} for number in range(19)]
+    file = write(tmp_path / "all.jsonl", [*rows, {"sentence": "a", "label": "odd"}])
+    seed = next(seed for seed in range(99) if _is_taken(19, 20, seed))
+    with pytest.raises(UsageError) as refused:
+        labels.of_rows(datasets.load(args(file, seed=seed)), "label")
+    assert f"the label 'odd' in row 20 of {file} (part 'validation'); expected one" in str(refused.value)
+
+
+def _is_taken(row: int, rows: int, seed: int) -> bool:
+    numbered = library.Dataset.from_dict({"row": list(range(rows))})
+    return row in numbered.train_test_split(0.1, seed=seed)["test"]["row"][:]
+
+
+def test_rows_of_parts_that_are_no_single_files_are_named_by_their_part(tmp_path: Path) -> None:
+    for name, rows in {"train-0": ROWS[:7], "train-1": ROWS[7:12], "dev": ROWS[12:15]}.items():
+        write(tmp_path / "data" / f"{name}.jsonl", rows)
+    found = datasets.load(args(tmp_path / "data"))
+    assert found.place("train", 8) == "row 9 of the part 'train'"
+    dev = tmp_path / "data" / "dev.jsonl"
+    assert found.place("validation", 2) == f"row 3 of {dev} (part 'validation')"
+    flat = found.changed(lambda rows: rows.rename_column("sentence", "text"))
+    assert flat.place("validation", 2) == found.place("validation", 2)
+    library.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    saved = datasets.load(args(tmp_path / "saved"))
+    row = int(saved["validation"]["sentence"][0].split()[1])
+    assert saved.place("validation", 0) == f"row {row + 1} of the part 'train', taken for 'validation'"
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 1 << 20])
+def test_characters_may_go_on_in_the_next_chunk(tmp_path: Path, chunk: int, monkeypatch) -> None:
+    monkeypatch.setattr(text_files, "_CHUNK", chunk)
+    file = tmp_path / "a.txt"
+    file.write_text("caf\xe9 \u4e2d\u6587\n\U0001f600\n", encoding="utf-8")
+    text_files.require(file)
+    with file.open("ab") as more:
+        more.write(b"x\ny \xe4\xb8")  # the rest of the character is not there
+    with pytest.raises(UsageError, match=r"a.txt is not UTF-8: byte 0xe4 in line 4; "):
+        text_files.require(file)
+
+
+def test_tokens_that_a_model_has_not_are_found_in_a_column() -> None:
+    rows = library.Dataset.from_dict({"input_ids": [[1, 2], [], [9, 3]], "label": [0, 1, 0]})
+    vocabulary.require_known_column(rows, 10, "the data")
+    vocabulary.require_known_column(rows, None, "the data")
+    vocabulary.require_known_column(rows.remove_columns("input_ids"), 1, "the data")
+    vocabulary.require_known_column([{"input_ids": [9]}], 1, "the data")  # has no columns
+    vocabulary.require_known_column(rows.select([0, 1]), 9, "the data")
+    with pytest.raises(UsageError, match="the data with the token 9, and a model of 9; expected tokens from"):
+        vocabulary.require_known_column(rows, 9, "the data")
 
 
 def test_texts_have_the_names_of_glue_or_those_that_are_said() -> None:
@@ -232,10 +337,12 @@ def test_columns_are_said_as_role_and_name() -> None:
         parser.parse_args(["--columns", "text"])
 
 
-def parts(train: list[Any], validation: list[Any] | None = None, feature: Any = None) -> dict[str, Any]:
+def parts(train: list[Any], validation: list[Any] | None = None, feature: Any = None) -> Parts:
     kinds = library.Features({"label": feature}) if feature else None
     both = {"train": train} | ({"validation": validation} if validation is not None else {})
-    return {part: library.Dataset.from_dict({"label": rows}, features=kinds) for part, rows in both.items()}
+    return Parts(
+        {part: library.Dataset.from_dict({"label": rows}, features=kinds) for part, rows in both.items()}
+    )
 
 
 def test_labels_are_numbers_names_or_of_the_data_set_s_own() -> None:

@@ -312,6 +312,9 @@ def _no_words(folder: Path) -> list[str]:
     return ["--pretrained-model-name-or-path", str(model)]
 
 
+_TAGGED = [{"tokens": ["a"], "tags": [tag]} for tag in 5 * ["O", "B-X"]]
+
+
 def _other_data(rows: list[dict[str, Any]]) -> Callable[[Path], list[str]]:
     return lambda folder: ["--data-path", str(tasks_data.write_rows(folder / "other.jsonl", rows))]
 
@@ -412,8 +415,8 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     ),
     "fewer tags than words": (
         "token_classification",
-        _other_data([{"tokens": ["the", "cat"], "tags": ["O", "B-X", "O"]}] * 9),
-        "2 words and 3 tags in a row that begins 'the cat'",
+        _other_data([*_TAGGED, {"tokens": ["the", "cat"], "tags": ["O"]}]),
+        "2 words and 1 tags in row 11 of ",
     ),
     "an answer that is not there": (
         "question_answering",

@@ -315,6 +315,70 @@ def test_scripts_that_cannot_be(written: str, instead: str, expected: str, tmp_p
     assert expected in said
 
 
+TOKENS = """
+import torch
+from rapidformer import Finetuner, RapidformerEngine
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(10, 2)
+    def get_input_embeddings(self):
+        return self.words
+    def forward(self, input_ids):
+        return self.words(input_ids)
+
+class Mine(Finetuner):
+    def train_valid_test_datasets_provider(self):
+        known, strange = [{"input_ids": torch.tensor([1, 9])}] * 8, [{"input_ids": torch.tensor([10, 1])}]
+        return known + strange * 8, known, known, None
+    def model_optimizer_lr_scheduler_provider(self):
+        return Model(), None, None
+    def run_forward_step(self, batch, model):
+        return model(**batch).mean()
+    def run_compute_metrics(self, model, eval_dataloader):
+        return {"mean": float(sum(model[0](**batch).mean() for batch in eval_dataloader))}
+"""
+WHAT_IT_KNOWS = "    def get_input_embeddings(self):\n        return self.words\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "a batch with the token 10, and a model of 10; expected tokens from 0 to 9. Take the tokenizer"),
+        (
+            {"known + strange * 8, known,": "known, strange,"},
+            "a batch with the token 10, and a model of 10; expected tokens from 0 to 9. Take the tokenizer",
+        ),
+        (
+            {"known + strange * 8, known, known": "known, known, datasets.Dataset.from_list(strange)"},
+            "the test data with the token 10, and a model of 10; expected tokens from 0 to 9. Take the token",
+        ),
+        (
+            {WHAT_IT_KNOWS: ""},
+            "with IndexError: an embedding of 10 rows was asked for number 10 (mine.py, line 10, in forward)",
+        ),
+        (
+            {"[10, 1]": "[-1, 9]"},
+            "with IndexError: an embedding of 10 rows was asked for number -1 (mine",
+        ),
+    ],
+)
+def test_a_vocabulary_that_is_larger_than_the_model_s(
+    changes: dict[str, str], expected: str, tmp_path: Path, capsys
+) -> None:
+    script, whole = tmp_path / "mine.py", TOKENS + END
+    for written, instead in changes.items():
+        assert written in whole
+        whole = whole.replace(written, instead)
+    script.write_text(whole.replace("import torch\n", "import datasets, torch\n", 1))
+    assert cli.main(["train", "--user-script", str(script), "--epochs", "1"]) == 2
+    out, err = capsys.readouterr()
+    (said,) = err.splitlines()
+    assert expected in said
+    assert "the test data" not in said or "iteration" not in out
+
+
 def test_an_optimizer_of_some_weights_steps_these_alone() -> None:
     head, body = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     before = {"head": head, "body": body}

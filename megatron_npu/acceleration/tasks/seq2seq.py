@@ -12,6 +12,7 @@ from transformers import DataCollatorForSeq2Seq
 
 from megatron_npu.acceleration import metrics
 from megatron_npu.acceleration.labels import IGNORED
+from megatron_npu.acceleration.parts import Parts
 from megatron_npu.acceleration.tasks.task import (
     EXAMPLE,
     Batch,
@@ -33,11 +34,11 @@ class Seq2Seq(Task):
     roles = ("source", "target")
 
     @functools.cached_property
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Parts:
         """The rows of each part; columns of columns are taken apart where a flag names one."""
         parts = super().parts
         if any("." in name for _, name in self.args.columns):
-            return {part: rows.flatten() for part, rows in parts.items()}
+            return parts.changed(lambda rows: rows.flatten())
         return parts
 
     def encoded(self, rows: Any, part: str) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_npu.acceleration import columns, labels, metrics, texts
 from megatron_npu.acceleration.datasets import named
+from megatron_npu.acceleration.parts import Parts
 from megatron_npu.acceleration.tasks.task import Batch, Task
 
 
@@ -25,7 +26,7 @@ class SequenceClassification(Task):
     name = "sequence_classification"
 
     @functools.cached_property
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Parts:
         """The rows of each part; a test part whose labels are not given away is left out."""
         parts = super().parts
         test = parts.get("test")

@@ -17,6 +17,7 @@ from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 from megatron_npu.acceleration import columns, pretrained, texts
 from megatron_npu.acceleration.datasets import load
 from megatron_npu.acceleration.labels import IGNORED
+from megatron_npu.acceleration.parts import Parts
 from megatron_npu.acceleration.templates import Finetuner
 from megatron_npu.devices.rows import Rows
 from megatron_npu.errors import UsageError
@@ -81,9 +82,9 @@ class Task(Finetuner):
     # -- what they share
 
     @functools.cached_property
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Parts:
         """The rows of each part."""
-        return dict(load(self.args))
+        return load(self.args)
 
     @property
     def column_names(self) -> dict[str, list[str]]:

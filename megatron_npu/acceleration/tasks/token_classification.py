@@ -17,7 +17,6 @@ from megatron_npu.acceleration.tasks.task import (
     label_losses,
     mean_loss,
 )
-from megatron_npu.errors import UsageError
 
 
 class TokenClassification(Task):
@@ -42,7 +41,7 @@ class TokenClassification(Task):
         return self.labels.config()
 
     def require_columns(self) -> None:
-        """Check that every row has a list of words and one of tags."""
+        """Check that every row has a list of words and one of as many tags."""
         labels.require_lists(self.parts["train"], self.columns["tags"])
         texts.require_words(self.parts, self.columns["tokens"], self.columns["tags"])
 
@@ -93,13 +92,6 @@ def _encode(
     longest: int,
 ) -> dict[str, Any]:
     words, tags = rows[columns["tokens"]], rows[columns["tags"]]
-    for row, (one, other) in enumerate(zip(words, tags, strict=True)):
-        if len(one) != len(other):
-            raise UsageError(
-                f"{len(one)} words and {len(other)} tags in a row that begins {' '.join(one[:5])!r}",
-                "a tag for each word",
-                f"Correct the row (the {row + 1}th of its batch).",
-            )
     tokens = tokenizer(words, is_split_into_words=True, truncation=True, max_length=longest)
     return {
         **tokens,

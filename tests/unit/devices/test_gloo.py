@@ -138,8 +138,14 @@ from megatron_npu.devices.redirect import Redirection
 if sys.argv[1] == "uncured":
     gloo.copy_with_one_thread = lambda: None
 torch.set_num_threads(2)
-Redirection(devices.CpuDevice()).on()
-dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+if sys.argv[2] == "train":
+    from argparse import Namespace
+    from megatron_npu.acceleration import engine
+
+    engine.join(Namespace(world_size=1, distributed_timeout_minutes=1))
+else:
+    Redirection(devices.CpuDevice()).on()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 large = torch.ones(1_000_000)
 large.mul_(2)  # the main thread's pool
 before = len(os.listdir("/proc/self/task"))
@@ -150,10 +156,11 @@ print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
 
 
 @pytest.mark.skipif(not gloo._THREADS.is_dir(), reason="needs Linux's /proc/self/task, to count threads")
+@pytest.mark.parametrize("command", ["pretrain", "train"])
 @pytest.mark.parametrize(("which", "grows"), [("cured", False), ("uncured", True)])
-def test_gathering_starts_no_second_pool_of_threads(which, grows):
+def test_gathering_starts_no_second_pool_of_threads(which, grows, command):
     """With one, every step after the first checkpoint takes twice as long on two cores (torch 2.13)."""
-    command = [sys.executable, "-c", GATHERS, which]
+    command = [sys.executable, "-c", GATHERS, which, command]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     more, own = map(int, result.stdout.split())
     assert (more > 0, own) == (grows, 2)

@@ -1,0 +1,62 @@
+"""The parts of a data set, and where in the user's files each of their rows stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_WITH_HEAD = (".csv", ".tsv")
+
+
+class Parts(dict[str, Any]):
+    """The rows of each part by its name; messages about a row ask where the user finds it.
+
+    Args:
+        rows: of each part.
+        files: those that a part was read from, as the user named them; a part without is none of files.
+    """
+
+    def __init__(
+        self, rows: Mapping[str, Dataset], files: Mapping[str, Sequence[Path]] | None = None
+    ) -> None:
+        super().__init__(rows)
+        self._files = dict(files or {})
+        self._taken: dict[str, tuple[str, Sequence[int]]] = {}
+
+    def split(self, part: str, rows: Mapping[str, Sequence[int]]) -> None:
+        """Put rows of one part into several.
+
+        Args:
+            part: the one; it may be among the several.
+            rows: the numbers that each of them gets.
+        """
+        whole = self.pop(part)
+        for name, numbers in rows.items():
+            self[name] = whole.select(numbers)
+            self._taken[name] = part, numbers
+
+    def changed(self, change: Callable[[Dataset], Dataset]) -> Parts:
+        """Return the parts with something done to their columns; rows stay where they are."""
+        found = Parts({part: change(rows) for part, rows in self.items()}, self._files)
+        found._taken = self._taken
+        return found
+
+    def place(self, part: str, row: int) -> str:
+        """Return in words where a row stands: ``row 7 below the head of reviews.csv (part 'train')``.
+
+        Args:
+            part: its part.
+            row: its number there, from 0 on.
+        """
+        source, numbers = self._taken.get(part, (part, None))
+        number = (row if numbers is None else int(numbers[row])) + 1
+        files = self._files.get(source, ())
+        if len(files) == 1:
+            head = "below the head of" if files[0].suffix in _WITH_HEAD else "of"
+            return f"row {number} {head} {files[0]} (part {part!r})"
+        taken = f", taken for {part!r}" if source != part else ""
+        return f"row {number} of the part {source!r}{taken}"
