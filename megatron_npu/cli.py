@@ -10,7 +10,16 @@ import os
 import sys
 import traceback
 
-from megatron_npu import __version__, collector, errors, files, inert_packages, interruption, settings
+from megatron_npu import (
+    __version__,
+    collector,
+    errors,
+    files,
+    inert_packages,
+    interruption,
+    settings,
+    visible_devices,
+)
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
@@ -61,6 +70,8 @@ _REQUIRED = {
 }
 # these let the garbage collector go on themselves, once their model is built
 _BUILD_A_MODEL = ("pretrain",)
+# these start a rank for each device that CUDA_VISIBLE_DEVICES lists; torch, once imported, has counted them
+_START_RANKS = ("train",)
 # behind these comes another's command line, whose --help is not ours
 _TAKES_A_COMMAND = ("run", "sim")
 
@@ -163,6 +174,8 @@ def _absent(error: ModuleNotFoundError) -> UsageError | None:
 
 def _run(argv: list[str]) -> int:
     module, function = COMMANDS[argv[0]][0].split(":")
+    if argv[0] in _START_RANKS:
+        visible_devices.name_for_ascend()
     collector.rest()
     try:
         command = getattr(importlib.import_module(module), function)

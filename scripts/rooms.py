@@ -216,7 +216,7 @@ ROOMS = (
         "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
         "arg_parser checksums deepspeed_device deepspeed_half devices errors extension_locks files ops "
         "preprocessing replicas safe_load settings standins switch_rules switches tokenization torch_readers "
-        "training visible_devices watchdog",
+        "training watchdog",
         ("torch", "megatron"),
     ),
     Room(
@@ -243,7 +243,8 @@ ROOMS = (
         "cli.py",
         "`megatron-npu COMMAND`: finds the command, prints a `UsageError` in one line",
         "acceleration benching collector conversion doctor errors evaluation files inert_packages "
-        "interruption patch_commands patching preprocessing runner serving settings sim training",
+        "interruption patch_commands patching preprocessing runner serving settings sim training "
+        "visible_devices",
     ),
     Room(
         "stock_script.py",

@@ -248,7 +248,7 @@ def _refused(
             return empty
         reason = f"a part without rows ({reason})"
     given, path = f"--data-path {name}{f' --data-name {config}' if config else ''}", Path(name)
-    files = f"a file or a folder of {', '.join(_FORMATS)}"
+    kinds = f"a file or a folder of {', '.join(_FORMATS)}"
     if path.is_dir() and config is not None:
         inside = (path / config).is_dir()
         return UsageError(
@@ -259,10 +259,10 @@ def _refused(
             else "For a folder of files leave --data-name out.",
         )
     if path.exists() or path.suffix in _FORMATS:
-        return UsageError(f"{given}: {reason}", files, "Correct the file, or give another one.")
+        return UsageError(f"{given}: {reason}", kinds, "Correct the file, or give another one.")
     return UsageError(
         f"{given}: {reason}",
-        f"{files}, or a data set of the hub",
+        f"{kinds}, or a data set of the hub",
         "Correct name or file. A data set of the hub needs a connection, or to be in its cache already.",
     )
 

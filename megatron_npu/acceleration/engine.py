@@ -46,6 +46,8 @@ class RapidformerEngine:
         UsageError: there are no flags, or the device is not there.
     """
 
+    vocabulary: int | None = None
+
     def __init__(self, args: Namespace | None = None) -> None:
         self.args = state.get_args() if args is None else args
         if args is not None:
@@ -60,7 +62,6 @@ class RapidformerEngine:
         self.prepared: Prepared | None = None
         self._loaders: list[Loader] = []
         self._told_lengths = False
-        self.vocabulary: int | None = None
         self.used = False
         join(self.args)
         seed_everything(self.args.seed)

@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_npu import devices, visible_devices
+from megatron_npu import devices
 from megatron_npu.acceleration.ranks import from_environment
 from megatron_npu.devices import cores
 from megatron_npu.errors import UsageError
@@ -30,7 +30,6 @@ def local_processes(args: Namespace) -> int:
     Raises:
         UsageError: more are asked for than there are devices, or on a CPU than its memory has room for.
     """
-    visible_devices.name_for_ascend()
     device = devices.current()
     asked: int | None = args.nproc_per_node
     if asked is None:

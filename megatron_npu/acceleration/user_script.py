@@ -13,6 +13,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from torch import Tensor
+
 from megatron_npu.errors import LoaderWorkerError, UsageError
 from megatron_npu.standins import mpu
 
@@ -96,7 +98,7 @@ def _beyond_an_embedding(error: BaseException) -> str | None:
         return None
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     asked, rows = (frame.f_locals.get(name) for name in ("input", "weight"))
-    if frame.f_code.co_name != "embedding" or not hasattr(asked, "max") or not hasattr(rows, "shape"):
+    if frame.f_code.co_name != "embedding" or not (isinstance(asked, Tensor) and isinstance(rows, Tensor)):
         return None
     strange = int(asked.max()) if asked.max() >= rows.shape[0] else int(asked.min())
     return f"an embedding of {rows.shape[0]} rows was asked for number {strange}"

@@ -55,6 +55,16 @@ def test_resumed_with_another_sharding_and_offloaded(two_npus):
     check(two_npus[f"resumed {' '.join(stacks.RESUMED[0])}"], plain("bert", 6))
 
 
+def test_ranks_are_those_of_the_devices_that_are_listed(simulated):
+    """In a process of its own from the start: torch_npu counts devices when torch is imported."""
+    script = ROOT / "tests" / "acceleration" / "scripts" / "slow.py"
+    flags = f"--user-script {script} --epochs 1 --micro-batch-size 3 --global-batch-size 4".split()
+    start = ["env", sys.executable, "-m", "megatron_npu", "train", *flags]
+    done = simulated(*start, MEGATRON_NPU_SIM_DEVICES="4", CUDA_VISIBLE_DEVICES="1,3")
+    assert done.returncode == 2
+    assert "--micro-batch-size 3 on 2 data-parallel ranks; expected a multiple" in done.stdout
+
+
 @pytest.fixture(scope="module")
 def memory(simulated, tmp_path_factory):
     """Scheme -> bytes of a rank of two, measured and by arithmetic."""
