@@ -1,12 +1,14 @@
 """Seconds per step of a run before and after it saves, evaluates and resumes: does it get slower?
 
-    python benchmarks/steady.py --dtype bf16 --rounds 3
+    python benchmarks/steady.py --dtype bf16
 
-One run of the embedded driver per variant, with a save or an evaluation after every ``--steps`` steps, then
-the same run resumed. Beside the median time of the steps of each stretch stand the voluntary context switches
-and the processor time per step, which other processes on the machine disturb less: a thread that sleeps at
-the end of every parallel region shows in the switches first, one that waits awake in the time. "uncured"
-leaves ``gloo.copy_with_one_thread`` out. Needs the extra core. Results go to benchmarks/results/.
+A run of the embedded driver saves (or evaluates) after every ``--steps`` steps, and then the same run
+resumed takes some more. A second run, which never does, takes its steps in turn with it (``turns.py``): each
+step is set against its neighbour, since a machine's speed drifts by more than is to be told apart. Of each
+stretch between two events stand the median of these ratios, and the voluntary context switches and the
+processor time of a step, which other processes on the machine disturb less: a thread that sleeps at the end
+of every parallel region shows in the switches first, one that waits awake in the time. "uncured" leaves
+``gloo.copy_with_one_thread`` out. Needs the extra core. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -17,28 +19,28 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import report
+import turns
 
 MODEL = {"layers": 6, "hidden": 320, "heads": 5, "seq": 256, "batch": 4}
 VOCABULARY = 50304
 VARIANTS = ("project", "uncured")
 EVENTS = ("save", "evaluation")
+WARM_UP = 2  # steps of a process that do not count
 
 
 def main() -> None:
-    """Measure all variants and events, or one run (in a child)."""
+    """Measure all variants and events, or be one run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--steps", type=int, default=15, help="in each stretch between two events")
     parser.add_argument("--events", type=int, default=5, help="how many of a kind")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each variant and kind, in turn")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--child", nargs=4, metavar=("VARIANT", "EVENT", "FOLDER", "ITERATIONS"))
     arguments = parser.parse_args()
@@ -46,50 +48,79 @@ def main() -> None:
         variant, event, folder, iterations = arguments.child
         print(json.dumps(train(variant, event, Path(folder), int(iterations), arguments)))
         return
-    measured: dict = {variant: {event: [] for event in EVENTS} for variant in arguments.variants}
-    for _ in range(arguments.rounds):
-        for variant, events in measured.items():
-            for event, runs in events.items():
-                runs.append(both_runs(variant, event, arguments))
+    measured = {
+        variant: {event: stretches(variant, event, arguments) for event in EVENTS}
+        for variant in arguments.variants
+    }
     write(arguments, measured)
 
 
-def both_runs(variant: str, event: str, arguments: argparse.Namespace) -> list[dict]:
-    """Return the stretches of a run, and of its resumption, each with a process of its own."""
+def stretches(variant: str, event: str, arguments: argparse.Namespace) -> list[dict]:
+    """Return the stretches of a run, and of its resumption, each beside a run that has no events."""
     end = arguments.steps * (arguments.events + 1)
     with tempfile.TemporaryDirectory() as folder:
-        stretches = run_child(variant, event, folder, end, arguments)
+        found = beside_another(variant, event, Path(folder), range(end), arguments)
         if event == "save":
-            resumed = run_child(variant, event, folder, end + arguments.steps, arguments)
-            stretches += [{**stretch, "resumed": True} for stretch in resumed]
-    for number, stretch in enumerate(stretches):
-        name = "resumed" if stretch.get("resumed") else f"after {number}"
+            found += beside_another(
+                variant, event, Path(folder), range(end, end + arguments.steps), arguments
+            )
+    for stretch in found:
+        name = "resumed" if stretch["resumed"] else f"after {stretch['events']}"
         print(
-            f"{variant:<8} {event:<11} {name:<8} {stretch['ms']:8.1f} ms, "
+            f"{variant:<8} {event:<11} {name:<8} {stretch['ratio']:6.3f} of the run beside it, "
             f"{stretch['processor_ms']:8.1f} ms of processors, {stretch['switches']:8.0f} switches",
             flush=True,
         )
-    return stretches
+    return found
 
 
-def run_child(variant: str, event: str, folder: str, iterations: int, arguments: argparse.Namespace) -> list:
-    """Run the driver in a fresh process; return its stretches."""
+def beside_another(
+    variant: str, event: str, folder: Path, iterations: range, arguments: argparse.Namespace
+) -> list[dict]:
+    """Let a run take these iterations in turn with one that has no events; return its stretches."""
+    runs = [
+        turns.Program(name, command_of(variant, name, where, last, arguments), before=WARM_UP)
+        for name, where, last in (
+            (event, folder, iterations.stop),
+            ("none", folder / "none", len(iterations)),
+        )
+    ]
+    turns.measure(runs, len(iterations) - WARM_UP)
+    one, other = runs
+    ratios = turns.ratios(other, one)
+    # the turn after iteration n ends in the midst of the next one: it has what happens after n in it
+    after = list(iterations)[WARM_UP - 1 : -1]
+    rows = zip((number + 1 for number in after), ratios, one.said[WARM_UP:], strict=True)
+    calm = [row for row in rows if row[0] % arguments.steps]
+    stretches = itertools.groupby(calm, key=lambda row: row[0] // arguments.steps)
+    return [medians(list(own), events, iterations.start > 0) for events, own in stretches]
+
+
+def medians(rows: list, events: int, resumed: bool) -> dict:
+    """Return what a stretch shows, of rows with an iteration, its ratio, and its switches and time."""
+    return {
+        "events": events,
+        "resumed": resumed,
+        "ratio": statistics.median(ratio for _, ratio, _ in rows),
+        "switches": statistics.median(switches for *_, (switches, _) in rows),
+        "processor_ms": statistics.median(milliseconds for *_, (_, milliseconds) in rows),
+    }
+
+
+def command_of(variant: str, event: str, folder: Path, last: int, arguments: argparse.Namespace) -> list[str]:
+    """Return the command of a run that ends after the iteration ``last``."""
     command = [sys.executable, __file__, "--dtype", arguments.dtype, "--steps", str(arguments.steps)]
-    command += ["--child", variant, event, folder, str(iterations)]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    result = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(result.stdout.strip().splitlines()[-1])
+    return [*command, "--child", variant, event, str(folder), str(last)]
 
 
-def train(variant: str, event: str, folder: Path, iterations: int, arguments: argparse.Namespace) -> list:
-    """Train; return each stretch's first step, median milliseconds, switches and processor time per step."""
+def train(variant: str, event: str, folder: Path, last: int, arguments: argparse.Namespace) -> list:
+    """Train, each step in its turn; return the switches and the milliseconds of processors of each."""
     from megatron_npu.devices import gloo
     from megatron_npu.training import arguments as flags
     from megatron_npu.training import pretrain
 
     if variant == "uncured":
         gloo.copy_with_one_thread = lambda: None
-    log = folder / "metrics.jsonl"
     options = {
         "num-layers": MODEL["layers"],
         "hidden-size": MODEL["hidden"],
@@ -98,8 +129,8 @@ def train(variant: str, event: str, folder: Path, iterations: int, arguments: ar
         "max-position-embeddings": MODEL["seq"],
         "micro-batch-size": MODEL["batch"],
         "global-batch-size": MODEL["batch"],
-        "train-iters": 100 * arguments.steps,
-        "exit-interval": iterations,
+        "train-iters": 10**4,
+        "exit-interval": last,
         "lr": 1e-4,
         "lr-decay-style": "constant",
         "tokenizer-type": "NullTokenizer",
@@ -109,52 +140,42 @@ def train(variant: str, event: str, folder: Path, iterations: int, arguments: ar
         "eval-iters": 2 if event == "evaluation" else 0,
         "eval-interval": arguments.steps,
         "log-interval": 1,
-        "json-log": log,
-        "save": folder / "checkpoints",
-        "load": folder / "checkpoints",
     }
     if event == "save":
-        options["save-interval"] = arguments.steps
+        options |= {"save": folder, "load": folder, "save-interval": arguments.steps}
     argv = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     argv += ["--mock-data", "--no-plot", *(["--bf16"] if arguments.dtype == "bf16" else [])]
-    marks: dict[int, tuple[int, float]] = {}  # context switches and milliseconds of processors so far
+    turn, begun, used = turns.Turn(), usage(), []
 
-    def count(iteration: int, _: object) -> None:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        marks[iteration] = used.ru_nvcsw, (used.ru_utime + used.ru_stime) * 1e3
+    def take(*_: object) -> None:
+        nonlocal begun
+        used.append([now - before for now, before in zip(usage(), begun, strict=True)])
+        turn.take()
+        begun = usage()
 
     with open(os.devnull, "w") as quiet:
         out, sys.stdout = sys.stdout, quiet
         try:
-            pretrain.train(flags.parse(argv), count)
+            pretrain.train(flags.parse(argv), take)
         finally:
             sys.stdout = out
-    return list(stretches_of(log, marks, arguments.steps))
+    return used
 
 
-def stretches_of(log: Path, marks: dict[int, tuple[int, float]], steps: int):
-    """Yield what ``train`` returns; the first two steps of a process are left out."""
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    times = {row["iteration"]: row["elapsed_ms"] for row in rows if "elapsed_ms" in row}
-    begin = min(marks)
-    kept = [i for i in sorted(marks) if i in times and i >= begin + 2]
-    for first, group in itertools.groupby(kept, key=lambda i: (i - 1) // steps):
-        own = list(group)
-        pairs = [(i, i + 1) for i in own if i + 1 in own]
-        if pairs:
-            yield {
-                "first_step": first * steps + 1,
-                "ms": statistics.median(times[i] for i in own),
-                "switches": statistics.median(marks[b][0] - marks[a][0] for a, b in pairs),
-                "processor_ms": statistics.median(marks[b][1] - marks[a][1] for a, b in pairs),
-            }
+def usage() -> tuple[int, float]:
+    """Return this process's voluntary context switches and milliseconds of processors so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_nvcsw, (used.ru_utime + used.ru_stime) * 1e3
 
 
 def write(arguments: argparse.Namespace, measured: dict) -> None:
-    """Print the ratio of the slowest later stretch to the first, and write all as JSON."""
+    """Print the ratio of the later stretches to the first, and write all as JSON."""
     from megatron_npu import upstream
 
-    ratios, processor_ratios = after_over_before(measured, "ms"), after_over_before(measured, "processor_ms")
+    ratios, processor_ratios = (
+        after_over_before(measured, "ratio"),
+        after_over_before(measured, "processor_ms"),
+    )
     results = {
         "model": MODEL,
         "dtype": arguments.dtype,
@@ -166,19 +187,15 @@ def write(arguments: argparse.Namespace, measured: dict) -> None:
         report.RESULTS / f"steady-{arguments.dtype}-cpu.json", results, megatron_core=upstream.find().version
     )
     for name, ratio in ratios.items():
-        print(f"after / before, {name:<20} {ratio:.2f}, of processor time {processor_ratios[name]:.2f}")
+        print(f"after / before, {name:<20} {ratio:.3f}, of processor time {processor_ratios[name]:.3f}")
 
 
 def after_over_before(measured: dict, key: str) -> dict[str, float]:
-    """Return for each variant and event the median of the later stretches, of that of the first ones.
-
-    Before its first event a run has one stretch, whose median wavers by some percent: hence several rounds.
-    """
+    """Return for each variant and event the median of the later stretches, of the first one."""
     return {
-        f"{variant}, {event}": statistics.median(one[key] for run in runs for one in run[1:])
-        / statistics.median(run[0][key] for run in runs)
+        f"{variant}, {event}": statistics.median(one[key] for one in run[1:]) / run[0][key]
         for variant, events in measured.items()
-        for event, runs in events.items()
+        for event, run in events.items()
     }
 
 

@@ -1,17 +1,19 @@
 """Tokens per second of a training step: this project beside its peers, compiled too, and the matmul floor.
 
-    python benchmarks/train.py --model demo --dtype bf16 --rounds 3
+    python benchmarks/train.py --model demo --dtype bf16
 
-"project" is the embedded driver, "whole run" the same with checkpoints and evaluation, of which the steps
-after the first of both count. "redirection" is Megatron's own code with what makes it run and no more;
-"huggingface" a GPT-2 of Transformers and "nanogpt" one in sixty lines of plain torch, both also under
-torch.compile, warm. Beside the rates stand the seconds from the start of the process to the end of the first
-step (compiling included), and the largest resident set; on a GPU the most that its tensors took, and the
-share of its peak rate (MFU: 6 operations for a parameter and a token, 12 for a pair of tokens and a hidden
-unit of a layer, as PaLM counts; positions are no such parameters).
+"project" is the embedded driver, "whole run" the same after a checkpoint and an evaluation (the few steps
+that bring another one do not move a median). "redirection" is Megatron's own code with what makes it run and
+no more; "huggingface" a GPT-2 of Transformers and "nanogpt" one in sixty lines of plain torch, both also
+under torch.compile, warm. Beside the rates stand the seconds from the start of the process to the end of the
+first step (compiling included; of the driver to where its gradients are complete), and the largest resident
+set; on a GPU the most that its tensors took, and the share of its peak rate (MFU: 6 operations for a
+parameter and a token, 12 for a pair of tokens and a hidden unit of a layer, as PaLM counts; positions are no
+such parameters).
 
-Each variant runs in a process of its own, in turn, round by round, so that a machine whose speed drifts
-treats them alike; quote the ratios. Needs the extras core and hf. Results go to benchmarks/results/.
+Each variant runs in a process of its own, and their steps alternate (``turns.py``): a ratio is the median of
+those of neighbouring steps, since a machine's speed drifts. Memory holds ``--together`` of them at once, and
+the project is always one of these. Needs the extras core and hf. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import report
+import turns
 
 MODELS = {
     "demo": {"layers": 8, "hidden": 320, "heads": 5, "seq": 256, "batch": 4},
@@ -43,6 +45,8 @@ MODELS = {
 # operations in a second of dense bf16, by what is in a device's name: from NVIDIA's data sheets
 PEAKS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 VOCABULARY = 50304
+WARM_UP = 2  # steps that do not count
+WHOLE_RUN = 6  # the same of a run whose last step but one saves and evaluates
 VARIANTS = (
     *("project", "whole run", "redirection", "huggingface", "huggingface compiled"),
     *("nanogpt", "nanogpt compiled", "floor"),
@@ -72,31 +76,55 @@ def main() -> None:
     parser.add_argument(
         "--seq-length", type=int, help="instead of the model's, with as many tokens in a batch"
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--variant", choices=VARIANTS, help="measure this one in this process")
+    parser.add_argument("--steps", type=int, default=12, help="of each variant that count, in turn")
+    parser.add_argument("--together", type=int, default=4, help="variants that are in memory at once")
+    parser.add_argument("--variant", choices=VARIANTS, help="be this one")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, help="measure these; write to --output alone")
     parser.add_argument("--output", type=Path, help="instead of a file in benchmarks/results/")
     arguments = parser.parse_args()
     if arguments.variant:
-        rate, started = MEASURES[arguments.variant](shape_of(arguments), arguments)
-        found = {"tokens_per_second": rate, "start_seconds": started, "peak_bytes": peak_bytes()}
-        print(json.dumps(found))
+        started = MEASURES[arguments.variant](shape_of(arguments), arguments)
+        print(json.dumps({"start_seconds": started, "peak_bytes": peak_bytes()}))
         return
-    variants = arguments.only or VARIANTS
-    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
-    for _ in range(arguments.rounds):
-        for variant in variants:
-            one = run_child(variant, arguments)
-            found[variant].append(one)
-            print(
-                f"{variant:<21} {one['tokens_per_second']:9.1f} tokens/s, "
-                f"first step after {one['start_seconds'] or 0.0:5.1f} s, "
-                f"{one['peak_bytes'] / 2**20:6.0f} MiB",
-                flush=True,
-            )
+    groups = []
+    for names in groups_of(arguments.only or VARIANTS, arguments.together):
+        group = [program(name, arguments) for name in names]
+        turns.measure(group, arguments.steps)
+        groups.append(group)
+        for one in group:
+            print(line_of(one, shape_of(arguments)), flush=True)
     if arguments.output or not arguments.only:
-        write(arguments, found)
+        write(arguments, groups)
+
+
+def groups_of(variants: Sequence[str], together: int) -> Iterator[list[str]]:
+    """Yield the variants that take turns with each other; the first of all is in each group."""
+    first, *others = variants
+    size = max(1, together - 1)
+    for begin in range(0, max(1, len(others)), size):
+        yield [first, *others[begin : begin + size]]
+
+
+def program(variant: str, arguments: argparse.Namespace) -> turns.Program:
+    """Return the process of a variant, and how many steps it takes before those that count."""
+    command = [sys.executable, __file__, "--variant", variant, "--model", arguments.model]
+    command += ["--dtype", arguments.dtype, "--steps", str(arguments.steps)]
+    command += ["--seq-length", str(arguments.seq_length)] if arguments.seq_length else []
+    return turns.Program(variant, command, before=WHOLE_RUN if variant == "whole run" else WARM_UP)
+
+
+def line_of(one: turns.Program, model: dict[str, int]) -> str:
+    """Return a line about what a variant has shown."""
+    return (
+        f"{one.name:<21} {rate_of(one, model):9.1f} tokens/s, "
+        f"first step after {one.said['start_seconds']:5.1f} s, "
+        f"{one.said['peak_bytes'] / 2**20:6.0f} MiB"
+    )
+
+
+def rate_of(one: turns.Program, model: dict[str, int]) -> float:
+    """Return the tokens per second of the median step."""
+    return model["batch"] * model["seq"] / statistics.median(one.seconds)
 
 
 def shape_of(arguments: argparse.Namespace) -> dict[str, int]:
@@ -140,39 +168,34 @@ def operations_of(model: dict) -> float:
     return 6 * parameters + 12 * layers * hidden * model["seq"]
 
 
-def run_child(variant: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """Run one variant in a fresh process; return what it has measured."""
-    command = [sys.executable, __file__, "--variant", variant, "--model", arguments.model]
-    command += ["--dtype", arguments.dtype, "--steps", str(arguments.steps)]
-    command += ["--seq-length", str(arguments.seq_length)] if arguments.seq_length else []
-    # Warm: bytecode is there, as on a user's machine from the second start on.
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return json.loads(result.stdout.strip().splitlines()[-1])
-
-
-def write(arguments: argparse.Namespace, found: dict[str, list[dict[str, float]]]) -> None:
-    """Print the medians and ratios and write them, with the machine, as JSON."""
+def write(arguments: argparse.Namespace, groups: list[list[turns.Program]]) -> None:
+    """Print the ratios and write all, with the machine, as JSON."""
     import transformers
 
     from megatron_npu import devices, upstream
 
-    by_name = {
-        name: {variant: [one[name] for one in rows] for variant, rows in found.items()}
-        for name in ("tokens_per_second", "start_seconds", "peak_bytes")
-    }
-    medians = {variant: statistics.median(rates) for variant, rates in by_name["tokens_per_second"].items()}
-    others = [variant for variant in found if variant != "project"]
-    ratios = {other: medians["project"] / medians[other] for other in others}
+    model = shape_of(arguments)
+    rates: dict[str, list[float]] = {}
+    said: dict[str, dict[str, list[float]]] = {"start_seconds": {}, "peak_bytes": {}}
+    ratios = {}
+    for group in groups:
+        for one in group:
+            rates.setdefault(one.name, []).append(rate_of(one, model))
+            for name, values in said.items():
+                values.setdefault(one.name, []).append(one.said[name])
+        ratios |= {one.name: turns.ratio(group[0], one) for one in group[1:]}
     device = devices.current()
     results = {
-        "model": {"name": arguments.model, **shape_of(arguments)},
+        "model": {"name": arguments.model, **model},
         "dtype": arguments.dtype,
-        **by_name,
+        "tokens_per_second": rates,
+        **said,
+        "step_seconds": [{one.name: one.seconds for one in group} for group in groups],
         "project_over": ratios,
     }
     if not device.is_host:
-        results |= {"device": device_name(), "mfu": shares_of_peak(medians, shape_of(arguments))}
+        medians = {variant: statistics.median(values) for variant, values in rates.items()}
+        results |= {"device": device_name(), "mfu": shares_of_peak(medians, model)}
     versions = {"megatron_core": upstream.find().version, "transformers": transformers.__version__}
     length = f"-{arguments.seq_length}-tokens" if arguments.seq_length else ""
     default = report.RESULTS / f"train-{arguments.model}-{arguments.dtype}{length}-{device.name}.json"
@@ -187,30 +210,35 @@ def since_start() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def timed(step: Callable[[], Any], model: dict, steps: int) -> tuple[float, float]:
-    """Return tokens per second of the median step, and when the first ended; the first two warm up."""
+def take_steps(step: Callable[[], Any], count: int) -> float:
+    """Take so many steps after the first ones, each in its turn; return when the very first ended."""
     from megatron_npu import devices
 
-    times, started = [], 0.0
-    for number in range(steps + 2):
-        start = time.perf_counter()
+    turn, started = turns.Turn(), 0.0
+    for _ in range(WARM_UP + count):
         step()
         devices.current().synchronize()
-        times.append(time.perf_counter() - start)
-        started = started if number else since_start()
-    return model["batch"] * model["seq"] / statistics.median(times[2:]), started
+        started = started or since_start()
+        turn.take()
+    return started
 
 
 def measure_project(
-    model: dict, arguments: argparse.Namespace, steps: int | None = None, more: tuple[str, ...] = ()
-) -> tuple[float, float]:
-    """The embedded driver with every patch."""
-    rows = trained(model, arguments, steps, more)
-    ended = since_start()
-    rates = [row["tokens_per_second"] for row in rows]
-    return statistics.median(rates[-arguments.steps :]), ended - sum(
-        row["elapsed_ms"] for row in rows[1:]
-    ) / 1e3
+    model: dict, arguments: argparse.Namespace, before: int | None = None, more: tuple[str, ...] = ()
+) -> float:
+    """The embedded driver with every patch; its turns change where the gradients of a step are complete."""
+    from megatron_npu import devices
+
+    turn = turns.Turn()
+    ended: list[float] = []
+
+    def take(*_: object) -> None:
+        devices.current().synchronize()
+        ended.append(since_start())
+        turn.take()
+
+    trained(model, arguments, (before or WARM_UP) + arguments.steps, more, take)
+    return ended[0]
 
 
 def trained(
@@ -259,17 +287,16 @@ def trained(
     return [row for row in rows if "tokens_per_second" in row]
 
 
-def measure_whole_run(model: dict, arguments: argparse.Namespace) -> tuple[float, None]:
-    """The same, saving and evaluating before the steps that count; they end before the last save."""
-    warm = arguments.steps
+def measure_whole_run(model: dict, arguments: argparse.Namespace) -> float:
+    """The same, which has saved and evaluated before the steps that count."""
     with tempfile.TemporaryDirectory() as folder:
-        options = {"save": folder, "save-interval": warm, "eval-interval": warm, "eval-iters": 2}
+        end = WHOLE_RUN - 1
+        options = {"save": folder, "save-interval": end, "eval-interval": end, "eval-iters": 2}
         more = tuple(word for name, value in options.items() for word in (f"--{name}", str(value)))
-        rate, _ = measure_project(model, arguments, 2 * warm, more)
-    return rate, None
+        return measure_project(model, arguments, WHOLE_RUN, more)
 
 
-def measure_redirection(model: dict, arguments: argparse.Namespace) -> tuple[float, float]:
+def measure_redirection(model: dict, arguments: argparse.Namespace) -> float:
     """The same driver on Megatron's own unfused code: only what makes it run is patched."""
     from megatron_npu import adaptors, settings
     from megatron_npu.patching.registry import registry
@@ -280,9 +307,7 @@ def measure_redirection(model: dict, arguments: argparse.Namespace) -> tuple[flo
     return measure_project(model, arguments)
 
 
-def measure_huggingface(
-    model: dict, arguments: argparse.Namespace, compiled: bool = False
-) -> tuple[float, float]:
+def measure_huggingface(model: dict, arguments: argparse.Namespace, compiled: bool = False) -> float:
     """GPT2LMHeadModel with sdpa attention and torch's fused AdamW; bf16 through autocast."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -301,9 +326,7 @@ def measure_huggingface(
     return plain_training(network, lambda run, x: run(input_ids=x, labels=x).loss, model, arguments, compiled)
 
 
-def measure_nanogpt(
-    model: dict, arguments: argparse.Namespace, compiled: bool = False
-) -> tuple[float, float]:
+def measure_nanogpt(model: dict, arguments: argparse.Namespace, compiled: bool = False) -> float:
     """A GPT-2 in plain torch, as nanoGPT writes it: one product for q, k and v, tied embeddings, sdpa."""
     import nano_gpt
 
@@ -317,7 +340,7 @@ def plain_training(
     model: dict,
     arguments: argparse.Namespace,
     compiled: bool,
-) -> tuple[float, float]:
+) -> float:
     """Train with torch's fused AdamW; bf16 through autocast."""
     import torch
 
@@ -337,10 +360,10 @@ def plain_training(
         optimizer.step()
         optimizer.zero_grad()
 
-    return timed(step, model, arguments.steps)
+    return take_steps(step, arguments.steps)
 
 
-def measure_floor(model: dict, arguments: argparse.Namespace) -> tuple[float, float]:
+def measure_floor(model: dict, arguments: argparse.Namespace) -> float:
     """Only the matrix products of the step: forward, gradient of the input, gradient of the weight."""
     import torch
 
@@ -365,10 +388,10 @@ def measure_floor(model: dict, arguments: argparse.Namespace) -> tuple[float, fl
             heads @ heads.transpose(1, 2)
             scores @ heads
 
-    return timed(step, model, arguments.steps)
+    return take_steps(step, arguments.steps)
 
 
-MEASURES: dict[str, Callable[..., tuple[float, float | None]]] = {
+MEASURES: dict[str, Callable[..., float]] = {
     "project": measure_project,
     "whole run": measure_whole_run,
     "redirection": measure_redirection,

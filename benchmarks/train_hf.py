@@ -3,23 +3,23 @@
     python benchmarks/train_hf.py --model bert --precision bf16 --json FILE
 
 Random weights and tokens, dropout as in the model's config, one process with one thread; a step is forward,
-backward, clipping and AdamW. Ours begin as a run of ``train`` does, which keeps freed memory. All ways run in
-turn, each in a process of its own, --repeat times over; what counts is the median of the processor's time of
-the steps after the first ones, in which graphs are compiled.
+backward, clipping and AdamW. Ours begin as a run of ``train`` does, which keeps freed memory. Each way has a
+process of its own, and their steps alternate (``turns.py``) after the first ones, in which graphs are
+compiled. A ratio is the median of those of the processor's time of neighbouring steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import turns
 
 WAYS = ("trainer", "trainer + compile", "ours", "ours + graph")
 WARM_UP = 2
@@ -33,8 +33,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq-length", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--repeat", type=int, default=1, help="rounds of all ways")
+    parser.add_argument("--steps", type=int, default=6, help="of each way that count, in turn")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
@@ -42,26 +41,29 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args)))
         return
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu"}
-    results: dict[str, Any] = {way: {"seconds": [], "losses": []} for way in args.ways}
-    for _ in range(args.repeat):
-        for way in args.ways:
-            command = [sys.executable, __file__, *sys.argv[1:], "--one", way]
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
-            results[way] = {name: results[way][name] + found[name] for name in found}
-            print(f"{way:20} {statistics.median(found['seconds']):6.2f} s a step", flush=True)
-    report(args, results)
+    environment = {"OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu"}
+    programs = [
+        turns.Program(
+            way, [sys.executable, __file__, *sys.argv[1:], "--one", way], environment, before=WARM_UP
+        )
+        for way in args.ways
+    ]
+    turns.measure(programs, args.steps)
+    for one in programs:
+        print(f"{one.name:20} {statistics.median(one.said['seconds']):6.2f} s a step", flush=True)
+    report(args, {one.name: one.said for one in programs})
 
 
 def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
     """Print the ratios to the Trainer's ways; write everything."""
-    medians = {way: statistics.median(result["seconds"]) for way, result in results.items()}
     ratios = {
-        f"{ours} / {theirs}": medians[theirs] / medians[ours]
+        f"{ours} / {theirs}": statistics.median(
+            slow / fast
+            for slow, fast in zip(results[theirs]["seconds"], results[ours]["seconds"], strict=True)
+        )
         for theirs in WAYS[:2]
         for ours in WAYS[2:]
-        if theirs in medians and ours in medians
+        if theirs in results and ours in results
     }
     for name, ratio in ratios.items():
         print(f"{name:32} {ratio:.2f} x")
@@ -115,6 +117,7 @@ def _by_trainer(
 
     seconds: list[float] = []
     losses: list[float] = []
+    turn = turns.Turn()
 
     class Clock(transformers.TrainerCallback):
         """Takes the processor's time from the begin of a step to its end."""
@@ -124,6 +127,7 @@ def _by_trainer(
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             seconds.append(time.process_time() - self.begin)
+            turn.take()
 
         def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
             losses.extend([logs["loss"]] if logs and "loss" in logs else [])
@@ -172,7 +176,7 @@ def _by_us(
         weight_decay=0.0,
         clip_grad=1.0,
     )
-    seconds, losses = [], []
+    seconds, losses, turn = [], [], turns.Turn()
     for step in range(WARM_UP + args.steps):
         rows = samples[step * args.batch : (step + 1) * args.batch]
         batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -183,6 +187,7 @@ def _by_us(
             prepared.backward(loss)
         prepared.step()
         seconds.append(time.process_time() - begin)
+        turn.take()
         losses.append(loss.item())
     return seconds, losses
 
