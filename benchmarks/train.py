@@ -298,13 +298,18 @@ def measure_whole_run(model: dict, arguments: argparse.Namespace) -> float:
 
 def measure_redirection(model: dict, arguments: argparse.Namespace) -> float:
     """The same driver on Megatron's own unfused code: only what makes it run is patched."""
+    only_redirect()
+    return measure_project(model, arguments)
+
+
+def only_redirect() -> None:
+    """Leave out, in this process, every patch that Megatron runs without."""
     from megatron_npu import adaptors, settings
     from megatron_npu.patching.registry import registry
 
     os.environ[settings.KEEP_MEMORY.name] = "0"
     adaptors.register("megatron_core")
     registry.keep(lambda patch: not patch.target.startswith(FUSED))
-    return measure_project(model, arguments)
 
 
 def measure_huggingface(model: dict, arguments: argparse.Namespace, compiled: bool = False) -> float:
