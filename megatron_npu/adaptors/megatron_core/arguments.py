@@ -143,6 +143,18 @@ def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
         )
 
 
+def refuse_lion_that_nothing_builds(args: argparse.Namespace) -> None:
+    """Refuse Lion where the scripts have its flags and no way to it (0.17)."""
+    from megatron.core import package_info
+
+    if args.optimizer == "lion" and (package_info.MAJOR, package_info.MINOR) < (0, 18):
+        raise UsageError(
+            f"--optimizer lion with Megatron {package_info.__version__}",
+            "adam, sgd, muon or dist_muon: its scripts declare lion, and build no optimizer of that name",
+            "Take one of these (--muon-scalar-optimizer lion works), or Megatron 0.18 or newer.",
+        )
+
+
 def refuse_soap_that_cannot_be_saved(args: argparse.Namespace) -> None:
     """Refuse SOAP with distributed checkpoints, where the first save would end the run (0.18, 0.19)."""
     if args.optimizer == "soap" and args.save and args.ckpt_format != "torch":
@@ -197,6 +209,10 @@ CHECKS = (  # they run in this order
     Check(
         refuse_muon_without_its_package,
         why="--optimizer muon ends in an assertion without emerging_optimizers, when the model is there",
+    ),
+    Check(
+        refuse_lion_that_nothing_builds,
+        why="--optimizer lion of 0.17 is a ValueError, Invalid optimizer type!, when the model is there",
     ),
     Check(
         refuse_soap_that_cannot_be_saved,

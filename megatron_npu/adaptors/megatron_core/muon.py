@@ -1,20 +1,23 @@
-"""Muon's optimizers: connects ``megatron.core.optimizer.muon`` and ``layer_wise_optimizer``.
+"""Muon and its kin: connects ``megatron.core.optimizer``, ``.muon`` and ``.layer_wise_optimizer``.
 
 0.16 was written for emerging_optimizers 0.1, and names two arguments as it did.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, wrap
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, wrap
 from megatron_npu.patching.registry import NotAsked
 
 _LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer"
+_PACKAGE = "emerging_optimizers"
 _RENAMED = "--optimizer muon and dist_muon of 0.16 end in a TypeError: emerging_optimizers 0.2 has renamed "
 
 
@@ -123,3 +126,32 @@ def around_each(
             for one, make_state in zip(optimizers, states, strict=True)
         ]
     original(self, optimizers, config, *args, **kwargs)
+
+
+def package_not_taken() -> str | None:
+    """Return why nothing has to be left uncompiled: megatron-core has not taken the package's Lion."""
+    taken = f"{_PACKAGE}.scalar_optimizers" in sys.modules
+    return None if taken else NotAsked(f"{_PACKAGE} is not imported")
+
+
+_uncompiled = functools.partial(
+    around,
+    devices=WITHOUT_CUDA,
+    condition=package_not_taken,
+    why="Lion and SOAP of emerging_optimizers let torch.compile fuse their updates, which needs a C++ "
+    "compiler on cpu and fails in torch_npu's inductor",
+    until="torch_npu's inductor compiles them",
+)
+
+
+@_uncompiled("megatron.core.optimizer:get_megatron_optimizer", versions=">=0.17")
+@_uncompiled("megatron.core.optimizer.muon:get_megatron_muon_optimizer", versions=">=0.17,<0.18")
+def without_compiler(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let the package call its own functions as they were written, from now on: they compute the same."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == _PACKAGE:
+            for attribute, value in list(vars(module).items()):
+                written = getattr(value, "_torchdynamo_orig_callable", None)
+                if written is not None:
+                    setattr(module, attribute, written)
+    return original(*args, **kwargs)

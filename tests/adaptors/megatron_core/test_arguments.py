@@ -93,6 +93,18 @@ def test_adaptive_muon_is_refused_with_a_package_that_scales_later(monkeypatch, 
 
 
 @pytest.mark.parametrize(
+    ("minor", "optimizer", "refused"),
+    [(17, "lion", True), (17, "muon", False), (18, "lion", False)],
+)
+def test_lion_is_refused_where_the_scripts_cannot_build_it(monkeypatch, minor, optimizer, refused) -> None:
+    from megatron.core import package_info
+
+    monkeypatch.setattr(package_info, "MINOR", minor)
+    with pytest.raises(UsageError, match="build no optimizer") if refused else contextlib.nullcontext():
+        arguments.refuse_lion_that_nothing_builds(_arguments(optimizer=optimizer))
+
+
+@pytest.mark.parametrize(
     ("changes", "refused"),
     [
         ({}, True),

@@ -1,4 +1,4 @@
-"""Muon of megatron-core 0.16 and newer without Triton, which its package always imports; the driver too."""
+"""Muon, Lion and SOAP of megatron-core without Triton, which their package always imports; the driver too."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
+from tests.adaptors.megatron_core import on_version
 from tests.adaptors.megatron_core.test_versions import EXACT, environment_of, wheel
 from tests.conftest import ROOT, on_a_leash
 from tests.distributed import curves
@@ -66,6 +67,22 @@ def test_two_processes_that_share_the_optimizer_out_are_one(version, tmp_path) -
     assert [process.returncode for process in ranks] == [0, 0]
     assert lines[0]["losses"] == lines[1]["losses"] == json.loads(one.stdout.splitlines()[-1])["losses"]
     assert lines[0]["error"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("version", "optimizers", "processes", "npu"),
+    [
+        ("0.17.1", ["lion"], 1, False),
+        ("0.18.2", ["lion", "soap"], 2, False),
+        ("0.19.2", ["lion", "soap"], 1, True),
+    ],
+)
+def test_lion_and_soap_train_uncompiled_and_their_first_update_is_that_of_fp64(
+    version, optimizers, processes, npu
+) -> None:
+    """SOAP's of each tensor-parallel rank by itself, as the package has it: it is given no group."""
+    path = environment(version)["PYTHONPATH"]
+    on_version.run("emerging_worker", version, *optimizers, processes=processes, npu=npu, PYTHONPATH=path)
 
 
 MUON = "--optimizer muon --muon-nesterov --muon-fp32-matmul-prec highest --lr 2e-2 --eval-iters 0".split()
