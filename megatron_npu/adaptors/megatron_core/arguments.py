@@ -165,6 +165,20 @@ def refuse_soap_that_cannot_be_saved(args: argparse.Namespace) -> None:
         )
 
 
+def refuse_shares_that_cannot_be_saved(args: argparse.Namespace) -> None:
+    """Refuse Muon and its kin, shared out, with --ckpt-format torch where a save ends the run (0.18)."""
+    from megatron.core import package_info
+
+    kin = args.optimizer not in ("adam", "sgd") and (package_info.MAJOR, package_info.MINOR) == (0, 18)
+    shared = args.optimizer == "dist_muon" or args.use_distributed_optimizer
+    if kin and shared and args.use_layer_wise_param_layout and args.save and args.ckpt_format == "torch":
+        raise UsageError(
+            f"--optimizer {args.optimizer}, shared out, with --save and --ckpt-format torch in Megatron 0.18",
+            "--ckpt-format torch_dist: it asks a chain of optimizers for what one of them alone can do",
+            "Change it, or add --no-use-layer-wise-param-layout.",
+        )
+
+
 def set_variables_of_cuda(args: argparse.Namespace) -> None:
     """Set the variables where they are asked for and not set; launch scripts often set the first to 1."""
     if any(getattr(args, option, False) for option in _SHARDED):
@@ -217,6 +231,11 @@ CHECKS = (  # they run in this order
     Check(
         refuse_soap_that_cannot_be_saved,
         why="--optimizer soap of 0.18 and 0.19 ends in an assertion when it is saved in a distributed format",
+    ),
+    Check(
+        refuse_shares_that_cannot_be_saved,
+        why="--optimizer muon --use-distributed-optimizer of 0.18 ends in an AttributeError when it is saved "
+        "in --ckpt-format torch",
     ),
     Check(
         refuse_tools_of_cuda,

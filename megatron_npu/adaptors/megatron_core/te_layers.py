@@ -1,7 +1,7 @@
-"""Attention under TransformerEngine's name, where ``MEGATRON_NPU_TE=local`` asks for its layers.
+"""Where ``MEGATRON_NPU_TE=local`` asks for TransformerEngine's layers: attention; packs in Mamba's.
 
-Connects ``extensions.transformer_engine``. All other classes there are upstream's own, around the modules of
-``standins.transformer_engine``.
+Connects ``extensions.transformer_engine`` and ``ssm.mamba_mixer``. All other classes of the former are
+upstream's own, around the modules of ``standins.transformer_engine``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_npu import standins
 from megatron_npu.adaptors.megatron_core.decorators import replace, te_layers_not_ours, wrap
+from megatron_npu.patching.registry import NotAsked
 
 
 @wrap(
@@ -67,6 +69,25 @@ def normed_and_residual(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tenso
     from megatron_npu.standins.transformer_engine.norms import RMSNorm
 
     return RMSNorm.forward(self, hidden_states), hidden_states
+
+
+def scan_not_ours() -> str | None:
+    """Return why a patch for our scan under mamba_ssm's name is not needed."""
+    return (
+        None if standins.mamba_kernels() else NotAsked("MEGATRON_NPU_TE is not local, or mamba_ssm is there")
+    )
+
+
+@replace(
+    "megatron.core.ssm.mamba_mixer:_check_mamba_sequence_packing_support",
+    versions=">=0.16",
+    condition=scan_not_ours,
+    why="it asks for the version of causal-conv1d, CUDA's kernels, without which packed sequences end in a "
+    "ModuleNotFoundError; our scan takes them one by one",
+)
+def packs_are_taken(for_inference_not_training: bool = True) -> tuple[bool, str | None]:
+    """Return whether a Mamba layer takes packed sequences, and why not: those of generation have caches."""
+    return not for_inference_not_training, "packed sequences are taken to train, not to generate"
 
 
 def _window(attention: Any) -> tuple[int, int]:

@@ -22,8 +22,13 @@ from tests.adaptors.megatron_core import te_layers_worker as worker
 PATTERN, HIDDEN = "M*M-", 32
 
 
-def model() -> Any:
-    """Return the model: two groups of b and c, 16 heads of 4 values, states of 16."""
+def model(context: int = 1, **options: Any) -> Any:
+    """Return the model: two groups of b and c, 16 heads of 4 values, states of 16.
+
+    Args:
+        context: how many ranks share a sequence; the rest of them share the weights.
+        options: of ``MambaModel``.
+    """
     from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
     from megatron.core.models.mamba.mamba_model import MambaModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,7 +38,8 @@ def model() -> Any:
         **{"mamba_head_dim": 4, "mamba_state_dim": 16, "mamba_num_groups": 2, "mamba_num_heads": 16},
         **{"normalization": "RMSNorm", "add_bias_linear": False, "is_hybrid_model": True},
         **{"hidden_dropout": 0.0, "attention_dropout": 0.0},
-        **{"tensor_model_parallel_size": dist.get_world_size()},
+        **{"tensor_model_parallel_size": dist.get_world_size() // context},
+        **{"context_parallel_size": context},
     }
     known = inspect.signature(TransformerConfig).parameters
     config = TransformerConfig(**{name: value for name, value in values.items() if name in known})
@@ -49,6 +55,7 @@ def model() -> Any:
         vocab_size=worker.VOCABULARY,
         max_sequence_length=worker.LENGTH,
         **{pattern: PATTERN},
+        **options,
     ).cuda()
 
 

@@ -119,6 +119,28 @@ def test_soap_is_refused_where_its_save_would_end_the_run(changes, refused) -> N
         arguments.refuse_soap_that_cannot_be_saved(args)
 
 
+@pytest.mark.parametrize(
+    ("changes", "minor", "refused"),
+    [
+        ({}, 18, True),
+        ({"optimizer": "dist_muon", "use_distributed_optimizer": False}, 18, True),
+        ({"ckpt_format": "torch_dist"}, 18, False),
+        ({"use_distributed_optimizer": False}, 18, False),
+        ({"use_layer_wise_param_layout": False}, 18, False),
+        ({"optimizer": "adam"}, 18, False),
+        ({}, 19, False),
+    ],
+)
+def test_muon_is_refused_where_its_shares_cannot_be_saved(monkeypatch, changes, minor, refused) -> None:
+    from megatron.core import package_info
+
+    monkeypatch.setattr(package_info, "MINOR", minor)
+    given = {"optimizer": "muon", "save": "here", "ckpt_format": "torch"}
+    given |= {"use_distributed_optimizer": True, "use_layer_wise_param_layout": True}
+    with pytest.raises(UsageError, match="shared out") if refused else contextlib.nullcontext():
+        arguments.refuse_shares_that_cannot_be_saved(_arguments(**given | changes))
+
+
 def test_the_checks_of_this_device_run_in_order_before_upstreams(monkeypatch) -> None:
     ran: list[str] = []
 

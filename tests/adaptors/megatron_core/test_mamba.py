@@ -22,6 +22,16 @@ def test_a_hybrid_trains_and_is_the_same_in_two_tensor_parallel_ranks(
         on_version.run("mamba_worker", version, str(tmp_path), processes=processes, MEGATRON_NPU_TE="local")
 
 
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
+def test_packed_sequences_of_a_hybrid_are_the_same_in_two_context_parallel_ranks(
+    version: str, tmp_path: Path
+) -> None:
+    for processes in (1, 2):
+        on_version.run(
+            "packed_mamba_worker", version, str(tmp_path), processes=processes, MEGATRON_NPU_TE="local"
+        )
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_the_gated_norm(before: bool) -> None:
     norm = layernorm_gated.RMSNorm(8, group_size=4, norm_before_gate=before)
