@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ def of_rows(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
     if kinds & {"float", "double", "decimal"}:
         for part, rows in parts.items():
             for row, label in enumerate(values(rows, column)):
-                if label is None or label != label:
+                if label is None or not math.isfinite(label):
                     raise _odd(parts.place(part, row), label, "a number")
         return Labels((), {})
     rows = {part: enumerate(values(rows, column)) for part, rows in parts.items()}

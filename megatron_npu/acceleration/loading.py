@@ -149,10 +149,15 @@ def require_length(dataset: Any, what: str) -> None:
         UsageError: naming it.
     """
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    reason = ""
     if indexed and not isinstance(dataset, IterableDataset | Mapping):
-        return
+        try:
+            len(dataset)
+            return
+        except (TypeError, ValueError) as error:  # of a length that is none
+            reason = f" whose length is none ({error})"
     raise UsageError(
-        f"{what}: a {type(dataset).__name__}",
+        f"{what}: a {type(dataset).__name__}{reason}",
         "a data set with a length, whose samples have numbers (torch.utils.data.Dataset)",
         "Let the provider return one; what is streamed has to be kept first.",
     )

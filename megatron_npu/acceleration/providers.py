@@ -49,6 +49,8 @@ def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
         raise _wrong(
             method, found.collate_fn, "a function as the fourth value, which makes a batch of samples"
         )
+    if found.collate_fn is not None:
+        _require_one_argument(method, found.collate_fn)
     for name in ("train", "valid", "test"):
         dataset = getattr(found, name)
         if name == "train" or dataset is not None:
@@ -124,6 +126,13 @@ def as_module(given: Any) -> nn.Module:
             "a torch.nn.Module",
             "Give the model.",
         )
+    empty = next((name for name, weight in given.named_parameters() if weight.is_meta), None)
+    if empty is not None:
+        raise UsageError(
+            f"a {type(given).__name__} whose weight {empty!r} is on the device meta, where it has no numbers",
+            "a model with its weights, on the host as a rule",
+            "Build it outside of torch.device('meta').",
+        )
     return given
 
 
@@ -176,6 +185,20 @@ def _require_signatures(template: Any, given: tuple[Any, ...]) -> None:
                 f"{len(arguments)} argument{'s' * (len(arguments) != 1)} beside self",
                 "Write it as the template has it.",
             ) from None
+
+
+def _require_one_argument(method: Any, collate: Any) -> None:
+    """Check that a collate function takes a list of samples, and asks for nothing else."""
+    try:
+        inspect.signature(collate).bind([])
+    except TypeError as error:
+        raise UsageError(
+            f"{_name(method)} returned a collate_fn that cannot be called with a list of samples: {error}",
+            "one argument, the samples of a batch",
+            "Give others with functools.partial.",
+        ) from None
+    except ValueError:  # of C, whose signature nobody can say
+        return
 
 
 def _wrong(method: Any, returned: Any, expected: str, which: str = "") -> UsageError:

@@ -41,10 +41,10 @@ def require_words(parts: Parts, tokens: str, tags: str) -> None:
         _require_kind(words, part, "tokens", tokens, "lists of words")
         for role, column in (("tokens", tokens), ("tags", tags)):
             _require_values(parts, part, role, column)
-        _require_as_many(parts, part, tokens, tags)
+        _require_pairs(parts, part, tokens, tags)
 
 
-def _require_as_many(parts: Parts, part: str, tokens: str, tags: str) -> None:
+def _require_pairs(parts: Parts, part: str, tokens: str, tags: str) -> None:
     both = parts[part].select_columns([tokens, tags])[:]
     for row, (words, own) in enumerate(zip(both[tokens], both[tags], strict=True)):
         if len(words) != len(own):
@@ -52,6 +52,12 @@ def _require_as_many(parts: Parts, part: str, tokens: str, tags: str) -> None:
                 f"{len(words)} words and {len(own)} tags in {parts.place(part, row)}, "
                 f"which begins {' '.join(map(str, words[:5]))!r}",
                 "a tag for each word",
+                "Correct the row, or leave it out.",
+            )
+        if None in words:
+            raise UsageError(
+                f"no {words.index(None) + 1}. word in {parts.place(part, row)}, column {tokens!r}",
+                "a text for each word",
                 "Correct the row, or leave it out.",
             )
 

@@ -121,11 +121,19 @@ def be_a_rank(args: argparse.Namespace, rank: int, folder: Path) -> None:
 
 
 def in_turn(every: Iterable[str], known: dict[str, Any], commit: str, only: list[str] | None) -> list[str]:
-    """Return the titles of those to run: those that are missing first, then of other commits the oldest."""
+    """Return the titles of those to run: those that are missing first, then of other commits the oldest.
+
+    Of one day those in fp32 come first, of which more digits are asked.
+    """
     left = [title for title in every if not only or set(only) & set(title.replace("=", " ").split())]
     left = [title for title in left if title not in known or known[title]["commit"] != commit]
     dates = {title: known[title]["date"] if title in known else "" for title in left}
-    return sorted(left, key=lambda title: (bool(dates[title]), dates[title][:1].isdigit(), dates[title]))
+
+    def turn(title: str) -> tuple[object, ...]:
+        date = dates[title]
+        return bool(date), date[:1].isdigit(), date, "mixed_precision" in title
+
+    return sorted(left, key=turn)
 
 
 def code() -> str:

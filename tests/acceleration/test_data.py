@@ -379,6 +379,7 @@ def test_labels_are_numbers_names_or_of_the_data_set_s_own() -> None:
         ),
         (["a", None], ["a"], "the label None in row 2"),
         ([0.5, float("nan")], [], "the label nan in row 2"),
+        ([0.5, float("-inf")], [], "the label -inf in row 2 of the part 'train'; expected a number"),
         ([0, 0], [0], "one label in all rows"),
         ([3, 3], [3], "one label in all rows: 3"),
         (

@@ -387,6 +387,11 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
         _other_data([{"tokens": ["a"], "tags": None}, {"tokens": ["a"], "tags": ["O"]}] * 9),
         "no tags in row",
     ),
+    "a word that is none": (
+        "token_classification",
+        _other_data([*_TAGGED, {"tokens": ["the", None], "tags": ["O", "O"]}]),
+        "no 2. word in row 11 of ",
+    ),
     "answers without their places": (
         "question_answering",
         _other_data([{"question": "who ?", "context": "the cat", "answers": {"text": ["cat"]}}] * 9),

@@ -265,6 +265,21 @@ END = "\nMine(RapidformerEngine()).train()\n"
         ),
         ("forward_step(self, batch,", "forward_step(self,", "too many positional arguments; expected 2 arg"),
         ("[torch.ones(2)] * 8", "[torch.ones(i + 1) for i in range(8)]", "samples that make no batch: stack"),
+        (
+            "[torch.ones(2)] * 8,",
+            "type('D', (list,), {'__len__': lambda self: -1})(),",
+            "train_dataset: a D whose length is none (__len__() should return >= 0); expected a data set",
+        ),
+        (
+            "[torch.ones(2)] * 3, None, None",
+            "None, None, lambda rows, more: rows",
+            "a collate_fn that cannot be called with a list of samples: missing a required argument: 'more'",
+        ),
+        (
+            "Linear(2, 1), None",
+            "Linear(2, 1, device='meta'), None",
+            "a Linear whose weight 'weight' is on the device meta, where it has no numbers; expected a",
+        ),
         ("[torch.ones(2)] * 8", "[None] * 8", "samples that make no batch: default_collate: batch must cont"),
         ("Linear(2, 1), None", "ReLU(), None", "a model without weights to train; expected a parameter"),
         (
