@@ -154,6 +154,22 @@ def test_who_gathers_the_logits_gets_them_and_is_told(in_one, monkeypatch):
         loss_of(gpt(parallel_output=False, **LINEAR))
 
 
+@pytest.mark.parametrize("flags", [{}, LINEAR], ids=["default", "linear"])
+def test_a_hook_on_the_output_layer_is_given_the_logits(in_one, flags):
+    """Distillation (0.19) saves them so; a hook that is removed leaves the operation its work."""
+    model, seen = gpt(**flags), []
+    expected = loss_of(model)
+    in_one.clear()
+    handle = model.module.output_layer.register_forward_hook(lambda module, args, out: seen.append(out[0]))
+    torch.testing.assert_close(loss_of(model), expected)
+    handle.remove()
+    assert [logits.shape for logits in seen] == [(8, 2, WORDS)]
+    assert not in_one
+    if flags:
+        loss_of(model)
+        assert in_one
+
+
 def test_hooks_on_the_output_layer_run_and_its_forward_is_put_back():
     model = gpt(**LINEAR)
     layer, inputs = model.module.output_layer, []
