@@ -12,18 +12,18 @@ from megatron.core import parallel_state, tensor_parallel
 STATE: dict[str, Any] = {}
 
 
-def start(*, tensor: int) -> None:
+def start(*, tensor: int, pipeline: int) -> None:
     """Make the groups."""
     torch.distributed.init_process_group("nccl")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
+    parallel_state.initialize_model_parallel(tensor, pipeline)
     tensor_parallel.model_parallel_cuda_manual_seed(42)
 
 
-def load(path: Path, *, lora: bool) -> tuple[list[Any], Any]:
+def load(path: Path, *, lora: bool, dtype: torch.dtype) -> tuple[list[Any], Any]:
     """Return the models on this rank and their config."""
     assert not lora, "mbridge offers none"
-    bridge = AutoBridge.from_pretrained(str(path), dtype=torch.float32)
-    models = bridge.get_model(bf16=False)
+    bridge = AutoBridge.from_pretrained(str(path), dtype=dtype)
+    models = bridge.get_model(bf16=dtype == torch.bfloat16)
     bridge.load_weights(models, str(path))
     STATE.update(bridge=bridge, models=models)
     return models, bridge.config

@@ -14,20 +14,23 @@ from transformers import AutoConfig
 STATE: dict[str, Any] = {}
 
 
-def start(*, tensor: int) -> None:
+def start(*, tensor: int, pipeline: int) -> None:
     """Make the groups."""
     torch.distributed.init_process_group(backend="nccl")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
+    parallel_state.initialize_model_parallel(tensor, pipeline)
     set_random_seed(42)
 
 
-def load(path: Path, *, lora: bool) -> tuple[list[Any], Any]:
+def load(path: Path, *, lora: bool, dtype: torch.dtype) -> tuple[list[Any], Any]:
     """Return the models on this rank and their config."""
     hf_config = AutoConfig.from_pretrained(path)
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
     config = ModelConfig(
-        params_dtype=torch.float32,
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        sequence_parallel=tensor > 1,
         **hf_to_mcore_config(hf_config),
     )
     models = get_mcore_model(config)

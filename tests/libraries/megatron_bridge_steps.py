@@ -12,20 +12,21 @@ from transformers import AutoConfig
 STATE: dict[str, Any] = {}
 
 
-def start(*, tensor: int) -> None:
+def start(*, tensor: int, pipeline: int) -> None:
     """Leave the groups to the library."""
-    STATE["tensor"] = tensor
+    STATE.update(tensor=tensor, pipeline=pipeline)
 
 
-def load(path: Path, *, lora: bool) -> tuple[list[Any], Any]:
+def load(path: Path, *, lora: bool, dtype: torch.dtype) -> tuple[list[Any], Any]:
     """Return the models on this rank and their config."""
-    bridge = AutoBridge.from_hf_pretrained(str(path), torch_dtype=torch.float32)
+    bridge = AutoBridge.from_hf_pretrained(str(path), torch_dtype=dtype)
     provider = bridge.to_megatron_provider()
     provider.tensor_model_parallel_size = STATE["tensor"]
-    provider.sequence_parallel = True
+    provider.pipeline_model_parallel_size = STATE["pipeline"]
+    provider.sequence_parallel = STATE["tensor"] > 1
     provider.gradient_accumulation_fusion = False
-    provider.params_dtype = provider.pipeline_dtype = torch.float32
-    provider.bf16 = provider.fp16 = False
+    provider.params_dtype = provider.pipeline_dtype = dtype
+    provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
     provider.finalize()
     provider.initialize_model_parallel(seed=42)
     if lora:

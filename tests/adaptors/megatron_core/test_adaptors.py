@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megatron_npu
-from megatron_npu.adaptors.megatron_core import fusions
+from megatron_npu.adaptors.megatron_core import fusions, loss_and_embedding
 from tests.adaptors.comparison import here, leaf, load_stock, same_gradients
 from tests.adaptors.megatron_core.conftest import make_config
 
@@ -285,6 +285,29 @@ def test_fused_cross_entropy_keeps_fp32_gradients():
 
 
 # -- generators -------------------------------------------------------------------------------------
+
+
+def test_a_group_that_is_given_is_used_and_the_global_one_is_not_asked_for(monkeypatch):
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.fusions import fused_cross_entropy
+
+    group = torch.distributed.new_group([0])
+    monkeypatch.setattr(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", None)
+    with pytest.raises(AssertionError, match="not initialized"):
+        parallel_state.get_tensor_model_parallel_group()
+    options = {"config": make_config(), "init_method": torch.nn.init.xavier_normal_, "tp_group": group}
+    embedding = tensor_parallel.VocabParallelEmbedding(16, 8, **options).to(here())
+    column = tensor_parallel.ColumnParallelLinear(8, 16, gather_output=False, **options).to(here())
+    tokens = torch.randint(16, (2, 5), device=here())
+    logits, _ = column(embedding(tokens))
+    losses = [
+        fused_cross_entropy.fused_vocab_parallel_cross_entropy(logits * 1, tokens, group),
+        loss_and_embedding.vocab_parallel_cross_entropy_of_group(logits * 1, tokens, 0.0, group),
+    ]
+    torch.testing.assert_close(*losses)
+    sum(losses).sum().backward()
+    assert embedding.weight.grad.any()
+    assert column.weight.grad.any()
 
 
 def test_tracker_fork_sets_and_restores_now():
