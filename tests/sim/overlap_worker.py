@@ -1,7 +1,8 @@
 """Parallel linear layers of megatron-core with --tp-comm-overlap beside those without, on simulated NPUs.
 
-One rank of two, bf16, hidden size 256: outputs and gradients must have the same bits, with fewer launches and
-messages and the same bytes. HCCL's buffers of their group are as --nccl-communicator-config-path says.
+One rank of two, four or eight, bf16, hidden size 256: outputs and gradients must have the same bits, with
+fewer launches and messages and the same bytes. HCCL's buffers of their group are as
+--nccl-communicator-config-path says.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import megatron_npu
 from megatron_npu import hccl_buffers
+from megatron_npu.adaptors.megatron_core.tensor_parallel_overlap import refuse_arguments
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 
@@ -32,7 +34,7 @@ def config_of(**options: Any) -> Any:
     common = {
         "num_layers": 1,
         "hidden_size": HIDDEN,
-        "num_attention_heads": 4,
+        "num_attention_heads": RANKS,
         "tensor_model_parallel_size": RANKS,
         "sequence_parallel": True,
         "bf16": True,
@@ -62,7 +64,7 @@ def layers_of(config: Any, width: int) -> tuple[torch.nn.Module, torch.nn.Module
     return column, row
 
 
-def step(config: Any, width: int = 2 * HIDDEN) -> tuple[list[torch.Tensor], Any]:
+def step(config: Any, width: int = RANKS * HIDDEN) -> tuple[list[torch.Tensor], Any]:
     """Return output and gradients of both layers, and what the second pass costs."""
     from megatron_npu.sim import counting
 
@@ -101,7 +103,7 @@ def narrow() -> None:
     assert all(map(torch.equal, found, expected))
     assert "npu::npu_all_gather_base_mm" not in counts.launches
     reasons = [reason for name, reason in dispatch.fallbacks if name == "tp-comm-overlap"]
-    assert any("128 x 256" in reason for reason in reasons), dispatch.fallbacks
+    assert any(f"{HIDDEN // RANKS} x {HIDDEN}" in reason for reason in reasons), dispatch.fallbacks
 
 
 def refused() -> None:
@@ -113,6 +115,9 @@ def refused() -> None:
     ):
         with pytest.raises(UsageError, match=said):
             config_of(tp_comm_overlap=True, **options)
+    given = {"tp_comm_overlap": True, "sequence_parallel": False, "tensor_model_parallel_size": RANKS}
+    with pytest.raises(UsageError, match="--tp-comm-overlap without --sequence-parallel"):
+        refuse_arguments(Namespace(bf16=True, fp16=False, **given))
 
 
 def buffers() -> None:
@@ -146,7 +151,7 @@ def main() -> None:
         "pipeline_model_parallel_size": 1,
         "sequence_parallel": True,
     }
-    heads = {"num_attention_heads": 4, "kv_channels": 64, "max_position_embeddings": LENGTH}
+    heads = {"num_attention_heads": RANKS, "kv_channels": 64, "max_position_embeddings": LENGTH}
     others = {"bf16": True, "fp16": False, "hccl_group_buffer_adaptive": True}
     hccl_buffers.choose(Namespace(**sizes, **layout, **heads, **others))
     parallel_state.initialize_model_parallel(

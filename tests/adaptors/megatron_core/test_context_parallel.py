@@ -1,7 +1,8 @@
-"""Core attention under context parallelism, in two and four processes, against the whole sequence."""
+"""Core attention under context parallelism, in two, four and eight processes, against the whole sequence."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -15,13 +16,17 @@ from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.attention.context_parallel.packed import token_indices
 from tests import warm
+from tests.adaptors.megatron_core import on_version
 from tests.adaptors.megatron_core.conftest import make_config
 from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")
 CASES = 6 + 5  # masks of a batch, and packed documents
-WAYS = {2: 3, 4: 2}  # to communicate; on four ranks the two that are rings
+WAYS = {2: 3, 4: 2, 8: 3}  # to communicate; on four ranks the two that are rings
+RARELY = pytest.mark.skipif(
+    os.environ.get("TEST_EVERY_VERSION") != "1", reason="TEST_EVERY_VERSION=1 runs it"
+)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -32,14 +37,27 @@ def test_every_mask_and_window_is_that_of_the_whole_sequence(ranks) -> None:
     assert done.stdout.count("equal: ") == CASES * WAYS[ranks]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_so_it_is_over_hccl(ranks) -> None:
+def over_hccl(ranks: int, **variables: str) -> None:
+    """Run the worker on simulated NPUs; it must have compared every case, and the bytes of rings."""
     pytest.importorskip("megatron.core")
     if unavailable():
         pytest.skip(unavailable())
-    done = run_simulated(sys.executable, *tiny.torchrun(ranks), str(WORKER), modules=warm.DRIVER)
+    command = [sys.executable, *tiny.torchrun(ranks), str(WORKER)]
+    done = run_simulated(*command, modules=warm.DRIVER, **variables)
     assert done.returncode == 0, done.stdout[-3000:]
     assert done.stdout.count("equal: ") == CASES * WAYS[ranks]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=RARELY)])
+def test_so_it_is_over_hccl(ranks) -> None:
+    over_hccl(ranks)
+
+
+@RARELY
+@pytest.mark.parametrize("version", ["0.12.1", "0.19.2"])
+def test_so_it_is_over_hccl_with_other_versions(version) -> None:
+    """Rings of four ranks, and of two pairs of near ones."""
+    over_hccl(4, **on_version.environment(version))
 
 
 @pytest.fixture

@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.adaptors.megatron_core.stock import losses, norms
+from tests import warm
+from tests.adaptors.megatron_core.stock import NEWER_TYPING, losses, needs_newer_typing, norms
 from tests.conftest import checkout
 from tests.end_to_end import tiny
+from tests.sim.conftest import run_simulated, unavailable
 
 WORKER = Path(__file__).with_name("hybrid_batches_worker.py")
-VERSIONS = ["0.17.1", "0.19.1"]  # each patch is in one of them
-if os.environ.get("TEST_EVERY_VERSION") == "1":
-    VERSIONS = ["0.16.1", "0.17.1", "0.18.2", "0.19.1"]
+EVERY = ["0.16.1", "0.17.1", "0.18.2", "0.19.1"]
+ON_REQUEST = os.environ.get("TEST_EVERY_VERSION") == "1"
+VERSIONS = EVERY if ON_REQUEST else ["0.17.1", "0.19.1"]  # each patch is in one of them
+
+
+DEALT = "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 32".split()
+RANKS = "ranks of sub-samples: [1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 4, 4]"
 
 
 def run(version: str, ranks: int, *flags: str):
@@ -26,13 +32,42 @@ def run(version: str, ranks: int, *flags: str):
     return done
 
 
+def run_on_npus(version: str, ranks: int, *flags: str):
+    """Return what it has done on simulated NPUs."""
+    tree = checkout("megatron_core", version)
+    first = (NEWER_TYPING.stem,) if needs_newer_typing(tree) else ()
+    done = run_simulated(
+        *(sys.executable, *tiny.torchrun(ranks), str(WORKER), *flags),
+        modules=(*first, *warm.STOCK),
+        tree=tree,
+        MEGATRON_LM_PATH=str(tree),
+    )
+    done.stderr = done.stdout  # it has both
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done
+
+
+def compare(dealt, apart) -> None:
+    """Compare three steps: of sequences that were dealt out to ranks, and one by one in one process."""
+    assert dealt.stdout.count(RANKS) == 3
+    assert len(losses(apart)) == 3
+    assert losses(dealt) == pytest.approx(losses(apart), rel=1e-6)
+    assert norms(dealt) == pytest.approx(norms(apart), abs=2e-3)  # three decimals are printed
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_packed_samples_that_are_dealt_out_train_as_their_parts_one_by_one(version: str) -> None:
     """Each of four samples of 128 tokens is one to five sequences; 32 tokens fit on a rank."""
     pytest.importorskip("megatron.core")
-    apart = run(version, 1)
-    dealt = run(version, 4, *"--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 32".split())
-    assert dealt.stdout.count("ranks of sub-samples: [1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 4, 4]") == 3
-    assert len(losses(apart)) == 3
-    assert losses(dealt) == pytest.approx(losses(apart), rel=1e-6)
-    assert norms(dealt) == pytest.approx(norms(apart), abs=2e-3)  # three decimals are printed
+    compare(run(version, 4, *DEALT), run(version, 1))
+
+
+@pytest.mark.skipif(not ON_REQUEST, reason="TEST_EVERY_VERSION=1 runs it")
+@pytest.mark.parametrize("version", EVERY)
+def test_so_they_do_on_npus(version: str) -> None:
+    """Over HCCL, against one process of a CPU; with the weights of one, as an NPU draws others."""
+    pytest.importorskip("megatron.core")
+    if unavailable():
+        pytest.skip(unavailable())
+    weights = "--use-cpu-initialization"
+    compare(run_on_npus(version, 4, *DEALT, weights), run(version, 1, weights))
