@@ -1,14 +1,19 @@
 """A layer's biases in its products, and its residuals added with the norms that read them; on an NPU.
 
-Connects ``transformer.transformer_block`` and ``tensor_parallel.layers``.
+In transformer blocks, in layers that predict further tokens, and in hybrids of attention and state spaces.
+
+Connects ``transformer.transformer_block``, ``transformer.multi_token_prediction``, ``ssm.mamba_block``,
+``models.hybrid.hybrid_block`` and ``tensor_parallel.layers``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,31 +26,83 @@ biased_product.connect(records, lambda bias: None)
 Add = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
-@around(
-    "megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
-    devices=("npu",),
-    why=residual_norms.WHY,
-)
-def tell_sums_their_norms(original: Callable[[Any], None], self: Any) -> None:
-    """Give what adds a layer's residuals the norms that read the sums, the next layer's for the last."""
+_in_layers = partial(around, devices=("npu",), why=residual_norms.WHY)
+
+
+@_in_layers("megatron.core.transformer.transformer_block:TransformerBlock._build_layers")
+def of_a_block(original: Callable[[Any], None], self: Any) -> None:
+    """Let a block's layers add biases in products, and sums with norms, the next layer's for the last."""
     original(self)
-    for layer in self.layers:
+    _connect(self.layers, self.final_layernorm, self.config)
+
+
+@_in_layers("megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock._build_layers")
+def of_predictions(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """The same of the one layer, or hybrid stack, that predicts a further token."""
+    original(self, *args, **kwargs)
+    for each in self.layers:
+        inner = getattr(each, "mtp_model_layer", None) or each.transformer_layer
+        _connect(getattr(inner, "layers", [inner]), each.final_layernorm, self.config)
+
+
+@_in_layers("megatron.core.ssm.mamba_block:MambaStack.__init__", versions="<0.18")
+@_in_layers("megatron.core.models.hybrid.hybrid_block:HybridStack.__init__", versions=">=0.18")
+def of_a_hybrid(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """The same of layers that are attention, an MLP or a state space model alone."""
+    original(self, *args, **kwargs)
+    _connect(self.layers, getattr(self, "final_norm", None), self.config)
+
+
+def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
+    """Let layers add their biases in products, and tell what adds residuals which norm reads the sum.
+
+    Args:
+        layers: one after the other; they add their residuals themselves.
+        final: the norm behind the last one, or None.
+        config: of all of them.
+    """
+    layers = list(layers)
+    for layer in layers:
         biased_product.let_layers_add(layer)
         _let_products_add_biases(layer)
-    config = self.config
-    if not residual_norms.without_recomputation(None, config.recompute_modules):
+    modules = config.recompute_modules
+    if not residual_norms.without_recomputation(None, modules) or _moves_inputs_of_norms(config):
         return
-    if _moves_inputs_of_norms(config):
+    apart = not residual_norms.without_recomputation(config.recompute_granularity)  # recomputed one by one
+    parts = [part for layer in layers for part in _parts(layer, "mlp" in (modules or ()))]
+    for part, behind in pairwise([*parts, _Part(None, "", final, True)]):
+        if part.own and (part.layer is behind.layer or not apart):
+            _tell(part.layer, part.adds, behind.norm)
+
+
+class _Part(NamedTuple):
+    """What reads the residual's sum and adds to it: attention, an MLP or a state space model.
+
+    Attributes:
+        layer: that it is of.
+        adds: the attribute of the layer that adds.
+        norm: that reads the sum of the part before.
+        own: whether the next part reads what it adds, with nothing in between.
+    """
+
+    layer: Any
+    adds: str
+    norm: Any
+    own: bool
+
+
+def _parts(layer: Any, mlp_again: bool) -> Iterator[_Part]:
+    """Yield the parts of a layer; ``mlp_again``: MLPs are recomputed."""
+    if hasattr(layer, "mamba_bda"):
+        yield _Part(layer, "mamba_bda", _norm_of(layer, "norm", "mixer.in_proj"), True)
         return
-    layers = list(self.layers)
-    for layer in layers:
-        if _passes_on(layer, "cross_attention") and _passes_on(layer, "pre_cross_attn_layernorm"):
-            recomputed = "mlp" in config.recompute_modules
-            _tell(layer, "self_attn_bda", _norm_of(layer, "pre_mlp_layernorm", "mlp.linear_fc1", recomputed))
-    if residual_norms.without_recomputation(config.recompute_granularity):
-        after = [_norm_of(layer, "input_layernorm", "self_attention.linear_qkv") for layer in layers[1:]]
-        for layer, norm in zip(layers, [*after, self.final_layernorm], strict=False):
-            _tell(layer, "mlp_bda", norm)
+    alone = _passes_on(layer, "cross_attention") and _passes_on(layer, "pre_cross_attn_layernorm")
+    if not _passes_on(layer, "self_attention"):
+        norm = _norm_of(layer, "input_layernorm", "self_attention.linear_qkv")
+        yield _Part(layer, "self_attn_bda", norm, alone)
+    if not _passes_on(layer, "mlp"):
+        norm = _norm_of(layer, "pre_mlp_layernorm", "mlp.linear_fc1", mlp_again)
+        yield _Part(layer, "mlp_bda", norm, True)
 
 
 def _moves_inputs_of_norms(config: Any) -> bool:

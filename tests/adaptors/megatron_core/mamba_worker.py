@@ -5,12 +5,13 @@ Run as a module with ``MEGATRON_NPU_TE=local``, in one process or in the two of 
     python -m tests.adaptors.megatron_core.mamba_worker FOLDER
 
 One process compares the scan with upstream's own steps of generation, and leaves a checkpoint and two losses
-in FOLDER; two processes load it and compare theirs.
+in FOLDER; two processes load it and compare theirs. On a simulated NPU it counts launches instead.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from tests.adaptors.megatron_core import te_layers_worker as worker
 PATTERN, HIDDEN = "M*M-", 32
 
 
-def model(context: int = 1, **options: Any) -> Any:
+def model(context: int = 1, changes: dict[str, Any] | None = None, **options: Any) -> Any:
     """Return the model: two groups of b and c, 16 heads of 4 values, states of 16.
 
     Args:
         context: how many ranks share a sequence; the rest of them share the weights.
+        changes: of its configuration.
         options: of ``MambaModel``.
     """
     from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
@@ -39,7 +41,7 @@ def model(context: int = 1, **options: Any) -> Any:
         **{"normalization": "RMSNorm", "add_bias_linear": False, "is_hybrid_model": True},
         **{"hidden_dropout": 0.0, "attention_dropout": 0.0},
         **{"tensor_model_parallel_size": dist.get_world_size() // context},
-        **{"context_parallel_size": context},
+        **{"context_parallel_size": context, **(changes or {})},
     }
     known = inspect.signature(TransformerConfig).parameters
     config = TransformerConfig(**{name: value for name, value in values.items() if name in known})
@@ -101,5 +103,35 @@ def run(folder: Path) -> None:
     torch.save(found, folder / "losses.pt")
 
 
+def compare_launches(_: Path) -> None:
+    """Demand upstream's numbers, with biases in products and sums that come with the norms that read them."""
+    from megatron_npu.adaptors.megatron_core import transformer_layer
+    from megatron_npu.sim import counting
+
+    found: list[Any] = []
+    weights, connect = None, transformer_layer._connect
+    for way in (connect, lambda *_: None):
+        transformer_layer._connect = way
+        built = model(changes={"add_bias_linear": True, "bias_dropout_fusion": True})
+        if weights is None:
+            worker.disturb(built)
+        weights = built.state_dict() if weights is None else weights
+        built.load_state_dict(weights)
+        worker.loss_and_gradients(built)  # the first pass makes attention's mask
+        with counting() as counts:
+            loss, gradients = worker.loss_and_gradients(built)
+        found.append((loss, gradients, counts))
+    (loss, gradients, ours), (wanted, theirs, plain) = found
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0.0)
+    for name, gradient in gradients.items():
+        limit = 1e-4 * theirs[name].abs().max().item()
+        torch.testing.assert_close(gradient, theirs[name], rtol=0.0, atol=limit, msg=name)
+    assert ours.launches["npu::npu_add_rms_norm"].calls == len(PATTERN)
+    assert "npu::npu_add_rms_norm" not in plain.launches
+    print(f"{plain.total_launches} launches, {ours.total_launches}")
+    # the bias behind attention, the two of an MLP, and each sum
+    assert plain.total_launches - ours.total_launches == 3 + len(PATTERN)
+
+
 if __name__ == "__main__":
-    worker.main(run)
+    worker.main(compare_launches if os.environ.get("MEGATRON_NPU_SIM") == "1" else run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ import torch.nn.functional as F
 from megatron_npu.errors import UsageError
 from megatron_npu.standins.mamba_ssm import layernorm_gated, ssd_combined
 from tests.adaptors.megatron_core import on_version
+
+SIMULATED = ["0.19.2"]  # a HybridStack; up to 0.17 a MambaStack
+if os.environ.get("TEST_EVERY_VERSION") == "1":
+    SIMULATED = ["0.12.1", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"]
 
 
 @pytest.mark.parametrize(("version", "most"), [("0.16.1", 2), ("0.19.2", 1)])
@@ -30,6 +35,12 @@ def test_packed_sequences_of_a_hybrid_are_the_same_in_two_context_parallel_ranks
         on_version.run(
             "packed_mamba_worker", version, str(tmp_path), processes=processes, MEGATRON_NPU_TE="local"
         )
+
+
+@pytest.mark.parametrize("version", SIMULATED)
+def test_a_hybrid_adds_on_an_npu_as_a_gpt_does(version: str, tmp_path: Path) -> None:
+    """Biases in products, sums with the norms that read them, in each of its kinds of layers."""
+    on_version.run("mamba_worker", version, str(tmp_path), processes=1, npu=True, MEGATRON_NPU_TE="local")
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -77,6 +77,47 @@ def test_numbers_and_launches(norm, recomputed, monkeypatch):
     assert counts.total_launches < plain.total_launches
 
 
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+def test_a_layer_that_predicts_a_further_token_does_it_too(norm, monkeypatch):
+    """Its two sums have the norms that read them, in it and at its end; its products add their biases."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_npu.sim import counting
+
+    config = make_config(
+        num_layers=1, mtp_num_layers=1, normalization=norm, hidden_dropout=0.1, bias_dropout_fusion=True
+    )
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=norm)
+    predictions = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    torch.manual_seed(5)
+    model = GPTModel(config, spec, 64, 32, position_embedding_type="rope", mtp_block_spec=predictions)
+    model.to(here())
+    tokens = torch.randint(0, 64, (2, 33)).to(here())
+    positions = torch.arange(32).to(here())[None]
+
+    def step():
+        torch.manual_seed(6)
+        model.zero_grad()
+        with counting() as counts:
+            loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean()
+            loss.backward()
+        return [loss, *(p.grad for p in model.parameters())], counts
+
+    step()  # makes attention's mask
+    found, counts = step()
+    kernel = "npu::npu_add_layer_norm" if norm == "LayerNorm" else "npu::npu_add_rms_norm"
+    assert counts.launches[kernel].calls == 2 + 2  # the decoder's layer, and the prediction's
+    assert counts.launches["aten::addmm.out"].calls >= 4 + 4
+    monkeypatch.setattr(residual_norms, "add", lambda *_: None)
+    monkeypatch.setattr(biased_product, "_may_add", lambda _: False)
+    expected, plain = step()
+    for ours, upstreams in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, upstreams, atol=1e-4 * upstreams.abs().max().item(), rtol=0)
+    # of each of the two layers three biases and two sums, and with them one of gradients
+    assert plain.total_launches - counts.total_launches == 2 * (6 if norm == "LayerNorm" else 5)
+
+
 def test_a_sum_that_nobody_reads_in_time_is_normalised_again():
     """A norm takes a result only for the very tensor that it was computed with, and once."""
     model = _block("LayerNorm")
