@@ -76,6 +76,8 @@ def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
                 "Change them: the main weight is the parameter and the 16 bits that it lacks.",
             )
         args.use_precision_aware_optimizer = True
+    if not args.use_precision_aware_optimizer:
+        _refuse_types_alone(args)
     if not args.use_precision_aware_optimizer or args.optimizer_cpu_offload:
         return
     refuse_fp8_states(args)
@@ -86,6 +88,31 @@ def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
             f"{flag} with --ckpt-format torch",
             "--ckpt-format torch_dist",
             "Change it: of Megatron's own format the main weights are read into the rounded ones.",
+        )
+
+
+def _refuse_types_alone(args: argparse.Namespace) -> None:
+    """Refuse types of an optimizer's state that the plain one does not have."""
+    for name in NARROW:
+        value = str(getattr(args, f"{name}_dtype", "fp32"))
+        if value not in ("fp32", "torch.float32"):
+            raise UsageError(
+                f"--{name.replace('_', '-')}-dtype {value} without --use-precision-aware-optimizer",
+                "both",
+                "Add that flag.",
+            )
+
+
+def refuse_moving_nothing(args: argparse.Namespace) -> None:
+    """Refuse one of ``--fine-grained-activation-offloading`` and ``--offload-modules`` without the other.
+
+    Raises:
+        UsageError: nothing would be moved.
+    """
+    asked = getattr(args, "fine_grained_activation_offloading", False)
+    if asked != bool(getattr(args, "offload_modules", None)):
+        raise UsageError(
+            f"one of {OFFLOADING} and --offload-modules", "both or none", "Add the other, or leave it out."
         )
 
 

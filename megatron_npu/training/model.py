@@ -69,6 +69,8 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     try:
         # transformer_impl came with 0.14; before, the layer spec alone says it
         config = kind(**{name: value for name, value in values.items() if name in known})
+    except UsageError:
+        raise
     except (AssertionError, ValueError) as error:
         raise UsageError(
             f"megatron-core refuses this model: {error}", "flags that go together", "Change them."

@@ -70,3 +70,23 @@ def test_offloading_is_refused_by_name(device, others, said, monkeypatch):
         return
     with pytest.raises(UsageError, match=said):
         memory_flags.check_activation_offloading(args)
+
+
+@pytest.mark.parametrize(("asked", "modules"), [(True, []), (False, ["core_attn"])])
+def test_moving_nothing_is_refused(asked, modules):
+    with pytest.raises(
+        UsageError, match="one of --fine-grained-activation-offloading and --offload-modules;"
+    ):
+        memory_flags.refuse_moving_nothing(
+            Namespace(
+                **(
+                    OFFLOADING
+                    | {
+                        "fine_grained_activation_offloading": asked,
+                        "offload_modules": modules,
+                    }
+                )
+            )
+        )
+    memory_flags.refuse_moving_nothing(Namespace(**OFFLOADING))
+    memory_flags.refuse_moving_nothing(Namespace())

@@ -111,8 +111,15 @@ def refuse_on_the_host(args: Namespace) -> None:
 
 @contextmanager
 def unseen_by_upstream(args: Namespace) -> Iterator[None]:
-    """Take the flag away while upstream validates, which wants it with TransformerEngine's layers alone."""
-    wanted = getattr(args, "fine_grained_activation_offloading", False) and not transformer_engine_present()
+    """Take the flag away while upstream validates, which wants it with TransformerEngine's layers alone.
+
+    Before 0.16 it is ours, and ``check_flags`` reads it.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    known = hasattr(TransformerConfig, "fine_grained_activation_offloading")
+    wanted = getattr(args, "fine_grained_activation_offloading", False) and known
+    wanted = wanted and not transformer_engine_present()
     if wanted:
         args.fine_grained_activation_offloading = False
     try:

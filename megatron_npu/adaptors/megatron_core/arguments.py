@@ -15,7 +15,10 @@ from typing import Any, NamedTuple
 from megatron_npu import devices, hccl_buffers, memory_flags, older_flags
 from megatron_npu.adaptors.megatron_core import (
     activation_offloading,
+    communicators,
+    refused_options,
     swapped_optimizer,
+    tensor_parallel_overlap,
     unsupported_options,
 )
 from megatron_npu.adaptors.megatron_core.decorators import (
@@ -274,9 +277,25 @@ CHECKS = (  # they run in this order
         why="--hccl-group-buffer-adaptive is for HCCL alone; the sizes follow from the arguments",
     ),
     Check(
+        communicators.refuse_an_unreadable_file,
+        devices=WITHOUT_CUDA,
+        why="a file of --nccl-communicator-config-path that is not there, or is no YAML, is a traceback",
+    ),
+    Check(
+        tensor_parallel_overlap.refuse_arguments,
+        devices=("npu",),
+        condition=transformer_engine_present,
+        why="--tp-comm-overlap without --sequence-parallel is an assertion of upstream",
+    ),
+    Check(
         activation_offloading.refuse_on_the_host,
         devices=("cpu",),
         why="--fine-grained-activation-offloading would move activations from the host to the host",
+    ),
+    Check(
+        memory_flags.refuse_moving_nothing,
+        why="--fine-grained-activation-offloading without modules is an assertion without words, and modules "
+        "without it move nothing, and nothing is said",
     ),
     Check(
         unsupported_options.take_local_implementation,
@@ -357,5 +376,5 @@ def validate_args(
     for check in CHECKS:
         if device in check.devices and not (check.condition and check.condition()):
             check.run(args)
-    with activation_offloading.unseen_by_upstream(args):
+    with activation_offloading.unseen_by_upstream(args), refused_options.in_one_line():
         return original(args, *rest, **kwargs)

@@ -7,6 +7,7 @@ With ``--hccl-group-buffer-adaptive`` also sizes of HCCL's buffers that the file
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron_npu import devices, hccl_buffers
@@ -48,6 +49,29 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
         return None
     communicators.say_buffer(pg_name, size)
     return hccl.group_options(config, bool(given.get("is_high_priority_stream", False)))
+
+
+def refuse_an_unreadable_file(args: Any) -> None:
+    """Refuse a file of the flag that cannot be read, or holds no groups.
+
+    Raises:
+        UsageError: it is not there, is no YAML, or has something else than options of groups.
+    """
+    path = getattr(args, "nccl_communicator_config_path", None)
+    if path is None:
+        return
+    import yaml
+
+    expected, remedy = "YAML such as tp: {hccl_buffer_size: 32}", "Correct the file."
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        groups = yaml.safe_load(text)
+    except OSError as error:
+        raise UsageError(f"{FLAG} {path}: {error.strerror}", expected, "Correct the path.") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UsageError(f"{FLAG} {path}: {' '.join(str(error).split())}", expected, remedy) from error
+    if not isinstance(groups, dict) or not all(isinstance(each, dict) for each in groups.values()):
+        raise UsageError(f"{FLAG} {path}: {' '.join(text.split())[:60]!r}", expected, remedy)
 
 
 def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:

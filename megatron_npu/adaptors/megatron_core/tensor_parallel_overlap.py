@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -145,6 +146,18 @@ def refuse_no_overlap(config: Any) -> None:
             "--bf16 or --fp16",
             "Leave out --tp-comm-overlap: torch_npu's products that communicate take 16 bits.",
         )
+
+
+def refuse_arguments(args: Any) -> None:
+    """Check ``--tp-comm-overlap`` of a script's arguments, which upstream has not seen yet.
+
+    Raises:
+        UsageError: it cannot have any effect.
+    """
+    dtype = None if args.bf16 or args.fp16 else torch.float32
+    values = {name: getattr(args, name) for name in ("tp_comm_overlap", "sequence_parallel")}
+    size = args.tensor_model_parallel_size
+    refuse_no_overlap(SimpleNamespace(**values, tensor_model_parallel_size=size, params_dtype=dtype))
 
 
 @replace(

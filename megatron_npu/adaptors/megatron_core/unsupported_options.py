@@ -174,6 +174,15 @@ def take_local_implementation(args: argparse.Namespace) -> None:
     if args.transformer_impl != "local" and not named:  # the default, or since 0.16 inference_optimized
         redirect.report(f"--transformer-impl {args.transformer_impl}")
         args.transformer_impl = "local"
+    variant = getattr(args, "experimental_attention_variant", None)
+    if (
+        variant and not named
+    ):  # since 0.16; upstream has a specification of such layers under those names alone
+        raise UsageError(
+            f"--experimental-attention-variant {variant} without TransformerEngine",
+            "it, or MEGATRON_NPU_TE=local, which has layers under its names",
+            "Set MEGATRON_NPU_TE=local.",
+        )
     # On by default, and refused then without TransformerEngine; the path without it is as fused here.
     if args.rotary_interleaved or args.multi_latent_attention:
         args.apply_rope_fusion = False

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_npu.adaptors.megatron_core import arguments
+from megatron_npu.adaptors.megatron_core import activation_offloading, arguments
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.registry import registry
 from tests.adaptors.comparison import here
@@ -180,3 +180,16 @@ def test_the_ledger_names_every_check_of_the_arguments() -> None:
         assert check.name in patch.why
         assert check.why in patch.why
         assert not check.until or f"{check.name}: {check.until}" in patch.until
+
+
+def test_moving_activations_is_hidden_from_the_upstream_that_knows_it(monkeypatch) -> None:
+    """Before 0.16 the flag is ours, and our check, which runs where upstream's does, has to see it."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    args = argparse.Namespace(fine_grained_activation_offloading=True)
+    with activation_offloading.unseen_by_upstream(args):
+        assert not args.fine_grained_activation_offloading
+    assert args.fine_grained_activation_offloading
+    monkeypatch.delattr(TransformerConfig, "fine_grained_activation_offloading")
+    with activation_offloading.unseen_by_upstream(args):
+        assert args.fine_grained_activation_offloading

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_npu.adaptors.megatron_core import communicators
@@ -33,6 +35,23 @@ def test_options_of_hccl_are_taken_and_those_of_nccl_reported(monkeypatch) -> No
 def test_what_nobody_has_is_refused(given, said) -> None:
     with pytest.raises(UsageError, match=said):
         communicators.hccl_config("tp", given)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file or directory; expected YAML such as"),
+        ("tp: [", "while parsing"),
+        ("tp: 32", "'tp: 32'; expected YAML"),
+        ("32", "'32'; expected YAML"),
+    ],
+)
+def test_a_file_without_groups_is_refused(text, said, tmp_path) -> None:
+    path = tmp_path / "groups.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError, match=said):
+        communicators.refuse_an_unreadable_file(SimpleNamespace(nccl_communicator_config_path=str(path)))
 
 
 def test_gloo_has_no_options() -> None:

@@ -78,6 +78,7 @@ PLAIN = {
         ({"use_distributed_optimizer": False}, "--use-precision-aware-optimizer alone; expected --use-dist"),
         ({"reuse_fp32_param": True, "bf16": False}, "--reuse-fp32-param without bf16 parameters"),
         ({"reuse_fp32_param": True, "main_params_dtype": "fp16"}, "--reuse-fp32-param without bf16"),
+        ({"use_precision_aware_optimizer": False}, "--exp-avg-dtype bf16 without --use-prec"),
         ({"exp_avg_sq_dtype": "fp8"}, "--exp-avg-sq-dtype fp8 without TransformerEngine"),
         ({"ckpt_format": "torch", "load": "x"}, "optimizer with --ckpt-format torch; expected --ckpt-format"),
     ],

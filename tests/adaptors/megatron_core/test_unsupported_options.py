@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu.adaptors.megatron_core import unsupported_options
+from megatron_npu.adaptors.megatron_core import refused_options, unsupported_options
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.dispatch import FallbackForbiddenError
@@ -118,19 +118,39 @@ def test_the_stock_script_trains_without_graphs_and_twice_alike(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("version", "flags"),
+    ("version", "flags", "said"),
     [
-        ("0.16.1", ["--fp8-format", "hybrid"]),
-        ("0.12.1", ["--tp-comm-overlap"]),
+        ("0.16.1", "--fp8-format hybrid", "--fp8-format hybrid without TransformerEngine"),
+        ("0.12.1", "--tp-comm-overlap", "--tp-comm-overlap without TransformerEngine"),
+        ("0.16.1", "--recompute-granularity selective --recompute-modules mla_up_proj", "mla_up_proj in"),
+        ("0.12.1", "--num-experts 4 --moe-grouped-gemm", "GroupedGEMM for MoE only supports bf16 dtype; "),
     ],
 )
-def test_the_stock_script_refuses_in_one_line(version: str, flags: list[str], tmp_path: Path) -> None:
-    done = pretrain(checkout("megatron_core", version), tmp_path, *flags)
+def test_the_stock_script_refuses_in_one_line(version: str, flags: str, said: str, tmp_path: Path) -> None:
+    """What cannot be without TransformerEngine, and what upstream's configuration and arguments refuse."""
+    done = pretrain(checkout("megatron_core", version), tmp_path, *flags.split())
     assert done.returncode == 2
+    assert "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("megatron-npu")
-    assert f"{flags[0]} " in last
-    assert "without TransformerEngine" in last
+    assert said in last
+
+
+def test_attention_of_other_layers_is_refused_by_name(monkeypatch) -> None:
+    monkeypatch.delenv("MEGATRON_NPU_TE", raising=False)
+    given = {"transformer_impl": "local", "rotary_interleaved": False, "multi_latent_attention": True}
+    args = argparse.Namespace(experimental_attention_variant="dsa", **given)
+    with pytest.raises(UsageError, match="--experimental-attention-variant dsa without TransformerEngine"):
+        unsupported_options.take_local_implementation(args)
+
+
+def test_what_upstream_refuses_is_still_of_its_kind() -> None:
+    """Programs that catch upstream's ValueError go on doing so."""
+    with pytest.raises(ValueError, match=r"^options that Megatron refuses: .*; expected") as caught:
+        make_config(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
+    assert isinstance(caught.value, UsageError)
+    with pytest.raises(AssertionError, match=r"^$"), refused_options.in_one_line():
+        raise AssertionError
 
 
 def test_the_dynamic_engine_is_refused_without_flash_attn() -> None:
