@@ -79,9 +79,6 @@ class _Group:
             self.moved.pop().fetch()
 
 
-_running: list[Offload] = []  # those whose modules run, the innermost last
-
-
 _SAVING = "megatron_npu_saving"  # of a module: the context in which what its forward saves is moved
 
 
@@ -89,11 +86,6 @@ def saving(module: Any) -> contextlib.AbstractContextManager[Any]:
     """Return the context in which a result of ``module`` is to be computed that is not by its forward."""
     context: contextlib.AbstractContextManager[Any] = getattr(module, _SAVING, contextlib.nullcontext)()
     return context
-
-
-def moving() -> bool:
-    """Return whether what is saved now may be moved: a weight then comes back without its attributes."""
-    return bool(_running)
 
 
 class Offload:
@@ -134,12 +126,8 @@ class Offload:
             return
         group = self._group(name, layer)
         weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        _running.append(self)
-        try:
-            with saved_tensors_hooks(self._pack(group, weights), _unpack(group)):
-                yield
-        finally:
-            _running.pop()
+        with saved_tensors_hooks(self._pack(group, weights), _unpack(group)):
+            yield
 
     def _group(self, name: str, layer: int) -> _Group:
         """Return the group of this forward pass: a layer's first module opens it."""

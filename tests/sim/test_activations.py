@@ -38,6 +38,23 @@ def test_the_same_numbers_with_what_is_asked_for_moved_there_and_back(modules, m
 
 
 @pytest.mark.usefixtures("single_process")
+def test_gradients_added_to_their_buffer_are_announced_while_others_are_reduced():
+    """The weight of a layer whose input was moved is the parameter that DDP waits for."""
+    pytest.importorskip("megatron.core.pipeline_parallel.fine_grained_activation_offload")
+    fused = {"gradient_accumulation_fusion": True, "overlapped": True}
+    plain = step(**fused)
+    offloaded = step(
+        fine_grained_activation_offloading=True,
+        offload_modules=["core_attn", "attn_proj", "qkv_linear"],
+        min_offloaded_tensor_size=1,
+        **fused,
+    )
+    assert offloaded["transfers"] > plain["transfers"] == 0
+    assert offloaded["losses"] == plain["losses"]
+    assert all(torch.equal(a, b) for a, b in zip(offloaded["gradients"], plain["gradients"], strict=True))
+
+
+@pytest.mark.usefixtures("single_process")
 def test_recomputed_attention_keeps_values_and_not_the_product_that_they_came_from():
     options = {"normalization": "RMSNorm", "num_query_groups": 4}
     plain = step(rotary=True, **options)
@@ -60,8 +77,12 @@ def test_only_parts_of_a_memory_that_is_larger_than_they_are_get_copied():
     assert [part.untyped_storage().nbytes() for part in kept] == [part.nbytes for part in kept]
 
 
-def step(rotary: bool = False, **options) -> dict:
-    """Return what the third forward and backward pass of a model costs, and gives; the first warms up."""
+def step(rotary: bool = False, overlapped: bool = False, **options) -> dict:
+    """Return what the third forward and backward pass of a model costs, and gives; the first warms up.
+
+    ``overlapped``: in Megatron's DDP, which reduces gradients while others are computed.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
@@ -78,20 +99,28 @@ def step(rotary: bool = False, **options) -> dict:
     positions = {"position_embedding_type": "rope" if rotary else "learned_absolute"}
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
     model = GPTModel(config, spec, 64, LENGTH, **positions).bfloat16().cuda()
+    if overlapped:
+        model = DistributedDataParallel(
+            config, DistributedDataParallelConfig(overlap_grad_reduce=True), model
+        )
     tokens = torch.randint(64, (1, LENGTH + 1), generator=torch.Generator().manual_seed(2)).cuda()
     positions, losses = torch.arange(LENGTH).cuda()[None], []
     for _ in range(3):
-        model.zero_grad()
+        (model.zero_grad_buffer if overlapped else model.zero_grad)()
         with counting() as counts:
             before = requested()
             loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).float().mean()
             held = requested() - before
             loss.backward()
+        if overlapped:
+            model.finish_grad_sync()
         Interface.reset()
         losses.append(loss.item())
     return {
         "losses": losses,
-        "gradients": [parameter.grad.cpu() for parameter in model.parameters()],
+        "gradients": [
+            (parameter.main_grad if overlapped else parameter.grad).cpu() for parameter in model.parameters()
+        ],
         "transfers": counts.transfers.bytes,
         "held": held,
     }

@@ -31,7 +31,7 @@ from megatron_npu.adaptors.shared.arguments import declaring
 
 FLAG = memory_flags.OFFLOADING
 
-activation_offloading.connect(records, "<0.16")
+activation_offloading.connect(records)
 
 constant(
     "megatron.core.extensions.transformer_engine:cpu_offload",

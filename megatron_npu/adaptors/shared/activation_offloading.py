@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_npu import memory_flags
 from megatron_npu.errors import UsageError
-from megatron_npu.ops.activation_offload import Offload, moving
+from megatron_npu.ops.activation_offload import Offload
 from megatron_npu.patching.registry import Recorder
 
 # The words of --offload-modules, and where a layer has such a module: in megatron-core, and in 285068c8.
@@ -24,49 +24,59 @@ _PLACES = {
 
 
 _FUNCTION = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
-_WHY = "its backward reads main_grad off the weight that autograd hands out, which is another object then"
+_WHY = (
+    "its backward reads main_grad off the weight, and marks there that the gradient is in it; hooks on what "
+    "autograd saves give back another object"
+)
+# Of the innermost hooks on what autograd saves, the functions; None without hooks. Older torches lack it.
+_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
 
-def connect(recorder: Recorder, versions: str = "") -> None:
-    """Record what a linear layer needs whose input is moved.
-
-    Args:
-        recorder: of an upstream.
-        versions: of it; all by default.
-    """
+def connect(recorder: Recorder) -> None:
+    """Record for an upstream what a linear layer needs while there are hooks on what autograd saves."""
     options: dict[str, Any] = {"devices": ("npu", "cuda"), "why": f"{_WHY} ({memory_flags.OFFLOADING})"}
-    options |= {"versions": versions} if versions else {}
-    recorder.around(f"{_FUNCTION}.forward", **options)(note_weight)
-    recorder.around(f"{_FUNCTION}.backward", **options)(with_noted_weight)
+    recorder.around(f"{_FUNCTION}.forward", **options)(keep_weight)
+    recorder.around(f"{_FUNCTION}.backward", **options)(with_kept_weight)
 
 
-def note_weight(original: Callable[..., Tensor], ctx: Any, input: Tensor, weight: Tensor, *args: Any) -> Any:
-    """Keep the parameter itself for the backward pass where what is saved is moved."""
-    if moving():
-        ctx.megatron_npu_weight = weight
-    return original(ctx, input, weight, *args)
+def keep_weight(original: Callable[..., Tensor], ctx: Any, *args: Any) -> Tensor:
+    """Keep the parameter itself for the backward pass, past the hooks."""
+    return original(ctx if _hooks(False) is None else _Keeping(ctx), *args)
 
 
-def with_noted_weight(original: Callable[..., Any], ctx: Any, *grads: Tensor) -> Any:
+def with_kept_weight(original: Callable[..., Any], ctx: Any, *grads: Tensor) -> Any:
     """Give it to upstream's own backward."""
-    weight = getattr(ctx, "megatron_npu_weight", None)
-    return original(ctx if weight is None else _Restored(ctx, weight), *grads)
+    return original(_Keeping(ctx) if hasattr(ctx, _WEIGHT) else ctx, *grads)
 
 
-class _Restored:
-    """A context of autograd, whose second saved tensor is the parameter itself."""
+_WEIGHT = "megatron_npu_weight"
 
-    def __init__(self, ctx: Any, weight: Tensor) -> None:
-        self.ctx = ctx
-        self.weight = weight
+
+class _Keeping:
+    """A context of autograd that is given an input and a weight to save, and keeps the weight as it is.
+
+    Autograd hands out a new tensor for whatever it has saved while there were hooks, even if they return what
+    they were given: a parameter without its attributes. And a hook moves no weight that it never sees.
+    """
+
+    def __init__(self, ctx: Any) -> None:
+        object.__setattr__(self, "ctx", ctx)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ctx, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.ctx, name, value)
+
+    def save_for_backward(self, input: Tensor, weight: Tensor) -> None:
+        """Let autograd save the input alone."""
+        self.ctx.save_for_backward(input)
+        setattr(self.ctx, _WEIGHT, weight)
+
     @property
     def saved_tensors(self) -> tuple[Tensor, Tensor]:
         """Input and weight."""
-        return self.ctx.saved_tensors[0], self.weight
+        return self.ctx.saved_tensors[0], getattr(self.ctx, _WEIGHT)
 
 
 def attach(layers: Sequence[Any], modules: Sequence[str], smallest: int) -> None:

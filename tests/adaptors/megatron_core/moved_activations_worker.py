@@ -5,6 +5,7 @@ Usage: megatron-npu sim -- python -m tests.adaptors.megatron_core.moved_activati
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -17,7 +18,13 @@ import megatron_npu
 
 megatron_npu.install()
 
+from megatron.core import distributed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+# It wants to be told of each gradient, also of those that a layer adds to their buffer itself.
+distributed.DistributedDataParallelConfig = functools.partial(
+    distributed.DistributedDataParallelConfig, overlap_grad_reduce=True
+)
 
 
 def step(modules: list[str]) -> dict:
