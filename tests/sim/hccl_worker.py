@@ -446,6 +446,27 @@ def other_streams_wait_for_themselves() -> None:
 
 
 @suite
+def side_stream_reduces_twice() -> None:
+    """Reduce as several instances of the distributed optimizer do: shards, then each shard across instances.
+
+    Both on one side stream, without a handle: whoever waits for that stream waits for both.
+    """
+    x, side, across = ready(), torch.npu.Stream(), dist.new_group(backend="hccl")
+    shard = x.view(WORLD, -1)[RANK]
+    side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side), dist._coalescing_manager(dist.group.WORLD, async_ops=False):
+        dist.reduce_scatter_tensor(shard, x)
+    with torch.npu.stream(side), dist._coalescing_manager(across, async_ops=False):
+        dist.all_reduce(shard, group=across)
+    early = shard.clone()
+    torch.npu.current_stream().wait_stream(side)
+    late = shard.clone()
+    torch.npu.synchronize()
+    assert not (early == WORLD**2).any(), "the main stream did not wait yet"
+    same(late, torch.full_like(late, WORLD**2).cpu(), "then it did")
+
+
+@suite
 def counters() -> None:
     from megatron_npu.sim import counters as of_simulator
 

@@ -23,7 +23,11 @@ ALL = (
 # what a type means does not depend on the number of ranks
 FEWER = [suite for suite in ALL if suite != "every_type"]
 SUITES = {2: ALL, 4: ALL, 8: FEWER, 16: ["random_sequence", "a_thousand_interleavings"]}
-DELAYED = ["without_wait_the_data_are_old", "other_streams_wait_for_themselves"]
+DELAYED = [
+    "without_wait_the_data_are_old",
+    "other_streams_wait_for_themselves",
+    "side_stream_reduces_twice",
+]
 DELAY = str(2_000_000)  # microseconds
 
 
