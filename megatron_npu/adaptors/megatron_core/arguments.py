@@ -7,6 +7,8 @@ function and its line there.
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -26,6 +28,8 @@ from megatron_npu.adaptors.megatron_core.decorators import (
     WITHOUT_CUDA,
     around,
     fused_optimizer_present,
+    installed,
+    te_layers_present,
     transformer_engine_present,
 )
 from megatron_npu.adaptors.shared.arguments import add_attention_flags, declaring
@@ -88,6 +92,47 @@ def refuse_offload_in_fp32(args: argparse.Namespace) -> None:
             "--optimizer-cpu-offload with fp32 parameters",
             "--bf16 or --fp16 together with it",
             "Add one, or leave out --optimizer-cpu-offload: Megatron cannot offload fp32 parameters.",
+        )
+
+
+def refuse_grouped_experts_of_other_kinds(args: argparse.Namespace) -> None:
+    """Refuse grouped experts with biases, or not in bf16, before 0.17, whose grouped MLP refuses them."""
+    from megatron.core import package_info
+
+    grouped = args.moe_grouped_gemm and args.num_experts
+    if not grouped or (package_info.MAJOR, package_info.MINOR) >= (0, 17):
+        return
+    for wrong, given, flag in (
+        (not args.bf16, "without --bf16", "--bf16"),
+        (args.add_bias_linear, "with biases", "--disable-bias-linear"),
+    ):
+        if wrong:
+            raise UsageError(
+                f"--moe-grouped-gemm {given} with Megatron {package_info.__version__}",
+                f"{flag} with it: its grouped experts are in bf16 and have no biases",
+                f"Add {flag}, leave out --moe-grouped-gemm, or take Megatron 0.17 or newer.",
+            )
+
+
+def refuse_flex_dispatching(args: argparse.Namespace) -> None:
+    """Refuse the dispatcher that sends through a library of CUDA."""
+    if args.num_experts and args.moe_token_dispatcher_type == "flex":
+        raise UsageError(
+            "--moe-token-dispatcher-type flex",
+            "allgather or alltoall: flex sends through DeepEP or HybridEP, libraries of CUDA",
+            "Give alltoall.",
+        )
+
+
+def refuse_wrong_hierarchical_sizes(args: argparse.Namespace) -> None:
+    """Say what upstream compares in an assertion without words."""
+    sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
+    if sizes and math.prod(sizes) != args.context_parallel_size:
+        raise UsageError(
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} with "
+            f"--context-parallel-size {args.context_parallel_size}",
+            "sizes whose product it is",
+            "Change one of the two.",
         )
 
 
@@ -239,6 +284,24 @@ CHECKS = (  # they run in this order
         refuse_shares_that_cannot_be_saved,
         why="--optimizer muon --use-distributed-optimizer of 0.18 ends in an AttributeError when it is saved "
         "in --ckpt-format torch",
+    ),
+    Check(
+        refuse_grouped_experts_of_other_kinds,
+        condition=te_layers_present,
+        why="--moe-grouped-gemm with biases, or not in bf16, is an assertion of upstream's grouped MLP when "
+        "the model is there, or in the first step (0.12 to 0.16)",
+    ),
+    Check(
+        refuse_flex_dispatching,
+        devices=WITHOUT_CUDA,
+        condition=functools.partial(installed, "deep_ep"),
+        why="--moe-token-dispatcher-type flex ends in an assertion, or an ImportError, when the model is "
+        "built",
+    ),
+    Check(
+        refuse_wrong_hierarchical_sizes,
+        why="--hierarchical-context-parallel-sizes that do not make up the ranks are an assertion without "
+        "words",
     ),
     Check(
         refuse_tools_of_cuda,

@@ -51,6 +51,30 @@ def test_batches_that_are_dealt_out_are_not_run_again() -> None:
     )  # before 0.16
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_grouped_gemm": True, "bf16": False}, "--moe-grouped-gemm without --bf16"),
+        ({"moe_grouped_gemm": True, "add_bias_linear": True}, "--moe-grouped-gemm with biases"),
+        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex; expected allgather"),
+        (
+            {"hierarchical_context_parallel_sizes": [2, 3]},
+            "--hierarchical-context-parallel-sizes 2 3 with --context-parallel-size 4",
+        ),
+        ({"moe_grouped_gemm": True, "hierarchical_context_parallel_sizes": [2, 2]}, None),
+        ({"moe_token_dispatcher_type": "flex", "num_experts": None, "bf16": False}, None),
+    ],
+)
+def test_experts_and_ranks_that_upstream_refuses_in_an_assertion(changes, said) -> None:
+    plain = {"num_experts": 4, "bf16": True, "add_bias_linear": False, "moe_grouped_gemm": False}
+    plain |= {"moe_token_dispatcher_type": "alltoall", "context_parallel_size": 4}
+    args = argparse.Namespace(**plain | changes)
+    with pytest.raises(UsageError, match=f"^{said}") if said else contextlib.nullcontext():
+        arguments.refuse_grouped_experts_of_other_kinds(args)
+        arguments.refuse_flex_dispatching(args)
+        arguments.refuse_wrong_hierarchical_sizes(args)
+
+
 def _arguments(**values) -> argparse.Namespace:
     plain = {"profile": False, "use_pytorch_profiler": False, "record_memory_history": False}
     return argparse.Namespace(**{**plain, **values})

@@ -123,7 +123,8 @@ def test_the_stock_script_trains_without_graphs_and_twice_alike(tmp_path: Path) 
         ("0.16.1", "--fp8-format hybrid", "--fp8-format hybrid without TransformerEngine"),
         ("0.12.1", "--tp-comm-overlap", "--tp-comm-overlap without TransformerEngine"),
         ("0.16.1", "--recompute-granularity selective --recompute-modules mla_up_proj", "mla_up_proj in"),
-        ("0.12.1", "--num-experts 4 --moe-grouped-gemm", "GroupedGEMM for MoE only supports bf16 dtype; "),
+        ("0.16.1", "--cp-comm-type a2a+p2p", "--hierarchical-context-parallel-sizes must be set when"),
+        ("0.16.1", "--num-experts 4 --moe-grouped-gemm", "--moe-grouped-gemm without --bf16 with Megatron"),
     ],
 )
 def test_the_stock_script_refuses_in_one_line(version: str, flags: str, said: str, tmp_path: Path) -> None:
