@@ -261,3 +261,13 @@ def test_a_parents_stand_in_for_cann_is_forgotten(monkeypatch):
     assert "ASCEND_HOME_PATH" in os.environ
     activate.forget_stand_in()
     assert "ASCEND_HOME_PATH" not in os.environ
+
+
+def test_ranks_of_torchrun_load_the_plugin_in_the_forks_of_the_tests_too(simulated):
+    """A first fork loads torch_npu, which sets TORCH_DEVICE_BACKEND_AUTOLOAD=1 for what it starts."""
+    loaded = "import sys, torch; print('loaded', {'torch_npu', 'megatron_npu'} <= set(sys.modules))"
+    start = (
+        "import os, subprocess, sys; subprocess.run([os.environ.get('PYTHON_EXEC', sys.executable), '-c', "
+    )
+    done = simulated("python", "-c", f"{start}{loaded!r}])")
+    assert "loaded True" in done.stdout, done.stdout

@@ -180,7 +180,7 @@ def run(request: dict[str, Any]) -> None:
     tempfile.tempdir = None  # TMPDIR counts again
     if not os.environ.get(COLD_SPAWN):
         multiprocessing.spawn.set_executable(request["program"])
-    if AUTOLOAD in _ENVIRONMENT and AUTOLOAD not in os.environ:
+    if _ENVIRONMENT.get(AUTOLOAD) == "0" and os.environ.get(AUTOLOAD) != "0":  # torch_npu sets it to 1
         _load_backends()
     elif "torch_npu" in sys.modules:
         sys.modules["megatron_npu.sim.counters"].write_report_at_exit()
