@@ -175,9 +175,7 @@ def take_local_implementation(args: argparse.Namespace) -> None:
         redirect.report(f"--transformer-impl {args.transformer_impl}")
         args.transformer_impl = "local"
     variant = getattr(args, "experimental_attention_variant", None)
-    if (
-        variant and not named
-    ):  # since 0.16; upstream has a specification of such layers under those names alone
+    if variant and not named:  # since 0.16; upstream specifies such layers under those names alone
         raise UsageError(
             f"--experimental-attention-variant {variant} without TransformerEngine",
             "it, or MEGATRON_NPU_TE=local, which has layers under its names",
