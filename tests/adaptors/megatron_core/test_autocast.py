@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_npu.ops import linear
 from tests.adaptors.megatron_core.conftest import make_config
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -35,7 +36,12 @@ def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
 
-def test_a_gpt_trains_with_autocast() -> None:
+@pytest.mark.parametrize("library", ["MKL", "oneDNN"])
+def test_a_gpt_trains_with_autocast(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library == "oneDNN" and not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without oneDNN")
+    # whichever multiplies fp32 faster here
+    monkeypatch.setattr(linear, "_ONEDNN_BEATS_MKL", library == "oneDNN")
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
