@@ -143,8 +143,11 @@ class _Running:
             self._process.wait()
 
     def _go(self) -> None:
-        for rank in self._ranks:
-            rank.sendall(b".")
+        try:
+            for rank in self._ranks:
+                rank.sendall(b".")
+        except BrokenPipeError:
+            raise RuntimeError(f"{self.program.name} ended early (for want of memory?)") from None
 
     def _hear(self) -> None:
         end = time.monotonic() + _LONGEST
