@@ -64,11 +64,18 @@ class Norm(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., h]`` to ``[..., h]``."""
+        """``[..., h]`` to ``[..., h]``; of an fp32 residual in the dtype of 16-bit weights."""
         result = residual_norm.result_of(self, x)
         if result is not None:
             return result
         options = (self.eps, self.zero_centered_gamma, self.memory_efficient)
-        if self.bias is None:
-            return norm.rms_norm(x, self.weight, *options)
-        return norm.layer_norm(x, self.weight, self.bias, *options)
+        weight, bias = self.weight, self.bias
+        # --fp32-residual-connection: products behind the norm take 16 bits, as TransformerEngine's give them
+        mixed = x.dtype is torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
+        if mixed:
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        if bias is None:
+            normed = norm.rms_norm(x, weight, *options)
+        else:
+            normed = norm.layer_norm(x, weight, bias, *options)
+        return normed.to(self.weight.dtype) if mixed else normed

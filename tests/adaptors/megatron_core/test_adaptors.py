@@ -153,6 +153,22 @@ def test_bias_dropout_add(fused, with_bias):
     assert 0 < (dropped == 0).sum() < dropped.numel()
 
 
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_norm_of_a_residual_in_fp32(normalization: str) -> None:
+    """--fp32-residual-connection: 16-bit products take what is normed, and its gradient is fp32."""
+    from megatron_npu.adaptors.megatron_core.norm import Norm
+
+    x = leaf(4, 2, 32)
+    norm = Norm(make_config(normalization=normalization), 32).to(device=x.device, dtype=torch.bfloat16)
+    normed = norm(x)
+    normed.sum().backward()
+    assert normed.dtype is torch.bfloat16
+    assert x.grad.dtype is torch.float32
+    assert {weight.grad.dtype for weight in norm.parameters()} == {torch.bfloat16}
+    exact = norm.float()(x)
+    assert torch.equal(normed, exact.to(torch.bfloat16))
+
+
 def test_residual_in_fp32():
     """Cast down to 16 bits before 0.17, kept since: whichever Megatron is here, ours does as it does."""
     from megatron.core.fusions import fused_bias_dropout
