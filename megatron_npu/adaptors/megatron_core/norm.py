@@ -69,7 +69,8 @@ class Norm(torch.nn.Module):
         if result is not None:
             return result
         options = (self.eps, self.zero_centered_gamma, self.memory_efficient)
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         # --fp32-residual-connection: products behind the norm take 16 bits, as TransformerEngine's give them
         mixed = x.dtype is torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
         if mixed:
