@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import multiprocessing
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from megatron_npu import devices
 from megatron_npu.devices.redirect import Redirection
 from tests.conftest import LONGEST
+from tests.distributed import spawned
 
 MEMBERS = [1, 2]
 
@@ -36,16 +36,7 @@ def exchange(rank: int, folder: Path) -> None:
 
 
 def test_a_group_without_rank_0_exchanges(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=exchange, args=(rank, tmp_path)) for rank in range(3)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(LONGEST)
-    for process in ranks:
-        process.kill()  # one that hangs must not outlive the test
-        process.join()
-    assert [process.exitcode for process in ranks] == [0, 0, 0]
+    assert spawned.exit_codes(exchange, 3, tmp_path) == [0, 0, 0]
     for member in MEMBERS:
         found = json.loads((tmp_path / f"rank{member}").read_text())
         assert found["came"] == [[[float(source)] * 2] * source for source in MEMBERS]

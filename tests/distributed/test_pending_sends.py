@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from megatron_npu import devices
 from megatron_npu.devices.redirect import Redirection
 from tests.conftest import LONGEST
+from tests.distributed import spawned
 
 SIZE = 1 << 21  # 8 MiB: more than the sockets between the two processes can hold
 
@@ -51,19 +51,11 @@ def outcome(folder: Path, redirected: bool) -> str:
 
     Any other end of a process fails the test: a crash of another cause shows nothing about the memory.
     """
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=exchange, args=(rank, folder, redirected)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(LONGEST)
-    for process in ranks:
-        process.kill()  # one that hangs must not outlive the test
-        process.join()
+    codes = spawned.exit_codes(exchange, 2, folder, redirected)
     errors = [(folder / f"errors{rank}").read_text() for rank in range(2)]
-    if ranks[0].exitcode == -signal.SIGABRT and "writev" in errors[0] and "Bad address" in errors[0]:
+    if codes[0] == -signal.SIGABRT and "writev" in errors[0] and "Bad address" in errors[0]:
         return "memory gone"
-    assert [process.exitcode for process in ranks] == [0, 0], "\n".join(errors)
+    assert codes == [0, 0], "\n".join(errors)
     return (folder / "result").read_text()
 
 

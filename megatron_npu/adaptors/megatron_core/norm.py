@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_npu.adaptors.megatron_core.decorators import replace
+from megatron_npu.adaptors.shared.fused_kernels import mixed_norm
 from megatron_npu.ops import norm, residual_norm
 
 
@@ -69,14 +70,9 @@ class Norm(torch.nn.Module):
         if result is not None:
             return result
         options = (self.eps, self.zero_centered_gamma, self.memory_efficient)
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        # --fp32-residual-connection: products behind the norm take 16 bits, as TransformerEngine's give them
-        mixed = x.dtype is torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
-        if mixed:
-            weight, bias = weight.float(), None if bias is None else bias.float()
-        if bias is None:
-            normed = norm.rms_norm(x, weight, *options)
-        else:
-            normed = norm.layer_norm(x, weight, bias, *options)
-        return normed.to(self.weight.dtype) if mixed else normed
+        if x.dtype is torch.float32 and self.weight.dtype is not torch.float32:
+            # --fp32-residual-connection: the products behind it take 16 bits, as TransformerEngine gives them
+            return mixed_norm(x, self.weight, self.bias, *options)
+        if self.bias is None:
+            return norm.rms_norm(x, self.weight, *options)
+        return norm.layer_norm(x, self.weight, self.bias, *options)

@@ -21,13 +21,27 @@ def initialise_without_kernel(original: Callable[..., None], self: Any, *args: A
         original(self, *args, **kwargs)
 
 
-def mixed_layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Return the layer norm ``[..., h]`` in the dtype of the weight, as apex's mixed-precision kernel.
+def mixed_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool = False,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Return the norm ``[..., h]`` in the dtype of the weight, as apex's mixed-precision kernels.
 
-    The two dtypes differ with ``--fp32-residual-connection``.
+    The two dtypes differ with ``--fp32-residual-connection``. Without a bias it is the RMS norm; the other
+    arguments are those of :func:`megatron_npu.ops.norm.layer_norm`.
     """
-    output = norm.layer_norm(input, weight.to(input.dtype), bias.to(input.dtype), eps)
-    return output.to(weight.dtype)
+    scale = weight.to(input.dtype)
+    if bias is None:
+        result = norm.rms_norm(input, scale, eps, zero_centered_gamma, memory_efficient)
+    else:
+        result = norm.layer_norm(
+            input, scale, bias.to(input.dtype), eps, zero_centered_gamma, memory_efficient
+        )
+    return result.to(weight.dtype)
 
 
 @contextlib.contextmanager
