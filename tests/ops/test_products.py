@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.ops import linear
 from megatron_npu.ops.attention import attention
 from megatron_npu.ops.compiled import library, products
+from megatron_npu.ops.compiled.products import Arithmetic
 from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
 from tests.ops.against_fp64 import check
 from tests.ops.tolerances import assert_near
@@ -22,7 +25,15 @@ SIZES = st.sampled_from([16, 17, 31, 45, 64, 250, 300, 530, 1030])
 @pytest.fixture
 def taken(monkeypatch):
     """Let this processor be one that multiplies fp32 faster."""
-    monkeypatch.setattr(products, "_fp32_is_faster", lambda: True)
+    monkeypatch.setattr(products, "_arithmetic", lambda: Arithmetic.WIDENED)
+
+
+@pytest.fixture(params=Arithmetic, ids=lambda arithmetic: arithmetic.name)
+def either(request, monkeypatch):
+    """Let this processor be one for which the kernel has an arithmetic."""
+    if request.param is Arithmetic.PAIRED and library() and not library().can_pair():
+        pytest.skip("the processor has no instruction for pairs of bf16")
+    monkeypatch.setattr(products, "_arithmetic", lambda: request.param)
 
 
 def random(*shape: int, transposed: bool = False, stride: int = 0) -> torch.Tensor:
@@ -33,7 +44,7 @@ def random(*shape: int, transposed: bool = False, stride: int = 0) -> torch.Tens
 
 
 @needs_kernels
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.tuples(SIZES, SIZES, SIZES),
     batch=st.sampled_from([(), (1,), (3,)]),
@@ -43,7 +54,7 @@ def random(*shape: int, transposed: bool = False, stride: int = 0) -> torch.Tens
     add=st.booleans(),
     with_bias=st.booleans(),
 )
-def test_a_product(sizes, batch, transposed, stride, dtype, add, with_bias):
+def test_a_product(either, sizes, batch, transposed, stride, dtype, add, with_bias):
     n, m, k = sizes
     left = random(*batch, n, m, transposed=transposed[0], stride=stride)
     right = random(*batch, m, k, transposed=transposed[1], stride=stride)
@@ -56,7 +67,7 @@ def test_a_product(sizes, batch, transposed, stride, dtype, add, with_bias):
 
 
 @needs_kernels
-def test_a_product_does_not_depend_on_threads():
+def test_a_product_does_not_depend_on_threads(either):
     left, right = random(300, 700), random(700, 250, transposed=True)
     before, found = torch.get_num_threads(), []
     for threads in (1, 2, 3, 4):
@@ -67,7 +78,7 @@ def test_a_product_does_not_depend_on_threads():
 
 
 @needs_kernels
-def test_what_is_not_a_number_stays_so():
+def test_what_is_not_a_number_stays_so(either):
     left, right = torch.ones(20, 20).bfloat16(), torch.ones(20, 20).bfloat16()
     left[3, 4], left[5, 6] = torch.nan, torch.inf
     out = products.multiply(left, right, torch.empty(20, 20))
@@ -117,7 +128,7 @@ def test_matmul_of_what_the_kernel_does_not_take(taken):
 @pytest.mark.parametrize("layout", ["SBND", "BSND", "BNSD"])
 @pytest.mark.parametrize("heads", [(3, 3), (4, 2)])
 @pytest.mark.parametrize("length", [200, 600])
-def test_attention(taken, layout, heads, length):
+def test_attention(either, layout, heads, length):
     """Heads that lie apart, copied heads of groups and of long sequences, tiles with a rest."""
     torch.manual_seed(3)
     order = ["bnsd".index(letter) for letter in layout.lower()]
@@ -144,18 +155,27 @@ AVX512 = "avx512f avx512bw avx512vl avx512dq"
 @pytest.mark.parametrize(
     ("vendor", "flags", "expected"),
     [
-        ("GenuineIntel", f"{AVX512} avx512_bf16 avx512_fp16", True),  # Sapphire Rapids without its AMX
-        ("GenuineIntel", f"{AVX512} avx512_bf16 avx512_fp16 amx_bf16 amx_tile", False),
-        ("GenuineIntel", f"{AVX512} avx512_bf16", False),  # Cooper Lake
-        ("GenuineIntel", AVX512, True),  # Ice Lake and before
-        ("AuthenticAMD", f"{AVX512} avx512_bf16", False),
-        ("AuthenticAMD", "avx2 fma", False),
+        ("GenuineIntel", f"{AVX512} avx512_bf16 avx512_fp16", Arithmetic.WIDENED),  # Sapphire Rapids, no AMX
+        ("GenuineIntel", f"{AVX512} avx512_bf16 avx512_fp16 amx_bf16 amx_tile", None),
+        ("GenuineIntel", f"{AVX512} avx512_bf16", Arithmetic.PAIRED),  # Cooper Lake
+        ("GenuineIntel", AVX512, Arithmetic.WIDENED),  # Ice Lake and before
+        ("AuthenticAMD", f"{AVX512} avx512_bf16", Arithmetic.PAIRED),
+        ("AuthenticAMD", "avx2 fma", None),
     ],
 )
 def test_which_processors(vendor, flags, expected):
     text = f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu {flags}\n"
-    assert products.fp32_is_faster_on(text) is expected
+    assert products.arithmetic_of(text) is expected
 
 
 def test_no_processor_known():
-    assert not products.fp32_is_faster_on("")
+    assert products.arithmetic_of("") is None
+
+
+def test_a_library_without_the_instruction_does_not_pair(monkeypatch):
+    """Of an old compiler, which knows the processor but not what it can."""
+    monkeypatch.setattr(products, "_arithmetic", lambda: Arithmetic.PAIRED)
+    for can in (False, True):
+        monkeypatch.setattr(products, "library", lambda can=can: SimpleNamespace(can_pair=lambda: can))
+        assert products.takes(*torch.ones(2, 20, 20).bfloat16()) is can
+    assert not products.are_fastest()

@@ -48,7 +48,7 @@ def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> boo
     if spec.packed or spec.dropout_p or head_size != value_size:
         return False
     segment = spec.segments[0]
-    if segment.window_left is None and segment.window_right is None:
+    if segment.sees_all_keys():
         return True
     if spec.masked or segment.has_fully_masked_rows():
         return False

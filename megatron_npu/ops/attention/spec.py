@@ -46,6 +46,10 @@ class Segment(NamedTuple):
         """Keys minus queries: the diagonal on which the last query meets the last key."""
         return (self.k1 - self.k0) - (self.q1 - self.q0)
 
+    def sees_all_keys(self) -> bool:
+        """Return whether no query is limited."""
+        return self.window_left is None and self.window_right is None
+
     def rows_with_keys(self) -> tuple[int, int]:
         """Return the range of queries, counted from q0, that see a key; the other rows are fully masked."""
         queries, keys = self.q1 - self.q0, self.k1 - self.k0
@@ -158,7 +162,7 @@ def forbidden_pairs(segment: Segment, device: torch.device) -> Tensor | None:
 
     For references and small calls only: it grows with queries × keys.
     """
-    if segment.window_left is None and segment.window_right is None:
+    if segment.sees_all_keys():
         return None
     queries, keys = segment.q1 - segment.q0, segment.k1 - segment.k0
     return _forbidden_pairs(queries, keys, segment.window_left, segment.window_right, device)

@@ -5,52 +5,12 @@
 // in order.
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
-#include "vectors.h"
+#include "softmax.h"
 
 namespace {
 
-inline float sum_of(Floats values) {
-  float sums[kLanes];
-  std::memcpy(sums, &values, sizeof sums);
-  for (int64_t half = kLanes / 2; half; half /= 2)
-    for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
-  return sums[0];
-}
-
-inline float largest_of(Floats values) {
-  float each[kLanes];
-  std::memcpy(each, &values, sizeof each);
-  return *std::max_element(each, each + kLanes);
-}
-
-// 2^x: a polynomial of least relative error (2^-23 of 2^f, |f| <= 1/2), times a power of two. Not a number stays so.
-inline Floats power_of_two(Floats x) {
-#ifdef __AVX512F__
-  const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  // of an infinite x the difference is none: the polynomial is 1 there
-  const Floats f = (Floats)_mm512_maskz_sub_ps(
-      _mm512_cmp_ps_mask((__m512)x, (__m512)whole, _CMP_NEQ_UQ), (__m512)x, (__m512)whole);
-#else
-  x = x < -127.0f ? all(-127.0f) : x;  // beyond: 0 and 2^127
-  x = x > 127.0f ? all(127.0f) : x;
-  const Floats shifted = x + 12582912.0f, f = x - (shifted - 12582912.0f);  // 1.5 * 2^23: to whole numbers
-#endif
-  Floats series = f * 1.327647178e-3f + 9.675541333e-3f;
-  series = series * f + 5.550713274e-2f;
-  series = series * f + 2.402211972e-1f;
-  series = series * f + 6.931469671e-1f;
-  series = series * f + 1.000000072f;
-#ifdef __AVX512F__
-  return (Floats)_mm512_scalef_ps((__m512)series, (__m512)whole);
-#else
-  return series * (Floats)(((Bits)shifted << 23) + (127u << 23));  // the whole number is in the last bits
-#endif
-}
-
-constexpr float kLog2E = 1.44269504f;
 constexpr int64_t kChunk = 64;  // rows that one sum over rows takes
 
 // Add up the partial sums of chunks, [chunks, width], into a row.
@@ -113,21 +73,6 @@ void product_and_sum(const T *left, const T *right, T *output, float *sums, int6
   add_chunks(parts, width, sums);
 }
 
-// Which values dropout keeps: those whose 16 random bits, as a number, are at most `most`. No bits: all.
-struct Kept {
-  const int16_t *bits;
-  int16_t most;
-
-  Floats of(Floats values, int64_t at, int64_t count) const {
-    if (!bits) return values;
-    Shorts drawn{};
-    std::memcpy(&drawn, bits + at, std::min(kLanes, count) * sizeof(int16_t));
-    return __builtin_convertvector(drawn, Ints) <= int32_t(most) ? values : Floats{};
-  }
-};
-
-// Softmax of rows, of which one has a finite value at least; `weights`, where it is not null, has them unrounded,
-// and those that are not kept, too.
 void softmax(const float *scores, float *weights, bf16 *rounded, Kept kept, int64_t rows, int64_t width,
              int threads) {
 #pragma omp parallel num_threads(threads)
@@ -135,48 +80,18 @@ void softmax(const float *scores, float *weights, bf16 *rounded, Kept kept, int6
     std::vector<float> own(weights ? 0 : width);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
-      const float *z = scores + row * width;
-      float *e = weights ? weights + row * width : own.data();
-      Floats largest = all(-std::numeric_limits<float>::infinity()), sum{};
-      for (int64_t i = 0; i < width; i += kLanes) {
-        // the last vector begins further left, where the row has as many
-        const int64_t start = std::max<int64_t>(0, std::min(i, width - kLanes));
-        Floats each = load(z + start, width - start);
-        if (width < kLanes) each = kNumbers < int32_t(width) ? each : largest;
-        largest = each < largest ? largest : each;  // also where `each` is not a number
-      }
-      const Floats subtrahend = all(largest_of(largest));
-      for (int64_t i = 0; i < width; i += kLanes) {
-        const Floats each = power_of_two((load(z + i, width - i) - subtrahend) * kLog2E);
-        store(e + i, each, width - i);
-        sum += first(each, width - i);
-      }
-      const float scale = 1.0f / sum_of(sum);
-      for (int64_t i = 0; i < width; i += kLanes) {
-        const int64_t at = row * width + i, count = width - i;
-        const Floats weight = load(e + i, count) * scale;
-        if (weights) store(e + i, weight, count);
-        store(rounded + at, kept.of(weight, at, count), count);
-      }
+      const int64_t at = row * width;
+      softmax_row(scores + at, weights ? weights + at : own.data(), rounded + at, kept.from(at), {0, width}, width);
     }
   }
 }
 
-// Its gradient, w * (g - sum(w * g)), where g is that of the weights that were kept.
 void softmax_backward(const float *grad, const float *weights, bf16 *output, Kept kept, int64_t rows,
                       int64_t width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
-    const int64_t start = row * width;
-    const float *g = grad + start, *w = weights + start;
-    Floats sum{};
-    for (int64_t i = 0; i < width; i += kLanes)
-      sum += load(w + i, width - i) * kept.of(load(g + i, width - i), start + i, width - i);
-    const float along = sum_of(sum);
-    for (int64_t i = 0; i < width; i += kLanes) {
-      const Floats given = kept.of(load(g + i, width - i), start + i, width - i);
-      store(output + start + i, load(w + i, width - i) * (given - along), width - i);
-    }
+    const int64_t at = row * width;
+    softmax_backward_row(grad + at, weights + at, output + at, kept.from(at), {0, width}, width);
   }
 }
 

@@ -1,8 +1,9 @@
-"""Products of bf16 matrices in fp32's arithmetic (``products.cpp``): where that is a CPU's fastest."""
+"""Products of bf16 matrices with sums in fp32 (``products.cpp``), on processors where they are worth it."""
 
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +19,32 @@ from megatron_npu.ops.compiled.building import library
 _SMALLEST = 16
 
 
+class Arithmetic(enum.Enum):
+    """How our kernel multiplies bf16."""
+
+    WIDENED = "by fp32's multiply-adds: the fastest where the processor has nothing as fast for bf16"
+    PAIRED = "by AVX-512's instruction for bf16, at twice the rate of fp32's: as fast as oneDNN"
+
+
 @torch.compiler.assume_constant_result
 def are_fastest() -> bool:
-    """Return whether bf16 is to be multiplied here: the processor is such a one, with our kernels."""
-    return _fp32_is_faster() and library() is not None
+    """Return whether every bf16 product is to be ours here: oneDNN's take twice the time and more.
+
+    Where they are only as fast as oneDNN's (``has_kernel``), ours are those that torch needs copies for:
+    batches of heads that lie apart, results in fp32, and products that add.
+    """
+    return _arithmetic() is Arithmetic.WIDENED and library() is not None
+
+
+@torch.compiler.assume_constant_result
+def has_kernel() -> bool:
+    """Return whether ``multiply`` is worth while on this processor."""
+    return _usable_arithmetic() is not None
 
 
 @functools.cache
-def _fp32_is_faster() -> bool:
-    """Return whether this processor multiplies more fp32 values than bf16 ones in a second, and has AVX-512.
+def _arithmetic() -> Arithmetic | None:
+    """Return how this processor multiplies bf16 the fastest without AMX; None: it is oneDNN's to do.
 
     Without an instruction for bf16 (Xeons up to Ice Lake) oneDNN widens values again and again: 27 GFLOPS,
     where fp32 has 310. Xeons since Sapphire Rapids are made to multiply bf16 with AMX; where a hypervisor
@@ -34,19 +52,32 @@ def _fp32_is_faster() -> bool:
     torch 2.13). Those of AMD, and Cooper Lake, have it at twice the rate.
     """
     info = Path("/proc/cpuinfo")
-    return fp32_is_faster_on(info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else "")
+    return arithmetic_of(info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else "")
 
 
-def fp32_is_faster_on(processor: str) -> bool:
+def arithmetic_of(processor: str) -> Arithmetic | None:
     """Return the same of a processor as Linux describes it in ``/proc/cpuinfo``."""
     lines = (line.partition(":") for line in processor.splitlines())
     about = {name.strip(): value.strip() for name, _, value in lines}
     can = set(about.get("flags", "").split())
     if not can >= {"avx512f", "avx512bw", "avx512vl", "avx512dq"} or "amx_bf16" in can:
-        return False
+        return None
     # Of Intel's, fp16 tells Sapphire Rapids and its successors from Cooper Lake.
     slow = about.get("vendor_id") == "GenuineIntel" and "avx512_fp16" in can
-    return "avx512_bf16" not in can or slow
+    return Arithmetic.WIDENED if slow or "avx512_bf16" not in can else Arithmetic.PAIRED
+
+
+def _usable_arithmetic() -> Arithmetic | None:
+    """Return that of this processor, if the kernels can be had and were compiled with what it needs."""
+    wanted, loaded = _arithmetic(), library()
+    if loaded is None or (wanted is Arithmetic.PAIRED and not loaded.can_pair()):
+        return None
+    return wanted
+
+
+def pairs() -> bool:
+    """Return whether the kernel is to take pairs; else it widens."""
+    return _arithmetic() is Arithmetic.PAIRED
 
 
 def takes(left: Tensor, right: Tensor) -> bool:
@@ -55,7 +86,7 @@ def takes(left: Tensor, right: Tensor) -> bool:
         return False
     if not compiled.is_plain(left) or not compiled.is_plain(right):
         return False
-    return min(*left.shape[-2:], right.size(-1)) >= _SMALLEST and are_fastest()
+    return min(*left.shape[-2:], right.size(-1)) >= _SMALLEST and has_kernel()
 
 
 def takes_result(out: Tensor) -> bool:
@@ -96,7 +127,7 @@ def multiply(
         *(b.data_ptr(), *b.stride()),
         *(where if precise else None, None if precise else where, next_product, row),
         *(None if added is None else added.data_ptr(), factor, add),
-        *(count, rows, b.size(2), inner, torch.get_num_threads()),
+        *(count, rows, b.size(2), inner, pairs(), torch.get_num_threads()),
     )
     return out
 
@@ -109,6 +140,6 @@ def _kernel() -> Callable[..., None]:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     factor: list[Any] = [pointer, number, number, number]
     result: list[Any] = [pointer, pointer, number, number, pointer, ctypes.c_float, number]
-    loaded.product_bfloat16.argtypes = [*factor, *factor, *result, *[number] * 4, ctypes.c_int]
+    loaded.product_bfloat16.argtypes = [*factor, *factor, *result, *[number] * 4, *[ctypes.c_int] * 2]
     loaded.product_bfloat16.restype = None
     return loaded.product_bfloat16

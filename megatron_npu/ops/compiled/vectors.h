@@ -20,6 +20,10 @@ struct bf16 {
   uint16_t bits;
 };
 
+struct Range {
+  int64_t begin, end;
+};
+
 inline Floats all(float value) { return value - Floats{}; }
 
 inline Floats widen(Halves values) { return (Floats)(__builtin_convertvector(values, Bits) << 16); }
@@ -51,6 +55,14 @@ inline Floats load(const bf16 *from, int64_t count) {
     std::memcpy(&values, from, count * sizeof(bf16));
   return widen(values);
 }
+
+inline Bits load(const uint32_t *from) {
+  Bits values;
+  std::memcpy(&values, from, sizeof values);
+  return values;
+}
+
+inline void store(uint32_t *to, Bits values) { std::memcpy(to, &values, sizeof values); }
 
 inline void store(float *to, Floats values, int64_t count) {
   if (count >= kLanes)

@@ -61,8 +61,8 @@ def test_bf16_is_multiplied_by_our_kernel(into_main_grad: bool, monkeypatch: pyt
     x, grad = torch.randn(20, 2, 16).bfloat16(), torch.randn(20, 2, 24).bfloat16()
     calls, multiply, found = [], products.multiply, []
     monkeypatch.setattr(products, "multiply", lambda *a, **k: calls.append(1) or multiply(*a, **k))
-    for faster in (False, True):
-        monkeypatch.setattr(products, "_fp32_is_faster", lambda faster=faster: faster)
+    for arithmetic in (None, products.Arithmetic.WIDENED):
+        monkeypatch.setattr(products, "_arithmetic", lambda arithmetic=arithmetic: arithmetic)
         layer.weight.grad, layer.weight.main_grad = None, torch.ones(24, 16)
         input = x.clone().requires_grad_()
         output, _ = layer(input)

@@ -1,7 +1,8 @@
 """Exact attention tile by tile on the CPU: windows, packed sequences, masks and dropout without ``[sq, sk]``.
 
-``function`` is the differentiable function, ``tiles`` cuts its work; ``softmax`` and ``dropout`` compute the
-weights of one tile, ``products`` multiplies, in ``buffers`` that all tiles of a call share.
+``function`` is the differentiable function, ``tiles`` cuts its work. A tile is either ``fused``, one kernel,
+or ``composed``: ``softmax`` computes its weights, ``products`` multiplies, in ``buffers`` that all tiles of a
+call share. ``dropout`` draws for both.
 """
 
 from __future__ import annotations

@@ -20,11 +20,10 @@ class TileDropout:
     Args:
         p: probability that a weight is dropped; nothing is done where it is 0.
         seed: of a generator for this call alone.
-        buffers: of the call.
     """
 
-    def __init__(self, p: float, seed: int, buffers: Buffers) -> None:
-        self._buffers = buffers
+    def __init__(self, p: float, seed: int) -> None:
+        self._buffers = Buffers()
         self._keep = max(1, round((1.0 - p) * KEEP_LEVELS))
         self.gain = KEEP_LEVELS / self._keep
         # numpy's draws 64 bits in half the time of torch's, and the same ones in every version

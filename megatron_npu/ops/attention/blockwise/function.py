@@ -18,17 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_npu.ops.attention.blockwise.buffers import Buffers
+from megatron_npu.ops.attention.blockwise import fused
+from megatron_npu.ops.attention.blockwise.composed import Composed
 from megatron_npu.ops.attention.blockwise.dropout import TileDropout
-from megatron_npu.ops.attention.blockwise.products import (
-    TileProducts,
-    bf16_products,
-    factor_dtype,
-    multiplies_strided,
-    sum_dtype,
-)
-from megatron_npu.ops.attention.blockwise.softmax import TileSoftmax
-from megatron_npu.ops.attention.blockwise.tiles import tiles
+from megatron_npu.ops.attention.blockwise.fused import Fused
+from megatron_npu.ops.attention.blockwise.products import factor_dtype, multiplies_strided, sum_dtype
 from megatron_npu.ops.attention.layouts import from_bnsd, to_bnsd
 from megatron_npu.ops.attention.spec import AttentionSpec
 
@@ -60,19 +54,7 @@ class _Blockwise(torch.autograd.Function):
         k, v = (_grouped(t, spec, spec.key_heads) for t in (key, value))
         # in the order of the query's memory, which is the layout's where heads are not copied
         result = torch.zeros_like(q) if q.size(-1) == v.size(-1) else q.new_zeros(*q.shape[:-1], v.size(-1))
-        softmax, dropout, factors = _tile_steps(ctx, q.dtype)
-        wide_q, wide_k = (t.to(factors.of_scores) for t in (q, k))  # once for all tiles
-        one_pass = softmax.rounds(q.dtype)
-        with bf16_products(query.dtype):
-            for tile in tiles(q.size(0), spec):
-                rows, columns = tile.rows(wide_q), tile.columns(wide_k)
-                if one_pass:
-                    kept = dropout.draw(tile.weights)
-                    dropped = softmax.rounded_weights(tile, rows, columns, None, kept)
-                else:
-                    weights = softmax.weights(tile, rows, columns)
-                    dropped = factors.rounded("dropped", dropout.drop(weights, out=weights))
-                factors.write(tile.rows(result), dropped, tile.columns(v), dropout.gain)
+        _way(ctx, q).forward(q, k, v, result)
         return _ungrouped(result, spec, query.dtype).data  # no view, which nobody may change in place
 
     @staticmethod
@@ -84,39 +66,16 @@ class _Blockwise(torch.autograd.Function):
         k, v = (_grouped(t, spec, spec.key_heads) for t in (key, value))
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros_like(t, dtype=sum_dtype(t.dtype)) for t in (k, v))
-        softmax, dropout, factors = _tile_steps(ctx, q.dtype)
-        wide_q, wide_k, wide_g, wide_v = (t.to(factors.of_scores) for t in (q, k, g, v))  # once for all tiles
-        one_pass = softmax.rounds(q.dtype)
-        with bf16_products(query.dtype):
-            for tile in tiles(q.size(0), spec):
-                rows, columns = tile.rows(q), tile.columns(k)
-                scores = softmax.scores_of(tile)
-                if one_pass:
-                    weights, kept = softmax.weights_of(tile), dropout.draw(tile.weights)
-                    rows_of_scores, columns_of_scores = tile.rows(wide_q), tile.columns(wide_k)
-                    dropped = softmax.rounded_weights(tile, rows_of_scores, columns_of_scores, weights, kept)
-                else:
-                    weights = softmax.weights(tile, tile.rows(wide_q), tile.columns(wide_k))
-                    dropped = factors.rounded("dropped", dropout.drop(weights, out=scores))
-                factors.add(tile.columns(dv), dropped.mT, tile.rows(g), dropout.gain)
-                factors.precise(scores, tile.rows(wide_g), tile.columns(wide_v), dropout.gain)
-                if one_pass:
-                    of_scores = softmax.rounded_backward(tile, scores, weights, kept)
-                else:
-                    dropout.drop_again(scores)
-                    softmax.backward(scores, weights)
-                    of_scores = factors.rounded("dropped", scores)
-                factors.write(tile.rows(dq), of_scores, columns, spec.scale)
-                factors.add(tile.columns(dk), of_scores.mT, rows, spec.scale)
+        _way(ctx, q).backward(q, k, v, g, (dq, dk, dv))
         return (*(_ungrouped(t, spec, query.dtype) for t in (dq, dk, dv)), None, None)
 
 
-def _tile_steps(ctx: Any, dtype: torch.dtype) -> tuple[TileSoftmax, TileDropout, TileProducts]:
-    """Return what forward and backward do alike for each tile, with buffers of their own."""
-    buffers = Buffers()
-    factors = TileProducts(dtype, buffers)
-    softmax = TileSoftmax(ctx.spec, ctx.mask, factors, buffers)
-    return softmax, TileDropout(ctx.spec.dropout_p, ctx.seed, buffers), factors
+def _way(ctx: Any, query: Tensor) -> Composed | Fused:
+    """Return how each tile is computed: by one kernel of ours, or by several, ours and torch's."""
+    dropout = TileDropout(ctx.spec.dropout_p, ctx.seed)
+    if fused.takes(query, ctx.mask):
+        return Fused(ctx.spec, dropout)
+    return Composed(ctx.spec, ctx.mask, dropout)
 
 
 def _grouped(tensor: Tensor, spec: AttentionSpec, heads: int) -> Tensor:

@@ -42,8 +42,8 @@ def multiplies_strided(grouped: Tensor) -> bool:
 
 
 def widens(dtype: torch.dtype) -> bool:
-    """Return whether our kernel multiplies factors of this dtype, in fp32's arithmetic."""
-    return dtype is torch.bfloat16 and products.are_fastest()
+    """Return whether our kernel multiplies factors of this dtype, with sums in fp32."""
+    return dtype is torch.bfloat16 and products.has_kernel()
 
 
 class TileProducts:
@@ -54,21 +54,22 @@ class TileProducts:
         buffers: of the call.
 
     Attributes:
+        dtype: of the factors.
         sums: dtype of scores and weights, and of what tiles add up.
         of_scores: dtype of the factors whose products are not to be rounded: that of ``sums``, or bf16 where
-            a kernel of ours widens it, which is exact.
+            a kernel of ours multiplies it, which is exact.
     """
 
     def __init__(self, dtype: torch.dtype, buffers: Buffers) -> None:
         self.sums = sum_dtype(dtype)
         self.of_scores = dtype if widens(dtype) else self.sums
-        self._dtype, self._buffers = dtype, buffers
+        self.dtype, self._buffers = dtype, buffers
 
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
         """Return ``tensor`` in the dtype of the factors: itself, or a copy in the buffer ``name``."""
-        if tensor.dtype is self._dtype:
+        if tensor.dtype is self.dtype:
             return tensor
-        return self._buffers.take(name, tuple(tensor.shape), self._dtype).copy_(tensor)
+        return self._buffers.take(name, tuple(tensor.shape), self.dtype).copy_(tensor)
 
     def precise(self, out: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
         """Write ``factor · left · rightᵀ``, ``[heads, n, m]`` of ``sums``, without rounding factors.
@@ -97,10 +98,10 @@ class TileProducts:
         if products.takes(left, right) and products.takes_result(total):
             products.multiply(left, right, total, factor=factor, add=True)
             return
-        if self._dtype is self.sums:
+        if self.dtype is self.sums:
             total.baddbmm_(left, right, alpha=factor)
             return
-        product = self._buffers.take("product", tuple(total.shape), self._dtype)
+        product = self._buffers.take("product", tuple(total.shape), self.dtype)
         accumulate(total, torch.bmm(left, right, out=product), factor)
 
 

@@ -6,7 +6,7 @@ visible keys; no tile exceeds ``TILE_AREA`` elements or one row of scores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -60,19 +60,24 @@ class Tile(NamedTuple):
         return tensor[self.h0 : self.h1, start + self.k0 : start + self.k1].flatten(1, 2)
 
 
-def tiles(heads: int, spec: AttentionSpec) -> Iterator[Tile]:
+def most_rows(segment: Segment) -> int:
+    """Return how many queries, times the heads that share a key, a tile of a segment has at most."""
+    return TILE_ROWS_OF_ALL_KEYS if segment.sees_all_keys() else TILE_ROWS
+
+
+def tiles(heads: int, spec: AttentionSpec, most_rows: Callable[[Segment], int] = most_rows) -> Iterator[Tile]:
     """Cut the visible part of every segment into tiles, always in the same order.
 
     Args:
         heads: key heads of all batches.
         spec: what is asked for.
+        most_rows: of a segment; the function above by default.
     """
     repeats = spec.heads // spec.key_heads
     # a mask may differ between batches: then the heads of one tile come from one batch
     span = spec.key_heads if spec.masked else heads
     for segment in spec.segments:
-        all_keys = segment.window_left is None and segment.window_right is None
-        rows = max(1, (TILE_ROWS_OF_ALL_KEYS if all_keys else TILE_ROWS) // repeats)
+        rows = max(1, most_rows(segment) // repeats)
         begin, last = segment.rows_with_keys()
         while begin < last:
             end = _end_of_tile(segment, begin, min(last, begin + rows), repeats)

@@ -1,0 +1,132 @@
+"""Tiles of bf16 by one kernel of ours (``attention.cpp``) against fp64, forward and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_npu.ops import compiled
+from megatron_npu.ops.attention import PackedSequences, attention, reference
+from megatron_npu.ops.attention.blockwise import blockwise, fused
+from megatron_npu.ops.attention.spec import AttentionSpec, dense_segments
+from megatron_npu.ops.compiled import library, products
+from megatron_npu.ops.compiled.products import Arithmetic
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no g++, or threads not of libgomp")
+limits = st.none() | st.integers(0, 40)
+
+
+@pytest.fixture(autouse=True, params=Arithmetic, ids=lambda arithmetic: arithmetic.name)
+def fused_here(request, monkeypatch):
+    """Let this processor be one for the kernel, and make several tiles of anything."""
+    if request.param is Arithmetic.PAIRED and not library().can_pair():
+        pytest.skip("the processor has no instruction for pairs of bf16")
+    monkeypatch.setattr(products, "_arithmetic", lambda: request.param)
+    monkeypatch.setattr(fused, "_ROWS", 12)
+    monkeypatch.setattr(fused, "_ROWS_OF_ALL_KEYS", 20)
+    reference.operation.bind("cpu")
+
+
+def assert_as_exact(actual, leaves, exact, doubles):
+    """Compare outputs, and gradients of a random one; fp64 knows neither the kernel nor roundings."""
+    torch.testing.assert_close(actual.double(), exact, rtol=2e-2, atol=2e-2)
+    grad = torch.randn_like(exact).bfloat16()
+    actual.backward(grad)
+    exact.backward(grad.double())
+    for leaf, double in zip(leaves, doubles, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), double.grad, rtol=3e-2, atol=5e-2)
+
+
+def leaves_of(*shapes):
+    leaves = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+    return leaves, [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    queries=st.integers(1, 70),
+    keys=st.integers(1, 70),
+    groups=st.sampled_from([(2, 2), (6, 2), (5, 1)]),
+    sizes=st.sampled_from([(8, 8), (33, 17), (64, 40)]),
+    causal=st.booleans(),
+    window=st.tuples(limits, limits),
+    offset=st.integers(-4, 30),
+)
+def test_any_window(queries, keys, groups, sizes, causal, window, offset):
+    torch.manual_seed(0)
+    heads, key_heads = groups
+    shapes = [(2, heads, queries, sizes[0]), (2, key_heads, keys, sizes[0]), (2, key_heads, keys, sizes[1])]
+    leaves, doubles = leaves_of(*shapes)
+    segments = dense_segments(queries, keys, causal, window, offset)
+    spec = AttentionSpec("BNSD", heads, key_heads, 0.3, segments)
+    assert fused.takes(leaves[0], None)
+    assert not fused.takes(doubles[0], None)
+    assert_as_exact(blockwise(*leaves, spec, None), leaves, blockwise(*doubles, spec, None), doubles)
+
+
+@pytest.mark.parametrize("layout", ["SBND", "BSND", "BNSD"])
+def test_columns_of_a_split_product(layout):
+    """Queries, keys and values whose heads are further apart than they are long."""
+    torch.manual_seed(1)
+    shape = {"SBND": (90, 2, 3, 96), "BSND": (2, 90, 3, 96), "BNSD": (2, 3, 90, 96)}[layout]
+    (leaf,), (double,) = leaves_of(shape)
+
+    def attend(tensor):
+        return attention(*tensor.split(32, -1), layout=layout, scale=0.2, causal=True)
+
+    assert_as_exact(attend(leaf), [leaf], attend(double), [double])
+
+
+def test_packed_sequences():
+    torch.manual_seed(2)
+    leaves, doubles = leaves_of(*[(70, 3, 16)] * 3)
+    packed = PackedSequences((30, 0, 1, 39), (30, 0, 1, 39))
+
+    def attend(tensors):
+        return attention(*tensors, layout="TND", scale=0.25, causal=True, packed=packed)
+
+    assert_as_exact(attend(leaves), leaves, attend(doubles), doubles)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_drops_the_same_going_backward(causal):
+    """Values are a unit matrix, and the output the weights: which ones were kept can be seen."""
+    torch.manual_seed(3)
+    length, p = 48, 0.25
+    leaves, doubles = leaves_of((2, 3, length, 16), (2, 3, length, 16), (2, 3, length, length))
+    for value in (leaves[2], doubles[2]):
+        value.data = torch.eye(length, dtype=value.dtype).expand(2, 3, -1, -1).contiguous()
+    output = attention(*leaves, layout="BNSD", scale=0.25, causal=causal, dropout_p=p)
+    scores = doubles[0] @ doubles[1].mT * 0.25
+    beyond = torch.ones(length, length, dtype=torch.bool).triu(1) & causal
+    kept = (output != 0) & ~beyond
+    weights = scores.masked_fill(beyond, -torch.inf).softmax(-1) * kept / (1 - p)
+    assert abs(kept.sum() / (~beyond).expand_as(kept).sum() - (1 - p)) < 0.02
+    assert_as_exact(output, leaves, weights @ doubles[2], doubles)
+
+
+def test_any_number_of_threads_has_the_same_bits():
+    torch.manual_seed(4)
+    before, found = torch.get_num_threads(), []
+    leaves, _ = leaves_of(*[(60, 1, 5, 16)] * 3)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        torch.manual_seed(5)
+        output = attention(*leaves, layout="SBND", scale=0.25, causal=True, dropout_p=0.1)
+        found.append((output, *torch.autograd.grad(output.float().square().sum(), leaves)))
+    torch.set_num_threads(before)
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+def test_what_the_kernel_does_not_take(monkeypatch):
+    """Masks, other dtypes, and everything without the kernels."""
+    query = torch.ones(1, 2, 20, 8).bfloat16()
+    assert fused.takes(query, None)
+    assert not fused.takes(query, torch.ones(1, 1, 20, 20, dtype=torch.bool))
+    assert not fused.takes(query.half(), None)
+    monkeypatch.setattr(products, "library", lambda: None)
+    assert not fused.takes(query, None)
+    assert compiled.available()
