@@ -59,8 +59,8 @@ def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> boo
 def tiles_are_faster(query: Tensor, spec: AttentionSpec) -> bool:
     """Return whether tiles are faster where both can: for bf16 on a processor that multiplies it without AMX.
 
-    There torch 2.13's kernel takes 1.5 to 2.2 times as long, forward and backward (an EPYC with AVX512-BF16,
-    128 to 2,048 tokens); otherwise it is the faster one (benchmarks/results/attention.json, from a Xeon with
+    There torch 2.13's kernel takes 1.4 to 2.2 times as long, forward and backward (an EPYC with AVX512-BF16,
+    256 to 2,048 tokens); otherwise it is the faster one (benchmarks/results/attention.json, from a Xeon with
     AMX). A few queries over a cache are its, too.
     """
     if query.dtype is not torch.bfloat16 or not multiplies_bf16() or torch.cpu._is_amx_tile_supported():

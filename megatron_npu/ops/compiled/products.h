@@ -20,6 +20,7 @@ constexpr int64_t kInner = 192;  // steps of the inner dimension at once: a pane
 // Distances that are no power of two, at which memory would share few places of a cache.
 constexpr int64_t kPitch = kInner + kLanes, kPanel = kInner * kLanes + kLanes;
 constexpr int64_t kAhead = 8 * kColumns;              // of a panel of B, which comes from L2
+constexpr int64_t kEarly = 16;  // steps that packing asks for before it takes them
 constexpr int64_t kWide = 12 * kColumns;  // columns of a block of C, whose panels of B stay in L2
 
 struct Matrix {  // of the strides one is 1
@@ -67,6 +68,7 @@ inline Bits steps_along(const bf16 *from, int64_t count) {
 // A step of sixteen rows or columns, `count` of them there, whose next value of the inner dimension is `next` further.
 template <bool kPaired>
 inline Bits step_across(const bf16 *from, int64_t next, int64_t count, bool has_second) {
+  __builtin_prefetch(from + kEarly * next), __builtin_prefetch(from + (kEarly + 1) * next);
   if (!kPaired) return (Bits)load(from, count);
   // a widened value has its bits above those of zero: as the second of a pair
   const Bits first = (Bits)load(from, count) >> 16;
@@ -85,8 +87,10 @@ inline void exchange(Bits &low, Bits &high, int32_t half) {
 template <bool kPaired>
 inline void transpose(const bf16 *from, int64_t stride, int64_t rows, int64_t count, uint32_t *to, int64_t pitch) {
   Bits tile[kLanes];
-  for (int64_t i = 0; i < kLanes; ++i)
+  for (int64_t i = 0; i < kLanes; ++i) {
+    __builtin_prefetch(from + (i + kLanes) * stride);
     tile[i] = i < rows ? steps_along<kPaired>(from + i * stride, count) : Bits{};
+  }
 #pragma GCC unroll 4
   for (int32_t half = kLanes / 2; half; half /= 2) {
 #pragma GCC unroll 16
@@ -101,9 +105,11 @@ inline void transpose(const bf16 *from, int64_t stride, int64_t rows, int64_t co
 template <bool kPaired>
 void pack_rows(const Matrix &a, int64_t i, int64_t rows, int64_t p, int64_t inner, uint32_t *panel) {
   for (int64_t row = 0; row < kRows; ++row)
-    for (int64_t k = 0; k < inner; k += kLanes * depth(kPaired))
+    for (int64_t k = 0; k < inner; k += kLanes * depth(kPaired)) {
+      __builtin_prefetch(a.at(i + row + kRows, p + k));
       store(panel + row * kPitch + k / depth(kPaired),
             row < rows ? steps_along<kPaired>(a.at(i + row, p + k), inner - k) : Bits{});
+    }
 }
 
 // Any number of rows where columns are contiguous, in panels of kRows, step by step, in place for sixteen.

@@ -8,21 +8,19 @@ from torch import Tensor
 
 from megatron_npu.ops import compiled
 from megatron_npu.ops.attention.blockwise.dropout import TileDropout
-from megatron_npu.ops.attention.blockwise.products import widens
+from megatron_npu.ops.attention.blockwise.products import is_ours
 from megatron_npu.ops.attention.blockwise.tiles import Tile, tiles
 from megatron_npu.ops.attention.spec import AttentionSpec, Segment
 from megatron_npu.ops.compiled import attention
 
 # The fewer rows, the less of a tile is beyond the diagonal; the more, the more a packed panel of keys serves.
-# With two cores of a Zen 4 and heads of 64, 64 rows are 5 % faster than 128 for 256 and 512 tokens, and as
-# much slower for 2,048.
-_ROWS, _ROWS_OF_LONG, _ROWS_OF_ALL_KEYS = 64, 128, 256
-_LONG = 1024  # keys
+# Measured with two cores of a Zen 4, heads of 64, and 256 to 2,048 tokens.
+_ROWS, _ROWS_OF_ALL_KEYS = 64, 256
 
 
 def takes(query: Tensor, mask: Tensor | None) -> bool:
     """Return whether a call with such queries is one for the kernel, which knows no mask."""
-    return mask is None and compiled.is_plain(query) and compiled.available() and widens(query.dtype)
+    return mask is None and compiled.is_plain(query) and compiled.available() and is_ours(query.dtype)
 
 
 class Fused:
@@ -53,9 +51,7 @@ class Fused:
 
 
 def _most_rows(segment: Segment) -> int:
-    if segment.sees_all_keys():
-        return _ROWS_OF_ALL_KEYS
-    return _ROWS_OF_LONG if segment.k1 - segment.k0 >= _LONG else _ROWS
+    return _ROWS_OF_ALL_KEYS if segment.sees_all_keys() else _ROWS
 
 
 def _seen(tile: Tile) -> attention.Seen:

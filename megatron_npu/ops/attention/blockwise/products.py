@@ -38,10 +38,10 @@ def multiplies_strided(grouped: Tensor) -> bool:
     less time than with a copy, 2,048 tokens 12 % more).
     """
     one_head = grouped.size(3) == 1 and grouped.size(2) <= _LONGEST_STRIDED and grouped.stride(-1) == 1
-    return one_head and widens(grouped.dtype)
+    return one_head and is_ours(grouped.dtype)
 
 
-def widens(dtype: torch.dtype) -> bool:
+def is_ours(dtype: torch.dtype) -> bool:
     """Return whether our kernel multiplies factors of this dtype, with sums in fp32."""
     return dtype is torch.bfloat16 and products.has_kernel()
 
@@ -62,7 +62,7 @@ class TileProducts:
 
     def __init__(self, dtype: torch.dtype, buffers: Buffers) -> None:
         self.sums = sum_dtype(dtype)
-        self.of_scores = dtype if widens(dtype) else self.sums
+        self.of_scores = dtype if is_ours(dtype) else self.sums
         self.dtype, self._buffers = dtype, buffers
 
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
