@@ -216,6 +216,9 @@ def _files(library: Any, parts: Mapping[str, list[Path]]) -> Mapping[str, Datase
         if path.suffix != ".parquet":
             text_files.require(path)
     builder, options = _FORMATS[suffixes[0]]
+    if builder == "csv":
+        for path in (path for paths in parts.values() for path in paths):
+            text_files.require_head(path, options.get("sep", ","))
     names = {part: [str(path) for path in paths] for part, paths in parts.items()}
     return library.load_dataset(builder, data_files=names, **options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -180,6 +181,16 @@ def _two_kinds(folder: Path) -> argparse.Namespace:
     return args(write(folder / "data" / "test.jsonl", ROWS).parent)
 
 
+def _packed(path: Path) -> Path:
+    path.write_bytes(gzip.compress(b"sentence,label\na,1\n"))
+    return path
+
+
+def _head(path: Path, head: str) -> Path:
+    path.write_text(f"{head}\n", encoding="utf-8")
+    return path
+
+
 def _broken(folder: Path) -> argparse.Namespace:
     (folder / "a.jsonl").write_text('{"sentence": \n')
     return args(folder / "a.jsonl")
@@ -203,6 +214,18 @@ BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
     "a table in UTF-16": (
         lambda folder: args(_encoded(folder / "all.csv", "utf-16")),
         "all.csv begins as a file in UTF-16 does; expected text in UTF-8. Convert it: iconv -f UTF-16 -t",
+    ),
+    "a packed table": (
+        lambda folder: args(_packed(folder / "all.csv")),
+        "all.csv, which is packed; expected text in UTF-8. Unpack it with gunzip, and give what comes out.",
+    ),
+    "a column twice": (
+        lambda folder: args(_head(folder / "all.csv", "label,sentence,label")),
+        "all.csv has the column 'label' more than once; expected a name for each column. Rename one of them.",
+    ),
+    "the same with tabs": (
+        lambda folder: args(_head(folder / "all.tsv", "a, b\tc\tc")),
+        "all.tsv has the column 'c' more than once; expected a name for each column. Rename one of them.",
     ),
     "a file of no bytes": (_no_bytes, "empty.jsonl is empty; expected a file with rows"),
     "a file has no configurations": (_configured, "--data-name mrpc with --data-path"),
