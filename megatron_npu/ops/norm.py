@@ -57,6 +57,43 @@ def rms_norm(
     return _rms_norm(input, weight, eps, zero_centered_gamma)
 
 
+def norm_of_residual(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool = False,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Return the norm that a layer of Megatron begins with: layer norm, or RMS norm without a bias.
+
+    Of an fp32 residual (``--fp32-residual-connection``) it is in the 16 bits of the weight, which the product
+    behind it takes. The arguments are those of ``layer_norm``.
+    """
+    if input.dtype is torch.float32 and weight.dtype is not torch.float32:
+        return mixed_norm(input, weight, bias, eps, zero_centered_gamma, memory_efficient)
+    if bias is None:
+        return rms_norm(input, weight, eps, zero_centered_gamma, memory_efficient)
+    return layer_norm(input, weight, bias, eps, zero_centered_gamma, memory_efficient)
+
+
+def mixed_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool = False,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Return the same in the dtype of the weight, whatever that of the input, as apex's mixed kernels."""
+    scale = weight.to(input.dtype)
+    if bias is None:
+        result = rms_norm(input, scale, eps, zero_centered_gamma, memory_efficient)
+    else:
+        result = layer_norm(input, scale, bias.to(input.dtype), eps, zero_centered_gamma, memory_efficient)
+    return result.to(weight.dtype)
+
+
 def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
     return 1 + weight if zero_centered else weight
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_npu.adaptors.megatron_core.decorators import replace
-from megatron_npu.adaptors.shared.fused_kernels import mixed_norm
 from megatron_npu.ops import norm, residual_norm
 
 
@@ -70,9 +69,4 @@ class Norm(torch.nn.Module):
         if result is not None:
             return result
         options = (self.eps, self.zero_centered_gamma, self.memory_efficient)
-        if x.dtype is torch.float32 and self.weight.dtype is not torch.float32:
-            # --fp32-residual-connection: the products behind it take 16 bits, as TransformerEngine gives them
-            return mixed_norm(x, self.weight, self.bias, *options)
-        if self.bias is None:
-            return norm.rms_norm(x, self.weight, *options)
-        return norm.layer_norm(x, self.weight, self.bias, *options)
+        return norm.norm_of_residual(x, self.weight, self.bias, *options)

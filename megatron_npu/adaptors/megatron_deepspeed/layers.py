@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_deepspeed.decorators import around, replace
-from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel, mixed_norm
+from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel
+from megatron_npu.ops import norm
 
 _NORM = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
 _WHY = "upstream's kernel is a CUDA extension that it compiles at start"
@@ -24,7 +25,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
     """``[..., h]`` to ``[..., h]`` in the dtype of the weight, as upstream's mixed-precision kernel."""
     if self.layernorm_tp_auto_sync:
         _average_over_tensor_parallel_ranks(self.weight, self.bias)
-    return mixed_norm(input, self.weight, self.bias, self.eps)
+    return norm.mixed_norm(input, self.weight, self.bias, self.eps)
 
 
 @around(

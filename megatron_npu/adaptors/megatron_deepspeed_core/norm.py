@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_npu.adaptors.megatron_deepspeed_core.decorators import UNTIL, around, replace
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
-from megatron_npu.adaptors.shared.fused_kernels import mixed_norm
 from megatron_npu.ops import norm
 
 _OF_CUDA = ("no_persist_layer_norm", "mem_efficient_ln", "apply_layernorm_1p")
@@ -34,7 +33,7 @@ def initialise(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
 )
 def forward(self: Any, x: Tensor) -> Tensor:
     """``[..., h]`` to ``[..., h]`` in the dtype of the weight."""
-    return mixed_norm(x, self.weight, self.bias, self.eps)
+    return norm.mixed_norm(x, self.weight, self.bias, self.eps)
 
 
 @replace("megatron.model.rmsnorm:RMSNorm.forward", devices=WITHOUT_CUDA, why="six passes over its input")

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_lm.decorators import around, replace
-from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel, mixed_norm
-from megatron_npu.ops import residual_norm
+from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel
+from megatron_npu.ops import norm, residual_norm
 
 _TARGET = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
 
@@ -26,6 +26,6 @@ def forward(self: Any, input: Tensor) -> Tensor:
     result = residual_norm.result_of(self, input)
     if result is not None:
         return result
-    output = mixed_norm(input, self.weight, self.bias, self.eps)
+    output = norm.mixed_norm(input, self.weight, self.bias, self.eps)
     # the output of a pipeline stage is freed by its .data, which must not be a view of something else
     return make_viewless_tensor(output, requires_grad=input.requires_grad, keep_graph=True)

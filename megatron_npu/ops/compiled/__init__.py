@@ -1,8 +1,9 @@
 """Kernels of our own for a CPU: what torch takes several passes over memory for, in one.
 
-``kernels.cpp`` has them, and ``products`` the matrix products; ``building`` compiles where there is a g++.
-The functions here may be called where ``usable`` says so; everywhere else operations take torch's own, one
-after the other, as they always do with ``MEGATRON_NPU_COMPILED=0``. Results of both differ by roundings.
+``kernels.cpp`` has them, ``products`` the matrix products, and ``attention`` that of a tile; ``building``
+compiles where there is a g++. The functions here may be called where ``usable`` says so; everywhere else
+operations take torch's own, one after the other, as they always do with ``MEGATRON_NPU_COMPILED=0``. Results
+of both differ by roundings.
 """
 
 from __future__ import annotations

@@ -300,9 +300,7 @@ class LayerNormLinear(Linear):
 
     def _normalise(self, inp: Tensor) -> Tensor:
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
-        if bias is None:
-            return norm.rms_norm(inp, weight, self.eps, self.zero_centered_gamma)
-        return norm.layer_norm(inp, weight, bias, self.eps, self.zero_centered_gamma)
+        return norm.norm_of_residual(inp, weight, bias, self.eps, self.zero_centered_gamma)
 
 
 class LayerNormMLP(TransformerEngineBaseModule):

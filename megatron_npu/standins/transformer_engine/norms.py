@@ -60,19 +60,16 @@ class RMSNorm(torch.nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., h]`` to ``[..., h]``."""
         result = residual_norm.result_of(self, input)
-        return self._normalise(input) if result is None else result
-
-    def _normalise(self, input: Tensor) -> Tensor:
-        return norm.rms_norm(input, self.weight, self.eps, self.zero_centered_gamma)
+        if result is not None:
+            return result
+        bias = self.bias if self.has_bias else None
+        return norm.norm_of_residual(input, self.weight, bias, self.eps, self.zero_centered_gamma)
 
 
 class LayerNorm(RMSNorm):
     """Layer norm with a ``weight`` and a ``bias``; arguments as ``RMSNorm``."""
 
     has_bias = True
-
-    def _normalise(self, input: Tensor) -> Tensor:
-        return norm.layer_norm(input, self.weight, self.bias, self.eps, self.zero_centered_gamma)
 
 
 def _without_extra_state(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

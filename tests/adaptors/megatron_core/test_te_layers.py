@@ -126,6 +126,21 @@ def test_the_norm_before_a_layer_can_be_asked_for() -> None:
     assert bias is layer.bias
 
 
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_a_residual_in_fp32_is_normed_to_the_bits_of_the_weights(normalization: str) -> None:
+    """--fp32-residual-connection: products take 16 bits, the residual's gradient is fp32."""
+    options = {"params_dtype": torch.bfloat16, "device": "cpu"}
+    layer = linear(pytorch.LayerNormLinear, normalization=normalization, **options)
+    norm = getattr(pytorch, normalization)(6, **options)
+    input = torch.randn(5, 1, 6, requires_grad=True)
+    normed = norm(input)
+    output = layer(input)
+    assert {normed.dtype, output.dtype} == {torch.bfloat16}
+    torch.testing.assert_close(output, torch.nn.functional.linear(normed, layer.weight, layer.bias))
+    output.sum().backward()
+    assert input.grad.dtype is torch.float32
+
+
 def test_context_parallel_ranks_share_the_tokens_of_packed_sequences() -> None:
     """Each sequence in twice as many parts as ranks, the first and the last of which go together."""
     parts = [
