@@ -86,11 +86,8 @@ def mixed_norm(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Return the same in the dtype of the weight, whatever that of the input, as apex's mixed kernels."""
-    scale = weight.to(input.dtype)
-    if bias is None:
-        result = rms_norm(input, scale, eps, zero_centered_gamma, memory_efficient)
-    else:
-        result = layer_norm(input, scale, bias.to(input.dtype), eps, zero_centered_gamma, memory_efficient)
+    scale, shift = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
+    result = norm_of_residual(input, scale, shift, eps, zero_centered_gamma, memory_efficient)
     return result.to(weight.dtype)
 
 

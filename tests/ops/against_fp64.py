@@ -54,3 +54,22 @@ def check(
         summed = 2.0 if b.numel() < expected.numel() else 1.0
         assert_near(a, b, dtype, f"gradient of tensor {i}", summed * loose)
     actual.mul_(1)  # which autograd forbids of a view that comes out of a function of ours
+
+
+def assert_as_exact(
+    actual: Tensor, leaves: Sequence[Tensor], exact: Tensor, doubles: Sequence[Tensor]
+) -> None:
+    """Compare an output in bf16 with fp64's, value by value, and the gradients of a random one.
+
+    Args:
+        actual: of ``leaves``.
+        leaves: bf16, without gradients.
+        exact: of ``doubles``.
+        doubles: the same values in fp64.
+    """
+    torch.testing.assert_close(actual.double(), exact, rtol=2e-2, atol=2e-2)
+    grad = torch.randn_like(exact).bfloat16()
+    actual.backward(grad)
+    exact.backward(grad.double())
+    for leaf, double in zip(leaves, doubles, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), double.grad, rtol=3e-2, atol=5e-2)

@@ -13,6 +13,7 @@ from megatron_npu.ops.attention.blockwise import blockwise, fused
 from megatron_npu.ops.attention.spec import AttentionSpec, dense_segments
 from megatron_npu.ops.compiled import library, products
 from megatron_npu.ops.compiled.products import Arithmetic
+from tests.ops.against_fp64 import assert_as_exact
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no g++, or threads not of libgomp")
 limits = st.none() | st.integers(0, 40)
@@ -27,16 +28,6 @@ def fused_here(request, monkeypatch):
     monkeypatch.setattr(fused, "_ROWS", 12)
     monkeypatch.setattr(fused, "_ROWS_OF_ALL_KEYS", 20)
     reference.operation.bind("cpu")
-
-
-def assert_as_exact(actual, leaves, exact, doubles):
-    """Compare outputs, and gradients of a random one; fp64 knows neither the kernel nor roundings."""
-    torch.testing.assert_close(actual.double(), exact, rtol=2e-2, atol=2e-2)
-    grad = torch.randn_like(exact).bfloat16()
-    actual.backward(grad)
-    exact.backward(grad.double())
-    for leaf, double in zip(leaves, doubles, strict=True):
-        torch.testing.assert_close(leaf.grad.double(), double.grad, rtol=3e-2, atol=5e-2)
 
 
 def leaves_of(*shapes):
