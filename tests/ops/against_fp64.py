@@ -59,17 +59,18 @@ def check(
 def assert_as_exact(
     actual: Tensor, leaves: Sequence[Tensor], exact: Tensor, doubles: Sequence[Tensor]
 ) -> None:
-    """Compare an output in bf16 with fp64's, value by value, and the gradients of a random one.
+    """Compare an output in bf16 or fp32 with fp64's, value by value, and the gradients of a random one.
 
     Args:
         actual: of ``leaves``.
-        leaves: bf16, without gradients.
+        leaves: bf16 or fp32, without gradients.
         exact: of ``doubles``.
         doubles: the same values in fp64.
     """
-    torch.testing.assert_close(actual.double(), exact, rtol=2e-2, atol=2e-2)
-    grad = torch.randn_like(exact).bfloat16()
+    finer = 2.0**-12 if actual.dtype is torch.float32 else 1.0
+    torch.testing.assert_close(actual.double(), exact, rtol=finer * 2e-2, atol=finer * 2e-2)
+    grad = torch.randn_like(exact).to(actual.dtype)
     actual.backward(grad)
     exact.backward(grad.double())
     for leaf, double in zip(leaves, doubles, strict=True):
-        torch.testing.assert_close(leaf.grad.double(), double.grad, rtol=3e-2, atol=5e-2)
+        torch.testing.assert_close(leaf.grad.double(), double.grad, rtol=finer * 3e-2, atol=finer * 5e-2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_npu.ops.attention import PackedSequences, attention, cpu, reference
-from megatron_npu.ops.attention.blockwise import blockwise, products, tiles
+from megatron_npu.ops.attention.blockwise import blockwise, fused, products, tiles
 from megatron_npu.ops.attention.spec import (
     AttentionSpec,
     Segment,
@@ -20,6 +21,7 @@ from megatron_npu.ops.attention.spec import (
     packed_segments,
     visible_ranges,
 )
+from megatron_npu.ops.compiled import attention as kernel
 from tests.ops.against_fp64 import assert_as_exact
 from tests.ops.attention_formula import formula, visible
 from tests.ops.tolerances import assert_near
@@ -160,12 +162,20 @@ def test_dropout_of_the_whole_triangle_needs_no_square(monkeypatch):
     assert sizes.largest <= max(queries, 4 << 16)
 
 
-def test_nothing_is_saved_but_the_arguments():
+@pytest.mark.parametrize("by_one_kernel", [False, True])
+def test_what_is_saved(monkeypatch, by_one_kernel):
+    """The arguments alone; of the kernel, the output, too, which the next layer keeps, and a number a row."""
+    if by_one_kernel and not kernel.takes(torch.float32):
+        pytest.skip("no kernel: it needs g++ and AVX-512")
+    monkeypatch.setattr(fused.attention, "takes", lambda dtype: by_one_kernel)
     leaves = [torch.randn(512, 1, 2, 16, requires_grad=True) for _ in range(3)]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        attention(*leaves, layout="SBND", scale=0.25, causal=True, window=(100, 0), dropout_p=0.1)
-    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in leaves}
+        output = attention(*leaves, layout="SBND", scale=0.25, causal=True, window=(100, 0), dropout_p=0.1)
+    expected = {t.data_ptr() for t in (*leaves, *([output] if by_one_kernel else []))}
+    others = [t for t in saved if t.data_ptr() not in expected]
+    assert {t.data_ptr() for t in saved} >= expected
+    assert [t.numel() for t in others] == ([2 * 512] if by_one_kernel else [])
 
 
 def test_long_windows_shrink_the_rows_of_a_tile():
@@ -237,16 +247,23 @@ def test_bf16_in_any_tiling(tiny_tiles, queries, keys, groups, causal, masked):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "amx", "queries", "tiled"),
+    ("dtype", "amx", "mkl", "queries", "tiled"),
     [
-        (torch.bfloat16, False, 64, True),
-        (torch.bfloat16, True, 64, False),  # torch's kernel has AMX, too
-        (torch.float32, False, 64, False),
-        (torch.bfloat16, False, 4, False),  # a few words after a cache
+        (torch.bfloat16, False, False, 64, True),
+        (torch.bfloat16, True, True, 64, False),  # torch's kernel has AMX, too
+        (torch.float32, False, False, 64, True),
+        (torch.float32, False, True, 64, False),  # and MKL is Intel's
+        (torch.float64, False, False, 64, False),
+        (torch.bfloat16, False, False, 4, False),  # a few words after a cache
     ],
 )
-def test_tiles_take_what_they_are_faster_with(monkeypatch, dtype, amx, queries, tiled):
+def test_tiles_take_what_they_are_faster_with(monkeypatch, dtype, amx, mkl, queries, tiled):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(cpu, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(cpu, "faster_than_torch", lambda dtype: not mkl)
+    monkeypatch.setattr(fused, "takes", lambda query, mask: query.dtype is torch.float32)
     case = AttentionSpec("BNSD", 2, 2, 1.0, dense_segments(queries, 64, True, (None, None), "end"))
-    assert cpu.tiles_are_faster(torch.empty(1, 2, queries, 8, dtype=dtype), case) == tiled
+    query = torch.empty(1, 2, queries, 8, dtype=dtype)
+    assert cpu.tiles_are_faster(query, case) == tiled
+    masked = replace(case, masked=True)  # which the kernel for fp32 does not know
+    assert cpu.tiles_are_faster(query, masked) == (tiled and dtype is not torch.float32)

@@ -30,10 +30,10 @@ def random_tensors(device, count, shape=(2, 4, SIZE, SIZE), dtype=torch.float32)
     return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(count)]
 
 
-def weights_of(device, seed, **call):
+def weights_of(device, seed, dtype=torch.float32, **call):
     """Return the weights after dropout: queries of zero weigh all keys alike, the identity shows them."""
-    zero = torch.zeros(2, 4, SIZE, SIZE, device=device)
-    identity = torch.eye(SIZE, device=device).expand(2, 4, SIZE, SIZE)
+    zero = torch.zeros(2, 4, SIZE, SIZE, device=device, dtype=dtype)
+    identity = torch.eye(SIZE, device=device, dtype=dtype).expand(2, 4, SIZE, SIZE)
     return seeded(seed, zero, zero, identity, **call).cpu()
 
 
@@ -78,7 +78,7 @@ def test_weights_are_dropped_independently(device):
 def test_output_and_gradients_use_the_same_weights(device, dtype, case):
     """Against the formula with the weights dropped that ``weights_of`` saw dropped."""
     call = CASES[case]
-    stays = weights_of(device, 7, **call) != 0
+    stays = weights_of(device, 7, dtype, **call) != 0  # kernels, which draw by themselves, take dtypes
     tensors = [t.requires_grad_() for t in random_tensors(device, 3, dtype=dtype)]
     doubles = [t.detach().cpu().double().requires_grad_() for t in tensors]
     actual = seeded(7, *tensors, **call)

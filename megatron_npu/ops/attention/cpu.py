@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_npu.ops.attention.blockwise import blockwise, multiplies_bf16
+from megatron_npu.ops.attention.blockwise import blockwise, fused, multiplies_bf16
 from megatron_npu.ops.attention.layouts import bnsd_shape, from_bnsd, to_bnsd
 from megatron_npu.ops.attention.reference import operation
 from megatron_npu.ops.attention.spec import AttentionSpec
+from megatron_npu.ops.linear import faster_than_torch
 
 _FEWEST_QUERIES = 32  # of a call that tiles are worth their start for
 
@@ -57,12 +58,15 @@ def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> boo
 
 
 def tiles_are_faster(query: Tensor, spec: AttentionSpec) -> bool:
-    """Return whether tiles are faster where both can: for bf16 on a processor that multiplies it without AMX.
+    """Return whether tiles are faster where both can; a few queries over a cache are torch's.
 
-    There torch 2.13's kernel takes 1.4 to 2.2 times as long, forward and backward (an EPYC with AVX512-BF16,
-    256 to 2,048 tokens); otherwise it is the faster one (benchmarks/results/attention.json, from a Xeon with
-    AMX). A few queries over a cache are its, too.
+    For bf16: on a processor that multiplies it without AMX, where torch 2.13's kernel takes 1.4 to 2.2 times
+    as long, forward and backward (an EPYC with AVX512-BF16, 256 to 2,048 tokens); otherwise it is the faster
+    one (benchmarks/results/attention.json, from a Xeon with AMX). For fp32 without a mask: where our kernel
+    is, and torch's multiplies with MKL on a processor that is not Intel's.
     """
-    if query.dtype is not torch.bfloat16 or not multiplies_bf16() or torch.cpu._is_amx_tile_supported():
+    if bnsd_shape(query.shape, spec.layout, spec.heads)[2] < _FEWEST_QUERIES:
         return False
-    return bnsd_shape(query.shape, spec.layout, spec.heads)[2] >= _FEWEST_QUERIES
+    if query.dtype is torch.bfloat16:
+        return multiplies_bf16() and not torch.cpu._is_amx_tile_supported()
+    return not spec.masked and faster_than_torch(query.dtype) and fused.takes(query, None)

@@ -15,7 +15,7 @@ from megatron_npu import settings
 from megatron_npu.ops.dispatch import report_fallback
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp", "attention.cpp"))
-_HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "softmax.h", "products.h"))
+_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 # What is left out of IEEE's rules is errno and traps, no value. A product and a sum are rounded once.
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-ffp-contract=fast"),

@@ -81,7 +81,7 @@ void softmax(const float *scores, float *weights, bf16 *rounded, Kept kept, int6
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t at = row * width;
-      softmax_row(scores + at, weights ? weights + at : own.data(), rounded + at, kept.from(at), {0, width}, width);
+      softmax_row(scores + at, weights ? weights + at : own.data(), rounded + at, kept.from(at), width);
     }
   }
 }
@@ -91,7 +91,7 @@ void softmax_backward(const float *grad, const float *weights, bf16 *output, Kep
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = row * width;
-    softmax_backward_row(grad + at, weights + at, output + at, kept.from(at), {0, width}, width);
+    softmax_backward_row(grad + at, weights + at, output + at, kept.from(at), width);
   }
 }
 

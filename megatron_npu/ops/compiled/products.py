@@ -7,7 +7,7 @@ import enum
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from megatron_npu.ops.compiled.building import library
 
 # Of each side. One row would be computed as fourteen, and of small products the call is most of the time.
 _SMALLEST = 16
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
 class Arithmetic(enum.Enum):
@@ -51,20 +52,38 @@ def _arithmetic() -> Arithmetic | None:
     hides that, an AVX-512 instruction is left, at half the rate of fp32's: 190 and 310 GFLOPS (two cores,
     torch 2.13). Those of AMD, and Cooper Lake, have it at twice the rate.
     """
+    return arithmetic_of(_processor())
+
+
+@functools.cache
+def has_avx512() -> bool:
+    """Return whether this processor has AVX-512, which kernels for it alone are compiled for."""
+    return _features_of(_processor()) >= _AVX512
+
+
+def _processor() -> str:
+    """Return what Linux says of the first processor."""
     info = Path("/proc/cpuinfo")
-    return arithmetic_of(info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else "")
+    return info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else ""
 
 
 def arithmetic_of(processor: str) -> Arithmetic | None:
     """Return the same of a processor as Linux describes it in ``/proc/cpuinfo``."""
-    lines = (line.partition(":") for line in processor.splitlines())
-    about = {name.strip(): value.strip() for name, _, value in lines}
-    can = set(about.get("flags", "").split())
-    if not can >= {"avx512f", "avx512bw", "avx512vl", "avx512dq"} or "amx_bf16" in can:
+    can = _features_of(processor)
+    if not can >= _AVX512 or "amx_bf16" in can:
         return None
     # Of Intel's, fp16 tells Sapphire Rapids and its successors from Cooper Lake.
-    slow = about.get("vendor_id") == "GenuineIntel" and "avx512_fp16" in can
+    slow = _field(processor, "vendor_id") == "GenuineIntel" and "avx512_fp16" in can
     return Arithmetic.WIDENED if slow or "avx512_bf16" not in can else Arithmetic.PAIRED
+
+
+def _features_of(processor: str) -> set[str]:
+    return set(_field(processor, "flags").split())
+
+
+def _field(processor: str, name: str) -> str:
+    lines = (line.partition(":") for line in processor.splitlines())
+    return next((value.strip() for field, _, value in lines if field.strip() == name), "")
 
 
 def _usable_arithmetic() -> Arithmetic | None:
@@ -130,6 +149,85 @@ def multiply(
         *(count, rows, b.size(2), inner, pairs(), torch.get_num_threads()),
     )
     return out
+
+
+def adds(total: Tensor, left: Tensor, right: Tensor) -> bool:
+    """Return whether ``add`` is to have these: matrices of bf16, and a sum in fp32.
+
+    oneDNN's product is rounded first, and added then. For fp32 MKL's, which adds, is as fast.
+    """
+    if total.dtype is not torch.float32 or not takes_result(total) or total.dim() != 2:
+        return False
+    return takes(left, right) and not torch.compiler.is_compiling()
+
+
+def add(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left · right``, unrounded, to ``total``.
+
+    Args:
+        total: ``[n, k]``, fp32, with contiguous rows; changed in place.
+        left: ``[n, m]``, bf16.
+        right: ``[m, k]``.
+    """
+    a, b = _with_a_unit_stride(left), _with_a_unit_stride(right)
+    _shared("add_product")(
+        *(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride()),
+        *(total.data_ptr(), total.stride(0), *total.shape, a.size(1), torch.get_num_threads()),
+    )
+
+
+def has_exponentials(left: Tensor, right: Tensor) -> bool:
+    """Return whether ``exponentials`` is to have these factors: matrices of bf16."""
+    return takes(left, right) and left.dim() == right.dim() == 2 and not torch.compiler.is_compiling()
+
+
+def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Tensor, sums: Tensor) -> Tensor:
+    """Return ``exp(left · right + bias - reference)``, and add the sums of its rows to ``sums``, unrounded.
+
+    Args:
+        left: ``[n, m]``, bf16.
+        right: ``[m, k]``, the same.
+        bias: ``[k]``, or None.
+        reference: ``[n]``, fp32, contiguous.
+        sums: the same; changed in place.
+
+    Returns:
+        ``[n, k]``, bf16.
+    """
+    a, b = _with_a_unit_stride(left), _with_a_unit_stride(right)
+    output = a.new_empty(a.size(0), b.size(1))
+    added = None if bias is None else bias.detach().to(torch.float32).contiguous()
+    _shared("exponentials_of_product")(
+        *(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride()),
+        *(None if added is None else added.data_ptr(), reference.data_ptr(), output.data_ptr()),
+        *(output.stride(0), sums.data_ptr(), *output.shape, a.size(1), torch.get_num_threads()),
+    )
+    return output
+
+
+def _with_a_unit_stride(matrix: Tensor) -> Tensor:
+    return matrix if 1 in matrix.stride() else matrix.contiguous()
+
+
+def name_of_arithmetic(dtype: torch.dtype) -> str:
+    """Return what the kernels for factors of this dtype are called after."""
+    if dtype is torch.float32:
+        return "single"
+    return "paired" if pairs() else "widened"
+
+
+@functools.cache
+def _shared(name: str) -> Callable[..., None]:
+    """Return a kernel for matrices whose right factor all threads share, which takes Python's own numbers."""
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    kernel: Any = getattr(library(), f"{name}_{name_of_arithmetic(torch.bfloat16)}")
+    factors: list[Any] = [pointer, number, number, pointer, number, number]
+    rest: list[Any] = [pointer, number]
+    if name == "exponentials_of_product":
+        rest = [pointer, pointer, pointer, number, pointer]
+    kernel.argtypes = [*factors, *rest, *[number] * 3, ctypes.c_int]
+    kernel.restype = None
+    return cast(Callable[..., None], kernel)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 // Vectors of sixteen, for which g++ takes what the processor has: fp32 to compute with, bf16 in memory.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #ifdef __AVX512F__
@@ -81,9 +82,23 @@ inline void store(bf16 *to, Floats values, int64_t count) {
 
 constexpr Ints kNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// What is summed of a last vector that is not full.
-inline Floats first(Floats values, int64_t count) {
-  return count >= kLanes ? values : (kNumbers < int32_t(count) ? values : Floats{});
+// What counts of a last vector that is not full; in place of the rest, others.
+inline Floats first(Floats values, int64_t count, Floats others = Floats{}) {
+  return count >= kLanes ? values : (kNumbers < int32_t(count) ? values : others);
+}
+
+inline float sum_of(Floats values) {
+  float sums[kLanes];
+  std::memcpy(sums, &values, sizeof sums);
+  for (int64_t half = kLanes / 2; half; half /= 2)
+    for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+  return sums[0];
+}
+
+inline float largest_of(Floats values) {
+  float each[kLanes];
+  std::memcpy(each, &values, sizeof each);
+  return *std::max_element(each, each + kLanes);
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 """Exact attention tile by tile on the CPU: windows, packed sequences, masks and dropout without ``[sq, sk]``.
 
-``function`` is the differentiable function, ``tiles`` cuts its work. A tile is either ``fused``, one kernel,
-or ``composed``: ``softmax`` computes its weights, ``products`` multiplies, in ``buffers`` that all tiles of a
-call share. ``dropout`` draws for both.
+``function`` is the differentiable function. A call is either ``fused``, one kernel that cuts it up by
+itself, or ``composed``: of ``tiles``, whose weights ``softmax`` computes and ``dropout`` drops, and which
+``products`` multiplies, in ``buffers`` that all of them share.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_npu.ops.attention.blockwise.buffers import Buffers
@@ -41,20 +42,20 @@ class Composed:
                 dropped = self._weights(tile, softmax, factors, wide_q, wide_k)
                 factors.write(tile.rows(result), dropped, tile.columns(v), self._dropout.gain)
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, grads: tuple[Tensor, ...]) -> None:
-        """Write the gradients of ``q``, ``k`` and ``v`` to ``grads``, which are zeros, the last two fp32.
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of ``q``, ``k`` and ``v``, the last two in fp32 (or fp64).
 
         Args:
             q: as for ``forward``, like ``k`` and ``v``.
             k: see ``q``.
             v: see ``q``.
             g: the gradient of the result.
-            grads: of the shapes of ``q``, ``k`` and ``v``.
         """
         softmax, factors = self._steps(q)
         wide_q, wide_k, wide_g, wide_v = (t.to(factors.of_scores) for t in (q, k, g, v))  # once for all tiles
         one_pass, gain, scale = softmax.rounds(q.dtype), self._dropout.gain, self._spec.scale
-        dq, dk, dv = grads
+        dq = torch.zeros_like(q)
+        dk, dv = (torch.zeros_like(t, dtype=factors.sums) for t in (k, v))
         with bf16_products(q.dtype):
             for tile in tiles(q.size(0), self._spec):
                 scores = softmax.scores_of(tile)
@@ -75,6 +76,7 @@ class Composed:
                     of_scores = factors.rounded("dropped", scores)
                 factors.write(tile.rows(dq), of_scores, tile.columns(k), scale)
                 factors.add(tile.columns(dk), of_scores.mT, tile.rows(q), scale)
+        return dq, dk, dv
 
     def _steps(self, q: Tensor) -> tuple[TileSoftmax, TileProducts]:
         """Return what forward and backward do alike for each tile."""

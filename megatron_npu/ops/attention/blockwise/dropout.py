@@ -11,6 +11,11 @@ from megatron_npu.ops.compiled import Kept
 from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits, most_of_kept
 
 
+def keep_of(p: float) -> int:
+    """Return how many of ``KEEP_LEVELS`` weights are kept where each is dropped with probability ``p``."""
+    return max(1, round((1.0 - p) * KEEP_LEVELS))
+
+
 class TileDropout:
     """Drops weights of one tile after the other; which ones, the seed and the order of the tiles decide.
 
@@ -24,7 +29,7 @@ class TileDropout:
 
     def __init__(self, p: float, seed: int) -> None:
         self._buffers = Buffers()
-        self._keep = max(1, round((1.0 - p) * KEEP_LEVELS))
+        self._keep = keep_of(p)
         self.gain = KEEP_LEVELS / self._keep
         # numpy's draws 64 bits in half the time of torch's, and the same ones in every version
         self._generator = np.random.SFC64(seed) if p else None

@@ -1,7 +1,7 @@
-"""The differentiable function over all tiles, and its memory layout and precision.
+"""The differentiable function, and its memory layout and precision.
 
-Backward recomputes softmax instead of saving anything (Chen et al. 2016; the gradient of softmax as in Dao et
-al. 2022, FlashAttention, appendix B).
+Backward recomputes softmax instead of saving it (Chen et al. 2016; its gradient as in Dao et al. 2022,
+FlashAttention, appendix B).
 
 Inside, queries are ``[b · g, s, r, d]``: g key heads of b batches, r query heads for each; keys have r = 1.
 
@@ -22,7 +22,7 @@ from megatron_npu.ops.attention.blockwise import fused
 from megatron_npu.ops.attention.blockwise.composed import Composed
 from megatron_npu.ops.attention.blockwise.dropout import TileDropout
 from megatron_npu.ops.attention.blockwise.fused import Fused
-from megatron_npu.ops.attention.blockwise.products import factor_dtype, multiplies_strided, sum_dtype
+from megatron_npu.ops.attention.blockwise.products import factor_dtype, multiplies_strided
 from megatron_npu.ops.attention.layouts import from_bnsd, to_bnsd
 from megatron_npu.ops.attention.spec import AttentionSpec
 
@@ -45,45 +45,55 @@ class _Blockwise(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value)
         ctx.spec, ctx.mask = spec, mask
         # One draw from the default generator, which Megatron's RNG tracker has put in place, decides every
         # mask of this call: a recomputed forward and the backward drop the same weights.
         ctx.seed = int(torch.randint(2**62, (), device="cpu")) if spec.dropout_p else 0
-        q = _grouped(query, spec, spec.heads)
-        k, v = (_grouped(t, spec, spec.key_heads) for t in (key, value))
+        ctx.by_one_kernel = fused.takes(query, mask)
+        q, k, v = _all_grouped(ctx, query, key, value)
         # in the order of the query's memory, which is the layout's where heads are not copied
         result = torch.zeros_like(q) if q.size(-1) == v.size(-1) else q.new_zeros(*q.shape[:-1], v.size(-1))
-        _way(ctx, q).forward(q, k, v, result)
-        return _ungrouped(result, spec, query.dtype).data  # no view, which nobody may change in place
+        normalizer = None
+        if ctx.by_one_kernel:
+            normalizer = Fused(spec, ctx.seed).forward(q, k, v, result)
+        else:
+            _composed(ctx).forward(q, k, v, result)
+        output = _ungrouped(result, spec, query.dtype).data  # no view, which nobody may change in place
+        ctx.save_for_backward(query, key, value, *(() if normalizer is None else (output, normalizer)))
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value = ctx.saved_tensors
+        query, key, value, *result = ctx.saved_tensors
         spec: AttentionSpec = ctx.spec
-        q, g = (_grouped(t, spec, spec.heads) for t in (query, grad))
-        k, v = (_grouped(t, spec, spec.key_heads) for t in (key, value))
-        dq = torch.zeros_like(q)
-        dk, dv = (torch.zeros_like(t, dtype=sum_dtype(t.dtype)) for t in (k, v))
-        _way(ctx, q).backward(q, k, v, g, (dq, dk, dv))
-        return (*(_ungrouped(t, spec, query.dtype) for t in (dq, dk, dv)), None, None)
+        q, k, v = _all_grouped(ctx, query, key, value)
+        g = _grouped(grad, spec, spec.heads, ctx.by_one_kernel)
+        if ctx.by_one_kernel:
+            output = _grouped(result[0], spec, spec.heads, by_one_kernel=True)
+            grads = Fused(spec, ctx.seed).backward(q, k, v, (output, result[1]), g)
+        else:
+            grads = _composed(ctx).backward(q, k, v, g)
+        return (*(_ungrouped(t, spec, query.dtype) for t in grads), None, None)
 
 
-def _way(ctx: Any, query: Tensor) -> Composed | Fused:
-    """Return how each tile is computed: by one kernel of ours, or by several, ours and torch's."""
-    dropout = TileDropout(ctx.spec.dropout_p, ctx.seed)
-    if fused.takes(query, ctx.mask):
-        return Fused(ctx.spec, dropout)
-    return Composed(ctx.spec, ctx.mask, dropout)
+def _composed(ctx: Any) -> Composed:
+    return Composed(ctx.spec, ctx.mask, TileDropout(ctx.spec.dropout_p, ctx.seed))
 
 
-def _grouped(tensor: Tensor, spec: AttentionSpec, heads: int) -> Tensor:
+def _all_grouped(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    spec: AttentionSpec = ctx.spec
+    q = _grouped(query, spec, spec.heads, ctx.by_one_kernel)
+    k, v = (_grouped(t, spec, spec.key_heads, ctx.by_one_kernel) for t in (key, value))
+    return q, k, v
+
+
+def _grouped(tensor: Tensor, spec: AttentionSpec, heads: int, by_one_kernel: bool) -> Tensor:
     """Return ``[b · g, s, r, d]``, in the dtype of the factors; contiguous unless multiplied strided."""
     bnsd = to_bnsd(tensor, spec.layout, heads)
     grouped = bnsd.unflatten(1, (spec.key_heads, -1)).transpose(2, 3)
     dtype = factor_dtype(tensor.dtype)
-    if multiplies_strided(grouped):
+    if multiplies_strided(grouped, by_one_kernel):
         return grouped.flatten(0, 1)
     return grouped.to(dtype, memory_format=torch.contiguous_format).contiguous().flatten(0, 1)
 

@@ -1,61 +1,88 @@
-"""Tiles that one kernel of ours computes, where it multiplies bf16 as fast as anything here."""
+"""Attention by one kernel of ours, where it multiplies as fast as anything here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from megatron_npu.ops import compiled
-from megatron_npu.ops.attention.blockwise.dropout import TileDropout
-from megatron_npu.ops.attention.blockwise.products import is_ours
-from megatron_npu.ops.attention.blockwise.tiles import Tile, tiles
-from megatron_npu.ops.attention.spec import AttentionSpec, Segment
+from megatron_npu.ops.attention.blockwise.dropout import keep_of
+from megatron_npu.ops.attention.blockwise.products import factor_dtype
+from megatron_npu.ops.attention.blockwise.tiles import Tile
+from megatron_npu.ops.attention.spec import AttentionSpec
 from megatron_npu.ops.compiled import attention
-
-# The fewer rows, the less of a tile is beyond the diagonal; the more, the more a packed panel of keys serves.
-# Measured with two cores of a Zen 4, heads of 64, and 256 to 2,048 tokens.
-_ROWS, _ROWS_OF_ALL_KEYS = 64, 256
+from megatron_npu.ops.dropout import KEEP_LEVELS
 
 
 def takes(query: Tensor, mask: Tensor | None) -> bool:
     """Return whether a call with such queries is one for the kernel, which knows no mask."""
-    return mask is None and compiled.is_plain(query) and compiled.available() and is_ours(query.dtype)
+    plain = mask is None and compiled.is_plain(query)
+    return plain and compiled.available() and attention.takes(factor_dtype(query.dtype))
 
 
 class Fused:
-    """All tiles of a call in bf16; otherwise as ``composed.Composed``, without a mask."""
+    """All of a call in fp32 or bf16, without a mask.
 
-    def __init__(self, spec: AttentionSpec, dropout: TileDropout) -> None:
-        self._spec, self._dropout = spec, dropout
+    Args:
+        spec: what is asked for.
+        seed: of dropout.
+    """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, result: Tensor) -> None:
-        """Write the attention to ``result``; shapes as for ``Composed``."""
-        for tile in self._tiles(q):
-            attention.forward(self._factors(tile, q, k, v), _seen(tile), tile.rows(result))
+    def __init__(self, spec: AttentionSpec, seed: int) -> None:
+        self._spec, self._seed = spec, seed
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, grads: tuple[Tensor, ...]) -> None:
-        """Write the gradients to ``grads``; shapes as for ``Composed``."""
-        dq, dk, dv = grads
-        for tile in self._tiles(q):
-            of_tile = (tile.rows(g), tile.rows(dq), tile.columns(dk), tile.columns(dv))
-            attention.backward(self._factors(tile, q, k, v), _seen(tile), *of_tile)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, result: Tensor) -> Tensor:
+        """Write the attention to ``result``; return what ``backward`` needs, ``[b · g, sq, r, 1]``, fp32.
 
-    def _tiles(self, q: Tensor) -> Iterator[Tile]:
-        return tiles(q.size(0), self._spec, _most_rows)
+        Args:
+            q: ``[b · g, sq, r, d]``.
+            k: ``[b · g, sk, 1, d]``.
+            v: ``[b · g, sk, 1, dv]``.
+            result: ``[b · g, sq, r, dv]``, zeros.
+        """
+        normalizer = torch.empty(*q.shape[:3], 1)
+        for tile, weighting in self._segments(q):
+            outputs = tile.rows(result), tile.rows(normalizer)
+            attention.forward(_factors(tile, q, k, v), weighting, *outputs)
+        return normalizer
 
-    def _factors(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> attention.Factors:
-        gain, kept = self._dropout.gain, self._dropout.draw(tile.weights)
-        factors = (tile.rows(q), tile.columns(k), tile.columns(v))
-        return attention.Factors(*factors, self._spec.scale, gain, kept)
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, result: tuple[Tensor, Tensor], g: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of ``q``, ``k`` and ``v``.
+
+        Args:
+            q: as for ``forward``, like ``k`` and ``v``.
+            k: see ``q``.
+            v: see ``q``.
+            result: what ``forward`` has written and returned.
+            g: the gradient of its first.
+        """
+        grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for tile, weighting in self._segments(q):
+            written = tile.rows(result[0]), tile.rows(result[1])
+            of_tile = tile.rows(grads[0]), tile.columns(grads[1]), tile.columns(grads[2])
+            attention.backward(_factors(tile, q, k, v), weighting, written, tile.rows(g), of_tile)
+        return grads
+
+    def _segments(self, q: Tensor) -> Iterator[tuple[Tile, attention.Weighting]]:
+        """Yield what is seen of each segment, and how."""
+        spec, keep = self._spec, keep_of(self._spec.dropout_p)
+        repeats = spec.heads // spec.key_heads
+        for number, segment in enumerate(spec.segments):
+            q0, q1 = segment.rows_with_keys()
+            if q0 == q1:
+                continue
+            k0, k1 = segment.visible_keys(q0, q1)
+            left, right = segment.window_left, segment.window_right
+            begin = None if left is None else q0 - left - k0
+            end = None if right is None else q0 + right + 1 - k0
+            dropout = (self._seed + (number << 32), keep, KEEP_LEVELS / keep)
+            weighting = attention.Weighting(begin, end, repeats, spec.scale, *dropout)
+            yield Tile(segment, 0, q.size(0), q0, q1, k0, k1, repeats), weighting
 
 
-def _most_rows(segment: Segment) -> int:
-    return _ROWS_OF_ALL_KEYS if segment.sees_all_keys() else _ROWS
-
-
-def _seen(tile: Tile) -> attention.Seen:
-    left, right = tile.segment.window_left, tile.segment.window_right
-    begin = None if left is None else tile.q0 - left - tile.k0
-    end = None if right is None else tile.q0 + right + 1 - tile.k0
-    return attention.Seen(begin, end, tile.repeats)
+def _factors(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> attention.Factors:
+    return attention.Factors(tile.rows(q), tile.columns(k), tile.columns(v))

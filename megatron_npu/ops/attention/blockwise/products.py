@@ -31,14 +31,15 @@ def multiplies_bf16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def multiplies_strided(grouped: Tensor) -> bool:
-    """Return whether the heads of ``[b, g, s, r, d]`` are multiplied where they lie: our kernel packs them.
+def multiplies_strided(grouped: Tensor, by_one_kernel: bool) -> bool:
+    """Return whether the heads of ``[b, g, s, r, d]`` are multiplied where they lie: our kernels pack them.
 
-    Of longer sequences, whose tiles are more, a copy is packed faster (Xeon without AMX: 512 tokens take 8 %
-    less time than with a copy, 2,048 tokens 12 % more).
+    Of longer sequences, whose tiles are more, a copy is packed faster if tiles are multiplied one by one
+    (Xeon without AMX: 512 tokens take 8 % less time than with a copy, 2,048 tokens 12 % more).
     """
-    one_head = grouped.size(3) == 1 and grouped.size(2) <= _LONGEST_STRIDED and grouped.stride(-1) == 1
-    return one_head and is_ours(grouped.dtype)
+    if grouped.size(3) != 1 or grouped.stride(-1) != 1 or grouped.dtype is not factor_dtype(grouped.dtype):
+        return False
+    return by_one_kernel or (is_ours(grouped.dtype) and grouped.size(2) <= _LONGEST_STRIDED)
 
 
 def is_ours(dtype: torch.dtype) -> bool:

@@ -6,7 +6,7 @@ visible keys; no tile exceeds ``TILE_AREA`` elements or one row of scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -65,13 +65,12 @@ def most_rows(segment: Segment) -> int:
     return TILE_ROWS_OF_ALL_KEYS if segment.sees_all_keys() else TILE_ROWS
 
 
-def tiles(heads: int, spec: AttentionSpec, most_rows: Callable[[Segment], int] = most_rows) -> Iterator[Tile]:
+def tiles(heads: int, spec: AttentionSpec) -> Iterator[Tile]:
     """Cut the visible part of every segment into tiles, always in the same order.
 
     Args:
         heads: key heads of all batches.
         spec: what is asked for.
-        most_rows: of a segment; the function above by default.
     """
     repeats = spec.heads // spec.key_heads
     # a mask may differ between batches: then the heads of one tile come from one batch
