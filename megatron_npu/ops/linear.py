@@ -118,7 +118,9 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         left: ``[n, m]``.
         right: ``[k, m]``.
     """
-    if products.are_fastest() and products.takes(left, right.t()) and products.takes_result(total):
+    if products.adds(total, left, right.t()):
+        products.add(total, left, right.t())
+    elif products.are_fastest() and products.takes(left, right.t()) and products.takes_result(total):
         products.multiply(left, right.t(), total, add=True)
     elif total.dtype is left.dtype and not _has_faster(left):
         total.addmm_(left, right.t())

@@ -67,14 +67,57 @@ def test_a_product(either, sizes, batch, transposed, stride, dtype, add, with_bi
 
 
 @needs_kernels
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.tuples(SIZES, SIZES, SIZES),
+    transposed=st.tuples(st.booleans(), st.booleans()),
+    stride=st.sampled_from([0, 3]),
+)
+def test_a_sum(either, sizes, transposed, stride):
+    n, m, k = sizes
+    left = random(n, m, transposed=transposed[0], stride=stride)
+    right = random(m, k, transposed=transposed[1], stride=stride)
+    whole = torch.randn(n, k + stride)
+    total, beyond = whole[:, :k], whole[:, k:].clone()
+    expected = total.double() + left.double() @ right.double()
+    assert products.adds(total, left, right)
+    products.add(total, left, right)
+    assert_near(total, expected, torch.float32)
+    assert torch.equal(whole[:, k:], beyond)
+
+
+@needs_kernels
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.tuples(SIZES, SIZES, SIZES),
+    transposed=st.tuples(st.booleans(), st.booleans()),
+    with_bias=st.booleans(),
+)
+def test_exponentials(either, sizes, transposed, with_bias):
+    n, m, k = sizes
+    left = random(n, m, transposed=transposed[0])
+    right = random(m, k, transposed=transposed[1]) * m**-0.5
+    bias, reference, sums = torch.randn(k) if with_bias else None, torch.randn(n), torch.ones(n)
+    logits = left.double() @ right.double() + (0 if bias is None else bias.double())
+    expected = (logits - reference[:, None]).exp()
+    result = products.exponentials(left, right, bias, reference, sums)
+    torch.testing.assert_close(result.double(), expected, rtol=2.0**-8, atol=0)  # one rounding
+    torch.testing.assert_close(sums.double(), 1 + expected.sum(1), rtol=1e-5, atol=0)
+
+
+@needs_kernels
 def test_a_product_does_not_depend_on_threads(either):
-    left, right = random(300, 700), random(700, 250, transposed=True)
+    left, right = random(300, 700), random(700, 250, transposed=True) * 0.01
     before, found = torch.get_num_threads(), []
     for threads in (1, 2, 3, 4):
         torch.set_num_threads(threads)
-        found.append(products.multiply(left, right, torch.empty(300, 250)))
+        total, sums = torch.ones(300, 250), torch.zeros(300)
+        products.add(total, left, right)
+        powers = products.exponentials(left, right, None, torch.zeros(300), sums)
+        found.append((products.multiply(left, right, torch.empty(300, 250)), total, powers, sums))
     torch.set_num_threads(before)
-    assert all(torch.equal(found[0], each) for each in found)
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
 
 
 @needs_kernels

@@ -17,6 +17,9 @@ from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
 
 # Logits of a block: on a cpu as many as stay in its caches, elsewhere enough to fill the device.
 _LOGITS, _LOGITS_ON_CPU = 1 << 24, 1 << 21
+_APART = (
+    32  # rows of a block, whose memory would share few places of a cache if they were a power of two apart
+)
 _NARROWEST = 512  # words of a block, however many tokens there are: products of less waste the device
 
 
@@ -27,8 +30,9 @@ def precise(tensor: Tensor) -> torch.dtype:
 
 def vocabulary_blocks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
     """Yield slices that cover the rows of ``weight``; ``hidden`` is ``[t, h]``."""
-    logits = _LOGITS_ON_CPU if hidden.device.type == "cpu" else _LOGITS
-    width = max(_NARROWEST, logits // max(1, hidden.size(0)))
+    on_cpu = hidden.device.type == "cpu"
+    width = max(_NARROWEST, (_LOGITS_ON_CPU if on_cpu else _LOGITS) // max(1, hidden.size(0)))
+    width -= _APART if on_cpu else 0
     for start in range(0, weight.size(0), width):
         yield slice(start, min(start + width, weight.size(0)))
 

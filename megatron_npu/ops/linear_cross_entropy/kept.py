@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops import compiled
+from megatron_npu.ops.compiled import products
 from megatron_npu.ops.cross_entropy import reduce_over_ranks
 from megatron_npu.ops.exponential import exponential_of_difference_
 from megatron_npu.ops.linear import product
@@ -66,7 +67,7 @@ class _Exponentials:
     """The exponentials of the logits by blocks of their columns, the sums, and the logits of the targets."""
 
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, local: Tensor) -> None:
-        self.rows, self.weight, self.bias = rows, weight, bias
+        self.rows, self.weight, self.bias, self.local = rows, weight, bias, local
         self.targets = _targets_by_block(local, [*vocabulary_blocks(rows, weight)])
         first = slice(0, min(_FIRST, weight.size(0)))
         self.fill(self._logits(first).amax(1).to(precise(rows)))
@@ -75,8 +76,27 @@ class _Exponentials:
 
     def fill(self, reference: Tensor) -> None:
         """Take ``exp(z - reference)`` of every block."""
-        self.reference, self.blocks = reference, []
+        self.reference, self.blocks = reference, list[Tensor]()
         self.sums, self.predicted = torch.zeros_like(reference), torch.zeros_like(reference)
+        if products.has_exponentials(self.rows, self.weight.t()):
+            self._fill_by_products()
+        else:
+            self._fill_from_logits()
+
+    def _fill_by_products(self) -> None:
+        """Multiply and take exponentials in one; no logit is rounded, or written."""
+        for block in vocabulary_blocks(self.rows, self.weight):
+            words, bias = self.weight[block].t(), part_of(self.bias, block)
+            self.blocks.append(products.exponentials(self.rows, words, bias, self.reference, self.sums))
+        inside = (self.local >= 0) & (self.local < self.weight.size(0))
+        word = self.local.masked_fill(~inside, 0)
+        logits = (self.rows.to(torch.float32) * self.weight[word]).sum(1)
+        if self.bias is not None:
+            logits += self.bias[word]
+        self.predicted = logits.mul_(inside)
+
+    def _fill_from_logits(self) -> None:
+        reference = self.reference
         shared = reference.new_empty(0)  # of all blocks, where logits are 16 bits and have no kernel of ours
         for block, (tokens, columns) in zip(
             vocabulary_blocks(self.rows, self.weight), self.targets, strict=True
