@@ -170,7 +170,7 @@ def add(total: Tensor, left: Tensor, right: Tensor) -> None:
         right: ``[m, k]``.
     """
     a, b = _with_a_unit_stride(left), _with_a_unit_stride(right)
-    _shared("add_product")(
+    _shared("add_product", name_of_arithmetic(a.dtype))(
         *(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride()),
         *(total.data_ptr(), total.stride(0), *total.shape, a.size(1), torch.get_num_threads()),
     )
@@ -197,7 +197,7 @@ def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Te
     a, b = _with_a_unit_stride(left), _with_a_unit_stride(right)
     output = a.new_empty(a.size(0), b.size(1))
     added = None if bias is None else bias.detach().to(torch.float32).contiguous()
-    _shared("exponentials_of_product")(
+    _shared("exponentials_of_product", name_of_arithmetic(a.dtype))(
         *(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride()),
         *(None if added is None else added.data_ptr(), reference.data_ptr(), output.data_ptr()),
         *(output.stride(0), sums.data_ptr(), *output.shape, a.size(1), torch.get_num_threads()),
@@ -217,10 +217,10 @@ def name_of_arithmetic(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _shared(name: str) -> Callable[..., None]:
+def _shared(name: str, arithmetic: str) -> Callable[..., None]:
     """Return a kernel for matrices whose right factor all threads share, which takes Python's own numbers."""
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    kernel: Any = getattr(library(), f"{name}_{name_of_arithmetic(torch.bfloat16)}")
+    kernel: Any = getattr(library(), f"{name}_{arithmetic}")
     factors: list[Any] = [pointer, number, number, pointer, number, number]
     rest: list[Any] = [pointer, number]
     if name == "exponentials_of_product":

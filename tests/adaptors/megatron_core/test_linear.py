@@ -59,8 +59,12 @@ def test_bf16_is_multiplied_by_our_kernel(into_main_grad: bool, monkeypatch: pyt
         pytest.skip("no g++, or threads not of libgomp")
     layer = _layer(True, into_main_grad).bfloat16()
     x, grad = torch.randn(20, 2, 16).bfloat16(), torch.randn(20, 2, 24).bfloat16()
-    calls, multiply, found = [], products.multiply, []
-    monkeypatch.setattr(products, "multiply", lambda *a, **k: calls.append(1) or multiply(*a, **k))
+    calls, found = [], []
+    for name in ("multiply", "add"):
+        kernel = getattr(products, name)
+        monkeypatch.setattr(
+            products, name, lambda *a, _kernel=kernel, **k: calls.append(1) or _kernel(*a, **k)
+        )
     for arithmetic in (None, products.Arithmetic.WIDENED):
         monkeypatch.setattr(products, "_arithmetic", lambda arithmetic=arithmetic: arithmetic)
         layer.weight.grad, layer.weight.main_grad = None, torch.ones(24, 16)
