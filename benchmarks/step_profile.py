@@ -4,9 +4,8 @@
 
 Both take their steps in turn (``turns.py``), under torch's profiler. Each operation's own time belongs to
 the subject that its name, or that of what has called it, tells. A kernel of ours counts for the function that
-has called it: bf16 products on a processor where they are ours are among the casts and copies or the loss.
-What is left of a step is Python, waiting, and the profiler itself. Needs the extra core. Results go to
-benchmarks/results/.
+has called it; products show their names, those that make exponentials, too. What is left of a step is Python,
+waiting, and the profiler itself. Needs the extra core. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ VARIANTS = ("redirection", "project")
 # What a name tells, asked from the operation up to what has called it; the first that matches counts.
 SUBJECTS = {
     "attention": r"scaled_dot_product|_Blockwise|Softmax|softmax|aten::b?addbmm|aten::bmm",
-    "matrix products": r"aten::(add)?mm_?$|mkldnn::_linear|aten::linear|aten::matmul",
+    "matrix products": r"megatron_npu::|aten::(add)?mm_?$|mkldnn::_linear|aten::linear|aten::matmul",
     "loss": r"CrossEntropy",
     "optimizer": r"Optimizer\.step|_fused_adam|non_finite|linalg_vector_norm|multi_tensor|foreach",
     "norms": r"layer_norm|Norm(Backward)?$|LayerNorm|rsqrt",

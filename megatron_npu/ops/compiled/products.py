@@ -6,11 +6,13 @@ import ctypes
 import enum
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron_npu.ops import compiled
 from megatron_npu.ops.compiled.building import library
@@ -141,13 +143,14 @@ def multiply(
     where, precise = c.data_ptr(), c.dtype is torch.float32
     count, rows, inner = a.shape
     next_product, row, _ = c.stride()
-    _kernel()(
-        *(a.data_ptr(), *a.stride()),
-        *(b.data_ptr(), *b.stride()),
-        *(where if precise else None, None if precise else where, next_product, row),
-        *(None if added is None else added.data_ptr(), factor, add),
-        *(count, rows, b.size(2), inner, pairs(), torch.get_num_threads()),
-    )
+    with _shown("product"):
+        _kernel()(
+            *(a.data_ptr(), *a.stride()),
+            *(b.data_ptr(), *b.stride()),
+            *(where if precise else None, None if precise else where, next_product, row),
+            *(None if added is None else added.data_ptr(), factor, add),
+            *(count, rows, b.size(2), inner, pairs(), torch.get_num_threads()),
+        )
     return out
 
 
@@ -170,10 +173,11 @@ def add(total: Tensor, left: Tensor, right: Tensor) -> None:
         right: ``[m, k]``.
     """
     a, b = _with_a_unit_stride(left), _with_a_unit_stride(right)
-    _shared("add_product", name_of_arithmetic(a.dtype))(
-        *(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride()),
-        *(total.data_ptr(), total.stride(0), *total.shape, a.size(1), torch.get_num_threads()),
-    )
+    with _shown("add_product"):
+        _shared("add_product", name_of_arithmetic(a.dtype))(
+            *(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride()),
+            *(total.data_ptr(), total.stride(0), *total.shape, a.size(1), torch.get_num_threads()),
+        )
 
 
 def has_exponentials(left: Tensor, right: Tensor) -> bool:
@@ -197,12 +201,18 @@ def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Te
     a, b = _with_a_unit_stride(left), _with_a_unit_stride(right)
     output = a.new_empty(a.size(0), b.size(1))
     added = None if bias is None else bias.detach().to(torch.float32).contiguous()
-    _shared("exponentials_of_product", name_of_arithmetic(a.dtype))(
-        *(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride()),
-        *(None if added is None else added.data_ptr(), reference.data_ptr(), output.data_ptr()),
-        *(output.stride(0), sums.data_ptr(), *output.shape, a.size(1), torch.get_num_threads()),
-    )
+    with _shown("exponentials_of_product"):
+        _shared("exponentials_of_product", name_of_arithmetic(a.dtype))(
+            *(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride()),
+            *(None if added is None else added.data_ptr(), reference.data_ptr(), output.data_ptr()),
+            *(output.stride(0), sums.data_ptr(), *output.shape, a.size(1), torch.get_num_threads()),
+        )
     return output
+
+
+def _shown(name: str) -> AbstractContextManager[object]:
+    """Return what shows a kernel to torch's profiler, which does not see it called."""
+    return record_function(f"megatron_npu::{name}") if torch.autograd._profiler_enabled() else nullcontext()
 
 
 def _with_a_unit_stride(matrix: Tensor) -> Tensor:
