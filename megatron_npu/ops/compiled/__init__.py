@@ -1,6 +1,6 @@
 """Kernels of our own for a CPU: what torch takes several passes over memory for, in one.
 
-``kernels.cpp`` has them, ``products`` the matrix products, and ``attention`` that of a tile; ``building``
+``kernels.cpp`` has them, ``products`` the matrix products, and ``attention`` all of attention; ``building``
 compiles where there is a g++. The functions here may be called where ``usable`` says so; everywhere else
 operations take torch's own, one after the other, as they always do with ``MEGATRON_NPU_COMPILED=0``. Results
 of both differ by roundings.

@@ -22,7 +22,7 @@ _FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
 )
 _ONLY_X86 = ("-mprefer-vector-width=512",)
-_LONGEST = 300  # seconds of a compilation, which takes three
+_LONGEST = 300  # seconds of a compilation, which takes seven
 
 
 @functools.cache

@@ -17,9 +17,8 @@ from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
 
 # Logits of a block: on a cpu as many as stay in its caches, elsewhere enough to fill the device.
 _LOGITS, _LOGITS_ON_CPU = 1 << 24, 1 << 21
-_APART = (
-    32  # rows of a block, whose memory would share few places of a cache if they were a power of two apart
-)
+# Words less on a cpu: rows of a block that are a power of two apart would share few places of its caches.
+_APART = 32
 _NARROWEST = 512  # words of a block, however many tokens there are: products of less waste the device
 
 
