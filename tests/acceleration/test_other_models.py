@@ -54,11 +54,11 @@ Mine(engine).train()
 @pytest.mark.parametrize("kind", ["pictures", "speech"])
 def test_a_template_trains_what_no_task_is_for(kind: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT.replace("KIND", kind))
-    flags = f"--user-script {tmp_path}/mine.py --epochs 8 --lr 1e-2 --log-interval 1 --fused-ops"
+    flags = f"--user-script {tmp_path}/mine.py --epochs 12 --lr 1e-2 --log-interval 1 --fused-ops"
     switches = "--mixed-precision bf16 --checkpoint-activations --json-log"
     assert cli.main(["train", *shlex.split(f"{flags} {switches} {tmp_path}/log")]) == 0
     losses = [row["loss"] for row in tiny.rows(tmp_path / "log")]
-    assert losses[-1] < 0.8 * losses[0]  # dropout decides by how much
+    assert losses[-1] < 0.7 * losses[0]
 
 
 @pytest.mark.parametrize("kind", ["roberta", "llama", "bart"])

@@ -44,7 +44,7 @@ def leaves_of(dtype, *shapes):
     queries=runs,
     keys=runs,
     groups=st.sampled_from([(2, 2), (6, 2), (5, 1), (9, 9)]),
-    sizes=st.sampled_from([(8, 8), (33, 17), (64, 40), (256, 200)]),
+    sizes=st.sampled_from([(8, 8, 0.3), (33, 17, 0.3), (64, 40, 0.3), (256, 200, 0.06)]),  # and the scale
     causal=st.booleans(),
     window=st.tuples(limits, limits),
     offset=st.integers(-4, 30) | st.integers(150, 250),
@@ -52,10 +52,11 @@ def leaves_of(dtype, *shapes):
 def test_any_window(dtype, queries, keys, groups, sizes, causal, window, offset):
     torch.manual_seed(0)
     heads, key_heads = groups
-    shapes = [(2, heads, queries, sizes[0]), (2, key_heads, keys, sizes[0]), (2, key_heads, keys, sizes[1])]
+    size, value_size, scale = sizes
+    shapes = [(2, heads, queries, size), (2, key_heads, keys, size), (2, key_heads, keys, value_size)]
     leaves, doubles = leaves_of(dtype, *shapes)
     segments = dense_segments(queries, keys, causal, window, offset)
-    spec = AttentionSpec("BNSD", heads, key_heads, sizes[0] ** -0.5, segments)
+    spec = AttentionSpec("BNSD", heads, key_heads, scale, segments)
     assert fused.takes(leaves[0], None)
     assert not fused.takes(doubles[0], None)
     assert_as_exact(blockwise(*leaves, spec, None), leaves, blockwise(*doubles, spec, None), doubles)

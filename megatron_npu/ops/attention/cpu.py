@@ -60,10 +60,10 @@ def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> boo
 def tiles_are_faster(query: Tensor, spec: AttentionSpec) -> bool:
     """Return whether tiles are faster where both can; a few queries over a cache are torch's.
 
-    For bf16: on a processor that multiplies it without AMX, where torch 2.13's kernel takes 1.4 to 2.2 times
+    For bf16: on a processor that multiplies it without AMX, where torch 2.13's kernel takes 1.9 to 2.9 times
     as long, forward and backward (an EPYC with AVX512-BF16, 256 to 2,048 tokens); otherwise it is the faster
     one (benchmarks/results/attention.json, from a Xeon with AMX). For fp32 without a mask: where our kernel
-    is, and torch's multiplies with MKL on a processor that is not Intel's.
+    is, and torch's multiplies with MKL on a processor that is not Intel's: 1.0 to 2.0 times as long there.
     """
     if bnsd_shape(query.shape, spec.layout, spec.heads)[2] < _FEWEST_QUERIES:
         return False
