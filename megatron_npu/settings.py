@@ -136,7 +136,8 @@ KEEP_MEMORY = Variable(
 COMPILED = Variable(
     "MEGATRON_NPU_COMPILED",
     "1",
-    "On a cpu: compile kernels of our own with g++, once, and use them. 0: torch's kernels alone.",
+    "Compile C++ of our own with g++, once: on a cpu kernels, everywhere the indices of datasets. 0: torch's "
+    "kernels and numpy alone.",
     ("0", "1"),
 )
 SHARE_CORES = Variable(

@@ -71,6 +71,12 @@ ROOMS = (
     ),
     Room("arg_parser.py", "the parser that all commands share", "errors"),
     Room("settings.py", "every environment variable", "arg_parser errors"),
+    Room("user_cache.py", "folders of this user's alone, from which libraries are loaded", "errors"),
+    Room(
+        "cached_library.py",
+        "C++ of this project's, compiled once for a user, a compiler and a processor",
+        "errors user_cache",
+    ),
     Room("checked_numpy.py", "numpy's values in a file, built after a look at them"),
     Room("data_unpickler.py", "Python's own reader of pickles, for files that may hold data alone"),
     Room(
@@ -109,7 +115,7 @@ ROOMS = (
     Room(
         "ops/",
         "operations: contract, reference, implementation per device",
-        "devices errors settings",
+        "cached_library devices errors settings user_cache",
         ("torch", "torch_npu"),
     ),
     Room(
@@ -142,7 +148,7 @@ ROOMS = (
         "standins/",
         "modules in place of absent packages that upstream imports (apex, amp_C, …), and layers under "
         "TransformerEngine's names",
-        "devices early_import errors ops settings upstream",
+        "cached_library devices early_import errors ops settings upstream user_cache",
         ("torch", "megatron"),
     ),
     Room(
@@ -223,7 +229,7 @@ ROOMS = (
         "sim/",
         "`megatron-npu sim`: launcher, fake CANN and NPU kernels of the simulated Ascend; imports nothing "
         "that it serves to test",
-        "arg_parser errors files settings visible_devices",
+        "arg_parser errors files settings user_cache visible_devices",
         ("torch",),
     ),
     Room(

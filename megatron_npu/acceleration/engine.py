@@ -20,6 +20,7 @@ from megatron_npu.acceleration.padding import LONGEST, bucketed, buckets
 from megatron_npu.acceleration.prepare import Prepared, prepare
 from megatron_npu.devices import gloo, loader_workers
 from megatron_npu.errors import UsageError
+from megatron_npu.ops.compiled import building
 from megatron_npu.switches import Switches
 
 OptimizerFn = Callable[[Any], torch.optim.Optimizer]
@@ -55,6 +56,7 @@ class RapidformerEngine:
         device = devices.current()
         device.set_current(self.args.local_rank)
         device.prepare()
+        building.prepare()
         loader_workers.begin()
         self.device = device.torch_device()
         self.switches = Switches.from_args(self.args)

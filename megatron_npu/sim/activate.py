@@ -132,13 +132,12 @@ def load_runtime() -> None:
     The dynamic loader resolves torch_npu's needs by name to libraries that are already loaded; thus no
     LD_LIBRARY_PATH is needed, which a running process could not change for itself anyway.
     """
-    from megatron_npu.sim import build
+    from megatron_npu.sim import build, cache
     from megatron_npu.sim.settings import simulator_values
 
-    directory = build.runtime()
-    runtime = ctypes.CDLL(str(directory / build.RUNTIME_LIBRARY), mode=ctypes.RTLD_GLOBAL)
-    for path in build.cann_names(directory):
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    runtime = build.runtime_library()
+    for path in build.cann_names(build.runtime()):
+        cache.load(path, ctypes.RTLD_GLOBAL)
     for name, value in simulator_values().items():
         runtime.sim_set(name.encode(), value.encode())
     # Kernels run on the calling thread. torch_npu's task queue would run events and copies on another one,

@@ -63,14 +63,26 @@ def runtime() -> Path:
         UsageError: there is no C++ compiler, or it does not accept the sources.
     """
     key = _key([*_RUNTIME_HEADERS, *_RUNTIME_SOURCES])
-    return cache.prepared(f"runtime-{key}", _build_runtime)
+    return cache.prepared_libraries(f"runtime-{key}", _build_runtime)
 
 
 @functools.cache
 def compute() -> Path:
     """Return the compiled computation library; see ``runtime``."""
     key = _key(["runtime.h", "alias.h", *_COMPUTE_SOURCES])
-    return cache.prepared(f"compute-{key}", _build_compute) / COMPUTE_LIBRARY
+    return cache.prepared_libraries(f"compute-{key}", _build_compute) / COMPUTE_LIBRARY
+
+
+@functools.cache  # a library that is made again meanwhile is not loaded beside the one in use
+def runtime_library() -> ctypes.CDLL:
+    """Return the runtime, loaded so that what is loaded afterwards finds its symbols."""
+    return cache.load(runtime() / RUNTIME_LIBRARY, ctypes.RTLD_GLOBAL)
+
+
+@functools.cache
+def compute_library() -> ctypes.CDLL:
+    """Return the computation, loaded."""
+    return cache.load(compute())
 
 
 def cann_names(directory: Path) -> list[Path]:

@@ -1,24 +1,26 @@
-"""Where prepared things are kept, and how several processes prepare one thing exactly once."""
+"""Where prepared things are kept, how one of several processes prepares a thing, and how it is loaded."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_npu import files, settings
+from megatron_npu import files, settings, user_cache
 from megatron_npu.errors import UsageError
+
+_REMEDY = f"Name another one with {settings.SIM_CACHE.name}."
+_LIBRARIES = ".libraries"  # the file that lists those of a folder
 
 
 def root() -> Path:
     """Return the simulator's cache directory: the setting, else the user's cache; it need not exist."""
     chosen = settings.SIM_CACHE.get()
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megatron_npu" / "sim"
+    return Path(chosen).expanduser().absolute() if chosen else user_cache.root() / "sim"
 
 
 def say(text: str) -> None:
@@ -27,31 +29,12 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock(name: str) -> Iterator[None]:
-    """Let one process at a time into the block; one that has to wait says so.
-
-    Raises:
-        UsageError: the cache cannot be written to.
-    """
-    from filelock import FileLock, Timeout  # torch requires it; not above: every start imports this module
-
-    lock = FileLock(root() / f"{name}.lock")
+def _opened() -> Iterator[int]:
     try:
-        root().mkdir(parents=True, exist_ok=True)
-        lock.acquire(blocking=False)
-    except Timeout:
-        say(f"waiting for another process that prepares {name}")
-        lock.acquire()
-    except OSError as error:
-        raise UsageError(
-            f"the simulator's cache {root()} ({error.strerror})",
-            "a directory that can be made and written to",
-            f"Name another one with {settings.SIM_CACHE.name}.",
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
+        with user_cache.opened(root(), _REMEDY) as folder:
+            yield folder
+    except UsageError as error:
+        raise UsageError(f"the simulator's cache: {error.given}", error.expected, error.remedy) from error
 
 
 def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
@@ -61,14 +44,120 @@ def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
     lets the first of several processes (torchrun's ranks, xdist's workers) prepare and the others wait.
 
     Raises:
-        UsageError: the cache cannot be written to.
+        UsageError: the cache cannot be written to, or somebody else may have written into it.
     """
     final = root() / name
-    if final.is_dir():
-        return final
-    with _lock(name):
-        if not final.is_dir():
-            # the lock is ours, so what has the temporary name was left by an interrupted attempt
-            with files.new_folder(final) as partial:
-                prepare(partial)
+    with _opened() as cache:
+        if _is_there(cache, name):
+            return final
+        waits = f"waiting for another process that prepares {name}"
+        with user_cache.locked(root() / f"{name}.lock", _REMEDY, lambda: say(waits)):
+            if not _is_there(cache, name):
+                _prepare(final, prepare)
+                _remove_unused(cache, name)
     return final
+
+
+def prepared_libraries(name: str, prepare: Callable[[Path], None]) -> Path:
+    """Return the same of a directory of libraries for ``load``; it is made again if one is not whole.
+
+    Raises:
+        UsageError: as ``prepared``.
+    """
+
+    def prepare_and_seal(directory: Path) -> None:
+        prepare(directory)
+        _seal(directory)
+
+    directory = prepared(name, prepare_and_seal)
+    with _opened() as cache, _opened_part(cache, directory) as folder:
+        user_cache.note_use(folder)
+        if _are_whole(folder, directory):
+            return directory
+        say(f"{directory} is damaged, and prepared again")
+        with user_cache.locked(root() / f"{name}.lock", _REMEDY, lambda: None):
+            with _opened_part(cache, directory) as now:  # unless another process has done so meanwhile
+                whole = _are_whole(now, directory)
+            if not whole:
+                _prepare(directory, prepare_and_seal, replace=True)
+    return directory
+
+
+def load(path: Path, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
+    """Load a library of a prepared directory: the very file that was looked at.
+
+    Raises:
+        UsageError: somebody else may have written it.
+        OSError: the loader refuses it.
+    """
+    with _opened() as cache, _opened_part(cache, path.parent) as folder:
+        descriptor = user_cache.opened_file(folder, path, _REMEDY)
+        if descriptor is None:
+            raise OSError(f"{path} is not there")
+        return user_cache.loaded(descriptor, mode)
+
+
+@contextlib.contextmanager
+def _opened_part(cache: int, directory: Path) -> Iterator[int]:
+    with user_cache.opened(Path(directory.name), f"Remove {directory}.", within=cache) as folder:
+        yield folder
+
+
+def _is_there(cache: int, name: str) -> bool:
+    """Return whether a directory is there, which only this user can have filled."""
+    try:
+        os.stat(name, dir_fd=cache)
+    except FileNotFoundError:
+        return False
+    with _opened_part(cache, root() / name):
+        return True
+
+
+def _prepare(final: Path, prepare: Callable[[Path], None], replace: bool = False) -> None:
+    # the lock is ours, so what has the temporary name was left by an interrupted attempt
+    with files.new_folder(final, replace=replace) as partial:
+        partial.chmod(user_cache.PRIVATE)
+        prepare(partial)
+
+
+def _seal(directory: Path) -> None:
+    """Seal the libraries of a new directory, and list them in it."""
+    names = sorted(path.name for path in directory.glob("*.so"))
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for name in names:
+            user_cache.seal(descriptor, name)
+    finally:
+        os.close(descriptor)
+    (directory / _LIBRARIES).write_text("\n".join(names), encoding="utf-8")
+
+
+def _are_whole(folder: int, directory: Path) -> bool:
+    """Return whether all libraries of a directory are there, and each of them is whole."""
+    listed = user_cache.opened_file(folder, directory / _LIBRARIES, f"Remove {directory}.")
+    if listed is None:
+        return False
+    with open(listed, encoding="utf-8") as stream:
+        names = stream.read().split()
+    return all(_is_whole(folder, directory / name) for name in names)
+
+
+def _is_whole(folder: int, path: Path) -> bool:
+    descriptor = user_cache.opened_file(folder, path, f"Remove {path.parent}.")
+    if descriptor is None:
+        return False
+    try:
+        return user_cache.is_whole(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unused(cache: int, name: str) -> None:
+    """Remove what was compiled of other sources for other versions, when nobody has used it for a month."""
+    kind = name.partition("-")[0]
+    with os.scandir(cache) as entries:
+        unused = [entry for entry in entries if user_cache.is_unused(entry)]
+    for entry in unused:
+        if entry.name.startswith(f"{kind}-") and kind != "site":  # a wheel would be downloaded again
+            path = root() / entry.name
+            shutil.rmtree(path) if entry.is_dir(follow_symlinks=False) else path.unlink(missing_ok=True)

@@ -155,8 +155,8 @@ def _write_report(path: Path) -> None:
 
 def _read() -> Counts:
     """Return the counters since the process began; the memory statistics are left at zero."""
-    runtime = ctypes.CDLL(str(build.runtime() / build.RUNTIME_LIBRARY))
-    compute = ctypes.CDLL(str(build.compute()))
+    runtime = build.runtime_library()
+    compute = build.compute_library()
     launches = _works(compute.sim_launches)
     transfers = [launches.pop(name, Work()) for name in _TRANSFERS]
     swapped = launches.pop("swapped", Work())

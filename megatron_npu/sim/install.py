@@ -74,6 +74,6 @@ def install() -> None:
 
 
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build.compute()))
+    library = build.compute_library()
     library.sim_error.restype = ctypes.c_char_p
     return library

@@ -94,6 +94,9 @@ _TE_MODULES = (
     "transformer_engine.pytorch.tensor",
 )
 
+_COMPILED_IN_THE_CHECKOUT = "upstream compiles it into the checkout when training starts"
+_COMPILED_HELPERS = "megatron/data/helpers*" + EXTENSION_SUFFIXES[0]
+
 STAND_INS = (
     StandIn("apex", "megatron_npu.standins.apex", "apex", _LM, _APEX),
     StandIn("apex.optimizers", "megatron_npu.standins.apex.optimizers", "apex.optimizers", _LM, _APEX),
@@ -233,8 +236,17 @@ STAND_INS = (
         "megatron.data.helpers",
         "megatron_npu.standins.dataset_helpers",
         "",
-        _LM,
-        "upstream compiles it into the checkout when training starts",
+        ("megatron_lm", "megatron_deepspeed_core"),
+        _COMPILED_IN_THE_CHECKOUT,
+        unless=_COMPILED_HELPERS,
+    ),
+    StandIn(
+        "megatron.data.helpers",
+        "megatron_npu.standins.wide_dataset_helpers",
+        "",
+        ("megatron_deepspeed",),
+        _COMPILED_IN_THE_CHECKOUT,
+        unless=_COMPILED_HELPERS,
     ),
     StandIn(
         "megatron.core.datasets.helpers_cpp",

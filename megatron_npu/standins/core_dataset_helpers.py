@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_npu.standins import compiled_dataset_indices as compiled
 from megatron_npu.standins.dataset_helpers import (
     Int64,
     build_blending_indices,
@@ -47,9 +48,13 @@ def build_exhaustive_blending_indices(
     """
     counts = [int(size) for size in sizes[:num_datasets]]
     total = sum(counts)
+    if compiled.blends(dataset_index, dataset_sample_index, num_datasets, total):
+        limits = np.array(counts, np.int64)
+        compiled.blend(dataset_index, dataset_sample_index, limits / total, total, limits)
+        return
     shares = [count / total for count in counts]
     taken = [0] * num_datasets
-    unspent = list(range(num_datasets))
+    unspent = [dataset for dataset, count in enumerate(counts) if count]
     sample = 0
     while unspent:
         position = float(max(sample, 1))

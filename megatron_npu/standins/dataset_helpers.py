@@ -1,20 +1,25 @@
 """Stand-in for ``megatron.data.helpers``, upstream's C++ extension that builds the indices of datasets.
 
-Upstream compiles it with make, inside the checkout, when training starts. Here is the same arithmetic in
-numpy, number for number: index files of either can be used with the other. Formats and names are those of
-``megatron/data/helpers.cpp`` of 285068c8. Sentences are looked up by bisection in cumulated lengths, so the
-work grows with the number of samples, not of sentences.
+Upstream compiles it with make, inside the checkout, when training starts. Here is the same arithmetic, number
+for number: index files of either can be used with the other. Formats and names are those of
+``megatron/data/helpers.cpp`` of 285068c8. Where there is a compiler, ``compiled_dataset_indices`` does the
+work; elsewhere Python and numpy do: sentences are looked up by bisection in cumulated lengths, so the work
+grows with the number of samples, not of sentences.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_npu.standins import compiled_dataset_indices as compiled
+
 LONG_SENTENCE = 512  # tokens; a document with a longer sentence is left out
+_FEW_DATASETS = 12  # numpy takes longer to be called than Python to look at so many
 
 Int64 = NDArray[np.int64]
 
@@ -59,6 +64,9 @@ def build_sample_idx_int64(
         samples = (tokens - extra) // seq_length
     else:  # upstream divides in single precision
         samples = int(np.ceil(np.float32(tokens - extra) / np.float32(seq_length)))
+    found = compiled.samples_of_documents(sizes, document_idx, samples, seq_length, extra)
+    if found is not None:
+        return found
     ends = np.cumsum(sizes[document_idx], dtype=np.int64)
     first_tokens = np.arange(samples + 1, dtype=np.int64) * seq_length
     # a sample ends in the first document that has its last token, and the next begins `extra` before its end
@@ -88,18 +96,48 @@ def build_blending_indices(
         dataset_sample_index: ``[size]``, is filled.
         weights: ``[num_datasets]``, which sum to 1.
     """
-    shares = [float(weight) for weight in weights[:num_datasets]]
-    taken = [0] * num_datasets
+    shares = np.asarray(weights[:num_datasets], np.float64)
+    if compiled.blends(dataset_index, dataset_sample_index, num_datasets, size):
+        taken = compiled.blend(dataset_index, dataset_sample_index, shares, size).tolist()
+    else:
+        taken = _blend(dataset_index, dataset_sample_index, shares, size)
+    if verbose:
+        achieved = [count / max(size, 1) for count in taken]
+        print(
+            f"> blending {num_datasets} datasets: weights {shares.tolist()}, achieved {achieved}", flush=True
+        )
+
+
+def _blend(
+    dataset_index: NDArray[Any], dataset_sample_index: Int64, shares: NDArray[np.float64], size: int
+) -> list[int]:
+    """Do the same in Python and return the samples of each dataset: by numpy where there are many of them."""
+    if len(shares) > _FEW_DATASETS:
+        return _blend_of_many(dataset_index, dataset_sample_index, shares, size)
+    weights, taken = shares.tolist(), [0] * len(shares)
     for sample in range(size):
         position = float(max(sample, 1))
-        lags = [share * position - count for share, count in zip(shares, taken, strict=True)]
+        lags = [share * position - count for share, count in zip(weights, taken, strict=True)]
         chosen = lags.index(max(lags))
         dataset_index[sample] = chosen
         dataset_sample_index[sample] = taken[chosen]
         taken[chosen] += 1
-    if verbose:
-        achieved = [count / max(size, 1) for count in taken]
-        print(f"> blending {num_datasets} datasets: weights {shares}, achieved {achieved}", flush=True)
+    return taken
+
+
+def _blend_of_many(
+    dataset_index: NDArray[Any], dataset_sample_index: Int64, shares: NDArray[np.float64], size: int
+) -> list[int]:
+    taken, lags = np.zeros_like(shares), np.empty_like(shares)
+    multiply, subtract, behind = np.multiply, np.subtract, lags.argmax
+    for sample in range(size):
+        multiply(shares, float(max(sample, 1)), lags)
+        subtract(lags, taken, lags)
+        chosen = behind()
+        dataset_index[sample] = chosen
+        dataset_sample_index[sample] = taken[chosen]
+        taken[chosen] += 1
+    return [int(count) for count in taken]
 
 
 def build_mapping(
@@ -129,6 +167,19 @@ def build_mapping(
         ``[samples, 3]``: first sentence, sentence after the last, tokens aimed at.
     """
     ratio = math.floor(1.0 / short_seq_prob + 0.5) if short_seq_prob > 0 else 0  # C's round()
+    found = compiled.rows_of_sentences(
+        docs,
+        sizes,
+        None,
+        epochs=num_epochs,
+        most=max_num_samples,
+        length=max_seq_length,
+        ratio=ratio,
+        seed=seed,
+        least=min_num_sent,
+    )
+    if found is not None:
+        return _told(found, verbose)
     numbers = _random32(seed)
 
     def target_length() -> int:
@@ -149,7 +200,7 @@ def build_mapping(
                 end = _end_of_sample(before, first, last, target, min_num_sent, left_over=1)
                 samples.append((first, end, target))
                 first, target = end, target_length()
-    return _shuffled(samples, 3, sizes, seed, verbose)
+    return _told(_shuffled(samples, 3, sizes, seed), verbose)
 
 
 def build_blocks_mapping(
@@ -173,6 +224,19 @@ def build_blocks_mapping(
         ``[blocks, 4]``: first sentence, sentence after the last, document, number of the block in its epoch.
     """
     least = 1 if use_one_sent_blocks else 2
+    found = compiled.rows_of_sentences(
+        docs,
+        sizes,
+        titles_sizes,
+        epochs=num_epochs,
+        most=max_num_samples,
+        length=max_seq_length,
+        ratio=0,
+        seed=seed,
+        least=least,
+    )
+    if found is not None:
+        return _told(found, verbose)
     spans = _usable_documents(docs, sizes, least, checked_from=least)
     before = _tokens_before(sizes)
     blocks: list[tuple[int, int, int, int]] = []
@@ -186,7 +250,7 @@ def build_blocks_mapping(
                 end = _end_of_sample(before, first, last, target, least, left_over=least - 1)
                 blocks.append((first, end, document, len(blocks) - before_epoch))
                 first = end
-    return _shuffled(blocks, 4, sizes, seed, verbose)
+    return _told(_shuffled(blocks, 4, sizes, seed), verbose)
 
 
 def _tokens_before(sizes: NDArray[np.int32]) -> Int64:
@@ -220,12 +284,16 @@ def _end_of_sample(before: Int64, first: int, last: int, target: int, least: int
     return end if last - end > left_over else last
 
 
-def _shuffled(
-    rows: Sequence[tuple[int, ...]], columns: int, sizes: NDArray[np.int32], seed: int, verbose: bool
-) -> NDArray[np.generic]:
-    """Return the rows in the order of Fisher and Yates with ``std::mt19937_64(seed + 1)``."""
+def _told(rows: NDArray[np.generic], verbose: bool) -> NDArray[np.generic]:
     if verbose:
         print(f"   will create mapping for {len(rows)} samples", flush=True)
+    return rows
+
+
+def _shuffled(
+    rows: Sequence[tuple[int, ...]], columns: int, sizes: NDArray[np.int32], seed: int
+) -> NDArray[np.generic]:
+    """Return the rows in the order of Fisher and Yates with ``std::mt19937_64(seed + 1)``."""
     dtype = np.uint64 if len(sizes) > np.iinfo(np.uint32).max else np.uint32
     order = list(range(len(rows)))
     numbers = _random64(seed + 1)

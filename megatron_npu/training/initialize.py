@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_npu import devices, watchdog
+from megatron_npu.ops.compiled import building
 
 
 def silence_known_warnings() -> None:
@@ -40,6 +41,7 @@ def session(args: Namespace) -> Iterator[None]:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     watchdog.end_with_launcher()
     devices.current().set_current(args.local_rank)
+    building.prepare()
     joined = dist.is_initialized()  # a caller's own group is left as it is
     if not joined:
         _init_process_group(args)

@@ -38,5 +38,5 @@ def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
     recorder.replace(
         "megatron.data.dataset_utils:compile_helper",
         why="it runs make inside the checkout, for whichever python3 is first on the path, and ends the "
-        "process if that fails; megatron.data.helpers is Python here",
+        "process if that fails; megatron.data.helpers is compiled already or a stand-in",
     )(compile_no_helpers)

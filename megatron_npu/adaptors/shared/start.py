@@ -12,6 +12,7 @@ from typing import Any
 from megatron_npu import folder_lock, watchdog
 from megatron_npu.adaptors.shared import private_files
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
+from megatron_npu.ops.compiled import building
 from megatron_npu.patching import banner
 from megatron_npu.patching.registry import Recorder
 
@@ -28,7 +29,7 @@ def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``initialize_megatron``, and let the watchdog watch the ranks that have met there.
+    """Call ``initialize_megatron``, compile kernels, and let the watchdog watch the ranks that have met.
 
     Rank 0 holds ``--save`` from then on, until the process ends.
 
@@ -44,6 +45,7 @@ def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any,
     watchdog.require_open_files(int(os.environ.get("WORLD_SIZE", "1")))
     with watchdog.meeting():
         result = original(*args, **kwargs)
+    building.prepare()  # flags are read, and no step has begun
     watchdog.begin(lambda: getattr(get_args(), "curr_iteration", -1) + 1)  # upstream's counts from 0
     _hold_save_folder(get_args())
     return result

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
+import logging
 import platform
-import shutil
-import subprocess
 from pathlib import Path
 
-from megatron_npu import settings
+from megatron_npu import cached_library, devices, settings, user_cache
+from megatron_npu.errors import UsageError
 from megatron_npu.ops.dispatch import report_fallback
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp", "attention.cpp"))
@@ -22,7 +20,8 @@ _FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
 )
 _ONLY_X86 = ("-mprefer-vector-width=512",)
-_LONGEST = 300  # seconds of a compilation, which takes seven
+_logger = logging.getLogger(__name__)
+_WITHOUT = f"set {settings.COMPILED.name}=0"
 
 
 @functools.cache
@@ -35,93 +34,73 @@ def library() -> ctypes.CDLL | None:
     if not settings.COMPILED.enabled():
         return None
     try:
-        return ctypes.CDLL(str(_compiled()))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        report_fallback(
-            "compiled kernels",
-            str(error),
-            does="are not used",
-            remedy=f"Install g++ (apt install g++), or set {settings.COMPILED.name}=0",
-        )
+        return cached_library.load(_recipe())
+    except UsageError as error:
+        report_fallback("compiled kernels", error.given, does="are not used", remedy=error.remedy)
+        _logger.warning("For compiled kernels: %s.", error.remedy)
         return None
+
+
+def prepare() -> None:
+    """Compile the kernels now if this process is to use them, and not inside of its first training step.
+
+    One process of a machine does, and the others wait.
+    """
+    if devices.current().is_host:
+        library()
 
 
 def folder() -> Path:
     """Return where compiled kernels are kept: in the user's cache; it need not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_npu" / "kernels"
+    return user_cache.root() / "kernels"
 
 
-def _compiled() -> Path:
-    """Return the library's path, compiled first if there is none for this source, compiler and processor.
-
-    Raises:
-        RuntimeError: there is no g++, it refuses the source, or torch's OpenMP is not g++'s.
-        OSError: the cache cannot be written to, or what is there is not the user's own.
-    """
-    compiler, openmp = _compiler(), _openmp()
+def _recipe() -> cached_library.Recipe:
     flags = (*_FLAGS, *(_ONLY_X86 if platform.machine() == "x86_64" else ()))
-    path = folder() / f"{_key(compiler, openmp, flags)}.so"
-    if not path.exists():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _compile([str(compiler), *flags, *map(str, SOURCES), str(openmp), "-Wl,--as-needed"], path)
-    status = path.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{path} is not this user's, or others may write to it")
-    return path
+    # g++ adds its own OpenMP behind all, which is not needed then
+    links = (str(_openmp()), "-Wl,--as-needed")
+    return cached_library.Recipe(folder(), SOURCES, _HEADERS, flags, links, _WITHOUT)
 
 
-def _compiler() -> Path:
-    found = shutil.which("g++")
-    if found is None:
-        raise RuntimeError("there is no g++ on PATH")
-    return Path(found).resolve()
+class _Symbol(ctypes.Structure):
+    """What ``dladdr`` says of an address."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
 
 
 def _openmp() -> Path:
-    """Return the OpenMP library that torch has loaded: a second one would start threads of its own."""
+    """Return the OpenMP library that libtorch is linked to: another one would start threads of its own.
+
+    Others may be there, too: scikit-learn's wheel brings one, which no code of torch's ever calls.
+
+    Raises:
+        UsageError: libtorch has threads of another kind, to which g++ does not compile.
+    """
     maps = Path("/proc/self/maps")
     lines = maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else []
-    loaded = {line.split(maxsplit=5)[5] for line in lines if "libgomp" in line}
-    if len(loaded) != 1:
-        raise RuntimeError(f"torch's threads are those of one libgomp, not of {sorted(loaded) or 'none'}")
-    return Path(loaded.pop())
-
-
-def _key(compiler: Path, openmp: Path, flags: tuple[str, ...]) -> str:
-    """Return a digest of what decides about the result; a cache may be one of several machines."""
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*SOURCES, *_HEADERS)))
-    digest.update(repr((flags, str(openmp), _processor())).encode())
-    status = compiler.stat()  # instead of --version, which would take longer than all the rest
-    digest.update(f"{compiler} {status.st_size} {status.st_mtime_ns}".encode())
-    return digest.hexdigest()[:16]
-
-
-def _processor() -> list[str]:
-    """Return the kind of the first processor and what it can."""
-    info = Path("/proc/cpuinfo")
-    first = info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else platform.processor()
-    names = ("model name", "flags", "Features", "CPU part")
-    return [line for line in first.splitlines() if line.startswith(names)]
-
-
-def _compile(command: list[str], path: Path) -> None:
-    """Compile under a temporary name; several ranks may do so at once, and the last one's stays."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        result = subprocess.run(
-            [*command, "-o", str(partial)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=_LONGEST,
+    torch = [line.split(maxsplit=5)[5] for line in lines if line.endswith("/libtorch_cpu.so")]
+    found = _file_of(torch[0], "GOMP_parallel") if torch else ""
+    if "gomp" not in Path(found).name:
+        raise UsageError(
+            f"torch's threads are those of {found or 'no OpenMP that is known'}, not of libgomp",
+            "a torch that is linked to libgomp, as its wheels for Linux are",
+            f"Install such a torch, or {_WITHOUT}",
         )
-        if result.returncode:
-            errors = [line for line in result.stdout.splitlines() if "error" in line] or [
-                result.stdout[-200:]
-            ]
-            raise RuntimeError(f"{command[0]} does not compile them: {errors[0].strip()}")
-        partial.chmod(0o700)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    return Path(found)
+
+
+def _file_of(library: str, symbol: str) -> str:
+    """Return the file from which a loaded library, or what it is linked to, has a function; or nothing."""
+    try:
+        function = getattr(ctypes.CDLL(library), symbol)
+    except (OSError, AttributeError):
+        return ""
+    found, dladdr = _Symbol(), ctypes.CDLL(None).dladdr
+    dladdr.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Symbol)]
+    dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(found))
+    return str(found.file.decode()) if found.file else ""

@@ -117,7 +117,7 @@ def _collective(operation: str, hcom: str, given: Tensor, result: Tensor, count:
 def _sim_collective() -> Callable[..., int]:
     from megatron_npu.sim import build  # the kernels are imported without a simulator, too
 
-    function = ctypes.CDLL(str(build.runtime() / build.RUNTIME_LIBRARY)).sim_collective
+    function = build.runtime_library().sim_collective
     function.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
     function.argtypes += [ctypes.c_uint64, ctypes.c_int]
     function.restype = ctypes.c_int
