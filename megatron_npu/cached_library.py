@@ -62,13 +62,14 @@ def load(recipe: Recipe) -> ctypes.CDLL:
             user's alone or cannot be written to, or the library cannot be loaded.
     """
     compiler = _compiler(recipe)
-    name, remedy = f"{_key(recipe, compiler)}.so", recipe.remedy(_ANOTHER)
+    key, remedy = _key(recipe, compiler), recipe.remedy(_ANOTHER)
+    name = f"{key}.so"
     with user_cache.opened(recipe.folder, remedy) as folder:
         _require_executable(recipe, folder)
         library, _ = _loaded(recipe, folder, name)
         if library is not None:
             return library
-        lock = recipe.folder / f"{name}.lock"
+        lock = recipe.folder / f"{key}.lock"
         with user_cache.locked(lock, remedy, lambda: _logger.info("waiting for %s", lock), _LONGEST + 60):
             library, _ = _loaded(recipe, folder, name)  # by another process, meanwhile
             if library is None:

@@ -17,7 +17,7 @@ from megatron_npu.errors import UsageError
 SOURCE = Path(__file__).with_name("dataset_indices.cpp")
 # Nothing is fused: the rounding of each product decides which dataset is next.
 _FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-Wall", "-Wextra"),
+    *("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"),
     *("-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
 )
 _LANES = 8  # kLanes
@@ -31,7 +31,7 @@ Int64 = NDArray[np.int64]
 class _Blend(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weights", "taken", "limits")),
-        ("datasets", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("datasets", "room")),
     )
 
 
@@ -110,7 +110,7 @@ def blend(
     loaded = library()
     assert loaded is not None
     last = ends.ctypes.data if limits is not None else None
-    given = _Blend(own.ctypes.data, taken.ctypes.data, last, room)
+    given = _Blend(own.ctypes.data, taken.ctypes.data, last, count, room)
     function = getattr(loaded, _BLENDS[dataset_index.dtype])
     for begin in range(0, size, _AT_A_TIME):
         end = min(begin + _AT_A_TIME, size)

@@ -14,31 +14,47 @@
 namespace {
 
 constexpr int64_t kLanes = 8;
+constexpr int64_t kFew = 16;  // datasets, for which lanes do not pay
+typedef double Lanes __attribute__((vector_size(8 * kLanes)));
+typedef int64_t Numbers __attribute__((vector_size(8 * kLanes)));
 constexpr int32_t kLongSentence = 512;  // tokens; a document with a longer sentence is left out
 
 struct Blend {
   double* weights;
   double* taken;  // samples of each dataset so far, exact to 2^53; infinite: it is never taken
   const double* limits;  // samples that each dataset has; or nothing: they may be taken again
-  int64_t datasets;
+  int64_t datasets, room;  // the latter a multiple of kLanes; what is behind the datasets is never taken
 };
 
-// Which dataset lags most behind its weight: of equals the first. `datasets` is a multiple of kLanes; lanes
-// keep maxima of their own, so that a compiler can make vectors of them.
-int64_t most_behind(const double* weights, const double* taken, int64_t datasets, double position) {
-  double most[kLanes];
-  int64_t which[kLanes];
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    most[lane] = weights[0] * position - taken[0];
-    which[lane] = 0;
-  }
-  for (int64_t i = 0; i < datasets; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const double lag = weights[i + lane] * position - taken[i + lane];
-      const bool more = lag > most[lane];
-      most[lane] = more ? lag : most[lane];
-      which[lane] = more ? i + lane : which[lane];
+Lanes loaded(const double* from) {
+  Lanes lanes;
+  std::memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+// Which dataset lags most behind its weight: of equals the first. For a few; weights may be no numbers.
+int64_t most_behind_of_few(const double* weights, const double* taken, int64_t datasets, double position) {
+  int64_t found = 0;
+  double most = weights[0] * position - taken[0];
+  for (int64_t i = 1; i < datasets; ++i) {
+    const double lag = weights[i] * position - taken[i];
+    if (lag > most) {
+      most = lag;
+      found = i;
     }
+  }
+  return found;
+}
+
+// The same for many: lanes keep maxima of their own.
+int64_t most_behind_of_many(const double* weights, const double* taken, int64_t room, double position) {
+  Lanes most = weights[0] * position - taken[0] + Lanes{};
+  Numbers which{}, here{0, 1, 2, 3, 4, 5, 6, 7};
+  for (int64_t i = 0; i < room; i += kLanes, here += kLanes) {
+    const Lanes lag = loaded(weights + i) * position - loaded(taken + i);
+    const Numbers more = lag > most;
+    most = more ? lag : most;
+    which = more ? here : which;
   }
   int64_t found = 0;
   for (int64_t lane = 1; lane < kLanes; ++lane)
@@ -46,12 +62,17 @@ int64_t most_behind(const double* weights, const double* taken, int64_t datasets
   return which[found];
 }
 
+int64_t most_behind(const Blend& given, double position) {
+  return given.datasets <= kFew ? most_behind_of_few(given.weights, given.taken, given.datasets, position)
+                                : most_behind_of_many(given.weights, given.taken, given.room, position);
+}
+
 // Samples [begin, end) of a blend.
 template <typename Index>
 void blend(const Blend& given, int64_t begin, int64_t end, Index* dataset_index, int64_t* sample_index) {
   for (int64_t sample = begin; sample < end; ++sample) {
     const double position = sample > 1 ? static_cast<double>(sample) : 1.0;
-    const int64_t chosen = most_behind(given.weights, given.taken, given.datasets, position);
+    const int64_t chosen = most_behind(given, position);
     dataset_index[sample] = static_cast<Index>(chosen);
     sample_index[sample] = static_cast<int64_t>(given.taken[chosen]);
     given.taken[chosen] += 1;

@@ -1,4 +1,4 @@
-"""Stand-in for ``megatron.data.helpers`` of Megatron-DeepSpeed 8387ae17, whose samples begin in 64 bits."""
+"""Stand-in for ``megatron.data.helpers`` of Megatron-DeepSpeed 4efb479d, whose samples begin in 64 bits."""
 
 from __future__ import annotations
 

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from megatron_npu import upstream
 from megatron_npu.errors import UsageError
+from megatron_npu.standins import compiled_dataset_indices as indices
 from megatron_npu.standins import core_dataset_helpers as ours
+
+
+@pytest.fixture(params=["compiled", "python"], autouse=True)
+def way(request, monkeypatch):
+    """With the C++ of ours, and as where there is no compiler."""
+    if request.param == "python":
+        monkeypatch.setattr(indices, "library", lambda: None)
+    elif indices.library() is None:
+        pytest.skip("no g++ to compile the indices of datasets with")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +66,7 @@ def test_samples_begin_where_upstream_begins_them(
 
 
 @settings(max_examples=50)
-@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5))
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=40))
 def test_every_sample_is_taken_once_in_upstreams_order(compiled, sizes):
     results = []
     for module in (compiled, ours):
@@ -70,7 +80,7 @@ def test_every_sample_is_taken_once_in_upstreams_order(compiled, sizes):
 
 
 @settings(max_examples=50)
-@given(shares=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=5), size=st.integers(1, 200))
+@given(shares=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=40), size=st.integers(1, 200))
 def test_blends_follow_upstreams_order(compiled, shares, size):
     weights = np.array(shares) / sum(shares)
     results = []
@@ -80,6 +90,41 @@ def test_blends_follow_upstreams_order(compiled, shares, size):
         results.append((index, sample))
     for theirs, mine in zip(*results, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_dataset_without_samples_is_never_taken():
+    """Upstream's extension writes behind the arrays then."""
+    index, sample = np.zeros(5, np.int16), np.zeros(5, np.int64)
+    ours.build_exhaustive_blending_indices(index, sample, np.array([0, 3, 0, 2]), 4)
+    assert sorted(zip(index.tolist(), sample.tolist(), strict=True)) == [
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (3, 0),
+        (3, 1),
+    ]
+
+
+def test_what_is_no_array_of_the_extensions_is_filled_as_well():
+    """Of another type, or with gaps: the extension takes any integers, and so does Python."""
+    weights, results = np.array([0.5, 0.3, 0.2]), []
+    for index, sample in (
+        (np.zeros(90, np.int16), np.zeros(90, np.int64)),
+        (np.zeros(180, np.int32)[::2], np.zeros(180, np.int64)[::2]),
+    ):
+        ours.build_blending_indices(index, sample, weights, 3, 90, False)
+        results.append((index.tolist(), sample.tolist()))
+    assert results[0] == results[1]
+
+
+def test_a_blend_is_one_whatever_is_done_at_a_time(monkeypatch):
+    weights, results = np.array([0.5, 0.3, 0.2]), []
+    for at_a_time in (7, 1 << 21):
+        monkeypatch.setattr(indices, "_AT_A_TIME", at_a_time)
+        index, sample = np.zeros(90, np.int16), np.zeros(90, np.int64)
+        ours.build_blending_indices(index, sample, weights, 3, 90, False)
+        results.append((index.tolist(), sample.tolist()))
+    assert results[0] == results[1]
 
 
 def test_every_name_of_the_extension_is_there(compiled):
