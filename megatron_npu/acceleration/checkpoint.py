@@ -23,7 +23,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from megatron_npu import checksums, devices, files, safe_load, settings, torch_readers
+from megatron_npu import checksums, devices, files, safe_load, settings, torch_readers, watchdog
 from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_failures, checkpoint_files, checkpoint_folder
@@ -37,6 +37,7 @@ _SAME = {  # what decides which samples an iteration has
 }
 
 
+@watchdog.phase(watchdog.SAVING)
 def save(args: Namespace, prepared: Prepared, iteration: int) -> Path:
     """Write the checkpoint of an iteration; return its folder. All ranks must call this.
 
@@ -87,6 +88,7 @@ def require_there(args: Namespace) -> None:
         )
 
 
+@watchdog.phase("loading")
 def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     """Load the newest checkpoint under ``--load``, with --load-last-good that is whole. All ranks call this.
 

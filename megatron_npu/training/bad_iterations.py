@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices, replicas
+from megatron_npu import devices, replicas, watchdog
 from megatron_npu.training import checkpoint, checkpoint_files, loss, whole_checkpoints
 from megatron_npu.training.checkpoint import Position, State
 from megatron_npu.training.divergence import DivergedError, Spikes
@@ -177,6 +177,7 @@ class Guard:
             )
         self.say(f" {fault.words}: its update is left out")
 
+    @watchdog.phase("loading")
     def goes_back_to(self) -> int | None:
         """Return the iteration of the newest whole checkpoint of this run, None if there is none yet.
 

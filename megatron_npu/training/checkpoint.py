@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_npu import checksums, devices
+from megatron_npu import checksums, devices, watchdog
 from megatron_npu.errors import UsageError
 from megatron_npu.training import (
     checkpoint_failures,
@@ -62,6 +62,7 @@ class State:
     schedule: OptimizerParamScheduler
 
 
+@watchdog.phase(watchdog.SAVING)
 def save(args: Namespace, state: State, position: Position, common: Mapping[str, Any] | None = None) -> Path:
     """Write the checkpoint of ``position``; return its directory. All ranks must call this.
 
@@ -133,6 +134,7 @@ def _description(
     )
 
 
+@watchdog.phase("loading")
 def load(args: Namespace, state: State) -> Position:
     """Load what the flags ask for into ``state``; return where the run goes on. All ranks must call this.
 
@@ -208,6 +210,7 @@ def _position(args: Namespace, found: checkpoint_files.CheckpointInfo) -> Positi
     return Position(found.iteration, found.consumed_train_samples, found.consumed_valid_samples)
 
 
+@watchdog.phase("loading")
 def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
     """Load the weights alone, whatever the layout that they were saved in. All ranks must call this.
 

@@ -24,7 +24,8 @@ DESCRIPTION = "arguments.json"
 DESCRIPTION_OF_TRAIN = "run.json"  # the same of ``megatron-npu train``
 COMMON = "common.pt"  # megatron-core's name for what is not sharded; since 0.19 an object beside the weights:
 COMMON_OBJECT = "common_state/shard_0_1"
-FILES = (COMMON, "metadata.json", ".metadata")  # of megatron-core, beside those with the weights
+INDEX = ".metadata"  # torch's name for what says where each tensor is; written when all shards are
+FILES = (COMMON, "metadata.json", INDEX)  # of megatron-core, beside those with the weights
 OF_FSDP = "fsdp_dtensor"  # upstream's name for the format of Megatron's FSDP, and its optimizer's sharding
 HF_FOLDER = "hf"  # in a converted checkpoint: the files of Hugging Face that came with the weights
 # What decides the shapes of the weights and what is computed with them: (attribute, its flag).
@@ -132,7 +133,7 @@ def common_lies_among_shards(path: Path) -> bool:
 
     The index of a checkpoint's parts is a pickle: the name is looked for in its bytes, nothing is loaded.
     """
-    index = path / ".metadata"
+    index = path / INDEX
     return index.is_file() and COMMON_OBJECT.encode() in index.read_bytes()
 
 

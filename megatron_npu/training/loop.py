@@ -128,10 +128,11 @@ class Trainer:
         with self.writers or contextlib.nullcontext():
             with Termination(self.args.exit_signal_handler) as termination:
                 self.clock.start()
-                while self.position.iteration < self.args.train_iters:
-                    self._iterate()
-                    if self._ends(termination):
-                        break
+                with watchdog.phase("between two steps"):
+                    while self.position.iteration < self.args.train_iters:
+                        self._iterate()
+                        if self._ends(termination):
+                            break
                 self.clock.stop()
             self._finish()
         return self.outcome
@@ -169,6 +170,7 @@ class Trainer:
         if args.save_interval and iteration % args.save_interval == 0 and not last:
             self._save()
 
+    @watchdog.phase("training")
     def _step(self) -> bool:
         """Train one iteration; return False where the run has gone back instead."""
         watchdog.step(self.position.iteration + 1)
@@ -380,7 +382,11 @@ class Trainer:
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Hold the model in evaluation mode, without gradients."""
-        with _with_gathered_parameters(self.args, self.state.model), torch.no_grad():
+        with (
+            watchdog.phase("evaluating"),
+            _with_gathered_parameters(self.args, self.state.model),
+            torch.no_grad(),
+        ):
             for chunk in self.state.model:
                 chunk.eval()
             yield
