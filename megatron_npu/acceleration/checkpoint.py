@@ -26,7 +26,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from megatron_npu import checksums, devices, files, safe_load, settings, torch_readers, watchdog
 from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_failures, checkpoint_files, checkpoint_folder
+from megatron_npu.training import (
+    checkpoint_description,
+    checkpoint_failures,
+    checkpoint_files,
+    checkpoint_folder,
+)
 from megatron_npu.training.checks import output
 
 DESCRIPTION = checkpoint_files.DESCRIPTION_OF_TRAIN
@@ -57,7 +62,8 @@ def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> N
     dcp.save(content, storage_writer=FileSystemWriter(part))
     prepared.save_beside(part)
     if args.rank == 0:
-        description = {"iteration": iteration, "arguments": vars(args), **prepared.description()}
+        version = {checkpoint_description.FORMAT: checkpoint_description.VERSION}
+        description = version | {"iteration": iteration, "arguments": vars(args), **prepared.description()}
         files.write(part / DESCRIPTION, json.dumps(description, indent=1, default=str))
     dist.barrier()
     checksums.write(part)
@@ -133,6 +139,7 @@ def _description(place: Path) -> dict[str, Any]:
     path = place / DESCRIPTION
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        checkpoint_description.require_known_format(path, found)
         if type(found["iteration"]) is not int or not isinstance(found["arguments"], dict):
             raise ValueError("it does not describe a run")
         return found

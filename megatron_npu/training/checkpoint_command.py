@@ -12,7 +12,7 @@ from typing import Any
 from megatron_npu import checksums, files
 from megatron_npu.arg_parser import Parser, positive, whole
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files
+from megatron_npu.training import checkpoint_description, checkpoint_files
 
 _SHOWN = (  # of the arguments
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size"),
@@ -106,7 +106,7 @@ def _inspect(args: Namespace) -> int:
     return 1 if report["faults"] else 0
 
 
-def _of_train(path: Path) -> checkpoint_files.CheckpointInfo:
+def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:
     """Return what ``megatron-npu train`` has written about a checkpoint.
 
     Raises:
@@ -115,13 +115,14 @@ def _of_train(path: Path) -> checkpoint_files.CheckpointInfo:
     description = path / checkpoint_files.DESCRIPTION_OF_TRAIN
     try:
         found = json.loads(description.read_text(encoding="utf-8"))
+        checkpoint_description.require_known_format(description, found)
         iteration, arguments = int(found["iteration"]), dict(found["arguments"])
         samples = iteration * int(arguments.get("global_batch_size") or 0)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(
             f"{description}: {error}", "the description that `megatron-npu train` writes", "Name another one."
         ) from error
-    return checkpoint_files.CheckpointInfo(
+    return checkpoint_description.CheckpointInfo(
         path=path,
         iteration=iteration,
         consumed_train_samples=samples,

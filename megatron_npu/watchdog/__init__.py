@@ -2,8 +2,8 @@
 
 Without it a dead rank is "Connection reset by peer" in all others, or nothing for half an hour; a stopped one
 is nothing at all. Each rank has a thread that says once a second, in the store of the run, where the main
-thread stands (``place``, ``board``), in which phase, which the commands enter by name (``phases``); no port is
-opened, and no collective is made. What it notices:
+thread stands (``place``, ``board``), and in which phase, which who is in it enters by name (``phases``); no
+port is opened, and no collective is made. What it notices:
 
 - a rank of the same machine that ended: the kernel says so at once (``deaths``);
 - a rank elsewhere that ended: its peers fail, and look whose word has stopped;

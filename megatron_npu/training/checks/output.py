@@ -9,8 +9,14 @@ from pathlib import Path
 
 from megatron_npu import files
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files, derive, stock_checkpoints, whole_checkpoints
-from megatron_npu.training.checkpoint_files import CheckpointInfo
+from megatron_npu.training import (
+    checkpoint_compatibility,
+    checkpoint_files,
+    derive,
+    stock_checkpoints,
+    whole_checkpoints,
+)
+from megatron_npu.training.checkpoint_description import CheckpointInfo
 from megatron_npu.web.address import require_packages
 
 
@@ -74,12 +80,12 @@ def checkpoints(args: Namespace) -> None:
     if found is not None:
         if not found.is_own:
             found = _of_stock_script(args, found)
-        checkpoint_files.require_same_model(found, args)
+        checkpoint_compatibility.require_same_model(found, args)
         args.load_optim = not (args.finetune or args.no_load_optim) and found.has_optimizer
         args.load_rng = not (args.finetune or args.no_load_rng) and found.has_rng
-        checkpoint_files.require_readable_shards(found, args)
+        checkpoint_compatibility.require_readable_shards(found, args)
         if args.load_optim:
-            checkpoint_files.require_loadable_optimizer(found, args)
+            checkpoint_compatibility.require_loadable_optimizer(found, args)
         if not args.finetune:
             derive.iterations_from(args, found.iteration, found.consumed_train_samples)
     _spare(args, found)
