@@ -48,7 +48,8 @@ def _send_again() -> None:
 def deferred() -> Iterator[None]:
     """Let a SIGINT that comes inside the block do at its end what it does: around a fork it would be dropped.
 
-    A process that is forked inside the block begins with a handler that only takes note.
+    It does so whether the block ends well or not. A process that is forked inside the block begins with a
+    handler that only takes note.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -65,5 +66,5 @@ def deferred() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if came:
-        signal.raise_signal(signal.SIGINT)
+        if came:  # also where the block has failed: its error is what this one's came after
+            signal.raise_signal(signal.SIGINT)

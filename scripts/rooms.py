@@ -202,13 +202,13 @@ ROOMS = (
     Room(
         "evaluation/",
         "`megatron-npu generate`, `lambada`: text and accuracy of a trained model",
-        "arg_parser attention_flags devices errors files generation tokenization training",
+        "arg_parser attention_flags devices errors files generation tokenization training watchdog",
         ("torch",),
     ),
     Room(
         "serving/",
         "`megatron-npu serve`: text of a trained model over HTTP, and a page to try it",
-        "arg_parser errors evaluation generation tokenization web",
+        "arg_parser errors evaluation generation tokenization watchdog web",
         ("torch",),
     ),
     Room(

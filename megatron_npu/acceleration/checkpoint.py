@@ -23,10 +23,15 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from megatron_npu import checksums, devices, files, safe_load, settings, torch_readers
+from megatron_npu import checksums, devices, files, safe_load, settings, torch_readers, watchdog
 from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_failures, checkpoint_files, checkpoint_folder
+from megatron_npu.training import (
+    checkpoint_description,
+    checkpoint_failures,
+    checkpoint_files,
+    checkpoint_folder,
+)
 from megatron_npu.training.checks import output
 
 DESCRIPTION = checkpoint_files.DESCRIPTION_OF_TRAIN
@@ -37,6 +42,7 @@ _SAME = {  # what decides which samples an iteration has
 }
 
 
+@watchdog.phase(watchdog.SAVING)
 def save(args: Namespace, prepared: Prepared, iteration: int) -> Path:
     """Write the checkpoint of an iteration; return its folder. All ranks must call this.
 
@@ -56,7 +62,8 @@ def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> N
     dcp.save(content, storage_writer=FileSystemWriter(part))
     prepared.save_beside(part)
     if args.rank == 0:
-        description = {"iteration": iteration, "arguments": vars(args), **prepared.description()}
+        version = {checkpoint_description.FORMAT: checkpoint_description.VERSION}
+        description = version | {"iteration": iteration, "arguments": vars(args), **prepared.description()}
         files.write(part / DESCRIPTION, json.dumps(description, indent=1, default=str))
     dist.barrier()
     checksums.write(part)
@@ -87,6 +94,7 @@ def require_there(args: Namespace) -> None:
         )
 
 
+@watchdog.phase("loading")
 def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     """Load the newest checkpoint under ``--load``, with --load-last-good that is whole. All ranks call this.
 
@@ -131,6 +139,7 @@ def _description(place: Path) -> dict[str, Any]:
     path = place / DESCRIPTION
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        checkpoint_description.require_known_format(path, found)
         if type(found["iteration"]) is not int or not isinstance(found["arguments"], dict):
             raise ValueError("it does not describe a run")
         return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_npu import deepspeed_device, devices, files
+from megatron_npu import deepspeed_device, devices, files, watchdog
 from megatron_npu.acceleration import model_card
 from megatron_npu.acceleration.prepare import Prepared
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FOLDER = "model"  # in --save
 
 
+@watchdog.phase(watchdog.SAVING)
 def write(args: Namespace, prepared: Prepared, outcome: Outcome, tokenizer: Any = None) -> Path:
     """Write ``--save``/model, in the place of one that is there; return it. All ranks must call this.
 

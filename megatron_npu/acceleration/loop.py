@@ -76,10 +76,11 @@ class Loop:
             batches = self._counted(self.batches.forever(self.iteration * self.args.num_microbatches))
             with Termination(self.args.exit_signal_handler) as termination:
                 self.clock.start()
-                while self.iteration < self.args.train_iters:
-                    self._iterate(batches)
-                    if self._ends(termination):
-                        break
+                with watchdog.phase("between two steps"):
+                    while self.iteration < self.args.train_iters:
+                        self._iterate(batches)
+                        if self._ends(termination):
+                            break
                 self.clock.stop()
             self._finish()
             self.report.end(self.outcome.ended_by)
@@ -114,6 +115,7 @@ class Loop:
             self._tokens += tokens_in(batch)
             yield batch
 
+    @watchdog.phase("training")
     def _step(self, batches: Iterator[Any]) -> None:
         watchdog.step(self.iteration + 1)
         self.nonfinite.forget()
@@ -208,6 +210,7 @@ class Loop:
         """Evaluate, outside the time of training, and leave the random generators as they are."""
         model = self.prepared.model
         with (
+            watchdog.phase("evaluating"),
             self.clock.paused(),
             untouched_generators(),
             torch.no_grad(),

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from megatron_npu.acceleration import layout, providers
 from megatron_npu.acceleration.outcome import Outcome
 from megatron_npu.errors import UsageError
-from megatron_npu.training import arguments, data, initialize, model, pretrain, validation
+from megatron_npu.training import arguments, data, derive, initialize, model, pretrain, validation
 from megatron_npu.training import log as training_log
 from megatron_npu.training import loop as training_loop
 from megatron_npu.training.checks import data as data_checks
@@ -102,7 +102,7 @@ def driver_flags(args: Namespace) -> Namespace:
 def _check_tokenizer(args: Namespace) -> None:
     """Check what is known of the data: the tokenizer. The data themselves are the template's."""
     data_checks.tokenizer(args)
-    args.has_data, args.epoch_samples = True, None
+    derive.data(args, there=True)
 
 
 def train(

@@ -35,6 +35,7 @@ from megatron_npu.tokenization import flags as tokenizer_flags
 from megatron_npu.training import (
     arguments,
     checkpoint,
+    checkpoint_description,
     checkpoint_files,
     host_memory,
     initialize,
@@ -269,13 +270,13 @@ def _save_for_ranks(
 
 def _name_final_paths(part: Path, final: Path) -> None:
     """Let the checkpoint's description name the places that its files are going to have."""
-    found = checkpoint_files.existing(part)
+    found = checkpoint_description.existing(part)
     moved = {
         name: str(final / Path(path).relative_to(part))
         for name in ("save", "vocab_file", "merge_file", "tokenizer_model")
         if (path := found.arguments[name]) is not None
     }
-    checkpoint_files.describe(found.path, replace(found, arguments=found.arguments | moved))
+    checkpoint_description.describe(found.path, replace(found, arguments=found.arguments | moved))
     checksums.renew(found.path / checkpoint_files.DESCRIPTION)
 
 

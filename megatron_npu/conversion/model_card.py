@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_npu import files
-from megatron_npu.training.checkpoint_files import RELEASE, CheckpointInfo
+from megatron_npu.training.checkpoint_description import CheckpointInfo
+from megatron_npu.training.checkpoint_files import RELEASE
 
 NAME = "README.md"
 _MODEL = """

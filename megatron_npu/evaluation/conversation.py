@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 
+from megatron_npu import watchdog
 from megatron_npu.errors import UsageError
 from megatron_npu.evaluation.trained_model import TrainedModel
 from megatron_npu.generation.growing_text import GrowingText
@@ -44,7 +45,8 @@ def _edit_lines() -> None:
 def _asked() -> str | None:
     """Return a prompt; None at the end."""
     try:
-        prompt = input(QUESTION)
+        with watchdog.phase(watchdog.WAITING):
+            prompt = input(QUESTION)
     except (EOFError, KeyboardInterrupt):
         print()
         return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from megatron_npu import watchdog
 from megatron_npu.errors import UsageError
 from megatron_npu.evaluation.trained_model import TrainedModel
 from megatron_npu.generation.growing_text import GrowingText
@@ -109,11 +110,15 @@ class Engine:
 
     def run(self) -> None:
         """Draw until ``stop`` is called; on rank 0, in the thread that has loaded the model."""
-        while (job := self._queue.get()) is not None:
+        while (job := self._next()) is not None:
             self._finish(job)
         while not self._queue.empty():
             if (job := self._queue.get()) is not None:
                 self._finish(job)
+
+    def _next(self) -> Job | None:
+        with watchdog.phase(watchdog.WAITING):
+            return self._queue.get()
 
     def _finish(self, job: Job) -> None:
         """Draw for a job, and tell its end whatever happens."""

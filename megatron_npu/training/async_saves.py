@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from megatron_npu import watchdog
 from megatron_npu.training import checkpoint, checkpoint_failures, checkpoint_files, checkpoint_folder
 from megatron_npu.training.checkpoint import Position, State
 
@@ -40,6 +41,7 @@ class AsyncSaves:
         """Whether a checkpoint is being written."""
         return self._written is not None
 
+    @watchdog.phase(watchdog.SAVING)
     def begin(self, state: State, position: Position) -> None:
         """Begin to write the checkpoint of ``position``, when the one before is whole. Collective.
 
@@ -68,6 +70,7 @@ class AsyncSaves:
         """
         self._complete(blocking=True)
 
+    @watchdog.phase(watchdog.SAVING)  # also at the run's end, and before it goes back to an earlier one
     def _complete(self, *, blocking: bool) -> None:
         position, root = self._written, self._args.save
         if position is None:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices, replicas
+from megatron_npu import devices, replicas, watchdog
 from megatron_npu.training import checkpoint, checkpoint_files, loss, whole_checkpoints
 from megatron_npu.training.checkpoint import Position, State
 from megatron_npu.training.divergence import DivergedError, Spikes
+from megatron_npu.training.frozen_flags import Flags
 
 LEFT_OUT = 10  # updates one after the other: more are no accident of the data
 GONE_BACK = 3  # times to the same checkpoint
@@ -177,6 +178,7 @@ class Guard:
             )
         self.say(f" {fault.words}: its update is left out")
 
+    @watchdog.phase("loading")
     def goes_back_to(self) -> int | None:
         """Return the iteration of the newest whole checkpoint of this run, None if there is none yet.
 
@@ -204,7 +206,7 @@ class Guard:
                 "--lr, look at the data, or go on from an older checkpoint (--ckpt-step)."
             )
         changes = {"load": self.args.save, "ckpt_step": iteration, "load_optim": True, "load_rng": True}
-        saved = checkpoint.load(Namespace(**{**vars(self.args), **changes, "finetune": False}), self.state)
+        saved = checkpoint.load(Flags(**{**vars(self.args), **changes, "finetune": False}), self.state)
         self._left_out = 0
         self.say(
             f" {fault.words}: gone back to {checkpoint_files.directory(self.args.save, iteration)}; "

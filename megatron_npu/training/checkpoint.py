@@ -18,9 +18,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_npu import checksums, devices
+from megatron_npu import checksums, devices, watchdog
 from megatron_npu.errors import UsageError
 from megatron_npu.training import (
+    checkpoint_compatibility,
+    checkpoint_description,
     checkpoint_failures,
     checkpoint_files,
     checkpoint_folder,
@@ -62,6 +64,7 @@ class State:
     schedule: OptimizerParamScheduler
 
 
+@watchdog.phase(watchdog.SAVING)
 def save(args: Namespace, state: State, position: Position, common: Mapping[str, Any] | None = None) -> Path:
     """Write the checkpoint of ``position``; return its directory. All ranks must call this.
 
@@ -113,15 +116,15 @@ def complete(args: Namespace, position: Position, part: Path) -> None:
     """Add the description and the checksums to what all ranks have written. All ranks must call this."""
     dist.barrier()
     if dist.get_rank() == 0:
-        checkpoint_files.describe(part, _description(args, position, dist_ckpt_versions.metadata(args)))
+        checkpoint_description.describe(part, _description(args, position, dist_ckpt_versions.metadata(args)))
     dist.barrier()
     checksums.write(part)
 
 
 def _description(
     args: Namespace, position: Position, metadata: dict[str, Any]
-) -> checkpoint_files.CheckpointInfo:
-    return checkpoint_files.CheckpointInfo(
+) -> checkpoint_description.CheckpointInfo:
+    return checkpoint_description.CheckpointInfo(
         path=Path(),
         iteration=position.iteration,
         consumed_train_samples=position.train_samples,
@@ -129,10 +132,11 @@ def _description(
         has_optimizer=not args.no_save_optim,
         has_rng=not args.no_save_rng,
         optimizer_sharding=metadata.get("distrib_optim_sharding_type"),
-        arguments=checkpoint_files.plain_arguments(args),
+        arguments=checkpoint_description.plain_arguments(args),
     )
 
 
+@watchdog.phase("loading")
 def load(args: Namespace, state: State) -> Position:
     """Load what the flags ask for into ``state``; return where the run goes on. All ranks must call this.
 
@@ -148,7 +152,7 @@ def load(args: Namespace, state: State) -> Position:
         return reading(args, state, found)
 
 
-def _load_own(args: Namespace, state: State, found: checkpoint_files.CheckpointInfo) -> Position:
+def _load_own(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
     """Load what this driver has saved."""
     from megatron.core import dist_checkpointing
 
@@ -171,7 +175,7 @@ def _load_own(args: Namespace, state: State, found: checkpoint_files.CheckpointI
     return _position(args, found)
 
 
-def _load_of_fsdp(args: Namespace, state: State, found: checkpoint_files.CheckpointInfo) -> Position:
+def _load_of_fsdp(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
     """Load what this driver has saved with Megatron's FSDP, into a model that it shards or any other."""
     if not fsdp_checkpoint.sharded(state.model):
         return _load_stock(args, state, found)
@@ -187,14 +191,14 @@ def _load_of_fsdp(args: Namespace, state: State, found: checkpoint_files.Checkpo
     return _position(args, found)
 
 
-def _load_stock(args: Namespace, state: State, found: checkpoint_files.CheckpointInfo) -> Position:
+def _load_stock(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
     """Load what Megatron-LM's own scripts have saved: its weights."""
     load_weights(state.model, found.path)
     _begin_optimizer(args, state, found)
     return _position(args, found)
 
 
-def _begin_optimizer(args: Namespace, state: State, found: checkpoint_files.CheckpointInfo) -> None:
+def _begin_optimizer(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> None:
     """Let the optimizer begin with loaded weights."""
     saved = found.arguments["padded_vocab_size"]
     if saved < args.padded_vocab_size:
@@ -202,12 +206,13 @@ def _begin_optimizer(args: Namespace, state: State, found: checkpoint_files.Chec
     state.optimizer.reload_model_params()
 
 
-def _position(args: Namespace, found: checkpoint_files.CheckpointInfo) -> Position:
+def _position(args: Namespace, found: checkpoint_description.CheckpointInfo) -> Position:
     if args.finetune:
         return Position()
     return Position(found.iteration, found.consumed_train_samples, found.consumed_valid_samples)
 
 
+@watchdog.phase("loading")
 def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
     """Load the weights alone, whatever the layout that they were saved in. All ranks must call this.
 
@@ -314,9 +319,9 @@ def _fsdp_state_dict(state: State, *, optimizer: bool, rng: bool) -> dict[str, A
     return content
 
 
-def _same_ranks(args: Namespace, found: checkpoint_files.CheckpointInfo) -> bool:
+def _same_ranks(args: Namespace, found: checkpoint_description.CheckpointInfo) -> bool:
     """Return whether each rank finds its own generators: the sizes that share the model are the same."""
-    same = checkpoint_files.same_model_parallel_sizes(found, args)
+    same = checkpoint_compatibility.same_model_parallel_sizes(found, args)
     if args.expert_model_parallel_size > 1:  # which is a part of data parallelism
         same = same and found.arguments.get("data_parallel_size") == args.data_parallel_size
     if not same and dist.get_rank() == 0:

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_npu import checksums, files
 from megatron_npu.arg_parser import Parser, positive, whole
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files
+from megatron_npu.training import checkpoint_description, checkpoint_files
 
 _SHOWN = (  # of the arguments
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size"),
@@ -106,7 +106,7 @@ def _inspect(args: Namespace) -> int:
     return 1 if report["faults"] else 0
 
 
-def _of_train(path: Path) -> checkpoint_files.CheckpointInfo:
+def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:
     """Return what ``megatron-npu train`` has written about a checkpoint.
 
     Raises:
@@ -115,13 +115,14 @@ def _of_train(path: Path) -> checkpoint_files.CheckpointInfo:
     description = path / checkpoint_files.DESCRIPTION_OF_TRAIN
     try:
         found = json.loads(description.read_text(encoding="utf-8"))
+        checkpoint_description.require_known_format(description, found)
         iteration, arguments = int(found["iteration"]), dict(found["arguments"])
         samples = iteration * int(arguments.get("global_batch_size") or 0)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(
             f"{description}: {error}", "the description that `megatron-npu train` writes", "Name another one."
         ) from error
-    return checkpoint_files.CheckpointInfo(
+    return checkpoint_description.CheckpointInfo(
         path=path,
         iteration=iteration,
         consumed_train_samples=samples,
@@ -162,24 +163,48 @@ def _verify(args: Namespace) -> int:
 
 
 def _prune(args: Namespace) -> int:
-    iterations = checkpoint_files.iterations(args.directory)
+    """Remove what is older than the newest whole ones; damaged ones do not count, and newer ones stay."""
     latest = checkpoint_files.newest(args.directory)
-    for iteration in iterations[: -args.keep]:
+    older = checkpoint_files.iterations(args.directory)
+    whole = damaged = 0
+    while older and whole < args.keep:
+        path = checkpoint_files.directory(args.directory, older.pop())
+        faults = _faults(path)
+        whole += not faults
+        damaged += bool(faults)
+        if faults:
+            print(f"{path.name} is damaged and does not count: {'; '.join(faults)}")
+    for iteration in older:
         path = checkpoint_files.directory(args.directory, iteration)
         if path == latest or (args.keep_every and iteration % args.keep_every == 0):
             continue
-        print(f"{'would remove' if args.dry_run else 'removed'} {path.name}  {_size(path):,} bytes")
+        link = f"  a link; {path.resolve()} stays" if path.is_symlink() else ""
+        print(f"{'would remove' if args.dry_run else 'removed'} {path.name}  {_size(path):,} bytes{link}")
         if not args.dry_run:
             _remove(path)
-    return 0
+    return 1 if damaged else 0
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint so that, killed meanwhile, none is left that looks complete."""
+    """Remove a checkpoint, or a link to one, so that, killed meanwhile, none is left that looks complete.
+
+    Raises:
+        UsageError: it cannot be removed.
+    """
     doomed = files.partial_folder(path)
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    try:
+        if path.is_symlink():
+            path.unlink()
+            return
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename or path} cannot be removed ({error.strerror})",
+            "a folder that you may write to",
+            "Change its mode, or remove it by hand.",
+        ) from error
 
 
 def _places(root: str) -> Iterator[Path]:
@@ -191,10 +216,18 @@ def _places(root: str) -> Iterator[Path]:
 
 
 def _faults(path: Path) -> list[str]:
-    """Return what is damaged, or missing of a checkpoint that the driver wrote."""
+    """Return what is damaged, or missing of what its writer has written last."""
     is_own = (path / checkpoint_files.DESCRIPTION).is_file()
-    missing = [f"{name} is missing" for name in checkpoint_files.missing(path)] if is_own else []
-    return sorted({*missing, *checksums.damaged(path)})
+    missing = checkpoint_files.missing(path) if is_own else _missing_of_others(path)
+    return sorted({*(f"{name} is missing" for name in missing), *checksums.damaged(path)})
+
+
+def _missing_of_others(path: Path) -> list[str]:
+    """Return what `train` or a stock script has not written of a checkpoint: both name shards at the end."""
+    if not any(path.iterdir()):
+        return ["everything"]
+    shards = (path / checkpoint_files.DESCRIPTION_OF_TRAIN).is_file() or any(path.glob("*.distcp"))
+    return [checkpoint_files.INDEX] if shards and not (path / checkpoint_files.INDEX).is_file() else []
 
 
 def _size(path: Path) -> int:

@@ -1,6 +1,7 @@
 """Values that follow from the flags, as in Megatron. Each function fills them in; none refuses anything.
 
-The checks of each group (``checks``) call them when the values that they need are known to fit.
+Flags are written here alone. The checks of each group (``checks``) call these functions when the values that
+they need are known to fit; at the end ``validation.check`` freezes them.
 """
 
 from __future__ import annotations
@@ -8,8 +9,19 @@ from __future__ import annotations
 import importlib.util
 import os
 from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 
 from megatron_npu import devices
+from megatron_npu.training import checkpoint_files
+
+NOTHING: Mapping[str, str | None] = MappingProxyType({})
+
+
+def version(args: Namespace, of_core: str) -> None:
+    """Fill in which megatron-core it is."""
+    args.megatron_version = of_core
 
 
 def process(args: Namespace) -> None:
@@ -41,6 +53,42 @@ def model(args: Namespace) -> None:
         args.position_embedding_type = "rope"
     if args.use_flash_attn:
         args.attention_backend = "flash"
+
+
+def latent(args: Namespace) -> None:
+    """Fill in how multi-latent attention rotates."""
+    args.rope_type = args.rope_type or "yarn"
+
+
+def precision(args: Namespace, wanted: str) -> None:
+    """Fill in what ``--mixed-precision`` is short for: ``bf16`` or ``fp16``."""
+    setattr(args, wanted, True)
+
+
+def sharding(args: Namespace, wrapper: str | None, strategy: str = "no_shard") -> None:
+    """Fill in what shards the weights, ``megatron``, ``torch`` or None, and what Megatron's FSDP shards."""
+    args.fully_sharded, args.fsdp_strategy = wrapper, strategy
+    if wrapper is not None:
+        args.gradient_accumulation_fusion = False  # adds into a buffer that FSDP does not have
+
+
+def distributed_optimizer(args: Namespace) -> None:
+    """Fill in that the optimizer is shared out."""
+    args.use_distributed_optimizer = True
+
+
+def offloaded_optimizer(args: Namespace, on: bool) -> None:
+    """Fill in whether the optimizer rests on the host, and what megatron-core asks for with that."""
+    args.optimizer_cpu_offload, args.optimizer_offload_fraction = on, 1.0
+    if on:
+        args.use_precision_aware_optimizer = True
+        args.use_distributed_optimizer = True  # which the offloaded optimizer is a part of
+
+
+def recompute_all(args: Namespace) -> None:
+    """Fill in what ``--checkpoint-activations`` is short for."""
+    if args.recompute_granularity is None:  # not by older_flags
+        args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
 
 
 def experts(args: Namespace) -> None:
@@ -107,6 +155,71 @@ def global_batch_size(args: Namespace) -> None:
 def micro_batches(args: Namespace) -> None:
     """Fill in the micro batches that each data-parallel rank takes in one iteration."""
     args.num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+
+
+def length(args: Namespace) -> None:
+    """Fill in whether it trains at all, before the data are looked at."""
+    args.trains = args.train_iters != 0
+
+
+def iterations(args: Namespace) -> None:
+    """Fill in the iterations that samples or epochs mean."""
+    samples = samples_in_all(args)
+    if samples is not None:
+        args.train_iters = samples // args.global_batch_size
+
+
+def tokenizer_files(args: Namespace, root: str, given: Mapping[str, str | None] = NOTHING) -> None:
+    """Fill in where the tokenizer's files are now: a converted checkpoint, which names them, may have moved.
+
+    Args:
+        args: with the files by the names of their flags.
+        root: of the checkpoint.
+        given: of these files, those that a user names himself.
+    """
+    for name in ("vocab_file", "merge_file", "tokenizer_model"):
+        setattr(args, name, given.get(name) or checkpoint_files.relocated(root, getattr(args, name)))
+
+
+def vocabulary(args: Namespace, size: int) -> None:
+    """Fill in the number of tokens."""
+    args.tokenizer_vocab_size = size
+
+
+def data(args: Namespace, there: bool) -> None:
+    """Fill in whether there are any, and that nobody has counted them."""
+    args.has_data, args.epoch_samples = there, None
+
+
+def epoch(args: Namespace, samples: int) -> None:
+    """Fill in the samples of one pass."""
+    args.epoch_samples = samples
+
+
+def last_good(args: Namespace, iteration: int | None) -> None:
+    """Fill in which checkpoint ``--load-last-good`` means."""
+    args.ckpt_step = iteration
+
+
+def beginning(args: Namespace, place: Path | None) -> None:
+    """Fill in the checkpoint that the run goes on from; None: it begins anew."""
+    args.load_from = None if place is None else str(place)
+
+
+def loaded(args: Namespace, *, has_optimizer: bool, has_rng: bool) -> None:
+    """Fill in what is read of it beside the weights."""
+    args.load_optim = not (args.finetune or args.no_load_optim) and has_optimizer
+    args.load_rng = not (args.finetune or args.no_load_rng) and has_rng
+
+
+def widened(args: Namespace) -> None:
+    """Fill in that a trained model is built of modules of fp32."""
+    args.bf16 = args.fp16 = False
+
+
+def grouped_experts(args: Namespace) -> None:
+    """Fill in whether a trained model's experts are multiplied at once, by 0.16 in bf16 alone."""
+    args.moe_grouped_gemm = args.moe_grouped_gemm and args.bf16
 
 
 def samples_in_all(args: Namespace) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_npu.arg_parser import Number
 from megatron_npu.errors import UsageError
 from megatron_npu.training import arguments, expert_flags, validation
-from megatron_npu.training.checkpoint_files import CheckpointInfo
+from megatron_npu.training.checkpoint_description import CheckpointInfo
 
 # Beside the flags: what follows from them, and from the data.
 _SIZES = ("tokenizer_vocab_size", "padded_vocab_size", "world_size", "data_parallel_size")

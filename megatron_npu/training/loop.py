@@ -1,8 +1,8 @@
-"""The training loop: one step, one evaluation, and when to log, evaluate, save and end."""
+"""The training loop: one step, and when to log, evaluate, save and end."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -14,24 +14,17 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron_npu import devices, replicas, watchdog
-from megatron_npu.devices.rows import Rows
-from megatron_npu.errors import UsageError
-from megatron_npu.training import (
-    checkpoint,
-    checkpoint_failures,
-    data,
-    expert_losses,
-    loss,
-    prediction_losses,
-)
-from megatron_npu.training.async_saves import AsyncSaves
+from megatron_npu.training import checkpoint, data, expert_losses, loss, prediction_losses
 from megatron_npu.training.bad_iterations import Fault, Guard
 from megatron_npu.training.checkpoint import Position, State
 from megatron_npu.training.clock import Clock
 from megatron_npu.training.divergence import DivergedError, FirstNonFinite, Spikes
+from megatron_npu.training.evaluating import Evaluation
+from megatron_npu.training.gathered_parameters import gathered
 from megatron_npu.training.log import Interval, Log
 from megatron_npu.training.pace import Pace
-from megatron_npu.training.samples import Samples
+from megatron_npu.training.run_plan import RunPlan
+from megatron_npu.training.saving import Saving
 from megatron_npu.training.termination import Termination
 
 if TYPE_CHECKING:
@@ -45,7 +38,7 @@ class Outcome:
     """How the loop ended.
 
     Attributes:
-        position: where.
+        position: where; until then, where it began.
         loss_first, loss_last: training loss of the first and last iteration of this process's run.
         validation_loss: of the last evaluation.
         test_loss: of the evaluation at the end on --test-data-path.
@@ -88,7 +81,6 @@ class Trainer:
             ``main_grad`` is complete and before the optimizer's step.
     """
 
-    writers: AsyncSaves | None = None  # of --async-save
     goes_on = "; --no-check-for-nan-in-loss-and-grad goes on"  # what a user can do about a loss that is none
 
     def __init__(
@@ -104,7 +96,9 @@ class Trainer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.args, self.config, self.state = args, config, state
+        self.plan = RunPlan.of(args)
         self.datasets, self.log, self.on_gradients = datasets, log, on_gradients
+        self.begin = position.iteration
         self.position = position
         self.outcome = Outcome(position)
         self.clock = Clock()
@@ -112,9 +106,9 @@ class Trainer:
         self._data: list[Iterator[data.Batch]] | None = None  # of training, where the run stands
         self.guard = Guard(args, state, self.spikes, log.say)
         self.nonfinite = FirstNonFinite()
-        self.samples = Samples(args, state.model) if args.sample_prompt else None
-        if args.async_save:
-            self.writers = AsyncSaves(args, self._saved)
+        forward = functools.partial(self._forward, forward_only=True)
+        self.evaluation = Evaluation(args, state, datasets, log, self.batches, forward)
+        self.saving = Saving(args, state, self.clock, log)
         self.forward_backward = get_forward_backward_func()
         self.no_loss = torch.zeros(2, device=devices.current().torch_device())
 
@@ -125,13 +119,14 @@ class Trainer:
         for chunk in self.state.model:
             chunk.train()
         self._data = self.guard.batches(self.training_batches())
-        with self.writers or contextlib.nullcontext():
+        with self.saving:
             with Termination(self.args.exit_signal_handler) as termination:
                 self.clock.start()
-                while self.position.iteration < self.args.train_iters:
-                    self._iterate()
-                    if self._ends(termination):
-                        break
+                with watchdog.phase("between two steps"):
+                    while self.position.iteration < self.plan.iterations:
+                        self._iterate()
+                        if self._ends(termination):
+                            break
                 self.clock.stop()
             self._finish()
         return self.outcome
@@ -150,25 +145,23 @@ class Trainer:
 
     def _iterate(self) -> None:
         """Train one iteration; log, evaluate and save if it is time."""
-        args = self.args
-        begin = self.outcome.position.iteration
+        args, end = self.args, self.plan.iterations
         if not self._step():
             return
         iteration = self.position.iteration
         self.log.tick()
-        if self.writers is not None and self.writers.busy:
-            with self.clock.paused():
-                self.writers.take_finished()
-        if iteration % args.log_interval == 0 or iteration in (begin + 1, args.train_iters):
+        self.saving.take_finished()
+        if iteration % args.log_interval == 0 or iteration in (self.begin + 1, end):
             self._report()
-        last = iteration == args.train_iters  # what is done then is done once, at the end
+        last = iteration == end  # what is done then is done once, at the end
         if args.eval_interval and iteration % args.eval_interval == 0 and not last:
             with self.clock.paused():
                 self._evaluate()
                 self.log.draw()
         if args.save_interval and iteration % args.save_interval == 0 and not last:
-            self._save()
+            self.saving.save(self.position)
 
+    @watchdog.phase("training")
     def _step(self) -> bool:
         """Train one iteration; return False where the run has gone back instead."""
         watchdog.step(self.position.iteration + 1)
@@ -196,13 +189,13 @@ class Trainer:
         """Pass over the samples of an iteration of --iterations-to-skip, as upstream's loop does."""
         self._report()  # the iterations of a log event follow one another
         for batches in self._data or ():
-            for _ in range(self.args.num_microbatches):
+            for _ in range(self.plan.micro_batches):
                 next(batches)
         self._advance()
         self.log.say(f" iteration {self.position.iteration}: left out, with its data (--iterations-to-skip)")
 
     def _advance(self) -> None:
-        self.position = checkpoint.advance(self.position, train=self.args.global_batch_size, iterations=1)
+        self.position = checkpoint.advance(self.position, train=self.plan.global_batch_size, iterations=1)
 
     def _goes_on(self, fault: Fault) -> bool:
         """Return whether an iteration is to count in spite of its fault, after saying so; or end the run."""
@@ -215,7 +208,7 @@ class Trainer:
 
     def _evade(self, fault: Fault, losses: torch.Tensor) -> bool:
         """Go back to the last good checkpoint, or leave this update out; return whether that was it."""
-        self._wait_for_writers()  # what they write may be the last good one
+        self.saving.wait()  # what is being written may be the last good one
         to = self.guard.goes_back_to() if self.args.loss_spike_policy == "rewind" else None
         if to is None:
             self.guard.leave_out(fault)
@@ -223,7 +216,7 @@ class Trainer:
             return True
         self._report()  # of what came before
         self._advance()
-        with self.clock.paused(), _with_gathered_parameters(self.args, self.state.model):
+        with self.clock.paused(), gathered(self.args, self.state.model):
             self.position = self.guard.go_back(to, fault, self.position)
         self.log.write("rewind", to, {"fault": fault.words})
         self._data = self.guard.batches(self.training_batches())
@@ -247,7 +240,7 @@ class Trainer:
         updated, norm, _ = optimizer.step()
         self._check_gradient(norm)
         if updated:
-            self.state.schedule.step(self.args.global_batch_size)
+            self.state.schedule.step(self.plan.global_batch_size)
         else:
             self._report_skipped_update()
         self._count(losses, None if norm is None else float(norm), updated=updated)
@@ -259,7 +252,7 @@ class Trainer:
         return bool(interval) and (self.position.iteration + 1) % interval == 0
 
     def _compare_weights(self) -> None:
-        with _with_gathered_parameters(self.args, self.state.model):
+        with gathered(self.args, self.state.model):
             replicas.check_megatron(self.state.model)
         self.log.say(f" the replicas are the same after iteration {self.position.iteration}")
 
@@ -272,9 +265,9 @@ class Trainer:
             forward_step_func=self.forward_step,
             data_iterator=iterators[0] if single else iterators,
             model=model[0] if single else model,
-            num_microbatches=self.args.num_microbatches,
-            seq_length=self.args.seq_length,
-            micro_batch_size=self.args.micro_batch_size,
+            num_microbatches=self.plan.micro_batches,
+            seq_length=self.plan.seq_length,
+            micro_batch_size=self.plan.micro_batch_size,
             forward_only=forward_only,
         )
         return torch.stack(outputs).sum(0) if outputs else self.no_loss
@@ -340,82 +333,7 @@ class Trainer:
         self.interval = Interval()
 
     def _evaluate(self) -> None:
-        """Do what is done every --eval-interval, leaving generators and training data untouched."""
-        self._validate()
-        self._sample()
-
-    def _validate(self) -> None:
-        """Measure the loss on the validation samples, and on those of training if a flag says so."""
-        if not self.args.eval_iters or self.datasets.valid is None:
-            return
-        with self._evaluating():
-            mean = self._mean_loss(self.datasets.valid, self.position.valid_samples)
-            # always the first samples, so that two evaluations can be compared
-            trained = self._mean_loss(self.datasets.train, 0) if self.args.eval_train_loss else None
-        samples = self.args.eval_iters * self.args.global_batch_size
-        self.position = checkpoint.advance(self.position, valid=samples)
-        self.outcome.validation_loss = mean
-        self.log.validation(self.position.iteration, mean, trained)
-
-    def _sample(self) -> None:
-        """Draw the texts of --sample-prompt; that the model cannot is no reason to end its training."""
-        if self.samples is None:
-            return
-        with self._evaluating():
-            try:
-                texts = self.samples.draw()
-            except UsageError as error:
-                self.log.say(f" no sample at iteration {self.position.iteration}: {error}")
-                return
-        for text in texts:
-            self.log.sample(self.position.iteration, text)
-
-    def _test(self) -> None:
-        """Measure the loss on the samples of --test-data-path."""
-        if self.datasets.test is not None:
-            with self._evaluating():
-                self.outcome.test_loss = self._mean_loss(self.datasets.test, 0)
-            self.log.test(self.position.iteration, self.outcome.test_loss)
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Hold the model in evaluation mode, without gradients."""
-        with _with_gathered_parameters(self.args, self.state.model), torch.no_grad():
-            for chunk in self.state.model:
-                chunk.eval()
-            yield
-            for chunk in self.state.model:
-                chunk.train()
-
-    def _mean_loss(self, dataset: Dataset | None, consumed: int) -> float:
-        """Return the loss of --eval-iters global batches."""
-        batches = self.batches(dataset, consumed)
-        sums = Rows()
-        for _ in range(self.args.eval_iters):
-            sums.add(self._forward(batches, forward_only=True)[None])
-        (mean,) = loss.means(sums.all().sum(0)[None])
-        return mean
-
-    def _save(self) -> None:
-        try:
-            with self.clock.paused(), _with_gathered_parameters(self.args, self.state.model):
-                if self.writers is not None:
-                    return self.writers.begin(self.state, self.position)
-                path = checkpoint.save(self.args, self.state, self.position)
-        except checkpoint_failures.FAILURES as error:
-            raise checkpoint_failures.unsaved(error, self.position.iteration, self.args.save) from error
-        return self._saved(path, self.position.iteration)
-
-    def _saved(self, path: Path, iteration: int) -> None:
-        """Note that the checkpoint of an iteration, perhaps an earlier one, is whole."""
-        self.outcome.checkpoint = path
-        self.log.say(f" saved {path}")
-        self.log.write("checkpoint", iteration, {"path": str(path)})
-
-    def _wait_for_writers(self) -> None:
-        if self.writers is not None:
-            with self.clock.paused():
-                self.writers.finish()
+        self.position = self.evaluation.measure(self.position)
 
     def _ends(self, termination: Termination) -> bool:
         iteration = self.position.iteration
@@ -425,28 +343,26 @@ class Trainer:
             self.outcome.ended_by = "exit-interval"
         else:
             return False
-        if iteration < self.args.train_iters:
+        if iteration < self.plan.iterations:
             self.log.say(f" ending at iteration {iteration}: {self.outcome.ended_by}")
         return True
 
     def _finish(self) -> None:
         """Log the rest, evaluate at the true end, save what is not saved yet."""
-        args, begin = self.args, self.outcome.position.iteration
+        args, plan = self.args, self.plan
         self._report()
-        self._wait_for_writers()
+        self.saving.wait()
         iteration = self.position.iteration
-        saves_only = args.train_iters == 0 and args.save
-        if iteration >= args.train_iters and not saves_only:
+        if iteration >= plan.iterations and not (plan.only_saves and args.save):
             self._evaluate()
-            self._test()
-        saved = self.outcome.checkpoint
-        is_new = iteration > begin or (args.train_iters == 0 and args.load_from is None) or args.finetune
-        name = checkpoint.checkpoint_files.directory(args.save or ".", iteration)
-        if args.save and is_new and saved != name:
-            self._save()
-            self._wait_for_writers()
+            self.evaluation.test(iteration)
+        is_new = iteration > self.begin or (plan.only_saves and plan.load_from is None) or args.finetune
+        if args.save and is_new:
+            self.saving.save_last(self.position)
         self.outcome.position = self.position
         self.outcome.seconds = self.clock.total
+        self.outcome.checkpoint = self.saving.last
+        self.outcome.validation_loss, self.outcome.test_loss = self.evaluation.loss, self.evaluation.test_loss
 
 
 def _forward_step(batches: Iterator[data.Batch] | None, model: torch.nn.Module) -> tuple[Any, Any]:
@@ -460,16 +376,3 @@ def _forward_step(batches: Iterator[data.Batch] | None, model: torch.nn.Module) 
         loss_mask=batch.get("loss_mask"),  # of multi-token prediction, whose losses the model adds itself
     )
     return output, lambda losses: loss.masked_sum(batch["loss_mask"], losses)
-
-
-@contextlib.contextmanager
-def _with_gathered_parameters(args: Namespace, model: list[Any]) -> Iterator[None]:
-    """Have all parameters gathered inside the block (--overlap-param-gather gathers them while running)."""
-    if not args.overlap_param_gather:
-        yield
-        return
-    for chunk in model:
-        chunk.disable_forward_pre_hook()
-    yield
-    for chunk in model:
-        chunk.enable_forward_pre_hook()

@@ -31,6 +31,7 @@ from megatron_npu.training import (
     validation,
 )
 from megatron_npu.training.dashboard.process import shown
+from megatron_npu.training.run_plan import RunPlan
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -128,7 +129,7 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     repeatable = initialize.deterministic(args.deterministic_mode)
     with save_folder.owned(args), _dashboard(args), initialize.session(args), repeatable:
         chunks = model.build(args, config)
-        datasets = data.datasets(args) if args.has_data else data.Datasets(None, None, None)
+        datasets = data.datasets(args) if RunPlan.of(args).has_data else data.Datasets(None, None, None)
         trainer = functools.partial(loop.Trainer, on_gradients=on_gradients)
         collector.resume()
         return train_chunks(args, config, chunks, datasets, trainer)[1]
@@ -161,9 +162,10 @@ def train_chunks(
     state = checkpoint.State(chunks, optimizer, model.schedule(args, optimizer))
     model.connect(args, config, chunks, optimizer)
     size = model.count(args, chunks)
-    if args.fully_sharded == "torch" and (args.save or args.load_from):
+    plan = RunPlan.of(args)
+    if plan.fully_sharded == "torch" and (args.save or plan.load_from):
         row_shards.require_even(chunks)
-    position = checkpoint.load(args, state) if args.load_from else checkpoint.Position()
+    position = checkpoint.load(args, state) if plan.load_from else checkpoint.Position()
     journal = journal_of(args, position.iteration)
     try:
         _log_start(args, size, journal, position)
@@ -200,14 +202,15 @@ def _log_start(
         names += ["expert_model_parallel_size", "expert_tensor_parallel_size"]
         experts = f", {size.active} of them active ({args.moe_router_topk} of {args.num_experts} experts)"
     sizes = ", ".join(f"{name.replace('_', ' ')} {getattr(args, name)}" for name in names)
+    plan = RunPlan.of(args)
     journal.say(
         f" {size.total} parameters, {size.without_embeddings} without embeddings{experts}; "
-        f"{sizes}, data parallel size {args.data_parallel_size}; "
-        f"{args.num_microbatches} micro batches of {args.micro_batch_size} x {args.seq_length} tokens; "
-        f"vocabulary {args.tokenizer_vocab_size}, padded to {args.padded_vocab_size}"
+        f"{sizes}, data parallel size {plan.data_parallel_size}; "
+        f"{plan.micro_batches} micro batches of {plan.micro_batch_size} x {plan.seq_length} tokens; "
+        f"vocabulary {plan.vocabulary}, padded to {plan.padded_vocabulary}"
     )
-    if args.load_from:
-        journal.say(f" loaded {args.load_from}; going on from iteration {position.iteration}")
+    if plan.load_from:
+        journal.say(f" loaded {plan.load_from}; going on from iteration {position.iteration}")
     elif args.load:
         journal.say(f" no checkpoint in {args.load} yet: starting from scratch")
 
@@ -230,12 +233,12 @@ def _summary(
     picture: Path | None,
     metrics: Path | None,
 ) -> Summary:
-    device = devices.current()
+    device, plan = devices.current(), RunPlan.of(args)
     losses, throughputs = list(past.losses.values()), list(past.throughput.values())
-    tokens, step = args.global_batch_size * args.seq_length, outcome.seconds_per_step()
+    tokens, step = plan.tokens, outcome.seconds_per_step()
     throughput = tokens / step if step else throughputs[-1] if throughputs else None
     operations = flops.of_step(args) / tokens
-    saved = outcome.checkpoint or args.load_from
+    saved = outcome.checkpoint or plan.load_from
     loss = outcome.validation_loss
     return Summary(
         device=device.name,
@@ -243,7 +246,7 @@ def _summary(
         simulated=device.simulated,
         upstream=f"megatron_core {args.megatron_version}",
         ledger=plugin.engine().ledger.summary(),
-        world_size=args.world_size,
+        world_size=plan.world_size,
         parameters=size.total,
         parameters_without_embeddings=size.without_embeddings,
         active_parameters=size.active,
@@ -255,7 +258,7 @@ def _summary(
         validation_perplexity=None if loss is None else log.perplexity_of(loss),
         test_loss=outcome.test_loss,
         tokens_per_second=throughput,
-        tflops_per_device=throughput and throughput * operations / args.world_size / 1e12,
+        tflops_per_device=throughput and throughput * operations / plan.world_size / 1e12,
         peak_memory_bytes=device.memory().peak,
         ended_by=outcome.ended_by,
         checkpoint=None if saved is None else str(saved),

@@ -14,7 +14,6 @@ from megatron_npu.errors import UsageError
 from megatron_npu.generation.without_prediction import without_prediction
 from megatron_npu.training import (
     checkpoint,
-    checkpoint_files,
     derive,
     described,
     host_memory,
@@ -25,6 +24,7 @@ from megatron_npu.training import (
     tokenizers,
 )
 from megatron_npu.training.checks import machine
+from megatron_npu.training.frozen_flags import Flags
 from megatron_npu.training.tokenizers import Tokenizer
 
 
@@ -59,20 +59,20 @@ def restored(
     found = stock_checkpoints.existing(load)
     trained = described.arguments_of(found)
     shared = layout.ALONE if share is None else share(trained)
-    args = Namespace(**{**trained, **changes, **shared})
+    args = Flags(**{**trained, **changes, **shared})
     stored = model.dtype(args)
     if widened_by_caller:
-        args.bf16 = args.fp16 = False
-    args.moe_grouped_gemm = args.moe_grouped_gemm and args.bf16  # megatron-core 0.16 has it for that alone
-    for name, given in (("vocab_file", vocab_file), ("merge_file", merge_file), ("tokenizer_model", None)):
-        setattr(args, name, given or checkpoint_files.relocated(load, getattr(args, name)))
+        derive.widened(args)
+    derive.grouped_experts(args)
+    derive.tokenizer_files(args, load, {"vocab_file": vocab_file, "merge_file": merge_file})
     tokenizer = tokenizers.build(args)
     if "tokenizer_vocab_size" not in args:  # a stock script does not write it down
-        args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, tokenizer)
+        derive.vocabulary(args, tokenizers.model_vocabulary(args, tokenizer))
         stock_checkpoints.require_vocabulary(found, args)
     else:
         _require_vocabulary(args, tokenizer)
     derive.padded_vocab_size(args)
+    args.freeze()
     with initialize.session(args):
         config = model.transformer_config(args)
         config.perform_initialization = False  # every weight is read

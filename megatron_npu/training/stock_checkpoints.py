@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron_npu import safe_load, torch_readers
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files, stock_arguments, torch_format
+from megatron_npu.training import checkpoint_description, checkpoint_files, stock_arguments, torch_format
 
 
-def find(root: str | Path, step: int | None = None) -> checkpoint_files.CheckpointInfo | None:
+def find(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo | None:
     """Return the newest checkpoint under ``root``, the driver's or a stock script's; None if there is none.
 
     A stock script's is good for its weights alone: optimizer and random numbers are not offered. What follows
@@ -29,7 +29,7 @@ def find(root: str | Path, step: int | None = None) -> checkpoint_files.Checkpoi
     """
     path = checkpoint_files.newest(root, step) or torch_format.untracked(root)
     if path is None or (path / checkpoint_files.DESCRIPTION).is_file():
-        return checkpoint_files.find(root, step)
+        return checkpoint_description.find(root, step)
     if torch_format.holds_ranks(path):
         return _of_ranks(path)
     common = path / checkpoint_files.COMMON
@@ -37,10 +37,10 @@ def find(root: str | Path, step: int | None = None) -> checkpoint_files.Checkpoi
         return _sharded(path, common, read_common(common))
     if checkpoint_files.common_lies_among_shards(path):
         return _sharded(path, path, _read_among_shards(path))
-    return checkpoint_files.find(root, step)
+    return checkpoint_description.find(root, step)
 
 
-def existing(root: str | Path, step: int | None = None) -> checkpoint_files.CheckpointInfo:
+def existing(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo:
     """Return what ``find`` does, which must be there.
 
     Raises:
@@ -52,7 +52,7 @@ def existing(root: str | Path, step: int | None = None) -> checkpoint_files.Chec
     return found
 
 
-def _of_ranks(path: Path) -> checkpoint_files.CheckpointInfo:
+def _of_ranks(path: Path) -> checkpoint_description.CheckpointInfo:
     found = torch_format.Checkpoint(path)
     if found.args.get("num_experts"):
         raise UsageError(
@@ -65,7 +65,7 @@ def _of_ranks(path: Path) -> checkpoint_files.CheckpointInfo:
     )
 
 
-def _sharded(path: Path, source: Path, values: dict[str, Any]) -> checkpoint_files.CheckpointInfo:
+def _sharded(path: Path, source: Path, values: dict[str, Any]) -> checkpoint_description.CheckpointInfo:
     if not isinstance(values.get("args"), Namespace):
         raise UsageError(
             f"{source} holds no arguments",
@@ -77,8 +77,8 @@ def _sharded(path: Path, source: Path, values: dict[str, Any]) -> checkpoint_fil
 
 def _weights_alone(
     path: Path, args: Mapping[str, Any], *, iteration: int, train: int = 0, valid: int = 0
-) -> checkpoint_files.CheckpointInfo:
-    return checkpoint_files.CheckpointInfo(
+) -> checkpoint_description.CheckpointInfo:
+    return checkpoint_description.CheckpointInfo(
         path=path,
         iteration=iteration,
         consumed_train_samples=train,
@@ -112,7 +112,7 @@ def _values(found: object, file: Path) -> dict[str, Any]:
     return found
 
 
-def require_vocabulary(found: checkpoint_files.CheckpointInfo, args: Namespace) -> None:
+def require_vocabulary(found: checkpoint_description.CheckpointInfo, args: Namespace) -> None:
     """Check that a stock script's checkpoint has an embedding for every token.
 
     Args:

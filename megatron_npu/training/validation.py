@@ -22,6 +22,7 @@ from megatron_npu.training.checks import (
     parallel,
     switches,
 )
+from megatron_npu.training.frozen_flags import Flags
 
 # What megatron-core ends in an assertion for, deep inside, or computes nonsense with.
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
@@ -48,8 +49,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 
 
-def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check) -> Namespace:
-    """Return the flags with everything that follows from them; the given ones are left as they are.
+def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check) -> Flags:
+    """Return the flags with everything that follows from them, frozen; the given ones are left as they are.
 
     Args:
         args: what ``arguments.parse`` returned.
@@ -58,8 +59,8 @@ def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check)
     Raises:
         UsageError: a flag, a file, the machine or a checkpoint does not fit the others.
     """
-    args = Namespace(**vars(args))
-    ranges(args)
+    flags = Flags(**vars(args))
+    ranges(flags)
     for check_group in (
         machine.check,
         switches.check,
@@ -79,8 +80,9 @@ def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check)
         output.checkpoints,
         output.places,
     ):
-        check_group(args)
-    return args
+        check_group(flags)
+    flags.freeze()
+    return flags
 
 
 def ranges(args: Namespace) -> None:

@@ -2,7 +2,8 @@
 
 Without it a dead rank is "Connection reset by peer" in all others, or nothing for half an hour; a stopped one
 is nothing at all. Each rank has a thread that says once a second, in the store of the run, where the main
-thread stands (``place``, ``board``); no port is opened, and no collective is made. What it notices:
+thread stands (``place``, ``board``), and in which phase, which who is in it enters by name (``phases``); no
+port is opened, and no collective is made. What it notices:
 
 - a rank of the same machine that ended: the kernel says so at once (``deaths``);
 - a rank elsewhere that ended: its peers fail, and look whose word has stopped;
@@ -17,15 +18,19 @@ one rank lets each print where all its threads stand.
 
 from megatron_npu.watchdog.launcher import end_with_launcher, meeting
 from megatron_npu.watchdog.open_files import require_open_files
+from megatron_npu.watchdog.phases import SAVING, WAITING, phase
 from megatron_npu.watchdog.rank import begin, end, failed, step, watching
 from megatron_npu.watchdog.restarts import require_fresh_store
 
 __all__ = [
+    "SAVING",
+    "WAITING",
     "begin",
     "end",
     "end_with_launcher",
     "failed",
     "meeting",
+    "phase",
     "require_fresh_store",
     "require_open_files",
     "step",

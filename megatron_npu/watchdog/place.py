@@ -8,35 +8,26 @@ import time
 from dataclasses import dataclass
 from types import FrameType
 
+from megatron_npu.watchdog import phases
+
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _SHOWN = 12  # innermost frames
-_PHASED = (
-    "megatron.",
-    "megatron_npu.training.loop",
-    "megatron_npu.training.checkpoint",
-    "megatron_npu.acceleration.loop",
-)
-# What a function of theirs means for the run; the outermost that is on the stack counts.
-_PHASES = {
+# Rooms of this package whose functions stand between a run and what it calls: they are not named.
+_BENEATH = frozenset("adaptors devices ops patching standins watchdog".split())
+# What a function of Megatron's own scripts means, where no phase was entered; the outermost counts.
+_UPSTREAM: dict[str, phases.Name] = {
     "save_checkpoint": "saving",
-    "_save": "saving",
     "maybe_finalize_async_save": "saving",
-    "_export": "saving",
     "evaluate": "evaluating",
-    "_evaluate": "evaluating",
-    "_validate": "evaluating",
-    "_sample": "evaluating",
-    "_test": "evaluating",
     "load_checkpoint": "loading",
-    "load": "loading",
     "train_step": "training",
-    "_step": "training",
-    "_iterate": "between two steps",
     "train": "between two steps",
 }
-# Who is in one of these waits for people: at a debugger's or an interpreter's prompt, or for a request.
-_OUTSIDE = ("IPython", "_pyrepl", "asyncio", "bdb", "code", "pdb", "socketserver")
-_INPUT = "megatron_npu.watchdog.prompt"
+# Python's and IPython's debuggers and prompts, which run what a person types.
+_PROMPTS = frozenset("IPython _pyrepl bdb code pdb".split())
+# Servers in the main thread, such as Flask's: they wait for a request where the innermost frame is theirs.
+_SERVERS = frozenset("asyncio socketserver".split())
+_WAIT = "selectors"  # in which they do so
 
 
 @dataclass(frozen=True)
@@ -44,15 +35,15 @@ class Place:
     """What a thread is doing.
 
     Attributes:
-        phase: of the run: training, evaluating, saving, loading, …
+        phase: of the run, see ``phases``.
         collective: the function of torch.distributed that it is in; empty: none.
-        call: the innermost function of Megatron, the driver or `train`, as ``module:line in function``.
+        call: the innermost function of Megatron or a command, as ``module:line in function``.
         frames: the innermost frames, the last one first.
         mark: differs from an earlier one if the thread has moved meanwhile, or has computed for 0.1 s.
         outside: whether it waits for people, who may take as long as they like.
     """
 
-    phase: str
+    phase: phases.Name
     collective: str
     call: str
     frames: tuple[str, ...]
@@ -73,13 +64,14 @@ def of_main_thread() -> Place:
         frames.append(frame)
         frame = frame.f_back
     used = time.clock_gettime(time.pthread_getcpuclockid(main.ident or 0))
+    phase = phases.current() or _upstream_phase(frames)
     return Place(
-        _phase(frames),
+        phase,
         next((each.f_code.co_name for each in reversed(frames) if _module(each) == _COLLECTIVES), ""),
         next((_said(each) for each in frames if _is_of_the_run(each)), ""),
         tuple(_said(each) for each in frames[:_SHOWN]),
         (round(used, 1), *((id(each.f_code), each.f_lasti) for each in frames)),
-        _waits_for_people(frames),
+        phase == phases.WAITING or _waits_for_people(frames),
     )
 
 
@@ -87,20 +79,24 @@ def _waits_for_people(frames: list[FrameType]) -> bool:
     """Return whether a server waits for requests, or a prompt or a debugger for a user."""
     if not frames or "pydevd" in sys.modules:  # a plain prompt has no frame; editors hide theirs
         return True
-    modules = {_module(each) for each in frames}
-    return _INPUT in modules or any(module.partition(".")[0] in _OUTSIDE for module in modules)
+    tops = [_module(each).partition(".")[0] for each in frames]
+    waits = next((top for top in tops if top != _WAIT), "")
+    return waits in _SERVERS or not _PROMPTS.isdisjoint(tops)
 
 
-def _phase(frames: list[FrameType]) -> str:
-    named = (_PHASES.get(each.f_code.co_name) for each in frames if _module(each).startswith(_PHASED))
-    found = [phase for phase in named if phase]
-    inner = [phase for phase in found if phase != "between two steps"]
-    return inner[-1] if inner else found[0] if found else "starting"
+def _upstream_phase(frames: list[FrameType]) -> phases.Name:
+    named = [
+        _UPSTREAM[each.f_code.co_name]
+        for each in frames
+        if each.f_code.co_name in _UPSTREAM and _module(each).startswith("megatron.")
+    ]
+    inner = [phase for phase in named if phase != "between two steps"]
+    return inner[-1] if inner else named[0] if named else "starting"
 
 
 def _is_of_the_run(frame: FrameType) -> bool:
-    module = _module(frame)
-    return module.startswith(("megatron.", "megatron_npu.training.", "megatron_npu.acceleration."))
+    package, _, rest = _module(frame).partition(".")
+    return package == "megatron" or (package == "megatron_npu" and rest.partition(".")[0] not in _BENEATH)
 
 
 def _module(frame: FrameType) -> str:

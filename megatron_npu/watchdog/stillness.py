@@ -8,10 +8,10 @@ from collections.abc import Callable
 from megatron_npu.watchdog import place
 from megatron_npu.watchdog.board import Beat
 from megatron_npu.watchdog.elsewhere import Elsewhere
+from megatron_npu.watchdog.phases import SAVING
 from megatron_npu.watchdog.writing import Writing, current_file
 
 _PAUSE = 5.0  # seconds between two looks: the whole process was stopped, by a signal, say, or its machine
-_SAVING = "saving"  # see ``place``
 
 
 class Stillness:
@@ -43,11 +43,11 @@ class Stillness:
         elif now - self._moved > self._limit / 10 and self._is_at_work(stands.phase):
             self._moved = now
         self.still = now - self._moved
-        file = current_file() if stands.phase == _SAVING and self.still > self._limit / 2 else ""
+        file = current_file() if stands.phase == SAVING and self.still > self._limit / 2 else ""
         words = (stands.phase, stands.collective, str(stands), stands.frames, file)
         self._number += 1
         return Beat(self._number - 1, step, self.still, *words)
 
     def _is_at_work(self, phase: str) -> bool:
         """Return whether others compute for the main thread, which stands still, or a save gets on."""
-        return self._elsewhere.computes() or (phase == _SAVING and self._writing.gets_on())
+        return self._elsewhere.computes() or (phase == SAVING and self._writing.gets_on())

@@ -130,8 +130,15 @@ def test_a_run_of_one_process_that_hangs_says_where_and_ends() -> None:
     assert "(most recent call first)" in stack[1]  # where all threads stand
 
 
-def test_a_run_of_one_process_may_wait_for_requests() -> None:
-    assert alone("serve") == (0, "")
+@pytest.mark.parametrize("scenario", ["serve", "wait"])
+def test_a_run_of_one_process_may_wait_for_requests(scenario: str) -> None:
+    assert alone(scenario) == (0, "")
+
+
+def test_a_server_that_hangs_in_a_request_ends() -> None:
+    code, err = alone("hang_in_request")
+    assert code == 1, err
+    assert re.search(rf"the run ends: it has not moved for 3 s: it is {STEP}$", err, re.MULTILINE), err
 
 
 def test_the_rank_that_held_the_store_is_named_too() -> None:

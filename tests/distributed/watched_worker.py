@@ -5,6 +5,7 @@ With one rank it does so itself.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import signal
@@ -14,6 +15,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +24,7 @@ import torch.distributed as dist
 from megatron_npu import watchdog
 
 AT = 20  # the step at which it happens
-# In a module of Megatron's, as the watchdog tells phases and calls by their names.
+# In a module of Megatron's, as the watchdog tells calls by their names, and phases that nobody enters.
 MEGATRON = """
 def train_step(act):
     act()
@@ -92,12 +95,32 @@ def compile_long() -> None:
 
 
 def serve() -> None:
-    """Wait for a request, as a server of generated text does."""
+    """Wait for a request, as a server of Flask's does."""
     with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
         threading.Timer(6, server.shutdown).start()
         server.serve_forever()
 
 
+def wait() -> None:
+    """Wait for work, in whatever way."""
+    with watchdog.phase(watchdog.WAITING):
+        threading.Event().wait(6)
+
+
+def hang_in_request() -> None:
+    async def answer() -> None:
+        wait_for_ever()
+
+    asyncio.run(answer())
+
+
+def save(megatron: dict[str, Any], act: Callable[[], None]) -> None:
+    """Save as a patched script does."""
+    with watchdog.phase(watchdog.SAVING):
+        megatron["save_checkpoint"](act)
+
+
+ALONE = {"serve": serve, "deadlock": wait_for_ever, "wait": wait, "hang_in_request": hang_in_request}
 HARM = {
     "kill_first": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -115,14 +138,14 @@ def main(scenario: str) -> None:
         for step in range(1, 10**9):
             watchdog.step(step)
             if step == AT and dist.get_world_size() == 1:
-                megatron["train_step"]({"serve": serve, "deadlock": wait_for_ever}[scenario])
+                megatron["train_step"](ALONE[scenario])
                 break
             megatron["train_step"](all_reduce)
             if step == AT and scenario == "slow_save":  # longer than is allowed, but it is a save
-                megatron["save_checkpoint"](all_reduce if rank else write_slowly)
+                save(megatron, all_reduce if rank else write_slowly)
                 break
             if (step, rank, scenario) == (AT, 1, "stuck_save"):
-                megatron["save_checkpoint"](write_in_vain)
+                save(megatron, write_in_vain)
             if step == AT and scenario == "compile":  # a rank waits for a child at work, the others for it
                 megatron["train_step"](compile_long if rank == 1 else all_reduce)
                 break

@@ -146,6 +146,55 @@ def test_pruning_keeps_the_newest_and_each_so_many(trained: Path, capsys: pytest
     assert checkpoint_files.iterations(trained) == [4, 6]
 
 
+def test_pruning_counts_whole_ones_alone(trained: Path) -> None:
+    """It removed the last whole one before."""
+    _flip(_distcp(trained / "iter_0000006"))
+    (trained / "iter_0000004" / ".metadata").unlink()
+    (trained / "iter_0000005").mkdir()  # of a stock script that was killed
+    done = tiny.run("checkpoint", "prune", str(trained), "--keep", "1")
+    told = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, len(told)) == (1, "", 3)
+    assert told[0].startswith("iter_0000006 is damaged and does not count: ")
+    assert told[0].endswith(f"{_distcp(trained / 'iter_0000006').name} has other content than was saved")
+    assert told[1:] == [
+        "iter_0000005 is damaged and does not count: everything is missing",
+        "iter_0000004 is damaged and does not count: .metadata is missing",
+    ]
+    assert checkpoint_files.iterations(trained) == [2, 4, 5, 6]
+
+
+def test_of_damaged_ones_those_behind_the_kept_are_removed(
+    trained: Path, capsys: pytest.CaptureFixture
+) -> None:
+    _flip(_distcp(trained / "iter_0000002"))
+    assert cli.main(["checkpoint", "prune", str(trained), "--keep", "2"]) == 0
+    assert checkpoint_files.iterations(trained) == [4, 6]
+    assert "damaged" not in capsys.readouterr().out
+
+
+def test_pruning_removes_a_link_alone(trained: Path, tmp_path: Path) -> None:
+    """It renamed the link, and ended there: nothing removes a tree by a link."""
+    elsewhere = tmp_path / "elsewhere"
+    (trained / "iter_0000002").rename(elsewhere)
+    (trained / "iter_0000002").symlink_to(elsewhere)
+    done = tiny.run("checkpoint", "prune", str(trained), "--keep", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    size = sum(file.stat().st_size for file in elsewhere.iterdir())
+    assert done.stdout == f"removed iter_0000002  {size:,} bytes  a link; {elsewhere.resolve()} stays\n"
+    assert sorted(path.name for path in trained.glob("*iter_*")) == ["iter_0000004", "iter_0000006"]
+
+
+def test_what_cannot_be_removed_is_one_line(
+    trained: Path, refused: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deny(path: Path, to: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "rename", deny)
+    told = refused("checkpoint", "prune", str(trained), "--keep", "1")
+    assert f"{trained / 'iter_0000002'} cannot be removed (Permission denied)" in told
+
+
 def test_bad_input_to_the_command(tmp_path: Path, refused: Callable) -> None:
     assert "no such directory" in refused("checkpoint", "list", str(tmp_path / "none"))
     assert "--keep" in refused("checkpoint", "prune", str(tmp_path))

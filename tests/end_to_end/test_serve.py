@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,9 +74,11 @@ class Server:
         return wait_until(lambda: [health for health in [self.health()] if not health["requests"]])[0]
 
 
-def started(folder: str, *flags: str) -> Server:
+def started(folder: str, *flags: str, **settings: str) -> Server:
     command, env = warm.ready(
-        tiny.command("serve", "--load", folder, "--port", "0", *flags), tiny.environment(), warm.DRIVER
+        tiny.command("serve", "--load", folder, "--port", "0", *flags),
+        tiny.environment() | settings,
+        warm.DRIVER,
     )
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     watchdog = threading.Timer(LONGEST, process.kill)
@@ -233,6 +236,19 @@ def test_the_end_cuts_what_is_drawn(trained):
     out, err = server.process.communicate(timeout=LONGEST)
     assert (server.process.returncode, out.count("\n")) == (0, 1), err
     assert "Traceback" not in err
+
+
+def test_one_that_nobody_asks_for_long_is_no_hang(trained):
+    server = started(trained, MEGATRON_NPU_WATCHDOG="2")
+    time.sleep(6)
+    for _ in range(3):  # so light a traffic that the thread with the model stands at one place whenever seen
+        assert len(choices(server.complete(prompt="1 2", max_tokens=1))) == 1
+        time.sleep(2.5)
+    assert server.health()["requests"] == 0
+    server.process.send_signal(signal.SIGTERM)
+    out, err = server.process.communicate(timeout=LONGEST)
+    assert (server.process.returncode, err) == (0, "")
+    assert out == "megatron-npu serve: stopped after 3 requests and 3 tokens\n"
 
 
 def test_an_address_that_cannot_be_had(server, trained, refused, monkeypatch):

@@ -24,7 +24,7 @@ from megatron_npu.preprocessing import indexed_dataset
 from megatron_npu.tokenization.bert_wordpiece import BertWordPieceTokenizer
 from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.tokenization.hf import HuggingFaceTokenizer
-from megatron_npu.training import checkpoint_command, checkpoint_files, history
+from megatron_npu.training import checkpoint_command, checkpoint_description, checkpoint_files, history
 from megatron_npu.training.dashboard import snapshot
 from tests.adaptors.megatron_lm import runs
 
@@ -118,7 +118,7 @@ def read_metrics(file: Path) -> object:
 
 def read_summary(file: Path) -> object:
     place = named(file, "summary.json").with_name("iter_0000003")
-    return model_card._losses(checkpoint_files.CheckpointInfo(place, 3, 12, 0, True, True, None, {}))
+    return model_card._losses(checkpoint_description.CheckpointInfo(place, 3, 12, 0, True, True, None, {}))
 
 
 def read_passages(file: Path) -> object:

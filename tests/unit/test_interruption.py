@@ -81,6 +81,21 @@ def test_one_around_a_fork_comes_at_the_end() -> None:
     assert reached
 
 
+def test_one_in_a_block_that_fails_comes_too() -> None:
+    """It was lost: a fork that failed, say, was told, and the run went on or tried again."""
+    with pytest.raises(KeyboardInterrupt) as caught, interruption.deferred():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        raise OSError("no more processes")
+    assert isinstance(caught.value.__context__, OSError)
+
+
+def test_a_block_that_fails_without_one_fails_as_it_does() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(OSError, match="no more processes"), interruption.deferred():
+        raise OSError("no more processes")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_one_that_is_ignored_stays_so() -> None:
     """As in what a shell starts in the background."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

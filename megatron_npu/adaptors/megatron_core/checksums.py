@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_npu import checksums
+from megatron_npu import checksums, watchdog
 from megatron_npu.adaptors.megatron_core.decorators import around
 from megatron_npu.adaptors.shared import checksums as of_scripts
 
@@ -29,6 +29,7 @@ around("megatron.training.arguments:add_megatron_arguments", why=of_scripts.WHY_
 
 
 @around("megatron.training.checkpointing:save_checkpoint", why=of_scripts.WHY)
+@watchdog.phase(watchdog.SAVING)
 def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Have checksums written with what the script saves."""
     from megatron.training.checkpointing import get_args  # what upstream's own body asks
@@ -143,6 +144,7 @@ def log_when_named(original: Callable[..., None], checkpoint_path: str, tracker:
 
 
 @around("megatron.training.checkpointing:load_checkpoint", why=of_scripts.WHY)
+@watchdog.phase("loading")
 def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Have checksums compared while the script loads, and another one loaded if the flag says so."""
     from megatron.training.checkpointing import get_args  # what upstream's own body asks

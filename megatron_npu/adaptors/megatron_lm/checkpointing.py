@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_npu import checksums, files
+from megatron_npu import checksums, files, watchdog
 from megatron_npu.adaptors.megatron_lm.decorators import around
 from megatron_npu.adaptors.shared import checksums as of_scripts
 from megatron_npu.adaptors.shared.checkpoint_values import data_only
@@ -89,6 +89,7 @@ _chosen: int | None = None  # by --load-last-good, while load_checkpoint runs
 
 
 @around("megatron.checkpointing:load_checkpoint", why=of_scripts.WHY)
+@watchdog.phase("loading")
 def compare_checksums(
     original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
@@ -130,6 +131,7 @@ around(
     why="files are to be 640, folders 750, to have checksums, and the tracker to appear at once; the last "
     "iteration is saved twice, the second time over the files that the tracker names",
 )
+@watchdog.phase(watchdog.SAVING)
 def save_privately(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
     """Save private files; write their checksums, and rename the tracker when all is written."""
     from megatron import get_args

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_npu import deepspeed_device, devices, extension_locks, files
+from megatron_npu import deepspeed_device, devices, extension_locks, files, watchdog
 from megatron_npu.adaptors.shared import checksums as of_scripts
 from megatron_npu.adaptors.shared import rendezvous
 from megatron_npu.adaptors.shared.checkpoint_values import data_only
@@ -85,6 +85,7 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
         "code 0; DeepSpeed's engine, and torch.load of 2.5 and before, run whatever code the file holds; "
         "files with flipped bits load without a word",
     )
+    @watchdog.phase("loading")
     def load_data_only(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
         """Read tensors, numbers and arguments, nothing that runs; say what is wrong with a bad file."""
         from megatron import get_args
@@ -123,6 +124,7 @@ def _newest(given: argparse.Namespace, root: str) -> Path | None:
     return Path(root, tag) if tag else None
 
 
+@watchdog.phase(watchdog.SAVING)
 def save_privately(
     original: Callable[..., None], iteration: int, model: Any, *args: Any, **kwargs: Any
 ) -> None:

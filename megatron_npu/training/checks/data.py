@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import indexed_dataset
 from megatron_npu.tokenization.tokenizer import Tokenizer
-from megatron_npu.training import checkpoint_files, derive, epochs, samples, tokenizers
+from megatron_npu.training import derive, epochs, samples, tokenizers
 from megatron_npu.training.sources import PARTS, blend, sizes_of_parts, split_shares
 
 
@@ -21,8 +21,7 @@ def check(args: Namespace) -> None:
     vocabulary = tokenizer(args).vocab_size
     _one_source(args)
     derive.split(args)
-    args.has_data = bool(args.mock_data or args.data_path or args.train_data_path)
-    args.epoch_samples = None
+    derive.data(args, bool(args.mock_data or args.data_path or args.train_data_path))
     if not args.has_data:
         if args.trains or not args.save:
             raise UsageError("no --data-path", "the prefix of a dataset, or --mock-data", "Give one.")
@@ -32,7 +31,7 @@ def check(args: Namespace) -> None:
     else:
         _shared(args, vocabulary)
     if args.epochs is not None:
-        args.epoch_samples = epochs.samples_of_one(args)
+        derive.epoch(args, epochs.samples_of_one(args))
 
 
 def tokenizer(args: Namespace) -> Tokenizer:
@@ -42,10 +41,9 @@ def tokenizer(args: Namespace) -> Tokenizer:
         UsageError: a file of it is missing or broken.
     """
     if args.load:  # flags.txt of a converted checkpoint names files of its folder, which may have been moved
-        for name in ("vocab_file", "merge_file", "tokenizer_model"):
-            setattr(args, name, checkpoint_files.relocated(args.load, getattr(args, name)))
+        derive.tokenizer_files(args, args.load)
     result = tokenizers.build(args)
-    args.tokenizer_vocab_size = tokenizers.model_vocabulary(args, result)
+    derive.vocabulary(args, tokenizers.model_vocabulary(args, result))
     derive.padded_vocab_size(args)
     samples.check(args, result)
     return result

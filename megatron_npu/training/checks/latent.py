@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_npu.errors import UsageError
-from megatron_npu.training import latent_flags
+from megatron_npu.training import derive, latent_flags
 from megatron_npu.training.checks import nothing_without
 
 
@@ -16,7 +16,7 @@ def check(args: Namespace) -> None:
         UsageError: a flag that lacks another, or one that megatron-core would not heed.
     """
     if args.multi_latent_attention:
-        args.rope_type = args.rope_type or "yarn"
+        derive.latent(args)
         _attention(args)
     else:
         nothing_without("--multi-latent-attention", latent_flags.add, args, "both", "Add that flag.")

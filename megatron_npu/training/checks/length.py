@@ -26,7 +26,7 @@ def check(args: Namespace) -> None:
         )
     if args.epochs is not None and args.mock_data:
         raise UsageError(given[0], "data of a known size, not --mock-data", "Give --train-iters.")
-    args.trains = args.train_iters != 0
+    derive.length(args)
 
 
 def iterations(args: Namespace) -> None:
@@ -38,7 +38,7 @@ def iterations(args: Namespace) -> None:
     samples = derive.samples_in_all(args)
     if samples is None:
         return
-    args.train_iters = samples // args.global_batch_size
+    derive.iterations(args)
     if not args.train_iters:
         flag = f"--epochs {args.epochs}" if args.epochs else f"--train-samples {args.train_samples}"
         raise UsageError(

@@ -16,7 +16,7 @@ def check(args: Namespace) -> None:
     Raises:
         UsageError: one of them is missing.
     """
-    args.megatron_version = require_megatron_core()
+    derive.version(args, require_megatron_core())
     derive.process(args)
     device, local = devices.current(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if local > device.count():

@@ -9,8 +9,14 @@ from pathlib import Path
 
 from megatron_npu import files
 from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint_files, derive, stock_checkpoints, whole_checkpoints
-from megatron_npu.training.checkpoint_files import CheckpointInfo
+from megatron_npu.training import (
+    checkpoint_compatibility,
+    checkpoint_files,
+    derive,
+    stock_checkpoints,
+    whole_checkpoints,
+)
+from megatron_npu.training.checkpoint_description import CheckpointInfo
 from megatron_npu.web.address import require_packages
 
 
@@ -70,16 +76,15 @@ def checkpoints(args: Namespace) -> None:
     if args.load_last_good:
         _choose_whole(args)
     found = _find_checkpoint(args)
-    args.load_from = None if found is None else str(found.path)
+    derive.beginning(args, None if found is None else found.path)
     if found is not None:
         if not found.is_own:
             found = _of_stock_script(args, found)
-        checkpoint_files.require_same_model(found, args)
-        args.load_optim = not (args.finetune or args.no_load_optim) and found.has_optimizer
-        args.load_rng = not (args.finetune or args.no_load_rng) and found.has_rng
-        checkpoint_files.require_readable_shards(found, args)
+        checkpoint_compatibility.require_same_model(found, args)
+        derive.loaded(args, has_optimizer=found.has_optimizer, has_rng=found.has_rng)
+        checkpoint_compatibility.require_readable_shards(found, args)
         if args.load_optim:
-            checkpoint_files.require_loadable_optimizer(found, args)
+            checkpoint_compatibility.require_loadable_optimizer(found, args)
         if not args.finetune:
             derive.iterations_from(args, found.iteration, found.consumed_train_samples)
     _spare(args, found)
@@ -117,7 +122,7 @@ def _choose_whole(args: Namespace) -> None:
             f"--ckpt-step {args.ckpt_step} --load-last-good", "one of them", "Leave one of them out."
         )
     there = checkpoint_files.iterations(args.load)
-    args.ckpt_step = whole_checkpoints.newest_whole(args.load)
+    derive.last_good(args, whole_checkpoints.newest_whole(args.load))
     if there and args.ckpt_step is None:
         raise UsageError(
             f"--load {args.load} --load-last-good: none of {len(there)} checkpoints is whole",

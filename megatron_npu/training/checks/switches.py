@@ -16,24 +16,21 @@ _FIRST_FSDP = (0, 16)  # before, Megatron's FSDP multiplies the wrong gradients 
 
 
 def check(args: Namespace) -> None:
-    """Set Megatron's flags for the switches that are given, and say on rank 0 what each has become.
-
-    Fills in ``fully_sharded``, which wrapper shards the model: ``megatron``, ``torch`` or None, and
-    ``fsdp_strategy``, what Megatron's shards.
+    """Check the switches that are given, and say on rank 0 what each means: Megatron's flags for it.
 
     Raises:
         UsageError: a switch that Megatron's models do not have, or that another flag contradicts.
     """
     switches, place = Switches.from_args(args), _place(args)
-    args.fully_sharded, args.fsdp_strategy = None, "no_shard"
+    derive.sharding(args, None)
     _precision(args, switches)
     precision = "fp16" if args.fp16 else "bf16" if args.bf16 else None
     refuse(replace(switches, mixed_precision=precision), place)
     if switches.sharding != "none":
         _share_out(args, switches.sharding, place)
     _offload(args, switches)
-    if switches.checkpoint_activations and args.recompute_granularity is None:  # not by older_flags
-        args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
+    if switches.checkpoint_activations:
+        derive.recompute_all(args)
     if switches.fused_ops:
         _say(args, "--fused-ops: nothing to do: the plug-in has put this project's operations in already")
 
@@ -50,7 +47,7 @@ def _precision(args: Namespace, switches: Switches) -> None:
     other = "fp16" if wanted == "bf16" else "bf16"
     if getattr(args, other):
         raise UsageError(f"--mixed-precision {wanted} and --{other}", "one of them", "Drop one.")
-    setattr(args, wanted, True)
+    derive.precision(args, wanted)
     _say(args, f"--mixed-precision is --{wanted} here: weights in {wanted}, the optimizer's in fp32")
 
 
@@ -77,7 +74,7 @@ def _share_out(args: Namespace, sharding: str, place: Place) -> None:
 
 
 def _optimizer_states(args: Namespace, flag: str, note: str = "") -> None:
-    args.use_distributed_optimizer = True
+    derive.distributed_optimizer(args)
     _say(
         args,
         f"{flag} is --use-distributed-optimizer here: {_ranks(args)} data-parallel rank(s) share out Adam's "
@@ -102,20 +99,22 @@ def _megatron_fsdp(args: Namespace, flag: str, strategy: str, what: str) -> None
             "0.16 or newer, whose FSDP reduces the right gradients",
             "Use --fsdp-memory-optimization, which is torch's, --zero-1-memory-optimization, or install it.",
         )
-    _begin_sharding(args, flag, "megatron")
-    args.fsdp_strategy, args.use_distributed_optimizer = strategy, True
+    _require_shardable(args, flag)
+    derive.sharding(args, "megatron", strategy)
+    derive.distributed_optimizer(args)
     _say(args, f"{flag} is Megatron's FSDP ({strategy}) here: shares out {what}")
 
 
 def _torch_fsdp(args: Namespace, flag: str) -> None:
     if args.use_distributed_optimizer:
         raise UsageError(f"{flag} and --use-distributed-optimizer", "one of them", "Drop the second.")
-    _begin_sharding(args, flag, "torch")
+    _require_shardable(args, flag)
+    derive.sharding(args, "torch")
     _say(args, f"{flag} is torch's fully_shard here: shares out Adam's states, gradients and weights")
 
 
-def _begin_sharding(args: Namespace, flag: str, kind: str) -> None:
-    """Let a wrapper of this kind shard the model, if no other flag speaks against it."""
+def _require_shardable(args: Namespace, flag: str) -> None:
+    """Check that no other flag speaks against sharding the weights."""
     overlaps = "no flag of overlapping: FSDP overlaps by itself"
     for word, expected, remedy in (
         (
@@ -129,8 +128,6 @@ def _begin_sharding(args: Namespace, flag: str, kind: str) -> None:
     ):
         if getattr(args, word.removeprefix("--").replace("-", "_")):
             raise UsageError(f"{word} with {flag}", expected, remedy)
-    args.fully_sharded = kind
-    args.gradient_accumulation_fusion = False  # adds into a buffer that FSDP does not have
 
 
 def _ranks(args: Namespace) -> int:
@@ -145,8 +142,8 @@ _FULLY: dict[str, Callable[[Namespace, str], None]] = {
 
 
 def _offload(args: Namespace, switches: Switches) -> None:
-    args.optimizer_cpu_offload, args.optimizer_offload_fraction = switches.cpu_offload, 1.0
     if not switches.cpu_offload:
+        derive.offloaded_optimizer(args, on=False)
         return
     if args.use_precision_aware_optimizer or args.reuse_fp32_param:
         raise UsageError(
@@ -154,7 +151,6 @@ def _offload(args: Namespace, switches: Switches) -> None:
             "one of them: what is updated on the host is fp32",
             "Drop one.",
         )
-    args.use_precision_aware_optimizer = True  # which megatron-core asks for
     for flag, given, without in (
         ("--save", args.save, args.no_save_optim),
         ("--load", args.load, args.no_load_optim or args.finetune),
@@ -166,5 +162,5 @@ def _offload(args: Namespace, switches: Switches) -> None:
                 "that of an offloaded one, which are not read",
                 f"Give --no-{flag.removeprefix('--')}-optim, or leave out --cpu-offload.",
             )
-    args.use_distributed_optimizer = True  # which the offloaded optimizer is a part of
+    derive.offloaded_optimizer(args, on=True)
     _say(args, "--cpu-offload: Adam's states and the fp32 main weights rest and are updated on the host")

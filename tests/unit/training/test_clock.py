@@ -40,8 +40,9 @@ def test_pauses_do_not_count_and_may_lie_in_each_other(pass_time):
 def test_evaluating_and_drawing_are_no_training(pass_time, monkeypatch):
     """A picture of a long run takes seconds: they are none of the next iteration's."""
     trainer = object.__new__(loop.Trainer)
-    trainer.args = Namespace(log_interval=9, train_iters=9, eval_interval=1, save_interval=None)
-    trainer.outcome = loop.Outcome(Position())
+    trainer.args = Namespace(log_interval=9, eval_interval=1, save_interval=None)
+    trainer.plan, trainer.begin = Namespace(iterations=9), 0
+    trainer.saving = Namespace(take_finished=lambda: None)
     trainer.position, trainer.clock = Position(iteration=2), Clock()
     trainer.log = Namespace(tick=lambda: None, draw=lambda: pass_time(50))
     monkeypatch.setattr(trainer, "_step", lambda: pass_time(3) or True, raising=False)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_npu.errors import UsageError
 from megatron_npu.training import arguments, described
-from megatron_npu.training.checkpoint_files import CheckpointInfo
+from megatron_npu.training.checkpoint_description import CheckpointInfo
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

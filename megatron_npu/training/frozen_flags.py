@@ -1,0 +1,34 @@
+"""A run's flags, with what follows from them: filled in once, then read alone."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import FrozenInstanceError
+
+
+class Flags(Namespace):
+    """Values by the flags' names. ``derive`` fills them in; behind ``freeze`` nobody can.
+
+    A copy with other values is ``Flags(**{**vars(flags), "name": value})``.
+    """
+
+    __slots__ = ("_is_frozen",)
+
+    def freeze(self) -> None:
+        """Let no value change from now on."""
+        self._is_frozen = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        self._require_open(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._require_open(name)
+        super().__delattr__(name)
+
+    def _require_open(self, name: str) -> None:
+        if getattr(self, "_is_frozen", False):
+            raise FrozenInstanceError(
+                f"{name} of flags that are resolved: expected nobody to write them; fill it in where "
+                "training/derive.py does, or make a copy"
+            )
