@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.standins import dataset_helpers as ours
+from tests.support import processes
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def theirs(checkout, tmp_path_factory):
     includes = [Path(torch.__file__).parent / "include", sysconfig.get_path("include")]  # torch has pybind11
     options = ["-O1", "-shared", "-std=c++17", "-fPIC", *(f"-I{folder}" for folder in includes)]
     source = checkout / "megatron" / "data" / "helpers.cpp"
-    built = subprocess.run(
+    built = processes.run(
         [compiler, *options, str(source), "-o", str(target)], capture_output=True, text=True, check=False
     )
     if built.returncode:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.support import processes
 
 pytestmark = pytest.mark.usefixtures("redirection")
 
@@ -152,4 +153,4 @@ assert torch.compile(draw, backend="eager", fullgraph=True)(torch.ones(3)).shape
 import torch._inductor.compile_fx
 import torch.fx.operator_schemas
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    processes.run([sys.executable, "-c", code], check=True)

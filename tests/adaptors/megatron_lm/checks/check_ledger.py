@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 from megatron_npu import devices, plugin
 from tests.adaptors.megatron_lm.undoing import import_all
 from tests.captured_references import held
+from tests.support import processes
 
 
 def check_every_row_is_applied_or_told_why_not():
@@ -31,6 +31,6 @@ def check_nothing_of_upstream_holds_an_original():
 def check_undo():
     """In a process of its own: this one stays patched, whatever is checked after."""
     command = [sys.executable, "-m", "tests.adaptors.megatron_lm.undoing"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = processes.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "undone" in done.stdout
