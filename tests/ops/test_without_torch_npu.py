@@ -11,7 +11,7 @@ from megatron_npu import settings
 from tests.support import processes
 
 
-@pytest.mark.skipif(settings.SIM.enabled(), reason="a simulated process needs torch_npu to start")
+@pytest.mark.skipif(settings.SIM.enabled(), reason="the case: a simulated process needs torch_npu to start")
 def test_every_operation_imports_and_runs_without_torch_npu():
     code = """
 import importlib, pkgutil, sys

@@ -86,7 +86,7 @@ def test_only_scripts_below_a_tree_are_of_it(tree: Path, tmp_path: Path) -> None
 
 def test_the_converter_of_checkpoints_is_refused_with_the_way_round_it(tree: Path) -> None:
     if importlib.util.find_spec("transformer_engine"):
-        pytest.skip("TransformerEngine is installed: the converter is upstream's own")
+        pytest.skip("the case: TransformerEngine is installed: the converter is upstream's own")
     script = script_in(tree, "tools/checkpoint/convert.py")
     with pytest.raises(UsageError, match=r"without TransformerEngine; .*`megatron-npu convert`"):
         runner.main([str(script)])

@@ -15,9 +15,7 @@ from tests.conftest import LONGEST, wait_until
 from tests.end_to_end import tiny
 from tests.support import processes
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the case: processes are forked on Linux only"
-)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
 
 def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:

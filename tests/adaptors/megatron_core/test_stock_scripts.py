@@ -102,7 +102,7 @@ def test_it_goes_on_from_its_checkpoint(tree: Path, tmp_path: Path, single) -> N
 
 
 def test_the_oldest_tag_trains_and_goes_on(tmp_path: Path) -> None:
-    pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs it")
+    pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs einops")
     oldest = checkout("megatron_core", "0.12.1")
     # its mock data counts up to the end of document
     large = ["--vocab-size", "8191", "--use-distributed-optimizer"]

@@ -53,7 +53,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     version = request.param
     tree = checkout("megatron_core", version)
     if version == "0.12.1":
-        pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs it")
+        pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs einops")
     folder = tmp_path_factory.mktemp("trained")
     data = tiny.write_dataset(folder / "numbers", documents=200)
     training = "--train-iters 60 --global-batch-size 16 --lr 1e-2 --split 100,0,0 --eval-iters 0".split()
@@ -226,5 +226,5 @@ def test_bert_and_t5_learn(version: str, script: str, tokenizer: list[str], tmp_
     """With the default --transformer-impl, which is transformer_engine."""
     tree = checkout("megatron_core", version)
     if version == "0.12.1":
-        pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs it")
+        pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs einops")
     learns_from_sentences(tree, tmp_path, script, *tokenizer)

@@ -42,7 +42,7 @@ def test_gives_the_bytes_that_our_tool_gives(checkout, gpt2_vocab, tmp_path):
 @pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
 def test_gives_the_bytes_that_our_tool_gives_for_bert(checkout, tmp_path, kind):
     """Sentences, each a sequence, in the words of BERT."""
-    pytest.importorskip("nltk", reason="sentences are split with nltk")
+    pytest.importorskip("nltk", reason="needs nltk: sentences are split with it")
     walk.write_sentence_model(tmp_path / "nltk")
     text, vocab_file = tmp_path / "text.json", tmp_path / "vocab.txt"
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXTS))
@@ -67,7 +67,7 @@ def test_gives_the_bytes_that_our_tool_gives_for_bert(checkout, tmp_path, kind):
 
 def test_script_of_t5_splits_sentences(checkout, tmp_path):
     """WikiExtractor's files in folders become documents of sentences."""
-    pytest.importorskip("nltk", reason="sentences are split with nltk")
+    pytest.importorskip("nltk", reason="needs nltk: sentences are split with it")
     walk.write_sentence_model(tmp_path / "nltk")
     words = "mr the cat sat on a mat . dog ran home".split()
     data, articles = tmp_path / "data", tmp_path / "text" / "AA"

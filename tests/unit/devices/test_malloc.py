@@ -40,7 +40,7 @@ def resident_after_free(keep: str) -> list[float]:
     return [float(word) for word in result.stdout.split()]
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt(3) is glibc's")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc, whose function mallopt(3) is")
 class TestMalloc:
     def test_freed_memory_is_used_again_until_released(self) -> None:
         kept, released = resident_after_free(keep="1")

@@ -437,7 +437,7 @@ def test_deepspeeds_accelerator_seeds_the_device_alone(redirection, monkeypatch,
 @pytest.mark.parametrize("name", ["npu", "cuda"])
 def test_an_absent_device_is_an_error(name):
     if {"npu": devices.NpuDevice, "cuda": devices.CudaDevice}[name]().absence() is None:
-        pytest.skip(f"{name} is here")
+        pytest.skip(f"the case: {name} is here")
     code = "import megatron.core"
     result = processes.run(
         [sys.executable, "-c", f"import megatron_npu; {code}"],

@@ -167,7 +167,7 @@ def test_pins_of_modules_that_this_megatron_lacks_are_kept(
     elsewhere = [patch for patch in patch_commands._records(found) if ".core." not in patch.target]
     target, module = elsewhere[0].target, elsewhere[0].module
     if module in data["modules"]:
-        pytest.skip("this Megatron ships the training scripts")
+        pytest.skip("the case: this Megatron ships the training scripts")
     data["targets"][target] = {"fingerprint": "0" * 16, "signature": "def f()", "line": 1}
     data["modules"][module] = "0" * 64
     path.write_text(json.dumps(data))
