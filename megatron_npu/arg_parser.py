@@ -79,13 +79,15 @@ def byte_size(text: str) -> int:
 
 
 class _Help(argparse.HelpFormatter):
-    """Short metavars, and the default behind each help text that does not name one itself."""
+    """Short metavars, and behind each help text the default that it does not name itself, or "required"."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return metavar_of(action)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
+        if action.required and action.option_strings:
+            return f"{text} (required)"
         default = default_of(action)
         return text if "default" in text or not default else f"{text} (default: {default})".replace("%", "%%")
 
@@ -132,15 +134,31 @@ class Parser(argparse.ArgumentParser):
             UsageError: an unknown flag, a missing required one, or a value of the wrong kind.
         """
         try:
-            with self._nothing_required():  # a misspelt flag is told before the one that it was to be
-                self._refuse_unknown(self.parse_known_args(args)[1])
-            return self.parse_known_args(args, namespace)[0]
+            values, unknown = self.parse_known_args(args, namespace)
         except argparse.ArgumentError as error:
+            self._refuse_misspelt(args)
             raise self._refusal(error) from None
+        except UsageError:
+            self._refuse_misspelt(args)
+            raise
+        self._asked(values)._refuse_unknown(unknown)
+        return values
+
+    def _refuse_misspelt(self, args: Any) -> None:
+        """Refuse what no flag takes, before the required flag that it was to be; only after a complaint.
+
+        A help text that was asked for has been printed by then, with what is required in it.
+        """
+        with self._nothing_required(), contextlib.suppress(argparse.ArgumentError):
+            values, unknown = self.parse_known_args(args)
+            self._asked(values)._refuse_unknown(unknown)
 
     @contextlib.contextmanager
     def _nothing_required(self) -> Iterator[None]:
-        every: list[Any] = [*self._actions, *self._mutually_exclusive_groups]
+        of_actions = [parser for each in self._parsers_of_actions().values() for parser in each.values()]
+        every: list[Any] = []
+        for parser in (self, *of_actions):
+            every += [*parser._actions, *parser._mutually_exclusive_groups]
         required = [one for one in every if one.required]
         for one in required:
             one.required = False
@@ -149,6 +167,16 @@ class Parser(argparse.ArgumentParser):
         finally:
             for one in required:
                 one.required = True
+
+    def _asked(self, values: argparse.Namespace) -> Parser:
+        """Return the parser whose flags were typed: this one, or ``prune``'s in ``checkpoint prune``."""
+        for dest, parsers in self._parsers_of_actions().items():
+            return parsers.get(getattr(values, dest), self)
+        return self
+
+    def _parsers_of_actions(self) -> dict[str, dict[str, Parser]]:
+        choosers = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
+        return {one.dest: one.choices for one in choosers}
 
     def _refuse_unknown(self, unknown: Sequence[str]) -> None:
         """Refuse what no flag takes; the nearest known ones of the first are named."""

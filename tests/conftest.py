@@ -21,9 +21,9 @@ from megatron_npu import upstream
 from megatron_npu.errors import UsageError
 from tests import skipped
 from tests.adaptors.megatron_core.upstream_tests.trees import core_tag
+from tests.support.processes import LONGEST
 
 ROOT = Path(__file__).resolve().parent.parent
-LONGEST = 540  # seconds for whatever a test starts; the watchdog in pyproject.toml comes later
 
 # Workers of xdist share the cores: with a thread for each core in each worker, operations take twice as long.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -42,16 +42,6 @@ for _name in [*os.environ]:
         del os.environ[_name]
 os.environ.setdefault("OMP_PROC_BIND", "false")  # on a quiet machine ranks would be bound to cores
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"  # where servers of tests are
-
-# What a test starts and waits for ends, whether the test says when or not.
-_run = subprocess.run
-
-
-def _run_to_an_end(*command: Any, timeout: float | None = LONGEST, **options: Any) -> Any:
-    return _run(*command, timeout=timeout, **options)
-
-
-subprocess.run = _run_to_an_end
 
 
 @contextlib.contextmanager

@@ -27,8 +27,6 @@ class Row:
             although upstream has changed), ``failed``, or ``off``: for a setting that is not on.
         reason: why it is in that state, or what else is worth knowing; may be empty.
         repaired: ``module.name`` of the names that held the original and hold the new object now.
-        held: the tables, defaults and the like that still hold the original: a call through them gets
-            upstream's own.
         late: it was applied to a module that had been imported before.
     """
 
@@ -42,13 +40,12 @@ class Row:
     state: str = "pending"
     reason: str = ""
     repaired: list[str] = field(default_factory=list)
-    held: list[str] = field(default_factory=list)
     late: bool = False
 
     def settle(self, state: str, reason: str = "", *, late: bool = False) -> None:
-        """Enter a state; what was repaired or found for an earlier one is forgotten."""
+        """Enter a state; what was repaired for an earlier one is forgotten."""
         self.state, self.reason, self.late = state, reason, late
-        self.repaired, self.held = [], []
+        self.repaired = []
 
 
 class Ledger:
@@ -178,6 +175,4 @@ def _remarks(row: Row) -> list[str]:
         remarks.append("applied late: the module had been imported before")
     if row.repaired:
         remarks.append("repaired: " + ", ".join(row.repaired))
-    if row.held:
-        remarks.append("still held by " + ", ".join(row.held))
     return remarks

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 from megatron_npu.patching import repair
-from megatron_npu.patching.attribute_patch import MISSING, Change, ChangeLog, bare, find_slot, new_value
-from megatron_npu.patching.captured_references import captures
+from megatron_npu.patching.attribute_patch import Change, ChangeLog, find_slot, new_value
 from megatron_npu.patching.ledger import Ledger, Row
 from megatron_npu.patching.pins import Pins, Source, Verdict, compare
 from megatron_npu.patching.registry import REPLACEMENTS, NotAsked, Patch
@@ -176,31 +175,16 @@ class ModulePatch:
             logger.warning("%s: %s", row.target, reason)
         row.settle("applied", reason, late=self.late)
 
-    # --- names and values that hold the original ---
+    # --- names that hold the original ---
 
     def _repair(self) -> list[repair.Offer]:
-        """Give the new objects to modules that took the old ones by value; report what else holds one."""
-        changes = self.made.copy()
-        repairs, offers = repair.find_repairs(self.module, changes, self.log.slots(), self.covers)
+        """Give the new objects to modules that took the old ones by value."""
+        repairs, offers = repair.find_repairs(self.module, self.made.copy(), self.log.slots(), self.covers)
         for change in repairs:
             self._make(change)
             for row in self._rows_of(change):
                 row.repaired.append(str(change))
-        for holder in {id(module): module for module in (self.module, *(c.owner for c in repairs))}.values():
-            self._tell_captures(holder, changes)
         return offers
-
-    def _tell_captures(self, holder: ModuleType, changes: list[Change]) -> None:
-        originals: dict[int, Change] = {}
-        for change in changes:
-            if callable(bare(change.old)) and change.old is not MISSING and change.old is not change.new:
-                originals |= {id(bare(change.old)): change, id(change.old): change}
-        ours = {id(value) for change in changes for value in (change.new, bare(change.new))}
-        for place, value in captures(holder, originals, ours):
-            change = originals[id(value)]
-            logger.warning("%s is still held by %s", change.target, place)
-            for row in self._rows_of(change):
-                row.held.append(place)
 
     def _rows_of(self, change: Change) -> list[Row]:
         rows = self.ledger.rows

@@ -18,7 +18,6 @@ from megatron_npu.arg_parser import Parser, positive
 from megatron_npu.errors import UsageError
 from megatron_npu.preprocessing import corpus, indexed_dataset, tokenizer_files, windows
 from megatron_npu.preprocessing.encoder import Recipe, Result, encode_all
-from megatron_npu.preprocessing.partitions import Dealer
 from megatron_npu.preprocessing.sentences import Sentences
 from megatron_npu.tokenization import flags, gigatoken_bpe
 
@@ -81,8 +80,13 @@ def _add_shape(add: flags.Add) -> None:
 def _add_work(add: flags.Add) -> None:
     add("--workers", type=positive, default=1, help="CPU workers, none of which changes the output")
     add("--chunk-size", type=positive, help="taken as Megatron's tool takes it; changes nothing")
-    add("--partitions", type=positive, default=1, help="deal documents to so many parts, then join these")
-    add("--keep-sequential-samples", action="store_true", help="keep their order whatever --partitions says")
+    add(
+        "--partitions",
+        type=positive,
+        default=1,
+        help="taken as Megatron's tool takes it; the order is the input's",
+    )
+    add("--keep-sequential-samples", action="store_true", help="that order, which is kept anyway")
     add(
         "--log-interval",
         type=positive,
@@ -139,16 +143,14 @@ def _write(documents: corpus.Corpus, recipe: Recipe, arguments: argparse.Namespa
     with ExitStack() as stack:
         prefixes = [f"{arguments.output_prefix}_{key}_{level}" for key in recipe.keys]
         writers = [stack.enter_context(indexed_dataset.Writer(prefix, dtype)) for prefix in prefixes]
-        parts = 1 if arguments.keep_sequential_samples else arguments.partitions
-        takers = [stack.enter_context(Dealer(writer, parts)) if parts > 1 else writer for writer in writers]
         results = encode_all(documents.batches(), recipe, arguments.workers)
         stack.callback(results.close)  # first of all: the workers end before the files go
         with _Progress(documents.size, arguments.log_interval) as progress:
             for result in progress.watch(results):
-                for taker, encoded in zip(takers, result.keys, strict=True):
-                    taker.add(encoded.tokens, encoded.lengths, encoded.sequences)
-        for taker, writer, key in zip(takers, writers, recipe.keys, strict=True):
-            taker.finish()
+                for writer, encoded in zip(writers, result.keys, strict=True):
+                    writer.add(encoded.tokens, encoded.lengths, encoded.sequences)
+        for writer, key in zip(writers, recipe.keys, strict=True):
+            writer.finish()
             _refuse_empty(writer, key)
         indexed_dataset.publish(writers)
     for writer in writers:

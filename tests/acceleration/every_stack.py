@@ -140,7 +140,9 @@ def code() -> str:
     """Return the last commit that changed the package, in short; with a + where files differ from it."""
     git = ["git", "-C", str(ROOT)]
     commit, changed = (
-        subprocess.run([*git, *words, "--", "megatron_npu"], capture_output=True, text=True, check=True)
+        subprocess.run(
+            [*git, *words, "--", "megatron_npu"], timeout=60, capture_output=True, text=True, check=True
+        )
         for words in (("log", "-1", "--format=%h"), ("status", "--porcelain"))
     )
     return commit.stdout.strip() + ("+" if changed.stdout else "")

@@ -22,6 +22,7 @@ from megatron_npu.errors import UsageError
 from tests.acceleration import deepspeed_stacks, runs, training
 from tests.conftest import LONGEST, ROOT
 from tests.payload import Runs
+from tests.support import processes
 
 SCRIPT = Path(__file__).parent / "scripts" / "dropout.py"
 SAVED, LAST = 8, 12
@@ -49,7 +50,7 @@ def two_ranks(tmp_path_factory):
     }
     environment["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
     program = str(Path(deepspeed_stacks.__file__))
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, program, str(folder), "cpu", "2"],
         env=environment,
         timeout=LONGEST,

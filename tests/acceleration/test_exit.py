@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+
+from tests.support import processes
 
 # Models whose group goes before them, as at the end of `train`; then the end of a process that has joined.
 TRAINS_OFTEN = """
@@ -35,6 +36,6 @@ engine.leave()
 
 def test_it_neither_hangs_nor_aborts():
     """Without the cures one of some fifteen models hangs, and a last gather aborts one of some ten runs."""
-    result = subprocess.run([sys.executable, "-c", TRAINS_OFTEN], capture_output=True, text=True, check=False)
+    result = processes.run([sys.executable, "-c", TRAINS_OFTEN], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "idle True\n"

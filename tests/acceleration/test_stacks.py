@@ -15,6 +15,7 @@ import torch
 from megatron_npu.switches import Switches
 from tests.acceleration import stacks, training
 from tests.conftest import LONGEST
+from tests.support import processes
 
 HERE = Path(__file__).resolve().parent
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stacks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
     command = [sys.executable, str(HERE / "stacks.py"), str(folder), "cpu"]
-    done = subprocess.run(
+    done = processes.run(
         command, env=environment, timeout=LONGEST, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert done.returncode == 0, done.stdout[-4000:]

@@ -211,7 +211,7 @@ def preloaded(folder: Path) -> dict[str, str]:
     library = folder / "faults.so"
     command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(HERE / "faults.c"), "-ldl"]
     try:
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, timeout=60)
     except (OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(f"the campaign needs a C compiler for faults of disk and clock: {error}") from None
     return {"LD_PRELOAD": str(library)}
@@ -224,7 +224,7 @@ def own_shared_memory() -> None:
         print("not the superuser: shared memory that is left behind is not looked for")
         return
     for command in ("mount --make-rprivate /", "mount -t tmpfs tmpfs /dev/shm"):
-        subprocess.run(command.split(), check=True)
+        subprocess.run(command.split(), check=True, timeout=60)
     os.environ["CAMPAIGN_NAMESPACE"] = "1"
 
 

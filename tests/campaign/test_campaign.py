@@ -15,7 +15,9 @@ from tests.campaign import harms
 from tests.campaign.run import Campaign
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the case: it looks for processes in /proc")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="needs Linux: it looks for processes in /proc"
+)
 TRIALS = [
     ("pretrain", harms.kill_writer, "saving"),
     ("pretrain, 2 ranks", harms.kill_launcher, "saving"),

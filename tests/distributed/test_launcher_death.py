@@ -45,7 +45,9 @@ script = '"$@"; exit 0'
 subprocess.run(["sh", "-c", script, "sh", *sys.argv[2:]], env={**os.environ, **eval(sys.argv[1])})
 """
 RUN = {"TORCHELASTIC_RUN_ID": "7", "RANK": "3"}
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of ends by a pidfd")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel of Linux tells of ends by a pidfd"
+)
 
 
 def start(environment: dict[str, str], *more: str, program: str = RANK) -> subprocess.Popen[str]:

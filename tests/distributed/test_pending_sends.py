@@ -67,5 +67,7 @@ def test_without_the_redirection_it_is_lost(tmp_path: Path) -> None:
     """Shows that the test above can fail: gloo sends other bytes, or reads memory that is gone."""
     seen = outcome(tmp_path, redirected=False)
     if seen == "intact":
-        pytest.skip("gloo has sent before the memory was reused: this machine does not show the race")
+        pytest.skip(
+            "the case: gloo has sent before the memory was reused: this machine does not show the race"
+        )
     assert seen in ("other bytes", "memory gone")

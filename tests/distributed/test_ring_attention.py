@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 from tests.end_to_end import tiny
+from tests.support import processes
 
 RANKS = tiny.ROOT / "tests" / "sim" / "ranks.py"
 WORKER = tiny.ROOT / "tests" / "distributed" / "ring_worker.py"
 
 
 def test_three_ranks_are_the_whole_sequence() -> None:
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, str(RANKS), "--torch", "3", str(WORKER)],
         env=tiny.environment(),
         capture_output=True,

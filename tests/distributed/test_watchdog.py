@@ -19,6 +19,7 @@ from tests import warm
 from tests.adaptors.megatron_core.upstream_tests.ports import free_port
 from tests.conftest import LONGEST
 from tests.end_to_end import tiny
+from tests.support import processes
 
 RANKS = 3
 LIMIT = 6  # seconds, instead of the 300 of a user: enough for ranks to say a word on a busy machine
@@ -116,7 +117,7 @@ def alone(scenario: str) -> tuple[int, str]:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1", "RANK": "0"}
     command = [sys.executable, str(HERE / "watched_worker.py"), scenario]
     command, env = warm.ready(command, {**tiny.environment(), **meeting, "MEGATRON_NPU_WATCHDOG": "3"})
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LONGEST)
+    done = processes.run(command, env=env, capture_output=True, text=True, timeout=LONGEST)
     return done.returncode, done.stderr
 
 

@@ -68,7 +68,7 @@ def test_places_below_a_file(refused, flags, tmp_path, flag):
     )
 
 
-@pytest.mark.skipif("os.geteuid() == 0", reason="root may write everywhere")
+@pytest.mark.skipif("os.geteuid() == 0", reason="the case: root may write everywhere")
 def test_a_directory_that_is_read_only(refused, flags, tmp_path):
     tmp_path.chmod(0o500)
     assert "cannot be written" in refused("pretrain", *flags("--save", tmp_path / "new"))

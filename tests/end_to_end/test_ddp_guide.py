@@ -16,6 +16,7 @@ from tests.adaptors.megatron_core.upstream_tests.ports import free_port
 from tests.conftest import LONGEST, ROOT
 from tests.end_to_end.plain_losses import losses
 from tests.sim.conftest import unavailable
+from tests.support import processes
 
 PAGE = ROOT / "docs" / "guides" / "ddp-from-scratch.md"
 HEADING = re.compile(r"^###? (.+?)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
@@ -52,7 +53,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         text = text.replace(old, new)
     text = text.replace("--num-epochs 1", f"--num-epochs 1 --master-port {free_port()}")
     clean = {name: value for name, value in os.environ.items() if not name.endswith("VISIBLE_DEVICES")}
-    done = subprocess.run(
+    done = processes.run(
         ["bash", "-c", text],
         env={**clean, "PATH": f"{root / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
         cwd=root,

@@ -17,6 +17,7 @@ from megatron_npu.doctor.advice import advice
 from megatron_npu.ops import dispatch
 from tests.conftest import LONGEST
 from tests.end_to_end import tiny
+from tests.support import processes
 
 pytest.importorskip("megatron.core")
 
@@ -45,7 +46,7 @@ def megatron(tmp_path) -> Path:
 
 
 def doctor(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return processes.run(
         [sys.executable, "-m", "megatron_npu", "doctor", *flags],
         env=tiny.environment() | variables,
         capture_output=True,

@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import LONGEST, wait_until
 from tests.end_to_end import tiny
+from tests.support import processes
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def test_a_second_run_in_one_folder_is_refused_and_a_killed_one_is_not_in_the_wa
 ) -> None:
     short = tiny.command("pretrain", *flags("--save", tmp_path, "--eval-iters", 0))
     with started(*endless, seen=tmp_path / "metrics.jsonl", text='"iteration": 1') as process:
-        second = subprocess.run(short, env=tiny.environment(), capture_output=True, text=True, check=False)
+        second = processes.run(short, env=tiny.environment(), capture_output=True, text=True, check=False)
         assert second.returncode == 2
         assert "another run is writing there" in second.stderr.splitlines()[-1]
         process.kill()
@@ -76,7 +77,7 @@ def test_a_second_run_in_one_folder_is_refused_and_a_killed_one_is_not_in_the_wa
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"torn")
     (tmp_path / "latest_checkpointed_iteration.txt.1.partial").write_text("7")
-    third = subprocess.run(short, env=tiny.environment(), capture_output=True, text=True, check=False)
+    third = processes.run(short, env=tiny.environment(), capture_output=True, text=True, check=False)
     assert third.returncode == 0, third.stderr
     assert f"removed {left}" in third.stdout
     assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))

@@ -13,6 +13,7 @@ from tests import walk, warm
 from tests.adaptors.megatron_lm import runs
 from tests.conftest import LONGEST, checkout
 from tests.end_to_end import tiny
+from tests.support import processes
 
 PAGE = tiny.ROOT / "docs" / "quick-start-cpu.md"
 BLOCKS = walk.blocks_of_page(PAGE.read_text(encoding="utf-8"))
@@ -27,7 +28,7 @@ def walking(tmp_path_factory) -> walk.Walk:
     }
 
     def run(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return processes.run(
             command,
             env=warm.for_scripts({**tiny.environment(), **changes}),
             capture_output=True,
@@ -77,10 +78,10 @@ def test_git_does_not_see_what_the_page_makes(walking):
     walking.output(OLD)
     made = [path.name for path in project(walking.home).iterdir()]
     assert {"data", "cache", "checkpoints", "Megatron-LM", "Megatron-LM-2023"} <= set(made)
-    known = subprocess.run(["git", "ls-files"], cwd=tiny.ROOT, capture_output=True, text=True, check=True)
+    known = processes.run(["git", "ls-files"], cwd=tiny.ROOT, capture_output=True, text=True, check=True)
     tracked = {Path(name).parts[0] for name in known.stdout.splitlines()}
     folders = [f"{name}/" for name in set(made) - tracked if (project(walking.home) / name).is_dir()]
-    ignored = subprocess.run(
+    ignored = processes.run(
         ["git", "check-ignore", *folders], cwd=tiny.ROOT, capture_output=True, text=True, check=False
     )
     assert sorted(ignored.stdout.split()) == sorted(folders)

@@ -12,6 +12,7 @@ import pytest
 from megatron_npu import upstream
 from megatron_npu.errors import UsageError
 from tests.end_to_end import tiny
+from tests.support import processes
 from tests.unit.test_upstream import make_core
 
 
@@ -30,7 +31,7 @@ def run(script: Path, *roots: Path, **variables: str) -> subprocess.CompletedPro
     environment.pop("MEGATRON_LM_PATH", None)  # the tests' own; it would put another Megatron first
     environment |= variables
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, roots), environment["PYTHONPATH"]])
-    return subprocess.run(
+    return processes.run(
         tiny.command("run", str(script)), env=environment, capture_output=True, text=True, check=False
     )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.fake_cuda import library
+from tests.support import processes
 
 PROGRAM = """
 from tests.fake_cuda import library
@@ -31,7 +31,7 @@ def test_each_variant_that_is_there_runs(tmp_path) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     env = {**os.environ, "PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     words = ["--tiny", "--repeat", "1", "--output", str(output)]
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", PROGRAM, *words], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from tests import bytecode, warm
 from tests.end_to_end import tiny
+from tests.support import processes
 
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?^```bash\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -58,7 +59,7 @@ def run(
     for size, smaller_size in smaller.items():
         assert size in text, f"{page.name} has no {size!r} in a block that is run"
         text = text.replace(size, smaller_size)
-    finished = subprocess.run(
+    finished = processes.run(
         ["bash", "-c", text],
         cwd=folder,
         env=_environment(folder, changes),

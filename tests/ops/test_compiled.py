@@ -236,7 +236,7 @@ def test_no_compiler_is_said(fresh, monkeypatch):
 def test_a_compiler_that_fails_is_said(fresh, monkeypatch):
     monkeypatch.setattr(building, "_FLAGS", ("-no-such-flag",))
     if shutil.which("g++") is None:
-        pytest.skip("a g++")
+        pytest.skip("no g++ that could fail")
     assert not compiled.usable(HERE)
     ((_, reason),) = dispatch.fallbacks
     assert "does not compile them" in reason

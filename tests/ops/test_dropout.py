@@ -220,7 +220,7 @@ class TestInAGraph:
     def test_drops_what_it_drops_outside(self, device, dtype, shape):
         """Both masks of one tensor, too, which the compiler must not take for one."""
         if device != "cpu":
-            pytest.skip("graphs of other devices have dropout of torch's own")
+            pytest.skip("the case: graphs of other devices have dropout of torch's own")
         x = tensors(shape, "cpu", dtype)[0]
         compiled = torch.compile(self.twice, backend="aot_eager_decomp_partition")
         devices.CpuDevice().manual_seed(3)
@@ -236,7 +236,7 @@ class TestInAGraph:
     def test_what_is_computed_again_drops_the_same(self, device):
         """Within a graph the compiler computes activations again, and draws again; not so outside."""
         if device != "cpu":
-            pytest.skip("graphs of other devices have dropout of torch's own")
+            pytest.skip("the case: graphs of other devices have dropout of torch's own")
 
         def again(x, drop):
             return checkpoint(lambda x: drop(x.sin(), 0.5, True).cos(), x, use_reentrant=False).sin()

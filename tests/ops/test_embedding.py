@@ -60,7 +60,7 @@ def test_the_parts_add_up(device):
 def test_the_gradient_of_a_frequent_token_does_not_stop_growing(device, dtype, split):
     """5,000 times 1 in bf16 one after the other is 256."""
     if device == "npu":
-        pytest.skip("the simulator has the CPU's kernel; what hardware does is not known")
+        pytest.skip("the case: the simulator has the CPU's kernel; what hardware does is not known")
     weight = torch.zeros(4, 2, device=device, dtype=dtype, requires_grad=True)
     ids = torch.full((5000,), 2, device=device)
     vocab_parallel_embedding(ids, weight, 0, 4, split=split).sum().backward()

@@ -40,7 +40,7 @@ def test_l2norm(device, dtype):
 def test_l2norm_of_a_large_tensor_is_exact(device):
     """torch's CPU kernel alone is 1e-3 off here, enough to make clipping depend on the layout."""
     if device == "npu":
-        pytest.skip("the simulator has the CPU's kernel; what hardware does is not known")
+        pytest.skip("the case: the simulator has the CPU's kernel; what hardware does is not known")
     value = torch.randn(20_000_000, device=device)
     right = value.double().norm().item()
     assert multi_tensor_l2norm(0, None, [[value]])[0].item() == pytest.approx(right, rel=1e-6)

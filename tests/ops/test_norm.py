@@ -102,7 +102,7 @@ def test_memory_efficient_backward_survives_a_zero_factor(device):
 def test_weight_gradients_of_many_rows(device, dtype, kind):
     """Sums over 4,096 rows: torch's CPU kernel adds them up in bf16 and is 10 % off."""
     if (device, kind) == ("npu", "layer"):
-        pytest.skip("the simulator has the CPU's kernel; what hardware does is not known")
+        pytest.skip("the case: the simulator has the CPU's kernel; what hardware does is not known")
     torch.manual_seed(1)
     x, grad = (torch.randn(4096, 32, device=device).to(dtype) for _ in range(2))
     weight, bias = (torch.rand(32, device=device).to(dtype).requires_grad_() for _ in range(2))

@@ -66,7 +66,7 @@ def test_tiles_of_any_size(device, dtype, interleaved, monkeypatch):
 
 def test_no_more_than_the_tables_is_kept(device):
     if device == "npu":
-        pytest.skip("torch_npu decides what its kernel keeps")
+        pytest.skip("the case: torch_npu decides what its kernel keeps")
     x = torch.randn(8, 2, 3, 16, device=device, requires_grad=True) * 1
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.shape), t)[1], lambda t: t):

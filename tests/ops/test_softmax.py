@@ -74,7 +74,7 @@ def test_a_fully_masked_row_is_uniform_and_passes_no_gradient(device, size):
 
 def test_memory_is_one_copy_of_the_probabilities(device, dtype):
     if device == "npu":
-        pytest.skip("torch_npu decides what its kernel keeps")
+        pytest.skip("the case: torch_npu decides what its kernel keeps")
     scores = torch.randn(2, 2, 32, 32, device=device).to(dtype).requires_grad_() * 1
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(

@@ -37,7 +37,7 @@ def test_a_16_bit_buffer_takes_the_sum(device, dtype):
 @pytest.mark.parametrize(("rows", "width", "reason"), [(4, 65536, "sizes below 65536"), (0, 8, "no row")])
 def test_an_npu_says_what_it_cannot_add_at_once(device, rows, width, reason, monkeypatch):
     if device != "npu":
-        pytest.skip("a limit of the NPU's product")
+        pytest.skip("the case: a limit of the NPU's product")
     x = torch.ones(rows, 2, device=device, dtype=torch.bfloat16)
     grad = torch.ones(rows, width, device=device, dtype=torch.bfloat16)
     main_grad = torch.zeros(width, 2, device=device)

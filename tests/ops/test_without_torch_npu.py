@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 
 from megatron_npu import settings
+from tests.support import processes
 
 
-@pytest.mark.skipif(settings.SIM.enabled(), reason="a simulated process needs torch_npu to start")
+@pytest.mark.skipif(settings.SIM.enabled(), reason="the case: a simulated process needs torch_npu to start")
 def test_every_operation_imports_and_runs_without_torch_npu():
     code = """
 import importlib, pkgutil, sys
@@ -31,6 +31,6 @@ activation.bias_gelu(torch.ones(2, 3), torch.ones(3)).sum()
 print(len(ops.dispatch.OPERATIONS))
 """
     environment = {**os.environ, "MEGATRON_NPU_DEVICE": "cpu", "MEGATRON_NPU_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = processes.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 10

@@ -23,6 +23,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.sim import site
 from tests import warm
 from tests.conftest import LONGEST
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTCOMES = "SIMULATED_TEST_OUTCOMES"  # inside: the file to which the outcomes are written
@@ -60,7 +61,7 @@ def run_simulated(
     inherited = {name: value for name, value in os.environ.items() if name != settings.DEVICE.name}
     own = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), **environment}
     words, env = warm.simulated(command, own, modules, tree)
-    return subprocess.run(
+    return processes.run(
         [sys.executable, "-m", "megatron_npu", "sim", "--", *words],
         env=env,
         cwd=cwd,

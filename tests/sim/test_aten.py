@@ -148,7 +148,7 @@ def compare_catalogue(dtype: torch.dtype) -> tuple[dict[str, str], set[str]]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_every_operation(dtype):
-    pytest.importorskip("expecttest", reason="torch's OpInfo needs it")
+    pytest.importorskip("expecttest", reason="torch's OpInfo needs expecttest")
     # The catalogue walks the whole stack for every sample. Under pytest that takes a hundred times as long as
     # the comparison; the stack of a thread is short.
     with ThreadPoolExecutor(1) as pool:

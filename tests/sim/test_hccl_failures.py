@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim.conftest import Run
+from tests.support import processes
 
 HERE = Path(__file__).resolve().parent
 Outcome = dict[int, object]
@@ -30,7 +30,7 @@ def raw(simulated: Run, tmp_path_factory) -> Callable[..., Outcome]:
     library = simulated("python", "-c", code).stdout.split()[-1]
 
     def run(scenario: str, ranks: int = 2, timeout: str = LONG) -> Outcome:
-        done = subprocess.run(
+        done = processes.run(
             [sys.executable, HERE / "ranks.py", str(ranks), HERE / "hccl_raw.py", library, scenario],
             env={**os.environ, "TIMEOUT": timeout},
             capture_output=True,

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_npu import deepspeed_device
 from megatron_npu.sim import activate, site
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = [sys.executable, "-m", "megatron_npu", "sim"]
@@ -21,7 +22,7 @@ LAUNCHER = [sys.executable, "-m", "megatron_npu", "sim"]
 
 def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Run the launcher itself; no simulator is needed for what it refuses."""
-    return subprocess.run(
+    return processes.run(
         [*LAUNCHER, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
@@ -134,7 +135,7 @@ class TestRefusals:
     def test_a_real_cann(self, tmp_path):
         (tmp_path / "cann.c").write_text("int aclInit(const char* path) { return 0; }\n")
         library = tmp_path / "libascendcl.so"
-        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "cann.c"], check=True)
+        processes.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "cann.c"], check=True)
         result = launch("--", "python", "-c", "pass", LD_LIBRARY_PATH=str(tmp_path))
         assert_refused(result, "a real CANN", "set_env.sh")
 
@@ -161,11 +162,11 @@ class TestOutside:
             "except RuntimeError: print('no npu')"
         )
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        result = processes.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert result.stdout.strip() == "no npu", result.stderr
 
     def test_the_sources_are_in_the_package(self, tmp_path):
-        subprocess.run(
+        processes.run(
             [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)], cwd=ROOT, check=True
         )
         for folder in ("csrc", "boot"):

@@ -17,6 +17,7 @@ from megatron_npu import files
 from megatron_npu.errors import UsageError
 from megatron_npu.sim import build, cache, elf
 from tests.conftest import wait_until
+from tests.support import processes
 
 
 @pytest.fixture(autouse=True)
@@ -93,12 +94,12 @@ def test_symbols_of_a_shared_library(tmp_path):
         "int weak(void) __attribute__((weak));\n"
         'int defined(void) { puts("x"); return other() + absent(1) + (weak ? weak() : 0); }\n'
     )
-    subprocess.run(
+    processes.run(
         ["gcc", "-shared", "-fPIC", "-Wl,-soname,libother.so", "-o", "libother.so", "other.c"],
         cwd=tmp_path,
         check=True,
     )
-    subprocess.run(
+    processes.run(
         ["gcc", "-shared", "-fPIC", "-o", "libmain.so", "main.c", "-L.", "-lother"], cwd=tmp_path, check=True
     )
     library = elf.read(tmp_path / "libmain.so")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib
+import re
 import sys
 
 import pytest
@@ -66,6 +69,24 @@ def test_a_misspelt_flag_is_told_before_the_required_one_that_it_was_to_be():
     assert parser.parse_args(["--layers", "3", "--short"]).layers == "3"
 
 
+def test_a_misspelt_flag_of_an_action_is_told_first_too():
+    parser = Parser("megatron-npu try")
+    action = parser.add_subparsers(dest="action", required=True).add_parser("prune")
+    action.add_argument("--keep", required=True)
+    with pytest.raises(UsageError, match=r"^no flag --kep; expected --keep .* See `megatron-npu try prune "):
+        parser.parse_args(["prune", "--kep", "3"])
+    with pytest.raises(UsageError, match=r"^the following arguments are required: --keep"):
+        parser.parse_args(["prune"])
+    with pytest.raises(UsageError, match=r"^no flag --other"):
+        parser.parse_args(["prune", "--keep", "3", "--other"])
+    assert parser.parse_args(["prune", "--keep", "3"]).keep == "3"
+
+
+def test_a_value_that_is_unfit_is_told_beside_a_misspelt_flag(parser):
+    with pytest.raises(UsageError, match=r"^--layers abc; expected a whole number"):
+        parser.parse_args(["--layers", "abc", "--sed", "3"])
+
+
 def test_help_says_defaults_once_and_short_metavars(parser):
     text = " ".join(parser.format_help().split())
     assert "try: a command." in text
@@ -108,6 +129,53 @@ def test_every_flag_has_a_help_text(name):
     text = " ".join(parser.format_help().split())
     assert "``" not in text
     assert len([action for action in parser._actions if default_of(action)]) <= text.count("default: ")
+
+
+@pytest.fixture
+def required(monkeypatch):
+    """Return a list to which each flag comes that a parser is told to require."""
+    found: list[str] = []
+    add = argparse._ActionsContainer.add_argument
+
+    def noting(container, *names, **options):
+        found.extend(names[:1] if options.get("required") else [])
+        return add(container, *names, **options)
+
+    monkeypatch.setattr(argparse._ActionsContainer, "add_argument", noting)
+    return found
+
+
+HELPS = [name for name in OURS if name != "checkpoint"] + ["checkpoint prune"]
+REQUIRED = {
+    "pretrain": 6,
+    "preprocess": 1,
+    "generate": 1,
+    "serve": 1,
+    "convert": 2,
+    "lambada": 2,
+    "bench": 1,
+    "checkpoint prune": 1,
+}
+
+
+@pytest.mark.parametrize("words", HELPS)
+def test_help_says_which_flags_are_required(words, required, capsys):
+    with contextlib.suppress(SystemExit):
+        cli.main([*words.split(), "--help"])
+    usage, _, listed = capsys.readouterr().out.partition("\noptions:")
+    assert len(required) == REQUIRED.get(words, 0)
+    assert listed.count("(required)") == len(required)
+    for flag in required:
+        assert re.search(rf"\s{flag}\s", usage), flag
+        entry = re.search(rf"^  {flag}\s.*?(?=^  -|^$|\Z)", listed, re.MULTILINE | re.DOTALL)
+        assert entry, flag
+        assert entry[0].rstrip().endswith("(required)")
+
+
+@pytest.mark.parametrize("words", HELPS)
+def test_a_misspelt_flag_is_told_before_what_a_command_requires(words, capsys):
+    assert cli.main([*words.split(), "--no-such-flag-anywhere"]) == 2
+    assert "no flag --no-such-flag-anywhere; expected " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

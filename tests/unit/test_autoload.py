@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.support import processes
 
 CODE = """
 import sys
@@ -38,7 +38,7 @@ def installed(tmp_path):
 def test_import_torch(installed, tmp_path, value, state):
     environment = {name: text for name, text in os.environ.items() if name != "MEGATRON_NPU_AUTOLOAD"}
     environment |= {"PYTHONPATH": installed} | ({} if value is None else {"MEGATRON_NPU_AUTOLOAD": value})
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", CODE],
         env=environment,
         cwd=tmp_path,

@@ -114,9 +114,16 @@ def test_what_a_killed_run_has_left_of_them_is_no_file_of_the_next_save(saved) -
     assert not left.exists()
 
 
-def test_a_checkpoint_without_checksums_is_loaded(tmp_path) -> None:
-    with checksums.verifying(tmp_path / "nothing"):
+def test_a_checkpoint_without_checksums_is_loaded(saved) -> None:
+    flip(saved / "first")
+    with pytest.raises(UsageError, match="first"), checksums.verifying(saved):
         pass
+    checksums.forget(saved)
+    before = sorted(saved.iterdir())
+    with checksums.verifying(saved):
+        read = (saved / "first").read_bytes()
+    assert read == bytes(50) + b"\1" + bytes(49)
+    assert sorted(saved.iterdir()) == before  # none are made of what cannot be known to be whole
 
 
 @pytest.fixture

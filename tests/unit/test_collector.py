@@ -1,15 +1,16 @@
 """The garbage collector rests while a command starts, and only then."""
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.support import processes
 
 _REST = "import gc, sys, types; from megatron_npu import collector; collector.rest(); "
 
 
 def _run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    return processes.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
 def test_a_fresh_process_rests_until_it_resumes() -> None:

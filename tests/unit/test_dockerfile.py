@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.support import processes
 
 # an instruction, its lines joined
 INSTRUCTION = re.compile(r"^([A-Z]+) (.+)$", re.MULTILINE)
@@ -58,7 +58,7 @@ def test_what_is_copied_installs(tmp_path: Path) -> None:
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, place / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(place)], check=True)
+    processes.run([*command, "--wheel-dir", str(tmp_path), str(place)], check=True)
     [wheel] = tmp_path.glob("megatron_npu-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "megatron_npu/cli.py" in names

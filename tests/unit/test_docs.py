@@ -8,7 +8,6 @@ import functools
 import importlib
 import io
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import megatron_npu
 from megatron_npu import attention_flags, cli, settings, upstream
 from megatron_npu.errors import UsageError
 from tests.end_to_end import tiny
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -92,7 +92,7 @@ def test_the_page_lists_every_patch(name, page):
         str(ROOT / "docs" / page),
         "--check",
     ]
-    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True)
+    done = processes.run(command, env=tiny.environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"run it without --check: {done.stderr}"
 
 
@@ -103,7 +103,7 @@ def test_the_page_lists_every_patch(name, page):
 )
 def test_the_generated_page_is_up_to_date(script):
     command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), "--check"]
-    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True)
+    done = processes.run(command, env=tiny.environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"run scripts/{script}.py without --check: {done.stderr}"
 
 
@@ -156,7 +156,7 @@ def test_every_operation_has_a_row():
             importlib.import_module(module.name)
         print(*(operation.name for operation in ops.dispatch.OPERATIONS))"""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, check=True)
+    done = processes.run(command, env=tiny.environment(), capture_output=True, text=True, check=True)
     rows = re.findall(r"^\| (`.*?) \|", TEXTS[ROOT / "docs" / "operations.md"], re.M)
     named = {part for row in rows for name in re.findall(r"`([\w.*]+)`", row) for part in name.split(".")}
     named |= {"attention"}  # has a page of its own
@@ -257,7 +257,7 @@ def test_the_worked_adaptor_runs(tmp_path):
     assert len(steps) == 4
     script = tmp_path / "guide.py"
     script.write_text("\n".join(steps) + "\nprint('to the end')\n")
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, str(script)], env=tiny.environment(), capture_output=True, text=True
     )
     assert done.stdout.endswith("to the end\n"), done.stderr
@@ -277,7 +277,7 @@ def test_the_worked_operation_runs(tmp_path):
     (block,) = blocks(OPERATION, "python")
     script = tmp_path / "squared_relu.py"
     script.write_text(block["text"] + CHECKED_OPERATION)
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, str(script)], env=tiny.environment(), capture_output=True, text=True
     )
     assert done.stdout == "to the end\n", done.stderr

@@ -22,7 +22,7 @@ def test_what_is_absent_is_not_named(nothing: None) -> None:
 
 def test_our_layers_are_not_taken_for_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     if not others.early_import.is_absent("transformer_engine"):
-        pytest.skip("TransformerEngine is there")
+        pytest.skip("the case: TransformerEngine is there")
     monkeypatch.setenv("MEGATRON_NPU_TE", "local")
     assert "transformer_engine" not in others.others()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron_npu import early_import
 from megatron_npu.errors import UsageError
 from megatron_npu.upstream import Upstream
 from tests.end_to_end import tiny
+from tests.support import processes
 
 LIBRARY = """
 import importlib.util
@@ -43,7 +43,7 @@ def test_a_library_may_import_it_before_megatron(tmp_path: Path, started: str) -
     ran = "run" in started
     script.write_text(LIBRARY.replace("import torch\n", "") if ran else LIBRARY)
     command = tiny.command("run", str(script)) if ran else [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = processes.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, checkout
+from tests.support import processes
 
 
 @pytest.fixture
@@ -22,12 +23,12 @@ def upstream(tmp_path: Path) -> Path:
         ["tag", "core_v0.14.0"],
     ):
         where.mkdir(exist_ok=True)
-        subprocess.run(["git", "-C", str(where), *command], check=True)
+        processes.run(["git", "-C", str(where), *command], check=True)
     return where
 
 
 def get(upstream: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return processes.run(
         ["bash", str(ROOT / "scripts" / "get_megatron.sh"), *arguments],
         env=os.environ | {"MEGATRON_LM_URL": str(upstream)},
         capture_output=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import psutil
@@ -12,6 +11,7 @@ import pytest
 from megatron_npu import cli
 from tests.conftest import ROOT, wait_until
 from tests.end_to_end import tiny
+from tests.support import processes
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_operations_are_measured_beside_what_is_there(tmp_path) -> None:
     words = ["--tiny", "--repeat", "1", "--only", "attention 32", "--output", str(output)]
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_ops.py"), *words]
     env = {**tiny.environment(), "TORCHDYNAMO_DISABLE": "1"}  # flex then runs as it is written
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = processes.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(output.read_text())["rows"]
     ours = [row for row in rows if row["variant"] == "project"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_npu"
@@ -89,7 +90,7 @@ def test_packaging_is_all_that_patching_needs():
 
 def test_the_plug_in_imports_neither_torch_nor_megatron():
     code = "import sys, megatron_npu; print(sorted({'torch', 'megatron'} & sys.modules.keys()))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = processes.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shutil
 import site
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from megatron_npu.doctor.advice import advice
 from megatron_npu.doctor.copies import copies
 from tests.conftest import ROOT
+from tests.support import processes
 
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "megatron_npu_autoload.py")
 FOLDERS = ("megatron_npu", "patches")
@@ -36,7 +36,7 @@ class Installed(NamedTuple):
     def run(self, *arguments: str, cwd: Path | None = None) -> str:
         """Run the interpreter in ``cwd`` (default: the tree); return its output."""
         environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(
+        done = processes.run(
             [str(self.python), *arguments],
             cwd=cwd or self.root,
             env=environment,
@@ -62,7 +62,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in SOURCES:
         shutil.copy(ROOT / name, clone / name)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    processes.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     python = venv / "bin" / "python"
     packages = next(venv.glob("lib/python*/site-packages"))
     # what this project needs is lent; what .pth files do there is not, so this project itself is not
@@ -74,7 +74,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def _pip_install(python: Path, clone: Path, mode: Sequence[str]) -> None:
     # --force-reinstall: the lent folder may hold a record of this project
     flags = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--force-reinstall"]
-    done = subprocess.run(
+    done = processes.run(
         [str(python), "-m", "pip", "install", *flags, *mode, str(clone)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr

@@ -101,6 +101,8 @@ def test_one_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with interruption.deferred():
+            within = signal.getsignal(signal.SIGINT)
             _fork()
+        assert within == signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

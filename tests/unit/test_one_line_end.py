@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ from megatron_npu import cli, one_line_end
 from megatron_npu.errors import UsageError
 from tests import warm
 from tests.end_to_end import tiny
+from tests.support import processes
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ atexit.register(print, "the end of a process")
 raise UsageError("a flag", "another", "Change it.")
 """
     command, env = warm.ready([sys.executable, "-c", code], tiny.environment())
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    done = processes.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (2, "the end of a process\n")
     assert done.stderr.splitlines()[-1] == "megatron_npu: error: a flag; expected another. Change it."
     assert "Traceback" not in done.stderr
@@ -100,7 +100,7 @@ print("whole", "line", flush=True)
 print("a part", end="")
 os._exit(0)
 """
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, *unbuffered, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.endswith("whole line\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from megatron_npu import runner, stock_tools
 from megatron_npu.errors import UsageError
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -41,7 +41,7 @@ def test_the_script_and_its_children_are_armed_and_the_user_s_choice_stands(
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {name: text for name, text in os.environ.items() if name != "MEGATRON_NPU_AUTOLOAD"}
     environment |= {"PYTHONPATH": str(ROOT)} | ({} if value is None else {"MEGATRON_NPU_AUTOLOAD": value})
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "megatron_npu", "run", str(tmp_path / "script.py")],
         env=environment,
         cwd=tmp_path,
@@ -74,7 +74,7 @@ def test_a_script_inside_a_tree_finds_what_lies_at_its_root(tree: Path) -> None:
     script = script_in(tree, "examples/inference/gpt/static.py", "import model_provider")
     command = [sys.executable, "-m", "megatron_npu", "run", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = processes.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "found\n"), done.stderr
 
 
@@ -86,7 +86,7 @@ def test_only_scripts_below_a_tree_are_of_it(tree: Path, tmp_path: Path) -> None
 
 def test_the_converter_of_checkpoints_is_refused_with_the_way_round_it(tree: Path) -> None:
     if importlib.util.find_spec("transformer_engine"):
-        pytest.skip("TransformerEngine is installed: the converter is upstream's own")
+        pytest.skip("the case: TransformerEngine is installed: the converter is upstream's own")
     script = script_in(tree, "tools/checkpoint/convert.py")
     with pytest.raises(UsageError, match=r"without TransformerEngine; .*`megatron-npu convert`"):
         runner.main([str(script)])
@@ -120,7 +120,7 @@ def test_a_program_without_megatron_is_redirected_with_its_children(tmp_path: Pa
     (tmp_path / "helper.py").write_text("def is_cuda(tensor):\n    return tensor.is_cuda\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_NPU_DEVICE": "cpu"}
     line = ["run", "--redirect", "--cpu-devices", "3", str(tmp_path / "script.py")]
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "megatron_npu", *line],
         env=environment,
         capture_output=True,
@@ -132,7 +132,7 @@ def test_a_program_without_megatron_is_redirected_with_its_children(tmp_path: Pa
 
 def test_flags_behind_the_script_are_the_script_s(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:])")
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "megatron_npu", "run", "script.py", "--redirect", "--help", "--", "-h"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from megatron_npu import settings
 from megatron_npu.arg_parser import Unfit, byte_size
 from megatron_npu.errors import UsageError
 from tests.end_to_end import tiny
+from tests.support import processes
 
 
 def test_settings_in_force_are_accepted(monkeypatch):
@@ -53,7 +53,7 @@ def test_a_misspelt_variable_stops_every_way_in(start):
     environment = {**os.environ, **tiny.environment(), "MEGATRON_NPU_DEVISE": "cpu"}
     if "-c" in start:
         start = [*start[:2], f"import megatron_npu; {start[2]}"]
-    done = subprocess.run(start, env=environment, capture_output=True, text=True, check=False)
+    done = processes.run(start, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if "error" in line]
     assert len(told) == 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +40,7 @@ def test_a_spawned_child_is_armed_as_its_parent_is(tmp_path: Path, state: str, e
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, str(script), str(ROOT), state],
         env=variables,
         cwd=tmp_path,

@@ -11,6 +11,7 @@ import pytest
 
 from tests import bytecode
 from tests.end_to_end import tiny
+from tests.support import processes
 
 SCRIPTS = tiny.ROOT / "tests_gpt"
 STOCK = "import sys\nprint(__name__, *sys.argv[1:])\n"
@@ -35,12 +36,12 @@ def megatron(tmp_path: Path) -> Path:
 def run(script: Path) -> subprocess.CompletedProcess[str]:
     environment = {**tiny.environment(), "MEGATRON_LM_PATH": "", **bytecode.elsewhere()}
     command = [sys.executable, str(script), "--task", "LAMBADA"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return processes.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def git(root: Path, *words: str) -> None:
     own = ["-c", "user.name=tests", "-c", "user.email=tests@localhost", "-c", "commit.gpgsign=false"]
-    subprocess.run(["git", "-C", str(root), *own, *words], check=True, capture_output=True)
+    processes.run(["git", "-C", str(root), *own, *words], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("name", OURS)

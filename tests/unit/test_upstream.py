@@ -133,8 +133,11 @@ def test_two_megatrons(tmp_path, path, monkeypatch, namespace):
 
 
 def test_a_checkout_beside_a_wheel_of_the_same_version(tmp_path, path):
-    path(make_core(tmp_path / "checkout", "0.16.1"), make_core(tmp_path / "wheel", "0.16.1"))
-    upstream.find().require_supported()
+    first, second = make_core(tmp_path / "checkout", "0.16.1"), make_core(tmp_path / "wheel", "0.16.1")
+    path(first, second)
+    found = upstream.find()
+    assert (found.version, found.shadowed) == ("0.16.1", ((second, "0.16.1"),))
+    found.require_supported()
 
 
 def test_the_installed_megatron_core():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 from tests.conftest import ROOT
+from tests.support import processes
 
 
 def test_no_file_is_opened_in_the_encoding_of_the_locale() -> None:
     command = [sys.executable, "-m", "ruff", "check", "--select", "PLW1514", "--preview", "--isolated"]
-    done = subprocess.run([*command, str(ROOT / "megatron_npu")], capture_output=True, text=True, check=False)
+    done = processes.run([*command, str(ROOT / "megatron_npu")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

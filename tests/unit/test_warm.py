@@ -13,10 +13,9 @@ import pytest
 from tests import warm
 from tests.conftest import LONGEST, wait_until
 from tests.end_to_end import tiny
+from tests.support import processes
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the case: processes are forked on Linux only"
-)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
 
 def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -145,7 +144,7 @@ def test_multiprocessing_and_torchrun(tmp_path: Path) -> None:
 def test_a_program_from_standard_input() -> None:
     command, env = warm.ready([sys.executable, "-", "a"], tiny.environment())
     text = "import sys\nprint(__name__, sys.argv[1:])\n"
-    done = subprocess.run(command, env=env, input=text, capture_output=True, text=True, check=True)
+    done = processes.run(command, env=env, input=text, capture_output=True, text=True, check=True)
     assert done.stdout == "__main__ ['a']\n"
 
 

@@ -15,6 +15,7 @@ import pytest
 from megatron_npu import cli, upstream
 from megatron_npu.errors import UsageError
 from tests.conftest import ROOT
+from tests.support import processes
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import every_python
@@ -60,7 +61,7 @@ def bare(request: pytest.FixtureRequest, tmp_path: Path):
     python = interpreter(request.param)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return processes.run(
             [python, "-S", *arguments],
             env=environment,
             cwd=tmp_path,
@@ -86,7 +87,7 @@ def test_every_help_text(bare) -> None:
 
 
 def test_a_help_text_is_the_same_with_torch(megatron: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", HELPS], capture_output=True, text=True, check=False)
+    done = processes.run([sys.executable, "-c", HELPS], capture_output=True, text=True, check=False)
     before, after = helps(done)
     assert before == after
 
@@ -109,7 +110,7 @@ def reports(megatron: Path) -> dict[str, Any]:
 
 def _with_torch(line: str) -> str:
     command = [sys.executable, "-m", "megatron_npu", *line.split()]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return processes.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_static_commands(bare, reports: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import bytecode
+from tests.support import processes
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -58,7 +59,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command``, which starts with ``sys.executable``, as ``subprocess.run`` does; see ``ready``."""
     command, env = ready(command, env, modules, tree)
-    return subprocess.run(command, env=env, **options)
+    return processes.run(command, env=env, **options)
 
 
 def ready(

@@ -117,13 +117,14 @@ def simulated(argv: list[str]) -> int:
         str(Path(__file__).resolve()),
     ]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run([*command, *argv], env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+    environment = {**os.environ, "PYTHONPATH": path}  # hours are nothing unusual
+    return subprocess.run([*command, *argv], env=environment, check=False, timeout=None).returncode
 
 
 def changes(checkout: Path) -> str:
     """Return what git sees as changed in the checkout, ignored files too."""
     command = ["git", "-C", str(checkout), "status", "--porcelain", "--ignored"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
 
 
 def run(

@@ -16,6 +16,7 @@ from tests import warm
 from tests.conftest import LONGEST
 from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated
+from tests.support import processes
 
 # --transformer-impl is left at its default, transformer_engine, which is not installed
 FLAGS = [
@@ -45,7 +46,7 @@ Run = subprocess.CompletedProcess[str]
 
 
 def git_status(tree: Path) -> str:
-    return subprocess.run(
+    return processes.run(
         ["git", "-C", tree, "status", "--short"], check=True, stdout=subprocess.PIPE, text=True
     ).stdout
 

@@ -58,7 +58,7 @@ def test_bf16():
     same_gradients(ours(*leaves, None), stock(*leaves, None), leaves, atol=3e-2, rtol=3e-2)
 
 
-@pytest.mark.skipif("here().type != 'cpu'", reason="counts the CPU's calls")
+@pytest.mark.skipif("here().type != 'cpu'", reason="the case: counts the CPU's calls")
 def test_attention_is_the_fused_one(monkeypatch):
     """The scores are never materialised: torch's fused attention is called, the stock forward is not."""
     calls = []

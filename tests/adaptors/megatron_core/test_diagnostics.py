@@ -65,7 +65,7 @@ def test_figures_of_memory_follow_what_is_allocated() -> None:
     assert held.nbytes <= torch.cuda.device_memory_used() <= total
 
 
-@pytest.mark.skipif("here().type == 'cpu'", reason="refused there")
+@pytest.mark.skipif("here().type == 'cpu'", reason="the case: refused there")
 def test_the_history_of_memory_is_recorded(tmp_path: Path) -> None:
     """The calls of ``model_provider`` (0.16) and ``pretrain_gpt`` (0.12)."""
     torch.cuda.memory._record_memory_history(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ from megatron_npu.arg_parser import default_of
 from megatron_npu.training.arguments import parser
 from tests.conftest import ROOT, checkout
 from tests.end_to_end import tiny
+from tests.support import processes
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from pretrain_flags import LATER, OTHERWISE, OWN
@@ -45,7 +45,7 @@ def stock():
     paths = os.pathsep.join([str(ROOT), tree])
     environment = {**tiny.environment(), "PYTHONPATH": paths, "MEGATRON_LM_PATH": tree}
     command = [sys.executable, "-B", "-c", ASK]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = processes.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

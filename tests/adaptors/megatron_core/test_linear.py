@@ -30,7 +30,9 @@ def test_the_bits_are_those_of_training(bias: bool) -> None:
     assert torch.equal(drawn, trained)
 
 
-@pytest.mark.skipif("os.environ.get('MEGATRON_NPU_DEVICE', 'cpu') != 'cpu'", reason="patched on a cpu alone")
+@pytest.mark.skipif(
+    "os.environ.get('MEGATRON_NPU_DEVICE', 'cpu') != 'cpu'", reason="the case: patched on a cpu alone"
+)
 def test_no_function_of_autograd_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.tensor_parallel import layers
 
@@ -49,7 +51,9 @@ def test_no_function_of_autograd_is_called(monkeypatch: pytest.MonkeyPatch) -> N
         layer(x)
 
 
-@pytest.mark.skipif("os.environ.get('MEGATRON_NPU_DEVICE', 'cpu') != 'cpu'", reason="patched on a cpu alone")
+@pytest.mark.skipif(
+    "os.environ.get('MEGATRON_NPU_DEVICE', 'cpu') != 'cpu'", reason="the case: patched on a cpu alone"
+)
 @pytest.mark.parametrize("into_main_grad", [False, True])
 def test_bf16_is_multiplied_by_our_kernel(into_main_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Upstream's function on either: the products of a layer and what becomes of their results."""

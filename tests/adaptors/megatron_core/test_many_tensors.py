@@ -78,7 +78,7 @@ def test_copies_in_one_call_are_the_same_to_the_bit(fp32, distributed, monkeypat
 @pytest.mark.parametrize("fp32", [False, True])
 def test_launches_do_not_grow_with_the_number_of_parameters(fp32, distributed):
     if here().type == "cpu":
-        pytest.skip("a CPU has no launches to count")
+        pytest.skip("the case: a CPU has no launches to count")
     from megatron_npu.sim import counting
 
     launches = []

@@ -18,6 +18,7 @@ from tests.conftest import ROOT, on_a_leash
 from tests.distributed import curves
 from tests.distributed.curves import Curve, deviation
 from tests.end_to_end import tiny
+from tests.support import processes
 
 WORKER = Path(__file__).with_name("muon_worker.py")
 INSTALLED = "0.16.1"
@@ -59,7 +60,7 @@ def test_two_processes_that_share_the_optimizer_out_are_one(version, tmp_path) -
     """
     command = [sys.executable, str(WORKER), str(tmp_path / "store")]
     alone = [*command[:-1], str(tmp_path / "alone")]
-    one = subprocess.run(alone, env=environment(version), stdout=subprocess.PIPE, text=True, check=True)
+    one = processes.run(alone, env=environment(version), stdout=subprocess.PIPE, text=True, check=True)
     options: dict = {"env": environment(version), "stdout": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([*command, str(rank)], **options) for rank in (0, 1)]
     with on_a_leash(ranks[0]), on_a_leash(ranks[1]):

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from tests.adaptors.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
-on_a_cpu = pytest.mark.skipif("here().type != 'cpu'", reason="elsewhere there is something to offload")
+on_a_cpu = pytest.mark.skipif(
+    "here().type != 'cpu'", reason="the case: elsewhere there is something to offload"
+)
 
 
 @on_a_cpu

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 def test_allow_no_cuda_may_be_positional(monkeypatch) -> None:
     """As the fourth argument of ``initialize_megatron``, or not given at all."""
     if here().type == "cuda":
-        pytest.skip("upstream's assertion holds there")
+        pytest.skip("the case: upstream's assertion holds there")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
 

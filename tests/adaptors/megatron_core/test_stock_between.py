@@ -20,7 +20,7 @@ LLAMA = [
 
 @pytest.mark.parametrize("version", ["0.13.1", "0.14.0", "0.15.3"])
 def test_an_npu_trains_like_the_cpu(version: str, tmp_path: Path) -> None:
-    pytest.importorskip("einops", reason="upstream's local attention of 0.13 needs it")
+    pytest.importorskip("einops", reason="upstream's local attention of 0.13 needs einops")
     tree = checkout("megatron_core", version)
     if unavailable():
         pytest.skip(unavailable())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from tests.adaptors.megatron_core.stock import final_loss, learns_from_sentences
 from tests.conftest import checkout
 from tests.end_to_end import tiny
 from tests.sim.conftest import unavailable
+from tests.support import processes
 
 VERSIONS = ["0.17.1", "0.18.2", "0.19.1"]
 # Since 0.18 the end of document is one of the --vocab-size tokens of NullTokenizer, before it was one more;
@@ -42,7 +42,7 @@ def _converts(tree: Path, load: Path, into: Path) -> None:
     command = tiny.command("convert", "--from", "megatron", "--to", "hf", str(load), str(into))
     env = tiny.environment() | {"MEGATRON_LM_PATH": str(tree)}
     env["PYTHONPATH"] = os.pathsep.join([str(tree), env["PYTHONPATH"]])
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = processes.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "logits of both models in fp32" in done.stdout
     assert "GPT2LMHeadModel; NullTokenizer" in done.stdout

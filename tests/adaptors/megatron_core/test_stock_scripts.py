@@ -15,6 +15,7 @@ from tests.adaptors import private
 from tests.adaptors.megatron_core.stock import FLAGS, final_loss, losses, norms, pretrain
 from tests.conftest import ROOT, checkout
 from tests.end_to_end import tiny
+from tests.support import processes
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ def test_it_goes_on_from_its_checkpoint(tree: Path, tmp_path: Path, single) -> N
 
 
 def test_the_oldest_tag_trains_and_goes_on(tmp_path: Path) -> None:
-    pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs it")
+    pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs einops")
     oldest = checkout("megatron_core", "0.12.1")
     # its mock data counts up to the end of document
     large = ["--vocab-size", "8191", "--use-distributed-optimizer"]
@@ -128,7 +129,7 @@ def test_what_it_writes_is_private_without_any_command_of_ours(tree: Path, tmp_p
     program = (
         "import runpy, sys, megatron_npu; sys.argv[:1] = []; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", program, str(tree / "pretrain_gpt.py"), *flags],
         env=tiny.environment() | {"MEGATRON_LM_PATH": str(tree), "PYTHONPATH": f"{tree}:{ROOT}"},
         cwd=tmp_path,
@@ -147,7 +148,7 @@ def test_no_command_is_needed_where_the_package_is_installed(tree: Path, tmp_pat
 
     if not [point for point in entry_points(group="torch.backends") if point.name == "megatron_npu"]:
         pytest.skip("megatron_npu is on the path but not installed: torch finds no entry point")
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, tree / "pretrain_gpt.py", "--mock-data", *FLAGS],
         env=tiny.environment() | {"MEGATRON_LM_PATH": str(tree), "MEGATRON_NPU_AUTOLOAD": "1"},
         cwd=tmp_path,

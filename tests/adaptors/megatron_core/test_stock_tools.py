@@ -21,6 +21,7 @@ from tests.adaptors.megatron_core.upstream_tests.ports import free_port
 from tests.conftest import LONGEST, checkout, on_a_leash, wait_until
 from tests.end_to_end import tiny
 from tests.sim.conftest import unavailable
+from tests.support import processes
 
 MODEL = [
     *"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32".split(),
@@ -52,7 +53,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     version = request.param
     tree = checkout("megatron_core", version)
     if version == "0.12.1":
-        pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs it")
+        pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs einops")
     folder = tmp_path_factory.mktemp("trained")
     data = tiny.write_dataset(folder / "numbers", documents=200)
     training = "--train-iters 60 --global-batch-size 16 --lr 1e-2 --split 100,0,0 --eval-iters 0".split()
@@ -136,7 +137,7 @@ def test_the_examples_find_what_lies_at_the_root_of_their_tree(tmp_path: Path, n
     """No variable names the tree: the script lies in it."""
     script = checkout("megatron_core", "0.16.1") / f"examples/inference/gpt/gpt_{name}_inference.py"
     command = tiny.command("run", str(script), "--help")
-    done = subprocess.run(command, env=tiny.environment(), cwd=tmp_path, capture_output=True, text=True)
+    done = processes.run(command, env=tiny.environment(), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "--num-tokens-to-generate" in done.stdout
 
@@ -146,7 +147,7 @@ def test_the_converter_is_refused_where_its_script_starts(tmp_path: Path) -> Non
     tree = checkout("megatron_core", "0.16.1")
     flags = f"--model-type GPT --loader core --saver core --load-dir no --save-dir no --megatron-path {tree}"
     command = [sys.executable, "-c", PROGRAM, str(tree / "tools/checkpoint/convert.py"), *flags.split()]
-    done = subprocess.run(command, env=tiny.environment(), cwd=tmp_path, capture_output=True, text=True)
+    done = processes.run(command, env=tiny.environment(), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0
     assert "convert.py without TransformerEngine; expected" in done.stderr.splitlines()[-1]
 
@@ -225,5 +226,5 @@ def test_bert_and_t5_learn(version: str, script: str, tokenizer: list[str], tmp_
     """With the default --transformer-impl, which is transformer_engine."""
     tree = checkout("megatron_core", version)
     if version == "0.12.1":
-        pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs it")
+        pytest.importorskip("einops", reason="upstream's local attention of 0.12 needs einops")
     learns_from_sentences(tree, tmp_path, script, *tokenizer)

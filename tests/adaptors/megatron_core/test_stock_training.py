@@ -126,7 +126,7 @@ def test_the_profiler_writes_a_trace(logged) -> None:
 def test_the_history_of_memory_is_dumped(logged) -> None:
     _, folder, device = logged
     if device == "cpu":
-        pytest.skip("refused on a cpu: test_arguments.py")
+        pytest.skip("the case: refused on a cpu: test_arguments.py")
     assert (folder / "snapshot.pickle").stat().st_size > 10_000
 
 
@@ -137,7 +137,7 @@ def test_a_signal_saves_and_ends_a_run_that_recomputes(tree: Path, tmp_path: Pat
     are those of the run that keeps everything, dropout being drawn again as it was.
     """
     if logged[2] != "cpu":
-        pytest.skip("a run of the simulator takes twice as long")
+        pytest.skip("the case: a run of the simulator takes twice as long")
     script = [str(tree / "pretrain_gpt.py"), "--mock-data", *FLAGS, *COMMON, "--train-iters", "100000"]
     modules = "--recompute-granularity selective --recompute-modules core_attn layernorm mlp".split()
     save = ["--save", str(tmp_path / "checkpoint"), "--save-interval", "100000", "--exit-signal-handler"]

@@ -49,7 +49,7 @@ def test_no_token_begins_a_text(byte_tokenizer) -> None:
 def test_without_a_network_the_flag_is_named_that_needs_none(monkeypatch, tmp_path) -> None:
     pytest.importorskip("transformers")
     library = pytest.importorskip(
-        "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer", reason="since 0.15"
+        "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer", reason="needs a Megatron since 0.15"
     )
     from megatron.core.tokenizers.text.libraries import huggingface_tokenizer
 
@@ -63,7 +63,7 @@ def test_without_a_network_the_flag_is_named_that_needs_none(monkeypatch, tmp_pa
 
 def test_without_transformers_the_package_is_named(monkeypatch, tmp_path) -> None:
     library = pytest.importorskip(
-        "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer", reason="since 0.15"
+        "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer", reason="needs a Megatron since 0.15"
     )
     monkeypatch.setattr(tokenizers, "installed", lambda *_: None)
     with pytest.raises(UsageError, match=r"without the package transformers; .* pip install transformers"):
@@ -106,7 +106,7 @@ def test_t5_finds_its_sentinels(tmp_path) -> None:
     """Transformers 5 does not keep a list of them, which 0.15 to 0.17 take from it."""
     pytest.importorskip("transformers")
     library = pytest.importorskip(
-        "megatron.core.tokenizers.text.libraries.huggingface_tokenizer", reason="since 0.15"
+        "megatron.core.tokenizers.text.libraries.huggingface_tokenizer", reason="needs a Megatron since 0.15"
     )
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word"]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")

@@ -68,7 +68,7 @@ def test_no_graph_is_captured_without_cuda(asked, monkeypatch) -> None:
 )
 def test_what_needs_transformer_engine_is_refused(asked, line) -> None:
     if "tp_comm_overlap" in asked and here().type == "npu":
-        pytest.skip("an NPU has operations for it")
+        pytest.skip("the case: an NPU has operations for it")
     with pytest.raises(UsageError, match=f"^{line} without TransformerEngine; expected .*[.] "):
         make_config(**asked)
 
@@ -156,7 +156,7 @@ def test_what_upstream_refuses_is_still_of_its_kind() -> None:
 
 def test_the_dynamic_engine_is_refused_without_flash_attn() -> None:
     if importlib.util.find_spec("flash_attn"):
-        pytest.skip("flash-attn is installed")
+        pytest.skip("the case: flash-attn is installed")
     from megatron.core.transformer import attention
 
     with pytest.raises(UsageError, match="dynamic inference engine without the package flash-attn"):
@@ -165,7 +165,7 @@ def test_the_dynamic_engine_is_refused_without_flash_attn() -> None:
 
 def test_mamba_is_refused_without_its_kernels() -> None:
     if importlib.util.find_spec("mamba_ssm"):
-        pytest.skip("mamba-ssm is installed")
+        pytest.skip("the case: mamba-ssm is installed")
     from megatron.core.models.mamba.mamba_model import MambaModel
 
     with pytest.raises(UsageError, match="Mamba model without the packages mamba-ssm"):

@@ -22,6 +22,7 @@ from tests.adaptors.megatron_core.upstream_tests.results import (
     merge,
 )
 from tests.conftest import LONGEST, ROOT, checkout
+from tests.support import processes
 
 HERE = Path(__file__).parent
 RUNNER = HERE / "run_upstream_tests.py"
@@ -38,7 +39,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.run(
+    return processes.run(
         [sys.executable, *command],
         env=environment,
         capture_output=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 
 import pytest
@@ -55,11 +56,22 @@ def test_flags_of_ours_for_other_trees(flag):
     refuse_flags_of_other_trees(["--num-layers", "2", "--cross-entropy-fusion"])
 
 
-def test_others_pass(tmp_path):
+def test_a_stage_of_two_is_all_that_is_wrong_and_only_with_deepspeed(tmp_path):
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
-    unsupported_options.refuse(arguments(deepspeed_config=str(path)))
-    unsupported_options.refuse(arguments(deepspeed=False, deepspeed_config=None))
+
+    def refused(stage, **changes):
+        path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}))
+        given = arguments(deepspeed_config=str(path), **changes)
+        before = vars(given).copy()
+        try:
+            unsupported_options.refuse(given)
+        except UsageError:
+            return True
+        assert vars(given) == before
+        return False
+
+    assert [refused(stage) for stage in (0, 1, 2, 3)] == [False, False, True, True]
+    assert not refused(2, deepspeed=False)
 
 
 @pytest.mark.parametrize(
@@ -75,4 +87,9 @@ def test_the_engine_takes_a_pipeline(options, remedy):
 
 
 def test_an_engine_without_pipelines_takes_all():
-    refuse_other_models(argparse.Namespace(ds_pipeline_enabled=False), pipeline=False)
+    taken = []
+    for enabled, pipeline in [(True, True), (False, True), (False, False), (True, False)]:
+        with contextlib.suppress(UsageError):
+            refuse_other_models(argparse.Namespace(ds_pipeline_enabled=enabled), pipeline=pipeline)
+            taken.append((enabled, pipeline))
+    assert taken == [(True, True), (False, True), (False, False)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +10,13 @@ import pytest
 from megatron_npu import upstream
 from tests.adaptors.megatron_lm import runs
 from tests.conftest import checkout as find_or_skip
+from tests.support import processes
 
 
 def status(checkout: Path) -> str:
     """Return what git says has changed in the checkout; nothing where it is a plain copy."""
     command = ["git", "-C", str(checkout), "status", "--short", "--ignored"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return processes.run(command, capture_output=True, text=True, check=False).stdout
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from megatron_npu.errors import UsageError
 from megatron_npu.standins import compiled_dataset_indices as compiled
 from megatron_npu.standins import dataset_helpers as ours
 from megatron_npu.standins import wide_dataset_helpers
+from tests.support import processes
 
 
 @pytest.fixture(params=["compiled", "python"], autouse=True)
@@ -48,7 +48,7 @@ def theirs(checkout, tmp_path_factory):
         *(f"-I{folder}" for folder in includes),
     ]
     source = checkout / "megatron" / "data" / "helpers.cpp"
-    built = subprocess.run(
+    built = processes.run(
         [compiler, *options, str(source), "-o", str(target)], capture_output=True, text=True, check=False
     )
     if built.returncode:

@@ -9,6 +9,7 @@ import pytest
 from tests import walk, warm
 from tests.adaptors.megatron_lm import guide, runs
 from tests.conftest import LONGEST
+from tests.support import processes
 
 # longer than the window of 2,048 tokens, which else is no window
 ITERATIONS = 14
@@ -21,7 +22,7 @@ def walking(checkout, tmp_path_factory) -> walk.Walk:
     pytest.importorskip("wikiextractor", reason="wikiextractor is not installed")
 
     def run(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return processes.run(
             command,
             env=warm.for_scripts(runs.environment(**changes)),
             capture_output=True,

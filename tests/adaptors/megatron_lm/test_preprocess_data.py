@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from tests import walk
 from tests.adaptors.megatron_lm import runs
 from tests.end_to_end.tiny import ROOT
+from tests.support import processes
 
 TEXTS = [
     "It's a test: 1,024 tokens… “quoted”, naïve café, 東京, and    blanks.\n\nA second paragraph.",
@@ -32,7 +32,7 @@ def test_gives_the_bytes_that_our_tool_gives(checkout, gpt2_vocab, tmp_path):
     theirs += ["--chunk-size", "25", "--workers", "2"]
     runs.succeeded(runs.run(script, [*common, *theirs]))
     command = [sys.executable, "-m", "megatron_npu", "preprocess", *common]
-    subprocess.run([*command, "--output-prefix", str(tmp_path / "ours")], env=runs.environment(), check=True)
+    processes.run([*command, "--output-prefix", str(tmp_path / "ours")], env=runs.environment(), check=True)
     for suffix in ("bin", "idx"):
         content = [(tmp_path / f"{name}_text_document.{suffix}").read_bytes() for name in ("theirs", "ours")]
         assert len(content[0]) > 1000
@@ -42,7 +42,7 @@ def test_gives_the_bytes_that_our_tool_gives(checkout, gpt2_vocab, tmp_path):
 @pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
 def test_gives_the_bytes_that_our_tool_gives_for_bert(checkout, tmp_path, kind):
     """Sentences, each a sequence, in the words of BERT."""
-    pytest.importorskip("nltk", reason="sentences are split with nltk")
+    pytest.importorskip("nltk", reason="needs nltk: sentences are split with it")
     walk.write_sentence_model(tmp_path / "nltk")
     text, vocab_file = tmp_path / "text.json", tmp_path / "vocab.txt"
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXTS))
@@ -58,7 +58,7 @@ def test_gives_the_bytes_that_our_tool_gives_for_bert(checkout, tmp_path, kind):
     runs.succeeded(theirs)
     command = [sys.executable, "-m", "megatron_npu", "preprocess", *common]
     command += ["--output-prefix", str(tmp_path / "ours")]
-    subprocess.run(command, env=runs.environment(**data), check=True)
+    processes.run(command, env=runs.environment(**data), check=True)
     for suffix in ("bin", "idx"):
         content = [(tmp_path / f"{name}_text_sentence.{suffix}").read_bytes() for name in ("theirs", "ours")]
         assert len(content[0]) > 1000
@@ -67,7 +67,7 @@ def test_gives_the_bytes_that_our_tool_gives_for_bert(checkout, tmp_path, kind):
 
 def test_script_of_t5_splits_sentences(checkout, tmp_path):
     """WikiExtractor's files in folders become documents of sentences."""
-    pytest.importorskip("nltk", reason="sentences are split with nltk")
+    pytest.importorskip("nltk", reason="needs nltk: sentences are split with it")
     walk.write_sentence_model(tmp_path / "nltk")
     words = "mr the cat sat on a mat . dog ran home".split()
     data, articles = tmp_path / "data", tmp_path / "text" / "AA"
@@ -86,7 +86,7 @@ def test_script_of_t5_splits_sentences(checkout, tmp_path):
         "WORKERS": "1",
         "GPT": "no",
     }
-    result = subprocess.run(
+    result = processes.run(
         ["bash", str(ROOT / "tests" / "dataset_preprocess_t5.sh")],
         env=runs.environment(**{name: str(value) for name, value in changes.items()}),
         capture_output=True,

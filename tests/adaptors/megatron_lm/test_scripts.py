@@ -17,6 +17,7 @@ from tests import walk, warm
 from tests.adaptors.megatron_lm import guide, runs
 from tests.conftest import LONGEST
 from tests.end_to_end.tiny import ROOT
+from tests.support import processes
 
 SCRIPTS = ROOT / "tests_gpt"
 OPTIONS = ["--pre=16", "--next=0", "--shape_order=BSH"]
@@ -37,7 +38,7 @@ def script(data, tmp_path):
             "NUM_HEADS": 2,
         }
         settings = {name: str(value) for name, value in {**own, **changes}.items()}
-        return subprocess.run(
+        return processes.run(
             ["bash", str(SCRIPTS / name), *options],
             env=warm.for_scripts(runs.environment(**settings)),
             capture_output=True,
@@ -232,7 +233,7 @@ def test_a_vocabulary_is_taken_from_where_the_guide_downloads_it(tmp_path, scrip
         (tmp_path / name).write_text(f"content of {name}\n")
     own = {"PYTHON": sys.executable, "MEGATRON_LM_PATH": "/nowhere", "NLTK_DATA": str(tmp_path)}
     command = ["bash", str(ROOT / "tests" / script)]
-    done = subprocess.run(
+    done = processes.run(
         command, cwd=tmp_path, env=runs.environment(**own), capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
@@ -264,7 +265,7 @@ def alone(tmp_path):
             "TRAIN_ITERS": 30,
         }
         own = {**guide.SIZES, **elsewhere, **changes}
-        return subprocess.run(
+        return processes.run(
             ["bash", str(scripts / name), *options],
             env=warm.for_scripts(runs.environment(**{name: str(value) for name, value in own.items()})),
             capture_output=True,
@@ -306,7 +307,7 @@ def test_fetches_one_tree(checkout, tmp_path):
     if not (checkout / ".git").exists():
         pytest.skip("the checkout is a plain copy, from which nothing can be cloned")
     command = ["bash", str(ROOT / "scripts" / "get_megatron.sh"), str(tmp_path), "285068c8"]
-    done = subprocess.run(command, env=runs.environment(MEGATRON_LM_URL=str(checkout)), check=False)
+    done = processes.run(command, env=runs.environment(MEGATRON_LM_URL=str(checkout)), check=False)
     assert done.returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["285068c8"]
     assert upstream.find(tmp_path / "285068c8").version == upstream.LEGACY_VERSION
@@ -343,7 +344,7 @@ def test_shellcheck_finds_nothing():
     scripts = [ROOT / ".ci" / "run"]
     scripts += [path for folder in ("tests_gpt", "tests", "scripts") for path in (ROOT / folder).glob("*.sh")]
     command = [shellcheck, *map(str, scripts)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = processes.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert len(scripts) > 10
     assert result.returncode == 0, result.stdout
 

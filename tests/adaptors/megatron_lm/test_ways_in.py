@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.adaptors import private
 from tests.adaptors.megatron_lm import runs
+from tests.support import processes
 
 
 def entry_point(checkout: Path, folder: Path) -> tuple[list[str], str]:
@@ -51,7 +51,7 @@ def test_way_in(checkout, data, tmp_path, way):
         str(written / "board"),
     ]
     flags = [*runs.flags(written), "--train-iters", "3", *save]
-    result = subprocess.run(
+    result = processes.run(
         [sys.executable, *command, *flags],
         env=environment,
         capture_output=True,

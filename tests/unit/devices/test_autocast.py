@@ -137,8 +137,9 @@ def test_a_scaler_scales_and_skips_what_overflows(make):
 @pytest.mark.parametrize("first", ["", "import torch._dynamo"], ids=["redirected-first", "dynamo-first"])
 def test_autocast_can_be_compiled(first, redirection, tmp_path):
     """In a process of its own: torch._dynamo reads the names of torch once, at its import."""
-    import subprocess
     import sys
+
+    from tests.support import processes
 
     code = f"""
 import torch
@@ -152,4 +153,4 @@ def function(x):
 compiled = torch.compile(function, backend="eager", fullgraph=True)
 assert compiled(torch.ones(3, 3, device="cuda")).dtype is torch.bfloat16
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    processes.run([sys.executable, "-c", code], check=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 
 from megatron_npu.devices import cores
 from tests.conftest import ROOT
+from tests.support import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds threads to cores")
 QUIET = """
@@ -43,7 +43,7 @@ def ranks(folder, **changes: str) -> tuple[list[tuple[int, list[tuple[int, ...]]
     env |= {"PYTHONPATH": str(ROOT), "FOLDER": str(folder), "MEGATRON_NPU_AUTOLOAD": "0", **changes}
     launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     command = [sys.executable, *launcher, str(folder / "rank.py")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = processes.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [eval((folder / str(rank)).read_text()) for rank in range(2)], done.stdout
 

@@ -11,7 +11,7 @@ from megatron_npu import devices, settings
 from megatron_npu.devices.cpu_device_index import CpuDeviceIndex
 from megatron_npu.devices.redirect import Redirection
 
-pytestmark = pytest.mark.skipif(settings.SIM.enabled(), reason="an NPU has indices")
+pytestmark = pytest.mark.skipif(settings.SIM.enabled(), reason="the case: an NPU has indices")
 
 
 @pytest.fixture

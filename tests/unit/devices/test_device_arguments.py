@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.support import processes
 
 pytestmark = pytest.mark.usefixtures("redirection")
 
@@ -54,7 +55,7 @@ def test_cuda_is_the_device(redirection, make):
 
 def test_a_sparse_tensor(redirection):
     if redirection.device.name == "npu":
-        pytest.skip("the simulated NPU has no sparse tensors")
+        pytest.skip("the case: the simulated NPU has no sparse tensors")
     assert torch.sparse_coo_tensor([[0]], [1.0], (2,), device="cuda").to_dense().tolist() == [1.0, 0.0]
 
 
@@ -99,7 +100,7 @@ def test_generators_are_torchs_own(redirection):
 @pytest.mark.parametrize("by_name", [True, False])
 def test_the_default_type(redirection, name, by_name):
     if redirection.device.name == "npu" and "Double" in name:
-        pytest.skip("an NPU has no float64")
+        pytest.skip("the case: an NPU has no float64")
     last = name.rpartition(".")[-1]
     try:
         torch.set_default_tensor_type(name if by_name else getattr(torch.cuda, last))
@@ -152,4 +153,4 @@ assert torch.compile(draw, backend="eager", fullgraph=True)(torch.ones(3)).shape
 import torch._inductor.compile_fx
 import torch.fx.operator_schemas
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    processes.run([sys.executable, "-c", code], check=True)

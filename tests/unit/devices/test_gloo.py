@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
 import time
 import types
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from megatron_npu import devices
 from megatron_npu.devices import gloo
 from megatron_npu.devices.redirect import Redirection
+from tests.support import processes
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ print("done")
 def test_a_process_that_keeps_its_groups_ends_well():
     """Without the wait nine of ten such processes are aborted."""
     for _ in range(3):
-        result = subprocess.run(
+        result = processes.run(
             [sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, check=False
         )
         assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
@@ -121,7 +121,7 @@ for _ in range(150):
 
 def test_a_model_that_goes_after_its_group_does_not_hang():
     """Without the cure one of some fifteen such models does."""
-    result = subprocess.run([sys.executable, "-c", TRAINS_OFTEN], capture_output=True, text=True, check=False)
+    result = processes.run([sys.executable, "-c", TRAINS_OFTEN], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
 
@@ -161,7 +161,7 @@ print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
 def test_gathering_starts_no_second_pool_of_threads(which, grows, command):
     """With one, every step after the first checkpoint takes twice as long on two cores (torch 2.13)."""
     command = [sys.executable, "-c", GATHERS, which, command]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = processes.run(command, capture_output=True, text=True, check=True)
     more, own = map(int, result.stdout.split())
     assert (more > 0, own) == (grows, 2)
 

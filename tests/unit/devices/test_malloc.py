@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.support import processes
+
 # MiB that stay resident when a tensor of 256 MiB is freed: between prepare and release, and after it.
 SCRIPT = """
 import psutil
@@ -32,13 +34,13 @@ print(kept, resident() - before)
 def resident_after_free(keep: str) -> list[float]:
     environment = os.environ | {"MEGATRON_NPU_KEEP_MEMORY": keep, "MEGATRON_NPU_AUTOLOAD": "0"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    result = subprocess.run(
+    result = processes.run(
         [sys.executable, "-c", SCRIPT], env=environment, check=True, stdout=subprocess.PIPE, text=True
     )
     return [float(word) for word in result.stdout.split()]
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt(3) is glibc's")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc, whose function mallopt(3) is")
 class TestMalloc:
     def test_freed_memory_is_used_again_until_released(self) -> None:
         kept, released = resident_after_free(keep="1")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from megatron_npu import devices, settings
+from tests.support import processes
 
 
 def test_inf_and_nan_are_left_to_the_numbers() -> None:
@@ -36,5 +36,5 @@ assert device.overflowed() is False
 assert asked == ["npu_clear_float_status", "npu_get_float_status"], asked
 """
     environment = {**os.environ, "INF_NAN_MODE_FORCE_DISABLE": "1", "INF_NAN_MODE_ENABLE": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = processes.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

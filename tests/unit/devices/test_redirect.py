@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
 import sys
 import types
 
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, dataloader
 
 from megatron_npu import devices
 from megatron_npu.devices.redirect import Redirection, callers
+from tests.support import processes
 
 
 def as_megatron(source: str, name: str = "megatron.core.example") -> dict:
@@ -118,7 +118,7 @@ plugin.uninstall()
 assert torch.Tensor.to is before
 """
     environment = {**os.environ, "MEGATRON_NPU_DEVICE": "cpu"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    processes.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_cuda_device_is_left_alone():
@@ -304,7 +304,7 @@ def function(x):
 compiled = torch.compile(function, backend="eager", fullgraph=True)
 assert compiled(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    processes.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_comes_in_shared_memory_is_copied_to_the_device(redirection):
@@ -437,9 +437,9 @@ def test_deepspeeds_accelerator_seeds_the_device_alone(redirection, monkeypatch,
 @pytest.mark.parametrize("name", ["npu", "cuda"])
 def test_an_absent_device_is_an_error(name):
     if {"npu": devices.NpuDevice, "cuda": devices.CudaDevice}[name]().absence() is None:
-        pytest.skip(f"{name} is here")
+        pytest.skip(f"the case: {name} is here")
     code = "import megatron.core"
-    result = subprocess.run(
+    result = processes.run(
         [sys.executable, "-c", f"import megatron_npu; {code}"],
         env={**os.environ, "MEGATRON_NPU_DEVICE": name},
         capture_output=True,

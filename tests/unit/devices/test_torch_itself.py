@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from megatron_npu import devices
 from megatron_npu.devices.redirect import Redirection
+from tests.support import processes
 
 COMPILED = """
 import megatron.core
@@ -45,7 +45,7 @@ except (AssertionError, RuntimeError) as error:  # torch without CUDA, torch wit
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ for torch.compile")
 def test_torch_compile_after_the_import_of_megatron(tmp_path: Path) -> None:
     """In a process of its own: inductor asks for the device once, and keeps the answer."""
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", COMPILED],
         env=os.environ | {"MEGATRON_NPU_DEVICE": "cpu", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
         capture_output=True,

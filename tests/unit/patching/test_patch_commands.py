@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from megatron_npu import cli, patch_commands, plugin, upstream
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.pins import Pins
+from tests.support import processes
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_the_ledger_of_a_drifted_tree_shows_what_failed_first(
     edit(tmp_path, "def _set_cuda_rng_state(", "def _set_cuda_rng_state(extra, ")
     modules = ["megatron.core.tensor_parallel.random", "megatron.core.tensor_parallel.cross_entropy"]
     command = [sys.executable, "-m", "megatron_npu", "ledger", "--megatron", str(tmp_path), "--import"]
-    done = subprocess.run([*command, *modules], capture_output=True, text=True, check=False)
+    done = processes.run([*command, *modules], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     failed = "megatron.core.tensor_parallel.random:_set_cuda_rng_state"
@@ -167,7 +167,7 @@ def test_pins_of_modules_that_this_megatron_lacks_are_kept(
     elsewhere = [patch for patch in patch_commands._records(found) if ".core." not in patch.target]
     target, module = elsewhere[0].target, elsewhere[0].module
     if module in data["modules"]:
-        pytest.skip("this Megatron ships the training scripts")
+        pytest.skip("the case: this Megatron ships the training scripts")
     data["targets"][target] = {"fingerprint": "0" * 16, "signature": "def f()", "line": 1}
     data["modules"][module] = "0" * 64
     path.write_text(json.dumps(data))
@@ -205,7 +205,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(
 
 def test_a_reader_that_has_seen_enough_is_no_traceback(found: upstream.Upstream) -> None:
     command = f"{sys.executable} -m megatron_npu check | head -c 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    done = processes.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout
     assert done.stderr == ""
 
@@ -242,7 +242,7 @@ def test_bad_usage_is_one_line(
 
 def test_a_module_that_there_is_not_is_one_line(found: upstream.Upstream) -> None:
     command = [sys.executable, "-m", "megatron_npu", "ledger", "--import", "megatron.core.nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = processes.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "no module megatron.core.nowhere" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

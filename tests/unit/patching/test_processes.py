@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import processes
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -55,7 +56,7 @@ def test_children_are_patched(tmp_path: Path, method: str) -> None:
     (tmp_path / "stockpkg").mkdir()
     for name, source in files.items():
         (tmp_path / name).write_text(source)
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "script.py", method],
         cwd=tmp_path,
         env={"PYTHONPATH": str(REPOSITORY), "PATH": ""},
@@ -71,7 +72,7 @@ def test_importing_the_engine_imports_neither_torch_nor_the_host() -> None:
         "import sys, megatron_npu.patching.engine; "
         "print(sorted({'torch', 'megatron', 'numpy', 'packaging'} & set(sys.modules)))"
     )
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,

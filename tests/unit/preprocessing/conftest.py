@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from megatron_npu.preprocessing import command
 from tests.conftest import ROOT, Vocabulary, checkout
+from tests.support import processes
 
 SAMPLE = """From fairest creatures we desire increase, that thereby beauty's rose might never die.
 He's seen 42 things, they'll say: "I'd rather've not"; naïve café — Ωμέγα, 你好世界, 🙂🙂!\n\n\tIndented.  """
@@ -59,7 +59,7 @@ def stock_tool(tmp_path: Path) -> Callable[..., Path]:
     def run(*flags: str, level: str = "document", **environment: str) -> Path:
         runner = ROOT / "benchmarks" / "stock_preprocess.py"
         command = [sys.executable, str(runner), str(tree), *flags]
-        subprocess.run(
+        processes.run(
             [*command, "--output-prefix", str(tmp_path / "stock")],
             check=True,
             env={**os.environ, "MEGATRON_NPU_AUTOLOAD": "0", **environment},

@@ -29,6 +29,7 @@ from megatron_npu.preprocessing import encoder, indexed_dataset, jsonl
 from megatron_npu.preprocessing.tokenizer_files import GPT2Files
 from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
 from tests.conftest import LONGEST, ROOT, Vocabulary, on_a_leash, wait_until
+from tests.support import processes
 from tests.unit.preprocessing.conftest import SAMPLE
 
 Write = Callable[..., Path]
@@ -308,7 +309,7 @@ def test_bar_on_a_terminal(tmp_path: Path, tiny: Vocabulary, corpus_file: Write)
     ]
     command += ["--output-prefix", str(tmp_path / "out"), "--vocab-file", str(tiny.vocab_file)]
     command += ["--merge-file", str(tiny.merge_file)]
-    subprocess.run(command, cwd=ROOT, stderr=terminal, check=True)
+    processes.run(command, cwd=ROOT, stderr=terminal, check=True)
     os.close(terminal)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)

@@ -62,7 +62,7 @@ def test_bytes_of_the_stock_tool(
     """With two partitions Megatron-LM's tool splits and encodes in one run, with one in two."""
     file = corpus_file({"text": text} for text in TEXTS)
     flags = ["--append-eod", "--split-sentences", "--workers", "2", "--partitions", "2"]
-    flags += ["--keep-newlines"]
+    flags += ["--keep-newlines", "--keep-sequential-samples"]
     files = ["--vocab-file", str(gpt2_vocab.vocab_file), "--merge-file", str(gpt2_vocab.merge_file)]
     kind = ["--tokenizer-type", "GPT2BPETokenizer", "--legacy-tokenizer"]
     preprocess(file, vocabulary=gpt2_vocab, flags=flags)

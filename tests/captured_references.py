@@ -1,18 +1,26 @@
-"""Where the values of a module hold an object under no name: tables, partials, defaults, closures, bases.
+"""Where modules of upstream hold what was patched under no name: tables, partials, defaults, closures, bases.
 
 Python evaluates ``TABLE = {"gelu": gelu}``, ``partial(gelu)`` and ``def f(act=gelu)`` while the body runs, so
-they hold what was there before the patch. No symbol that is patched in a supported upstream is so held;
-should one be in the next version, the ledger says it.
+they hold what was there before the patch, and a call through them gets upstream's own. No symbol that is
+patched in a supported upstream may be so held: ``python -m tests.captured_references`` imports whatever has a
+patch of the Megatron on the path, and fails where one is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Container, Iterator
 from dataclasses import Field
 from types import FunctionType, ModuleType
 from typing import Any
+
+from megatron_npu import plugin
+from megatron_npu.patching.attribute_patch import MISSING, Change, bare
+from megatron_npu.patching.engine import Engine
 
 DEPTH = 4  # of values in values: a dataclass, its fields, a field, its default
 _LARGEST = 1000  # a longer table is data
@@ -98,3 +106,44 @@ def _parts_of_class(cls: type) -> Iterator[tuple[str, Any]]:
         # of the special ones, methods and fields; not annotations and the like
         if not _is_special(name) or isinstance(part, FunctionType) or name == "__dataclass_fields__":
             yield f".{name}", part
+
+
+def held(engine: Engine) -> dict[str, list[str]]:
+    """Return target -> the places in imported modules of upstream that still hold its original."""
+    changes = engine._log.all()
+    originals: dict[int, Change] = {}
+    for change in changes:
+        if callable(bare(change.old)) and change.old is not MISSING and change.old is not change.new:
+            originals |= {id(bare(change.old)): change, id(change.old): change}
+    ours = {id(value) for change in changes for value in (change.new, bare(change.new))}
+    found: dict[str, list[str]] = {change.target: [] for change in changes}
+    for name, module in sys.modules.copy().items():
+        if engine.covers(name) and isinstance(module, ModuleType):
+            for place, value in captures(module, originals, ours):
+                change = originals[id(value)]
+                if module is change.module or engine.covers(getattr(bare(value), "__module__", None) or ""):
+                    found[change.target].append(place)  # elsewhere a name of torch means torch's
+    return found
+
+
+def _import(*names: str) -> None:
+    for name in names:
+        with contextlib.suppress(ImportError):  # of another version, or for a package that is not installed
+            importlib.import_module(name)
+
+
+def main() -> None:
+    """Patch all that the Megatron on the path has, and look."""
+    plugin.install()
+    engine = plugin.engine()
+    _import("megatron", "megatron.core")  # now the patches are on record
+    _import(*engine.registry.modules())
+    found = held(engine)
+    assert len(found) > 20
+    places = {target: places for target, places in found.items() if places}
+    assert not places, places
+    print(f"{len(found)} targets, none of them held")
+
+
+if __name__ == "__main__":
+    main()
