@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
+import hashlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_npu.acceleration import columns, pretrained, tasks, texts
+from megatron_npu.acceleration import columns, pretrained, tasks, texts, turns
 from megatron_npu.acceleration.datasets import load
 from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.acceleration.parts import Parts
@@ -150,13 +153,24 @@ class Task(Declaration):
     def examples(self) -> dict[str, Any]:
         """The examples of each part; those of an evaluation are numbered, on from one part to the next."""
         found, number = {}, 0
-        for part, rows in self.parts.items():
-            examples = self.encoded(rows, part)
-            if part != "train":
-                examples = examples.add_column(EXAMPLE, list(range(number, number + len(examples))))
+        with self._one_rank_first():
+            encoded = {part: self.encoded(rows, part) for part, rows in self.parts.items()}
+        for part, examples in encoded.items():
+            numbers = list(range(number, number + len(examples)))
+            found[part] = examples if part == "train" else examples.add_column(EXAMPLE, numbers)
             number += len(examples)
-            found[part] = examples
         return found
+
+    def _one_rank_first(self) -> contextlib.AbstractContextManager[None]:
+        """Let one rank tokenize into the cache of ``datasets``, and the others read what it has made."""
+        import datasets
+
+        args, kept = self.args, all(rows.cache_files for rows in self.parts.values())
+        if args.world_size == 1 or not kept or not datasets.is_caching_enabled():
+            return contextlib.nullcontext()
+        facts = (args.data_path, args.data_name, self.name, args.pretrained_model_name_or_path)
+        name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        return turns.first_alone(Path(datasets.config.HF_DATASETS_CACHE) / f"tokenize-{name}.lock")
 
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Callable[..., Batch]]:
         """Return the examples of each part (None: it is not there), and what makes batches of them."""
