@@ -74,7 +74,7 @@ class Word:
     def given(self, switches: Switches) -> bool:
         """Return whether the switch is on."""
         value = getattr(switches, self.name)
-        return bool(value) and (value == self.value or self.name in ("lora_rank", "deepspeed_config"))
+        return bool(value) and (value == self.value or self.name == "lora_rank")
 
 
 WORDS = (
@@ -124,7 +124,6 @@ WORDS = (
     Word("--dynamic-shape", "dynamic_shape", True, "padding to few lengths; `compile(dynamic=True)`", None),
     Word("--fused-ops", "fused_ops", True, "`megatron_npu.ops.swap`", "on as it is, by the plug-in"),
     Word("--lora-rank", "lora_rank", 8, "peft", None),
-    Word("--deepspeed-config", "deepspeed_config", "FILE", "DeepSpeed's engine", None),
 )
 
 
@@ -199,30 +198,6 @@ REFUSALS = (
         families=_MEGATRON,
     ),
     Refusal(
-        {"deepspeed_config": _ON},
-        "a model of Transformers or of a user: Megatron's is shared out by its own optimizer",
-        "Use --zero-1-memory-optimization, --zero-2-… or --zero-3-….",
-        families=_MEGATRON,
-    ),
-    Refusal(
-        {"deepspeed_config": _ON, "sharding": ("zero-1", *FULLY)},
-        "one of the two, and the file says what is shared out: zero_optimization.stage",
-        "Leave the other switch out.",
-        families=_OURS,
-    ),
-    Refusal(
-        {"deepspeed_config": _ON, "graph_optimization": _ON},
-        "one of the two: DeepSpeed's hooks and torch.compile's graphs of the same blocks fail together",
-        "Leave --graph-optimization out.",
-        families=_OURS,
-    ),
-    Refusal(
-        {"deepspeed_config": _ON, "cpu_offload": _ON},
-        "the file to say what is offloaded: zero_optimization.offload_optimizer",
-        "Leave --cpu-offload out.",
-        families=_OURS,
-    ),
-    Refusal(
         {"sharding": ("zero-3", "fsdp")},
         "data parallelism alone, for weights that are gathered where they are used",
         "Use --zero-1-memory-optimization or --zero-2-memory-optimization, or drop the other sizes.",
@@ -267,12 +242,6 @@ def refuse(switches: Switches, place: Place) -> None:
         raise UsageError(_given(refusal, switches, place), refusal.expected, refusal.remedy)
     if switches.graph_optimization:
         need_compiler(place.device)
-    if switches.deepspeed_config and importlib.util.find_spec("deepspeed") is None:
-        raise UsageError(
-            "--deepspeed-config without the package deepspeed",
-            "what trains by such a file",
-            "Install it: pip install 'megatron_npu[deepspeed]'.",
-        )
     if switches.lora_rank and importlib.util.find_spec("peft") is None:
         raise UsageError(
             f"--lora-rank {switches.lora_rank} without the package peft",

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from megatron_npu.arg_parser import whole
 
-NO_FILE = Path()  # what ``--deepspeed`` alone names
 SHARDINGS = ("none", "zero-1", "zero-2", "zero-3", "fsdp")
 FULLY = ("zero-2", "zero-3", "fsdp")  # those that share out more than the optimizer's states
 
@@ -33,7 +30,6 @@ class Switches:
         dynamic_shape: batches are padded to few lengths, and graphs are compiled for all of them at once.
         fused_ops: this project's operations take the place of the model's own.
         lora_rank: only adapters of this rank are trained; 0: every weight.
-        deepspeed_config: DeepSpeed's engine trains, with this file.
     """
 
     mixed_precision: str | None = None
@@ -44,7 +40,6 @@ class Switches:
     dynamic_shape: bool = False
     fused_ops: bool = False
     lora_rank: int = 0
-    deepspeed_config: Path | None = None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Switches:
@@ -96,27 +91,3 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="train adapters of rank R alone (0: all weights)",
     )
-    add(
-        "--deepspeed-config",
-        "--deepspeed_config",
-        type=Path,
-        metavar="FILE",
-        help="train by DeepSpeed's engine, as FILE says",
-    )
-    add(
-        "--deepspeed",
-        action=_Deepspeed,
-        nargs="?",
-        type=Path,
-        dest="deepspeed_config",
-        metavar="FILE",
-        help="the same; without FILE it goes with --deepspeed-config",
-    )
-
-
-class _Deepspeed(argparse.Action):
-    """``--deepspeed FILE`` as Transformers has it, and DeepSpeed's own bare word, which adds nothing."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if values is not None or namespace.deepspeed_config is None:
-            namespace.deepspeed_config = NO_FILE if values is None else values

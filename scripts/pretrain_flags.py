@@ -62,7 +62,7 @@ OWN = tuple(
     --log-loss-per-rank --sample-prompt --sample-tokens --sample-temperature --dashboard --loss-spike-policy
     --mixed-precision --zero-1-memory-optimization --zero-2-memory-optimization --zero-3-memory-optimization
     --fsdp-memory-optimization --cpu-offload --graph-optimization --onnx-runtime-training --dynamic-shape
-    --fused-ops --lora-rank --deepspeed-config --deepspeed_config --deepspeed
+    --fused-ops --lora-rank
     """.split()
 )
 # Flags of later Megatrons: 0.18's name of --muon-use-nesterov, and one of 0.17.

@@ -220,9 +220,8 @@ ROOMS = (
     Room(
         "acceleration/",
         "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
-        "arg_parser checksums deepspeed_device deepspeed_half devices errors extension_locks files ops "
-        "preprocessing replicas safe_load settings standins switch_rules switches tokenization torch_readers "
-        "training watchdog",
+        "arg_parser checksums deepspeed_device devices errors files ops preprocessing replicas safe_load "
+        "settings standins switch_rules switches tokenization torch_readers training watchdog",
         ("torch", "megatron"),
     ),
     Room(

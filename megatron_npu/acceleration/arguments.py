@@ -119,7 +119,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.task is None and args.user_script is None:
         raise UsageError(
             "neither --task nor --user-script",
-            f"a task ({', '.join(tasks.NAMES)}), or a script with a template",
+            f"a task ({', '.join(tasks.every())}), or a script with a template",
             "See `megatron-npu train --help`.",
         )
     if args.user_script is None:
@@ -135,12 +135,6 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.epochs is None and args.train_iters is None and args.user_script is None:
         raise UsageError("no end of training", "--epochs N or --train-iters N", "Give one of them.")
-    if args.epochs is not None and args.task == "pretraining" and args.user_script is None:
-        raise UsageError(
-            f"--epochs {args.epochs} with --task pretraining",
-            "--train-iters N alone: as many samples are drawn as the iterations need",
-            "Give --train-iters in its place.",
-        )
     if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
         raise UsageError("--lr-warmup-iters and --lr-warmup-fraction", "one of them", "Drop one of the two.")
     if args.lr_decay_iters and args.lr_warmup_iters >= args.lr_decay_iters:
@@ -178,7 +172,7 @@ def _refuse_empty(args: argparse.Namespace) -> None:
 
 
 def _task(add: Add) -> None:
-    add("--task", choices=tasks.NAMES, help="what the model is to learn")
+    add("--task", choices=list(tasks.every()), help="what the model is to learn")
     add(
         "--user-script",
         metavar="FILE",

@@ -60,10 +60,9 @@ def save(args: Namespace, prepared: Prepared, iteration: int) -> Path:
 def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> None:
     content = {"train": prepared.state_dict(), "random": {str(args.rank): _random_states()}}
     dcp.save(content, storage_writer=FileSystemWriter(part))
-    prepared.save_beside(part)
     if args.rank == 0:
         version = {checkpoint_description.FORMAT: checkpoint_description.VERSION}
-        description = version | {"iteration": iteration, "arguments": vars(args), **prepared.description()}
+        description = version | {"iteration": iteration, "arguments": vars(args)}
         files.write(part / DESCRIPTION, json.dumps(description, indent=1, default=str))
     dist.barrier()
     checksums.write(part)
@@ -110,7 +109,6 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
         return 0, [f"no checkpoint in {args.load_from} yet: starting from scratch"]
     found = _description(place)
     _require_same_data(args, found["arguments"], place)
-    _require_same_engine(prepared.description(), found, place)
     said = [f"loaded {place}; going on from iteration {found['iteration']}"]
     content: dict[str, Any] = {"train": prepared.state_dict()}
     same_ranks = found["arguments"].get("world_size") == args.world_size
@@ -120,10 +118,8 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
         said.append("the number of ranks has changed: random numbers start again from --seed")
     with checksums.verifying(place), _reading(place):
         reader = FileSystemReader(place)
-        if "model" in content["train"]:
-            _require_same_weights(reader, content["train"]["model"], place)
+        _require_same_weights(reader, content["train"]["model"], place)
         dcp.load(content, storage_reader=reader)
-        prepared.load_beside(place)
     prepared.load_state_dict(content["train"])
     if same_ranks:
         _set_random_states(content["random"][str(args.rank)])
@@ -160,27 +156,6 @@ def _require_same_data(args: Namespace, saved: dict[str, Any], place: Path) -> N
                 "the same: they decide which samples an iteration has",
                 "Give the flags that the run began with, or begin anew with the trained weights.",
             )
-
-
-def _require_same_engine(wanted: dict[str, Any], found: dict[str, Any], place: Path) -> None:
-    """Compare what shared the model out, where its files fit only what wrote them.
-
-    Raises:
-        UsageError: it was another one.
-    """
-    mine, saved = (_named(described.get("deepspeed")) for described in (wanted, found))
-    if mine != saved:
-        raise UsageError(
-            f"--load {place} was saved by {saved}, and this run has {mine}",
-            "the same: the parts of a checkpoint are those of its ranks",
-            "Begin with the trained weights (--pretrained-model-name-or-path), or give that run's flags.",
-        )
-
-
-def _named(engine: dict[str, Any] | None) -> str:
-    if engine is None:
-        return "torch, without DeepSpeed"
-    return "DeepSpeed with " + ", ".join(f"{name} {value}" for name, value in engine.items())
 
 
 def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place: Path) -> None:

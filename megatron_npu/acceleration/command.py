@@ -6,8 +6,8 @@ import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 
-from megatron_npu import devices, extension_locks, watchdog
-from megatron_npu.acceleration import arguments, deepspeed_config, hub, launch, layout, ranks
+from megatron_npu import devices, watchdog
+from megatron_npu.acceleration import arguments, launch, layout, ranks
 from megatron_npu.errors import UsageError
 from megatron_npu.switch_rules import Place, refuse
 from megatron_npu.switches import FULLY, Switches
@@ -65,7 +65,6 @@ def train(args: Namespace) -> None:
 
     checkpoint.require_there(args)
     silence_known_warnings()
-    hub.ask_nobody_who_is_not_there(args)
     state.set_args(args)
     try:
         with save_folder.owned(args):
@@ -96,14 +95,9 @@ def _refuse(args: Namespace) -> None:
         place = Place("megatron" if cut else "user", device, cut, alone)
     switches = Switches.from_args(args)
     refuse(switches, place)
-    shared = switches.sharding
-    if switches.deepspeed_config is not None:
-        deepspeed_config.read(switches.deepspeed_config)
-        shared = "--deepspeed-config"
-        extension_locks.remove_stale("megatron-npu train")  # DeepSpeed would wait for ever for them
-    if args.check_weight_hash_across_dp_replicas_interval and shared in (*FULLY, "--deepspeed-config"):
+    if args.check_weight_hash_across_dp_replicas_interval and switches.sharding in FULLY:
         raise UsageError(
-            f"--check-weight-hash-across-dp-replicas-interval with {shared}",
+            f"--check-weight-hash-across-dp-replicas-interval with {switches.sharding}",
             "replicas to compare: each rank has its own part of every weight there",
             "Leave it out, or use --zero-1-memory-optimization.",
         )

@@ -1,7 +1,4 @@
-"""The flags that say what the data of a task are, and which of their columns and pieces are used.
-
-And which of all flags are of some tasks alone: another one would leave them unread.
-"""
+"""The flags that tasks declare, and the check that a task reads every flag that is given."""
 
 from __future__ import annotations
 
@@ -10,26 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-from megatron_npu.arg_parser import Number, Unfit, positive
+from megatron_npu.acceleration import tasks
+from megatron_npu.acceleration.tasks.declaration import Flag
+from megatron_npu.arg_parser import Unfit
 from megatron_npu.errors import UsageError
 
-_NEW = ("pretraining",)  # what makes a model, and reads .bin/.idx
-_TEXTS = ("causal_lm", "masked_lm")
-_PAIRS = ("seq2seq",)
-_ROWS = ("sequence_classification", "token_classification", "question_answering", *_TEXTS, *_PAIRS)
-# the tasks of each flag that is not everybody's
-_TASKS_OF = {
-    **dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"), _NEW),
-    **dict.fromkeys(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"), _NEW),
-    **dict.fromkeys(("data_cache_path", "split", "short_seq_prob"), _NEW),
-    **dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), ()),
-    "mask_prob": ("masked_lm", *_NEW),
-    **dict.fromkeys(("data_name", "columns", "validation_fraction"), _ROWS),
-    **dict.fromkeys(("doc_stride", "max_answer_length"), ("question_answering",)),
-    "append_eod": _TEXTS,
-    **dict.fromkeys(("source_prefix", "max_target_length", "predict_with_generate", "num_beams"), _PAIRS),
-}
-_fraction = Number("a number from 0 to 0.9", float, 0.0, 0.9, metavar="X")
+# what the provider of a user's script hands on to Megatron's data sets, and no task does
+_OF_SCRIPTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
 def _role_and_name(text: str) -> tuple[str, str]:
@@ -40,7 +24,7 @@ def _role_and_name(text: str) -> tuple[str, str]:
 
 
 def add_data_flags(add: Callable[..., Any]) -> None:
-    """Declare what tasks read besides ``--data-path``, ``--data-name`` and ``--seq-length``."""
+    """Declare ``--columns``, and the flags that the tasks declare."""
     add(
         "--columns",
         type=_role_and_name,
@@ -48,27 +32,33 @@ def add_data_flags(add: Callable[..., Any]) -> None:
         action="extend",
         default=[],
         metavar="ROLE=NAME",
-        help="columns that have other names than usual; the roles are text, pair, label, tokens, tags, "
-        "question, context, answers, source and target",
+        help=f"columns that have other names than usual; the roles are {_roles()}",
     )
-    add(
-        "--validation-fraction",
-        type=_fraction,
-        default=0.1,
-        help="what is taken from the training part, where no part is there to validate on",
-    )
-    add("--doc-stride", type=positive, default=128, help="tokens that two windows of a context share")
-    add("--max-answer-length", type=positive, default=30, help="tokens of the longest answer")
-    add("--append-eod", action="store_true", help="end each text of a language model's with the end token")
-    add(
-        "--source-prefix",
-        default="",
-        metavar="TEXT",
-        help="what each source begins with",
-    )
-    add("--max-target-length", type=positive, default=128, help="tokens of the longest output")
-    add("--predict-with-generate", action="store_true", help="write targets when evaluating, too")
-    add("--num-beams", type=positive, default=1, help="beams of these outputs")
+    for flag in _flags():
+        add(flag.name, **flag.options)
+
+
+def _roles() -> str:
+    """Return the roles of all tasks' columns as a help text lists them."""
+    *most, last = dict.fromkeys(role for task in tasks.every().values() for role in task.roles)
+    return f"{', '.join(most)} and {last}"
+
+
+def _flags() -> list[Flag]:
+    """Return the flags that tasks declare, each once."""
+    found: dict[str, Flag] = {}
+    for task in tasks.every().values():
+        for flag in task.all_flags():
+            if found.setdefault(flag.name, flag) is not flag:
+                raise ValueError(f"{task.__name__} declares {flag.name}, which another task has already")
+    return list(found.values())
+
+
+def _readers() -> dict[str, list[str]]:
+    """Return the names of the values that not every task reads, and the tasks that do."""
+    reads = {name: task.all_reads() for name, task in tasks.every().items()}
+    values = sorted(set().union(*reads.values()))
+    return {value: [name for name, own in reads.items() if value in own] for value in [*values, *_OF_SCRIPTS]}
 
 
 def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
@@ -93,16 +83,18 @@ def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
 
 
 def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> None:
-    """Check that a task reads every flag that is given; a script of the user's may read any.
+    """Check that a task reads every flag that is given, and what it has to say of them.
+
+    A script of the user's may read any.
 
     Args:
         args: the flags; ``task`` is one of ``--task``.
         default: the value that a flag has where it is not given.
 
     Raises:
-        UsageError: it does not.
+        UsageError: it does not, or two do not go together.
     """
-    for name, readers in _TASKS_OF.items():
+    for name, readers in _readers().items():
         if args.task not in readers and getattr(args, name, None) != default(name):
             raise UsageError(
                 f"--{name.replace('_', '-')} with --task {args.task}, which does not read it",
@@ -111,7 +103,4 @@ def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> No
                 else "it in a script",
                 "Leave it out, or give --user-script FILE.",
             )
-    if args.num_beams != default("num_beams") and not args.predict_with_generate:
-        raise UsageError(
-            "--num-beams without --predict-with-generate", "both: beams are of outputs", "Add or drop one."
-        )
+    tasks.every()[args.task].check(args)

@@ -60,7 +60,6 @@ class RapidformerEngine:
         loader_workers.begin()
         self.device = device.torch_device()
         self.switches = Switches.from_args(self.args)
-        self._deepspeed = self._read_deepspeed_config()
         self.prepared: Prepared | None = None
         self._loaders: list[Loader] = []
         self._told_lengths = False
@@ -94,12 +93,6 @@ class RapidformerEngine:
         Raises:
             UsageError: a switch that needs a template, or no such model.
         """
-        if self._deepspeed is not None:
-            raise UsageError(
-                "--deepspeed-config with engine.compose",
-                "a template: DeepSpeed's engine goes backward and steps, where a loop of one's own does",
-                "Train with a Finetuner or PreTrainer, or share out with --zero-1-memory-optimization.",
-            )
         if self.switches.mixed_precision == "fp16":
             raise UsageError(
                 "--mixed-precision fp16 with engine.compose",
@@ -129,41 +122,21 @@ class RapidformerEngine:
         module = providers.as_module(model)
         self.vocabulary = vocabulary.size_of(module)
         scheduler_fn = providers.as_scheduler_fn(lr_scheduler, optimizer)
-        if self._deepspeed is not None:
-            self.prepared = self._prepare_for_deepspeed(module, optimizer, scheduler_fn)
-        else:
-            self.prepared = prepare(
-                module,
-                optimizer,
-                scheduler_fn,
-                self.switches,
-                device=self.device,
-                clip_grad=args.clip_grad,
-                weight_decay=args.weight_decay,
-                lr=args.lr,
-                betas=(args.adam_beta1, args.adam_beta2),
-                eps=args.adam_eps,
-            )
+        self.prepared = prepare(
+            module,
+            optimizer,
+            scheduler_fn,
+            self.switches,
+            device=self.device,
+            clip_grad=args.clip_grad,
+            weight_decay=args.weight_decay,
+            lr=args.lr,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_eps,
+        )
         # weights were drawn alike on all ranks; what is dropped is drawn by each for itself
         devices.current().manual_seed((args.seed + 1 + args.rank) % 2**63)
         return self.prepared
-
-    def _prepare_for_deepspeed(
-        self, model: nn.Module, optimizer: Any, scheduler_fn: SchedulerFn | None
-    ) -> Prepared:
-        from megatron_npu.acceleration import deepspeed_engine
-
-        return deepspeed_engine.prepare(
-            model, optimizer, scheduler_fn, self._deepspeed, self.switches, self.args, device=self.device
-        )
-
-    def _read_deepspeed_config(self) -> Any:
-        """Return what ``--deepspeed-config`` holds, with the flags' values; None without it."""
-        if self.switches.deepspeed_config is None:
-            return None
-        from megatron_npu.acceleration import deepspeed_config
-
-        return deepspeed_config.filled(self.switches.deepspeed_config, self.args)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, one after another. All ranks must call this.

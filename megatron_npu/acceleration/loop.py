@@ -152,11 +152,8 @@ class Loop:
         return bool(interval) and (self.iteration + 1) % interval == 0 and self.args.world_size > 1
 
     def _require_gradients(self) -> None:
-        """Refuse, at the first step, a loss that no weight of the model has a part in.
-
-        DeepSpeed's engine keeps gradients elsewhere.
-        """
-        if self.args.deepspeed_config is None and next(self._gradients(), None) is None:
+        """Refuse, at the first step, a loss that no weight of the model has a part in."""
+        if next(self._gradients(), None) is None:
             raise UsageError(
                 f"{type(self.template).__name__}.run_forward_step returned a loss of other weights",
                 "one that depends on those of the model it is given",

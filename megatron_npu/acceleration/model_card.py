@@ -10,20 +10,14 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_npu import files
+from megatron_npu.acceleration import tasks
 from megatron_npu.acceleration.prepare import FUSED_OPS, Prepared
+from megatron_npu.acceleration.tasks.declaration import Declaration
 
 if TYPE_CHECKING:
     from megatron_npu.acceleration.outcome import Outcome
 
 NAME = "README.md"
-_PIPELINES = {
-    "sequence_classification": "text-classification",
-    "token_classification": "token-classification",
-    "question_answering": "question-answering",
-    "causal_lm": "text-generation",
-    "masked_lm": "fill-mask",
-    "seq2seq": "text2text-generation",
-}
 _FLAGS = """
     task epochs train_iters micro_batch_size global_batch_size lr min_lr lr_decay_style lr_warmup_iters
     lr_warmup_fraction weight_decay clip_grad adam_beta1 adam_beta2 seed seq_length mixed_precision sharding
@@ -40,9 +34,11 @@ def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -
         prepared: the model.
         outcome: of the training.
     """
-    kind, pipeline = _kind(prepared.module), _PIPELINES.get(args.task or "")
+    of_transformers = hasattr(prepared.module, "save_pretrained")
+    task = tasks.every().get(args.task or "") if of_transformers else None
+    kind, pipeline = _kind(prepared.module), _pipeline(task)
     head = [f"pipeline_tag: {pipeline}"] if pipeline else []
-    if hasattr(prepared.module, "save_pretrained"):
+    if of_transformers:
         head.append("library_name: transformers")
     lines = [
         *(["---", *head, "---", ""] if head else []),
@@ -51,10 +47,33 @@ def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -
         *("", "## Training", "", *_training(args, prepared)),
         *("", "## Results", "", *_results(outcome)),
     ]
-    if pipeline:
-        use = f'pipeline("{pipeline}", ".")'
-        lines += ["", "## Use", "", "```python", "from transformers import pipeline", use, "```"]
+    if task is not None and task.head is not None:
+        lines += ["", "## Use", "", "```python", *_use(task.head, pipeline), "```"]
     files.write(folder / NAME, "\n".join(lines) + "\n")
+
+
+def _pipeline(task: type[Declaration] | None) -> str | None:
+    """Return the pipeline that runs a model of the task, if the installed Transformers has it.
+
+    Version 5 has left some out, such as ``question-answering``.
+    """
+    if task is None or task.pipeline is None:
+        return None
+    from transformers.pipelines import PIPELINE_REGISTRY
+
+    return task.pipeline if task.pipeline in PIPELINE_REGISTRY.get_supported_tasks() else None
+
+
+def _use(head: str, pipeline: str | None) -> list[str]:
+    """Return the lines of Python that load the model from its folder."""
+    if pipeline is not None:
+        return ["from transformers import pipeline", "", f'run = pipeline("{pipeline}", ".")']
+    return [
+        f"from transformers import {head}, AutoTokenizer",
+        "",
+        'tokenizer = AutoTokenizer.from_pretrained(".")',
+        f'model = {head}.from_pretrained(".")',
+    ]
 
 
 def _kind(module: Any) -> str:

@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -151,16 +150,6 @@ class Prepared:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
-
-    def description(self) -> dict[str, Any]:
-        """Return what a run that goes on must have in common with this one: nothing."""
-        return {}
-
-    def save_beside(self, place: Path) -> None:
-        """Write what ``state_dict`` leaves out into the checkpoint's folder: nothing."""
-
-    def load_beside(self, place: Path) -> None:
-        """Read it."""
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return all weights and buffers, whole and on the host: rank 0 does; all ranks must call it."""

@@ -1,4 +1,7 @@
-"""A model's configuration, tokenizer and weights: from a folder, or from the hub's cache by name."""
+"""A model's configuration, tokenizer and weights: from a folder, or from the hub's cache by name.
+
+Transformers is imported when one of them is asked for: flags and help texts know of tasks without it.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import transformers
-from transformers.models.auto import modeling_auto
 
 from megatron_npu import safe_load
 from megatron_npu.errors import UsageError
 
 T = TypeVar("T")
 
-# the Auto class of each task, and transformers' table of the architectures that have its head
-_HEADS = {
-    "sequence_classification": ("AutoModelForSequenceClassification", "SEQUENCE_CLASSIFICATION"),
-    "token_classification": ("AutoModelForTokenClassification", "TOKEN_CLASSIFICATION"),
-    "question_answering": ("AutoModelForQuestionAnswering", "QUESTION_ANSWERING"),
-    "causal_lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
-    "masked_lm": ("AutoModelForMaskedLM", "MASKED_LM"),
-    "seq2seq": ("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM"),
-}
 _FLAG = "--pretrained-model-name-or-path"
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _MOST_LAYERS = 10_000
@@ -33,32 +25,32 @@ _MOST_LAYERS = 10_000
 NO_CODE = {"trust_remote_code": False}
 
 
-def config(name: str, task: str, **changes: Any) -> Any:
-    """Return the configuration of a model, for a task.
+def config(name: str, **changes: Any) -> Any:
+    """Return the configuration of a model, whatever its heads.
 
     Args:
         name: a folder, or a name of the hub.
-        task: one of ``--task``.
         changes: what differs from the stored one, such as ``num_labels``.
 
     Raises:
-        UsageError: there is no such model, or its architecture does not fit the task.
+        UsageError: there is no such model, or it has more layers than memory holds.
     """
-    found = _loaded(name, lambda: transformers.AutoConfig.from_pretrained(name, **changes, **NO_CODE))
-    _refuse_unfit(name, task, found)
+    from transformers import AutoConfig
+
+    found = _loaded(name, lambda: AutoConfig.from_pretrained(name, **changes, **NO_CODE))
     _refuse_endless(name, found)
     return found
 
 
-def any_config(name: str) -> Any:
-    """Return the configuration of a model, whatever its heads.
+def has_head(config: Any, head: str) -> bool:
+    """Return whether a model of this configuration has the head that an Auto class adds."""
+    return type(config) in _auto(head)._model_mapping
 
-    Raises:
-        UsageError: there is no such model.
-    """
-    found = _loaded(name, lambda: transformers.AutoConfig.from_pretrained(name, **NO_CODE))
-    _refuse_endless(name, found)
-    return found
+
+def sees_all(config: Any) -> bool:
+    """Return whether a token of the model sees those behind it, as in an encoder."""
+    decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
+    return has_head(config, "AutoModelForMaskedLM") and not decodes
 
 
 def class_names(name: str) -> tuple[str, ...]:
@@ -67,7 +59,7 @@ def class_names(name: str) -> tuple[str, ...]:
     Raises:
         UsageError: there is no such model.
     """
-    found = any_config(name).id2label or {}
+    found = config(name).id2label or {}
     numbered = {int(number): str(label) for number, label in found.items()}
     return tuple(numbered.get(number, f"LABEL_{number}") for number in range(len(numbered)))
 
@@ -102,7 +94,9 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
     Raises:
         UsageError: there is none, it has no tokens, or more than the model.
     """
-    found = _loaded(name, lambda: transformers.AutoTokenizer.from_pretrained(name, **options, **NO_CODE))
+    from transformers import AutoTokenizer
+
+    found = _loaded(name, lambda: AutoTokenizer.from_pretrained(name, **options, **NO_CODE))
     entries = getattr(config.get_text_config(), "vocab_size", None)
     if len(found) <= len(set(found.all_special_ids)):  # what Transformers makes of a folder without its files
         raise UsageError(
@@ -122,13 +116,13 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
     return found
 
 
-def model(name: str, task: str, config: Any) -> torch.nn.Module:
-    """Return a model with the head of a task and its weights in fp32; a head that is not stored is new.
+def model(name: str, head: str, config: Any) -> torch.nn.Module:
+    """Return a model of an Auto class with its weights in fp32; a head that is not stored is new.
 
     Raises:
         UsageError: there are no weights.
     """
-    auto = getattr(transformers, _HEADS[task][0])
+    auto = _auto(head)
     # from version 5 on the weights would come in the type they are stored in; a stored head may be of other
     # labels than these
     return _loaded(
@@ -176,27 +170,11 @@ def _refuse_endless(name: str, config: Any) -> None:
             raise _refused(name, f"{key} is {count:,} in its config.json, and more than {_MOST_LAYERS:,}")
 
 
-def _refuse_unfit(name: str, task: str, config: Any) -> None:
-    architectures = getattr(modeling_auto, f"MODEL_FOR_{_HEADS[task][1]}_MAPPING")
-    if type(config) not in architectures:
-        fitting = [
-            other
-            for other, (_, table) in _HEADS.items()
-            if type(config) in getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING")
-        ]
-        raise UsageError(
-            f"--task {task} with {name}, a {config.model_type}",
-            f"a task that it has a head for: {', '.join(fitting) or 'it has none'}",
-            "Give another task or another model.",
-        )
-    encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING
-    sees_all = not (getattr(config, "is_decoder", False) or config.is_encoder_decoder)
-    if task == "causal_lm" and type(config) in encoders and sees_all:
-        raise UsageError(
-            f"--task causal_lm with {name}, a {config.model_type} that sees what it is to predict",
-            "a decoder",
-            "Give --task masked_lm, or a model such as GPT-2.",
-        )
+def _auto(head: str) -> Any:
+    """Return the Auto class of this name."""
+    import transformers
+
+    return getattr(transformers, head)
 
 
 def _loaded(name: str, load: Callable[[], T]) -> T:

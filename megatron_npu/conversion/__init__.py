@@ -1,5 +1,5 @@
 """``megatron-npu convert``: checkpoints of Hugging Face to those of the embedded driver, and back.
 
-A family (``hf_gpt2``, ``hf_llama``) is a table: which tensors of one side make which tensor of the other, and
+A family (a row of ``hf_llama.KINDS``, say) is a table: which tensors of one side make which of the other, and
 which keys of ``config.json`` mean which flags. Everything else is written once and used in both directions.
 """

@@ -3,41 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
 
-from torch import Tensor
-
-from megatron_npu.conversion import hf_gpt2, unsupported
+from megatron_npu.conversion import hf_gpt2, hf_llama, hf_moe, unsupported
 from megatron_npu.conversion.config import Config
-from megatron_npu.conversion.hf_llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from megatron_npu.conversion.hf_moe import MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from megatron_npu.conversion.weight_map import WeightMapping
+from megatron_npu.conversion.family import Family, traits_of
 from megatron_npu.errors import UsageError
 
-
-class Family(Protocol):
-    """What a family has, be it a module or an object; each says more."""
-
-    @property
-    def MODEL_TYPE(self) -> str: ...  # noqa: N802
-
-    def flags(self, config: Config) -> list[str]: ...
-
-    def config(self, args: Namespace) -> dict[str, Any]: ...
-
-    def weight_map(self, args: Namespace) -> Iterator[WeightMapping]: ...
-
-    def canonical_names(self, stored: Iterable[str]) -> dict[str, str]: ...
-
-    def tied_weights(self, args: Namespace) -> dict[str, str]: ...
-
-    def is_buffer(self, name: str, tensor: Tensor) -> bool: ...
-
-
 FAMILIES: dict[str, Family] = {
-    family.MODEL_TYPE: family
-    for family in (hf_gpt2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+    family.MODEL_TYPE: family for family in (*hf_gpt2.KINDS, *hf_llama.KINDS, *hf_moe.KINDS)
 }
 
 
@@ -65,16 +38,20 @@ def of_arguments(args: Namespace, before: str | None = None) -> Family:
             hold the same model: a Mistral without a window is a Llama, too.
 
     Raises:
-        UsageError: a flag that no family has.
+        UsageError: a flag that no family has, or several that none has together.
     """
     unsupported.common(args)
     if before in FAMILIES and _holds(FAMILIES[before], args):
         return FAMILIES[before]
-    if args.position_embedding_type != "rope":
-        return hf_gpt2
-    if args.num_experts is not None:
-        return next((kind for kind in (QWEN3_MOE, QWEN2_MOE) if kind.claims(args)), MIXTRAL)
-    return next((kind for kind in (QWEN3, QWEN2, MISTRAL) if kind.claims(args)), LLAMA)
+    claiming = [family for family in FAMILIES.values() if family.claims(args)]
+    if len(claiming) != 1:
+        together = " and ".join(sorted(traits_of(args)))
+        raise UsageError(
+            f"the checkpoint was trained with {together}, which cannot be converted together",
+            f"what one of these has: {', '.join(FAMILIES)}",
+            "Nothing was written.",
+        )
+    return claiming[0]
 
 
 def _holds(family: Family, args: Namespace) -> bool:

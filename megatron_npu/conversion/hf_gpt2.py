@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_npu.conversion import unsupported
 from megatron_npu.conversion.config import Config
+from megatron_npu.conversion.family import POSITIONS, Family
 from megatron_npu.conversion.unsupported import must_be
 from megatron_npu.conversion.weight_map import (
     Heads,
@@ -20,96 +21,117 @@ from megatron_npu.conversion.weight_map import (
     transposed,
 )
 
-MODEL_TYPE = "gpt2"
-
 # The tanh form has three names (they differ in rounding alone); it is what the fused bias and GELU compute.
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _PREFIX = "transformer."
 
 
-def flags(config: Config) -> list[str]:
-    """Return the driver's flags that mean the same model as ``config.json``.
+class Gpt2(Family):
+    """GPT-2, which is one model: there is nothing that its kin differ in."""
 
-    Raises:
-        UsageError: a key that Megatron has no flag for.
-    """
-    hidden, positions = config.number("n_embd"), config.number("n_positions")
-    config.require("n_ctx", positions)
-    config.require("scale_attn_weights", True)
-    config.require("scale_attn_by_inverse_layer_idx", False)
-    config.require("add_cross_attention", False)
-    config.require("is_encoder_decoder", False)
-    # how attention is rounded, not what it is
-    config.require("reorder_and_upcast_attn", False, True)
-    dropout = config.real("resid_pdrop", 0.1)
-    config.require("embd_pdrop", dropout, absent=0.1)  # Megatron has one flag for both
-    result = {
-        "--num-layers": config.number("n_layer"),
-        "--hidden-size": hidden,
-        "--num-attention-heads": config.number("n_head"),
-        "--ffn-hidden-size": config.number("n_inner", 4 * hidden),
-        "--seq-length": positions,
-        "--max-position-embeddings": positions,
-        "--norm-epsilon": config.real("layer_norm_epsilon", 1e-5),
-        "--attention-dropout": config.real("attn_pdrop", 0.1),
-        "--hidden-dropout": dropout,
-        "--init-method-std": config.real("initializer_range", 0.02),
-    }
-    switches = []
-    if config.require("activation_function", *_TANH, "gelu") == "gelu":
-        switches.append("--no-bias-gelu-fusion")
-    if not config.require("tie_word_embeddings", True, False):
-        switches.append("--untie-embeddings-and-output-weights")
-    config.finish()
-    return [word for flag, value in result.items() for word in (flag, str(value))] + switches
+    @property
+    def traits(self) -> frozenset[str]:
+        """See ``Family``."""
+        return frozenset({POSITIONS})
 
+    def flags(self, config: Config) -> list[str]:
+        """Return the driver's flags that mean the same model as ``config.json``.
 
-def config(args: Namespace) -> dict[str, Any]:
-    """Return the ``config.json`` of the model that the driver's flags mean.
+        Raises:
+            UsageError: a key that Megatron has no flag for.
+        """
+        hidden, positions = config.number("n_embd"), config.number("n_positions")
+        config.require("n_ctx", positions)
+        config.require("scale_attn_weights", True)
+        config.require("scale_attn_by_inverse_layer_idx", False)
+        config.require("add_cross_attention", False)
+        config.require("is_encoder_decoder", False)
+        # how attention is rounded, not what it is
+        config.require("reorder_and_upcast_attn", False, True)
+        dropout = config.real("resid_pdrop", 0.1)
+        config.require("embd_pdrop", dropout, absent=0.1)  # Megatron has one flag for both
+        result = {
+            "--num-layers": config.number("n_layer"),
+            "--hidden-size": hidden,
+            "--num-attention-heads": config.number("n_head"),
+            "--ffn-hidden-size": config.number("n_inner", 4 * hidden),
+            "--seq-length": positions,
+            "--max-position-embeddings": positions,
+            "--norm-epsilon": config.real("layer_norm_epsilon", 1e-5),
+            "--attention-dropout": config.real("attn_pdrop", 0.1),
+            "--hidden-dropout": dropout,
+            "--init-method-std": config.real("initializer_range", 0.02),
+        }
+        switches = []
+        if config.require("activation_function", *_TANH, "gelu") == "gelu":
+            switches.append("--no-bias-gelu-fusion")
+        if not config.require("tie_word_embeddings", True, False):
+            switches.append("--untie-embeddings-and-output-weights")
+        config.finish()
+        return [word for flag, value in result.items() for word in (flag, str(value))] + switches
 
-    Raises:
-        UsageError: a flag that GPT-2 has no key for.
-    """
-    must_be(args, "--normalization", "LayerNorm")
-    must_be(args, "--position-embedding-type", "learned_absolute")
-    must_be(args, "--swiglu", False)
-    must_be(args, "--qk-layernorm", False)
-    must_be(args, "--num-experts", None)
-    unsupported.no_window(args)
-    must_be(args, "--disable-bias-linear", True, name="add_bias_linear", shown="the flag left out")
-    must_be(args, "--num-query-groups", args.num_attention_heads)
-    must_be(args, "--kv-channels", args.hidden_size // args.num_attention_heads)
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": MODEL_TYPE,
-        "vocab_size": args.tokenizer_vocab_size,
-        "n_positions": args.max_position_embeddings,
-        "n_embd": args.hidden_size,
-        "n_layer": args.num_layers,
-        "n_head": args.num_attention_heads,
-        "n_inner": args.ffn_hidden_size,
-        "activation_function": "gelu_new" if args.bias_gelu_fusion else "gelu",
-        "layer_norm_epsilon": args.layernorm_epsilon,
-        "attn_pdrop": args.attention_dropout,
-        "resid_pdrop": args.hidden_dropout,
-        "embd_pdrop": args.hidden_dropout,
-        "initializer_range": args.init_method_std,
-        "scale_attn_weights": True,
-        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
-    }
+    def config(self, args: Namespace) -> dict[str, Any]:
+        """Return the ``config.json`` of the model that the driver's flags mean.
 
+        Raises:
+            UsageError: a flag that GPT-2 has no key for.
+        """
+        must_be(args, "--normalization", "LayerNorm")
+        must_be(args, "--position-embedding-type", "learned_absolute")
+        must_be(args, "--swiglu", False)
+        must_be(args, "--qk-layernorm", False)
+        must_be(args, "--num-experts", None)
+        unsupported.no_window(args)
+        must_be(args, "--disable-bias-linear", True, name="add_bias_linear", shown="the flag left out")
+        must_be(args, "--num-query-groups", args.num_attention_heads)
+        must_be(args, "--kv-channels", args.hidden_size // args.num_attention_heads)
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": self.MODEL_TYPE,
+            "vocab_size": args.tokenizer_vocab_size,
+            "n_positions": args.max_position_embeddings,
+            "n_embd": args.hidden_size,
+            "n_layer": args.num_layers,
+            "n_head": args.num_attention_heads,
+            "n_inner": args.ffn_hidden_size,
+            "activation_function": "gelu_new" if args.bias_gelu_fusion else "gelu",
+            "layer_norm_epsilon": args.layernorm_epsilon,
+            "attn_pdrop": args.attention_dropout,
+            "resid_pdrop": args.hidden_dropout,
+            "embd_pdrop": args.hidden_dropout,
+            "initializer_range": args.init_method_std,
+            "scale_attn_weights": True,
+            "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
+        }
 
-def weight_map(args: Namespace) -> Iterator[WeightMapping]:
-    """Yield the mapping of every parameter."""
-    heads = Heads(args.num_attention_heads, args.num_attention_heads, args.kv_channels)
-    rows = args.tokenizer_vocab_size, args.padded_vocab_size
-    yield padded_vocabulary("embedding.word_embeddings.weight", f"{_PREFIX}wte.weight", *rows)
-    if args.untie_embeddings_and_output_weights:  # here: it takes the most room while it is worked on
-        yield padded_vocabulary("output_layer.weight", "lm_head.weight", *rows)
-    yield direct("embedding.position_embeddings.weight", f"{_PREFIX}wpe.weight")
-    for number in range(args.num_layers):
-        yield from _layer(f"decoder.layers.{number}", f"{_PREFIX}h.{number}", heads)
-    yield from _with_bias("decoder.final_layernorm", f"{_PREFIX}ln_f")
+    def weight_map(self, args: Namespace) -> Iterator[WeightMapping]:
+        """Yield the mapping of every parameter."""
+        heads = Heads(args.num_attention_heads, args.num_attention_heads, args.kv_channels)
+        rows = args.tokenizer_vocab_size, args.padded_vocab_size
+        yield padded_vocabulary("embedding.word_embeddings.weight", f"{_PREFIX}wte.weight", *rows)
+        if args.untie_embeddings_and_output_weights:  # here: it takes the most room while it is worked on
+            yield padded_vocabulary("output_layer.weight", "lm_head.weight", *rows)
+        yield direct("embedding.position_embeddings.weight", f"{_PREFIX}wpe.weight")
+        for number in range(args.num_layers):
+            yield from _layer(f"decoder.layers.{number}", f"{_PREFIX}h.{number}", heads)
+        yield from _with_bias("decoder.final_layernorm", f"{_PREFIX}ln_f")
+
+    def canonical_names(self, stored: Iterable[str]) -> dict[str, str]:
+        """Return stored name -> the name in the weight map: OpenAI's own files lack the prefix."""
+        stored = list(stored)
+        if any(name.startswith(_PREFIX) for name in stored):
+            return {name: name for name in stored}
+        return {name: name if name.startswith("lm_head.") else _PREFIX + name for name in stored}
+
+    def tied_weights(self, args: Namespace) -> dict[str, str]:
+        """Return tensors that files may hold although they are another one: name -> the other's name."""
+        return {} if args.untie_embeddings_and_output_weights else {"lm_head.weight": f"{_PREFIX}wte.weight"}
+
+    def is_buffer(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a tensor is a buffer: the causal mask, which old files keep for each layer."""
+        if name.endswith(".attn.bias") and tensor.dim() == 4:
+            return bool((tensor.bool() == tensor.new_ones(tensor.shape[-2:]).tril().bool()).all())
+        return name.endswith(".attn.masked_bias") and tensor.numel() == 1
 
 
 def _layer(ours: str, theirs: str, heads: Heads) -> Iterator[WeightMapping]:
@@ -132,21 +154,4 @@ def _linear(ours: str, theirs: str) -> Iterator[WeightMapping]:
     yield direct(f"{ours}.bias", f"{theirs}.bias")
 
 
-def canonical_names(stored: Iterable[str]) -> dict[str, str]:
-    """Return stored name -> the name in the weight map: OpenAI's own files lack the prefix."""
-    stored = list(stored)
-    if any(name.startswith(_PREFIX) for name in stored):
-        return {name: name for name in stored}
-    return {name: name if name.startswith("lm_head.") else _PREFIX + name for name in stored}
-
-
-def tied_weights(args: Namespace) -> dict[str, str]:
-    """Return tensors that files may hold although they are another one: name -> the other's name."""
-    return {} if args.untie_embeddings_and_output_weights else {"lm_head.weight": f"{_PREFIX}wte.weight"}
-
-
-def is_buffer(name: str, tensor: Tensor) -> bool:
-    """Return whether a tensor is a buffer: the causal mask, which old files keep for each layer."""
-    if name.endswith(".attn.bias") and tensor.dim() == 4:
-        return bool((tensor.bool() == tensor.new_ones(tensor.shape[-2:]).tril().bool()).all())
-    return name.endswith(".attn.masked_bias") and tensor.numel() == 1
+KINDS = (Gpt2("gpt2"),)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_npu.conversion import rotary, unsupported
 from megatron_npu.conversion.config import Config
+from megatron_npu.conversion.family import QK_NORM, QKV_BIAS, WINDOW, Family
 from megatron_npu.conversion.unsupported import must_be
 from megatron_npu.conversion.weight_map import (
     Heads,
@@ -32,11 +33,10 @@ _FREQUENCIES = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.i
 
 
 @dataclass(frozen=True)
-class Kind:
+class Kind(Family):
     """One family, in what it differs from the others.
 
     Attributes:
-        MODEL_TYPE: in ``config.json``.
         architecture: the class of transformers.
         bias_keys: ``attention_bias`` and ``mlp_bias`` may put a bias on every linear layer.
         qkv_bias: queries, keys and values always have a bias, nothing else has.
@@ -50,7 +50,6 @@ class Kind:
         rotary_base: where ``config.json`` has none.
     """
 
-    MODEL_TYPE: str
     architecture: str
     bias_keys: bool = False
     qkv_bias: bool = False
@@ -137,13 +136,11 @@ class Kind:
 
     # -- to config.json -------------------------------------------------------------------------------------
 
-    def claims(self, args: Namespace) -> bool:
-        """Return whether a checkpoint has what this family alone has."""
-        return (
-            (self.qk_norm and args.qk_layernorm)
-            or (self.qkv_bias and args.add_qkv_bias and not args.add_bias_linear)
-            or (self.window is not None and unsupported.limiting_window(args) is not None)
-        )
+    @property
+    def traits(self) -> frozenset[str]:
+        """See ``Family``. Without a window a Mistral is a Llama, too."""
+        has = {QK_NORM: self.qk_norm, QKV_BIAS: self.qkv_bias, WINDOW: self.window is not None}
+        return frozenset(flag for flag, there in has.items() if there)
 
     def config(self, args: Namespace) -> dict[str, Any]:
         """Return the ``config.json`` of the model that the driver's flags mean, for transformers 4 and 5.
@@ -274,7 +271,9 @@ def _kinds(biased: bool) -> tuple[str, ...]:
     return ("weight", "bias") if biased else ("weight",)
 
 
-LLAMA = Kind("llama", "LlamaForCausalLM", bias_keys=True, groups_optional=True, whole_heads=True)
-MISTRAL = Kind("mistral", "MistralForCausalLM", window=4096)
-QWEN2 = Kind("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window_switch=True, head_dim_is_usual=False)
-QWEN3 = Kind("qwen3", "Qwen3ForCausalLM", qk_norm=True, window_switch=True, head_size=128)
+KINDS = (
+    Kind("llama", "LlamaForCausalLM", bias_keys=True, groups_optional=True, whole_heads=True),
+    Kind("mistral", "MistralForCausalLM", window=4096),
+    Kind("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window_switch=True, head_dim_is_usual=False),
+    Kind("qwen3", "Qwen3ForCausalLM", qk_norm=True, window_switch=True, head_size=128),
+)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_npu.conversion.config import Config
+from megatron_npu.conversion.family import EXPERTS, QKV_BIAS, SHARED_EXPERT
 from megatron_npu.conversion.hf_llama import Kind
 from megatron_npu.conversion.unsupported import must_be
 from megatron_npu.conversion.weight_map import WeightMapping, concatenated, direct
@@ -98,12 +99,16 @@ class MixtureKind(Kind):
 
     # -- to config.json -------------------------------------------------------------------------------------
 
-    def claims(self, args: Namespace) -> bool:
-        """Return whether a checkpoint has what this family alone has."""
-        if args.num_experts is None:
-            return False
-        shared = args.moe_shared_expert_intermediate_size is not None
-        return (self.qk_norm and args.qk_layernorm) or (self.shared_expert and shared)
+    @property
+    def traits(self) -> frozenset[str]:
+        """See ``Family``."""
+        shared = {SHARED_EXPERT} if self.shared_expert else set()
+        return super().traits - self.optional_traits | {EXPERTS} | shared
+
+    @property
+    def optional_traits(self) -> frozenset[str]:
+        """See ``Family``."""
+        return frozenset({QKV_BIAS} if self.bias_switch else ())
 
     def _check_experts(self, args: Namespace) -> None:
         if args.num_experts is None:
@@ -185,37 +190,39 @@ def _dense_layers(pattern: list[bool]) -> dict[str, object]:
 
 _QWEN_PARTS = ("gate_proj", "up_proj", "down_proj")
 
-MIXTRAL = MixtureKind(
-    "mixtral",
-    "MixtralForCausalLM",
-    head_dim_is_usual=False,
-    rotary_base=1e6,
-    experts_keys=("num_local_experts", "num_experts"),
-    block="block_sparse_moe",
-    parts=("w1", "w3", "w2"),
-)
-QWEN2_MOE = MixtureKind(
-    "qwen2_moe",
-    "Qwen2MoeForCausalLM",
-    qkv_bias=True,
-    window_switch=True,
-    head_dim_is_usual=False,
-    experts_keys=("num_experts", "num_local_experts"),
-    block="mlp",
-    parts=_QWEN_PARTS,
-    dense_layers=True,
-    norm_switch=True,
-    shared_expert=True,
-    bias_switch=True,
-)
-QWEN3_MOE = MixtureKind(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    qk_norm=True,
-    window_switch=True,
-    experts_keys=("num_experts", "num_local_experts"),
-    block="mlp",
-    parts=_QWEN_PARTS,
-    dense_layers=True,
-    norm_switch=True,
+KINDS = (
+    MixtureKind(
+        "mixtral",
+        "MixtralForCausalLM",
+        head_dim_is_usual=False,
+        rotary_base=1e6,
+        experts_keys=("num_local_experts", "num_experts"),
+        block="block_sparse_moe",
+        parts=("w1", "w3", "w2"),
+    ),
+    MixtureKind(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        qkv_bias=True,
+        window_switch=True,
+        head_dim_is_usual=False,
+        experts_keys=("num_experts", "num_local_experts"),
+        block="mlp",
+        parts=_QWEN_PARTS,
+        dense_layers=True,
+        norm_switch=True,
+        shared_expert=True,
+        bias_switch=True,
+    ),
+    MixtureKind(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        qk_norm=True,
+        window_switch=True,
+        experts_keys=("num_experts", "num_local_experts"),
+        block="mlp",
+        parts=_QWEN_PARTS,
+        dense_layers=True,
+        norm_switch=True,
+    ),
 )

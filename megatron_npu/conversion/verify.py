@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_npu import devices
 from megatron_npu.conversion import fp32, weights
-from megatron_npu.conversion.families import Family
+from megatron_npu.conversion.family import Family
 from megatron_npu.errors import UsageError
 from megatron_npu.training.model import unwrap
 from megatron_npu.training.restore import restored
@@ -110,6 +110,37 @@ def verify(
             "Nothing was written: a checkpoint that talks gibberish is worth nothing. Please report it.",
         )
     return result
+
+
+def told(
+    given: Namespace, megatron: Path, hf: Path, family: Family, args: Namespace, dtype: str
+) -> Iterator[str]:
+    """Prove a conversion and yield the lines that say so.
+
+    Raises:
+        UsageError: the two sides differ.
+    """
+    logits = has_reference() if given.proof is None else given.proof == "logits"
+    result = verify(
+        megatron,
+        hf,
+        family,
+        args,
+        weights.DTYPES[dtype],
+        logits=logits,
+        vocab_file=given.vocab_file,
+        merge_file=given.merge_file,
+    )
+    yield f"{result.tensors} tensors of type {dtype}, each equal to the bit on both sides"
+    if logits:
+        yield (
+            f"logits of both models in fp32 on {result.tokens} tokens: largest difference "
+            f"{result.difference:.2e}, largest logit {result.largest:.2e}, allowed {BOUND:g} of it"
+        )
+    elif given.proof is None:
+        yield 'transformers is not installed: the logits were NOT compared (pip install "megatron_npu[hf]")'
+    else:
+        yield "the logits were NOT compared (--proof tensors)"
 
 
 def _compare_tensors(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_npu.conversion.families import Family
+from megatron_npu.conversion.family import Family
 from megatron_npu.conversion.hf_files import Source
 from megatron_npu.conversion.weight_map import WeightMapping
 from megatron_npu.errors import UsageError

@@ -17,6 +17,7 @@ import torch
 from megatron_npu.acceleration import columns, data_flags, datasets, labels, text_files, texts, vocabulary
 from megatron_npu.acceleration.parts import Parts
 from megatron_npu.acceleration.state import get_logger
+from megatron_npu.acceleration.tasks.sequence_classification import columns_of_texts
 from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
 from tests.acceleration import runs
@@ -324,7 +325,7 @@ def test_tokens_that_a_model_has_not_are_found_in_a_column() -> None:
 
 def test_texts_have_the_names_of_glue_or_those_that_are_said() -> None:
     def found(*there: str, said: tuple[tuple[str, str], ...] = ()) -> tuple[str, str | None]:
-        return columns.find_texts({"train": there}, "label", said)
+        return columns_of_texts({"train": there}, "label", said)
 
     assert found("idx", "sentence1", "sentence2", "label") == ("sentence1", "sentence2")
     assert found("question", "sentence", "label") == ("question", "sentence")
@@ -338,7 +339,7 @@ def test_texts_have_the_names_of_glue_or_those_that_are_said() -> None:
 
 def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
     there = {"train": ["question", "context", "answers"], "validation": ["question", "context"]}
-    roles = ("question", "context", "answers")
+    roles = {role: (role,) for role in ("question", "context", "answers")}
     with pytest.raises(UsageError, match=r"no column 'answers' in the part 'validation' \(it has 'question'"):
         columns.find(there, roles, ())
     with pytest.raises(UsageError, match="no column 'reply' in the part 'train'"):

@@ -106,7 +106,7 @@ def test_one_line_and_nothing_runs(
     spoil(folder, mark)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # Transformers asks whether code may run
     with pytest.raises(UsageError, match=told) as refused:
-        pretrained.model(str(folder), "causal_lm", pretrained.config(str(folder), "causal_lm"))
+        pretrained.model(str(folder), "AutoModelForCausalLM", pretrained.config(str(folder)))
     assert "\n" not in str(refused.value)
     assert not mark.exists()
 
@@ -117,5 +117,5 @@ def test_a_tokenizer_of_its_own_code_is_not_run(model: Path, tmp_path: Path, mon
     code = {"AutoTokenizer": ["evil.M", "evil.M"]}
     changed(folder, "tokenizer_config.json", tokenizer_class="Evil", auto_map=code)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
-    assert len(pretrained.tokenizer(str(folder), pretrained.config(str(folder), "causal_lm"))) > 10
+    assert len(pretrained.tokenizer(str(folder), pretrained.config(str(folder)))) > 10
     assert not mark.exists()

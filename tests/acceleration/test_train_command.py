@@ -75,7 +75,7 @@ def test_the_command_has_the_document_s_name_too(monkeypatch, capsys) -> None:
     assert 'rapidformer = "megatron_npu.cli:rapidformer"' in (ROOT / "pyproject.toml").read_text()
     monkeypatch.setattr(sys, "argv", ["rapidformer", "--task", "cooking"])
     assert cli.rapidformer() == 2
-    assert "--task 'cooking'; expected sequence_classification or" in capsys.readouterr().err
+    assert "--task 'cooking'; expected causal_lm or" in capsys.readouterr().err
 
 
 def test_a_data_set_may_be_named_alone() -> None:
@@ -92,7 +92,7 @@ def test_a_data_set_may_be_named_alone() -> None:
             "without --pretrained-model-name-or-path",
         ),
         ("--task causal_lm --pretrained-model-name-or-path x --epochs 1", "without --data-path"),
-        ("--task cooking", "--task 'cooking'; expected sequence_classification or "),
+        ("--task cooking", "--task 'cooking'; expected causal_lm or "),
         (
             f"--user-script {SLOW} --epochs 1 --micro-batch-size 3 --global-batch-size 4",
             "a multiple of 3 x 1",

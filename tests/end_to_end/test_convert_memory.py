@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_npu.conversion import command
+from megatron_npu.conversion import to_megatron
 from megatron_npu.training import host_memory
 from tests.end_to_end import tiny
 
@@ -77,7 +77,7 @@ def test_too_little_memory_is_one_line(tmp_path, refused, monkeypatch, capsys):
         assert "GB of memory" in refused(*line)
     for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
         with monkeypatch.context() as patch:
-            patch.setattr(command, "_save", lambda *given, error=error: raising(error))
+            patch.setattr(to_megatron, "_save", lambda *given, error=error: raising(error))
             assert "does not fit into memory" in refused(*line)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 

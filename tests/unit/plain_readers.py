@@ -17,7 +17,6 @@ from tokenizers import Tokenizer, models
 
 from megatron_npu import checksums
 from megatron_npu.acceleration import checkpoint as of_train
-from megatron_npu.acceleration import deepspeed_config
 from megatron_npu.conversion import config, hf_files, model_card
 from megatron_npu.evaluation import lambada
 from megatron_npu.preprocessing import indexed_dataset
@@ -129,10 +128,6 @@ def read_passages(file: Path) -> object:
     return lambada.read_examples(str(file), tokenizer, strict=True, longest=8)
 
 
-def read_deepspeed_config(file: Path) -> object:
-    return deepspeed_config.read(file)
-
-
 def whole() -> dict[str, tuple[Reader, bytes]]:
     """Return each reader with a file that is whole."""
     folder = Path(tempfile.mkdtemp())
@@ -167,7 +162,6 @@ def _made(folder: Path) -> dict[str, bytes]:
         "read_passages": {"text": "a b a b"},
         "read_config": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "torch_dtype": "float32"},
         "read_shards": {"weight_map": {"w": "part.safetensors", "b": "part.safetensors"}},
-        "read_deepspeed_config": {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0},
     }
     names = {
         "read_vocabulary": "vocab.json",

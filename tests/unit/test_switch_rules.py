@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -14,19 +13,16 @@ from megatron_npu.switch_rules import DEVICES, Place
 from megatron_npu.switches import FULLY, SHARDINGS, Switches
 from tests.conftest import ROOT
 
-FILE = Path("deepspeed.json")
-
 
 def every_combination():
     """Yield all switches in all combinations; those that are on or off in a few of them."""
-    rows = itertools.product(SHARDINGS, (None, "bf16", "fp16"), (False, True), (0, 8), (None, FILE))
-    for sharding, precision, offload, rank, file in rows:
+    rows = itertools.product(SHARDINGS, (None, "bf16", "fp16"), (False, True), (0, 8))
+    for sharding, precision, offload, rank in rows:
         yield Switches(
             sharding=sharding,
             mixed_precision=precision,
             cpu_offload=offload,
             lora_rank=rank,
-            deepspeed_config=file,
         )
 
 
@@ -40,9 +36,6 @@ def test_refused_or_not(family, device, cut, alone, monkeypatch):
         against = []
         if switches.cpu_offload and device == "cpu":
             against.append("--cpu-offload on the cpu device")
-        by_itself = family != "megatron" and switches.sharding == "none" and not switches.cpu_offload
-        if switches.deepspeed_config and not by_itself:
-            against.append("--deepspeed-config")
         if family == "megatron":
             against += ["--lora-rank for a Megatron model"] if switches.lora_rank else []
             fully = switches.sharding in FULLY and not cut and not alone

@@ -3,44 +3,54 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import pkgutil
 from typing import TYPE_CHECKING
 
+from megatron_npu.acceleration.tasks.declaration import Declaration
 from megatron_npu.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron_npu.acceleration.templates import Finetuner, PreTrainer
 
-_TEMPLATES = {
-    "sequence_classification": "SequenceClassification",
-    "token_classification": "TokenClassification",
-    "question_answering": "QuestionAnswering",
-    "causal_lm": "CausalLM",
-    "masked_lm": "MaskedLM",
-    "seq2seq": "Seq2Seq",
-    "pretraining": "PreTraining",
-}
-NAMES = tuple(_TEMPLATES)
+
+@functools.cache
+def every() -> dict[str, type[Declaration]]:
+    """Return the tasks by their names: the classes in the files beside this one that have a name."""
+    found: dict[str, type[Declaration]] = {}
+    for file in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{file.name}")
+        for kind in vars(module).values():
+            if not isinstance(kind, type) or not issubclass(kind, Declaration):
+                continue
+            if kind.__module__ == module.__name__ and "name" in vars(kind):
+                if kind.name in found:
+                    raise ValueError(f"two classes have the name {kind.name}: {found[kind.name]}, {kind}")
+                found[kind.name] = kind
+    return found
 
 
 def template_for(args: argparse.Namespace) -> type[Finetuner] | type[PreTrainer]:
-    """Return the template of a task; only now Transformers is imported.
+    """Return a task as a template that trains; only now what trains is imported.
 
     Raises:
         UsageError: there is no such task, or a package that it needs is not installed.
     """
-    if args.task not in _TEMPLATES:
+    task = every().get(args.task)
+    if task is None:
         raise UsageError(
-            f"--task {args.task}", " or ".join(NAMES), "Give one of them, or --user-script FILE."
+            f"--task {args.task}", " or ".join(every()), "Give one of them, or --user-script FILE."
         )
     try:
-        module = importlib.import_module(f"megatron_npu.acceleration.tasks.{args.task}")
+        import transformers  # noqa: F401
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("megatron_npu"):
-            raise
         raise UsageError(
             f"--task {args.task} ({error})",
             f"the package {error.name}",
             "Install it: pip install 'megatron_npu[train]'.",
         ) from error
-    return getattr(module, _TEMPLATES[args.task])
+    from megatron_npu.acceleration import templates
+
+    kind = getattr(templates, task.template)
+    return type(task.__name__, (task, kind), {"__doc__": task.__doc__, "__module__": task.__module__})

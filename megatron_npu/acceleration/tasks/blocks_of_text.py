@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megatron_npu.acceleration import metrics, texts
+from megatron_npu.acceleration.tasks.declaration import Flag
 from megatron_npu.acceleration.tasks.task import Batch, Task, mean_loss
 from megatron_npu.errors import UsageError
 
@@ -19,7 +20,12 @@ _TEXTS = 10_000  # that are put together at a time; what is left at the end of t
 class BlocksOfText(Task):
     """What both language models share."""
 
-    roles = ("text",)
+    roles: ClassVar = {"text": ("text", "content", "sentence", "document", "body")}
+    flags = (
+        Flag(
+            "--append-eod", action="store_true", help="end each text of a language model's with the end token"
+        ),
+    )
     marked = False  # whether special tokens are put around each text, and a mask says where they are
 
     def require_columns(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from megatron_npu.acceleration import pretrained
 from megatron_npu.acceleration.tasks.blocks_of_text import BlocksOfText, stacked
 from megatron_npu.acceleration.tasks.task import EXAMPLE, Batch, label_losses
 from megatron_npu.errors import UsageError
@@ -20,12 +22,25 @@ class CausalLM(BlocksOfText):
     """
 
     name = "causal_lm"
+    head = "AutoModelForCausalLM"
+    pipeline = "text-generation"
 
-    def config_changes(self) -> dict[str, Any]:
-        """Refuse blocks in which no token follows another; change nothing."""
-        if self.args.seq_length == 1:
+    @classmethod
+    def check(cls, args: Namespace) -> None:
+        """Refuse blocks in which no token follows another."""
+        if args.seq_length == 1:
             raise UsageError("--seq-length 1", "a token, and one that follows it: 2 or more", "Give more.")
-        return super().config_changes()
+
+    def require_fit(self, config: Any) -> None:
+        """Refuse an encoder, too."""
+        super().require_fit(config)
+        if pretrained.sees_all(config):
+            name = self.args.pretrained_model_name_or_path
+            raise UsageError(
+                f"--task {self.name} with {name}, a {config.model_type} that sees what it is to predict",
+                "a decoder",
+                "Give --task masked_lm, or a model such as GPT-2.",
+            )
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
         """Return blocks [b, s] with themselves as labels, which the model shifts."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DataCollatorForLanguageModeling
 
 from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.acceleration.tasks.blocks_of_text import BlocksOfText, stacked
 from megatron_npu.acceleration.tasks.task import EXAMPLE, Batch, label_losses
 from megatron_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import DataCollatorForLanguageModeling
 
 _DRAWS = 1000  # until a batch asks for a token; a batch of special tokens alone has none
 
@@ -27,16 +30,21 @@ class MaskedLM(BlocksOfText):
     """
 
     name = "masked_lm"
+    head = "AutoModelForMaskedLM"
+    pipeline = "fill-mask"
+    reads = ("mask_prob",)
     marked = True
 
-    def config_changes(self) -> dict[str, Any]:
-        """Refuse to mask nothing; change nothing."""
-        if not self.args.mask_prob:
+    @classmethod
+    def check(cls, args: Namespace) -> None:
+        """Refuse to mask nothing."""
+        if not args.mask_prob:
             raise UsageError("--mask-prob 0", "some tokens to ask for", "Give 0.15, say.")
-        return super().config_changes()
 
     @functools.cached_property
     def _masking(self) -> DataCollatorForLanguageModeling:
+        from transformers import DataCollatorForLanguageModeling
+
         if self.tokenizer.mask_token is None:
             raise UsageError(
                 f"--task masked_lm with {self.args.pretrained_model_name_or_path}",

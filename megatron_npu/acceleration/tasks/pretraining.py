@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers.models.auto import modeling_auto
 
 from megatron_npu.acceleration import mmap_datasets, pretrained
-from megatron_npu.acceleration.templates import PreTrainer
+from megatron_npu.acceleration.tasks.declaration import Declaration
 from megatron_npu.acceleration.word_pieces import word_pieces
 from megatron_npu.errors import UsageError
 from megatron_npu.training import tokenizers
@@ -27,7 +26,7 @@ _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embe
 _OF_CONFIG = {"num_layers": "num_hidden_layers"}
 
 
-class PreTraining(PreTrainer):
+class PreTraining(Declaration):
     """Pre-train ``BertForPreTraining`` (masked words and next sentence), or an ``AutoModelForCausalLM``.
 
     ``--num-layers``, ``--hidden-size``, ``--num-attention-heads`` and ``--max-position-embeddings`` win over
@@ -35,9 +34,25 @@ class PreTraining(PreTrainer):
     """
 
     name = "pretraining"
+    template = "PreTrainer"
+    reads = (
+        *("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"),
+        *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
+        *("data_cache_path", "split", "mask_prob", "short_seq_prob"),
+    )
+
+    @classmethod
+    def check(cls, args: Namespace) -> None:
+        """Refuse epochs: how many samples are drawn is known by iterations alone."""
+        if args.epochs is not None:
+            raise UsageError(
+                f"--epochs {args.epochs} with --task pretraining",
+                "--train-iters N alone: as many samples are drawn as the iterations need",
+                "Give --train-iters in its place.",
+            )
 
     def __init__(self, engine: Any) -> None:
-        super().__init__(engine=engine)
+        self.engine = engine
         self.args = engine.args
 
     def train_valid_test_datasets_provider(self, train_val_test_num_samples: Any) -> Any:
@@ -80,6 +95,8 @@ class PreTraining(PreTrainer):
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
         """Return the model: with the weights of its folder where they fit, else with new ones."""
+        import transformers
+
         name, (config, differs) = self.args.pretrained_model_name_or_path, self._config
         auto = getattr(transformers, self._auto)
         if differs or not _has_weights(name):
@@ -94,13 +111,15 @@ class PreTraining(PreTrainer):
     @functools.cached_property
     def _config(self) -> tuple[Any, list[str]]:
         """The configuration, and what of it the flags have changed."""
+        from transformers import AutoConfig
+
         args = self.args
         name = args.pretrained_model_name_or_path
         if not Path(name).is_dir() and name in _KNOWN and not pretrained.is_cached(name):
-            found = transformers.AutoConfig.for_model(_KNOWN[name])
+            found = AutoConfig.for_model(_KNOWN[name])
             self._say(f"{name} is not here: its configuration is Transformers' default of {_KNOWN[name]}")
         else:
-            found = pretrained.any_config(name)
+            found = pretrained.config(name)
         differs = []
         for flag in _SIZES:
             asked, field = getattr(args, flag), _OF_CONFIG.get(flag, flag)
@@ -116,8 +135,8 @@ class PreTraining(PreTrainer):
     def _masked(self) -> bool:
         """Whether the model sees the whole text and is asked for masked words."""
         config = self._config[0]
-        causal = type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-        masked = type(config) in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING
+        causal = pretrained.has_head(config, "AutoModelForCausalLM")
+        masked = pretrained.has_head(config, "AutoModelForMaskedLM")
         if not (causal or masked) or config.is_encoder_decoder:
             raise UsageError(
                 f"--task pretraining with {self.args.pretrained_model_name_or_path}, a {config.model_type}",
@@ -135,6 +154,8 @@ class PreTraining(PreTrainer):
     def _auto(self) -> str:
         if not self._masked:
             return "AutoModelForCausalLM"
+        from transformers.models.auto import modeling_auto
+
         two_heads = modeling_auto.MODEL_FOR_PRETRAINING_MAPPING.get(type(self._config[0]), None)
         return "AutoModelForPreTraining" if _takes_pairs(two_heads) else "AutoModelForMaskedLM"
 

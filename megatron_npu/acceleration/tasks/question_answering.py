@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_npu.acceleration import metrics, texts
+from megatron_npu.acceleration.tasks.declaration import Flag
 from megatron_npu.acceleration.tasks.task import EXAMPLE, Batch, Task
+from megatron_npu.arg_parser import positive
 from megatron_npu.errors import UsageError
 
 _POSITIONS = ("start_positions", "end_positions")
@@ -32,7 +34,17 @@ class QuestionAnswering(Task):
     """
 
     name = "question_answering"
-    roles = ("question", "context", "answers")
+    head = "AutoModelForQuestionAnswering"
+    pipeline = "question-answering"
+    roles: ClassVar = {
+        "question": ("question",),
+        "context": ("context", "passage"),
+        "answers": ("answers", "answer"),
+    }
+    flags = (
+        Flag("--doc-stride", type=positive, default=128, help="tokens that two windows of a context share"),
+        Flag("--max-answer-length", type=positive, default=30, help="tokens of the longest answer"),
+    )
 
     def tokenizer_options(self) -> dict[str, Any]:
         """Return that windows are padded behind, so that a token's place in them stays."""

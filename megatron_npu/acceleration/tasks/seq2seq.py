@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import DataCollatorForSeq2Seq
 
 from megatron_npu.acceleration import metrics
 from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.acceleration.parts import Parts
+from megatron_npu.acceleration.tasks.declaration import Flag
 from megatron_npu.acceleration.tasks.task import (
     EXAMPLE,
     Batch,
@@ -21,6 +22,11 @@ from megatron_npu.acceleration.tasks.task import (
     label_losses,
     mean_loss,
 )
+from megatron_npu.arg_parser import positive
+from megatron_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import DataCollatorForSeq2Seq
 
 
 class Seq2Seq(Task):
@@ -31,7 +37,28 @@ class Seq2Seq(Task):
     """
 
     name = "seq2seq"
-    roles = ("source", "target")
+    head = "AutoModelForSeq2SeqLM"
+    pipeline = "text2text-generation"
+    roles: ClassVar = {
+        "source": ("source", "input", "article", "document", "dialogue", "question", "text", "en"),
+        "target": ("target", "output", "highlights", "summary", "answer", "label"),
+    }
+    flags = (
+        Flag("--source-prefix", default="", metavar="TEXT", help="what each source begins with"),
+        Flag("--max-target-length", type=positive, default=128, help="tokens of the longest output"),
+        Flag("--predict-with-generate", action="store_true", help="write targets when evaluating, too"),
+        Flag("--num-beams", type=positive, default=1, help="beams of these outputs"),
+    )
+
+    @classmethod
+    def check(cls, args: Namespace) -> None:
+        """Refuse beams of outputs that are not written."""
+        if args.num_beams > 1 and not args.predict_with_generate:
+            raise UsageError(
+                "--num-beams without --predict-with-generate",
+                "both: beams are of outputs",
+                "Add or drop one.",
+            )
 
     @functools.cached_property
     def parts(self) -> Parts:
@@ -55,6 +82,8 @@ class Seq2Seq(Task):
 
     @functools.cached_property
     def _padding(self) -> DataCollatorForSeq2Seq:
+        from transformers import DataCollatorForSeq2Seq
+
         return DataCollatorForSeq2Seq(self.tokenizer, label_pad_token_id=IGNORED)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:

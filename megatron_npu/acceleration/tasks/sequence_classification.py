@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,16 @@ from megatron_npu.acceleration import columns, labels, metrics, texts
 from megatron_npu.acceleration.datasets import named
 from megatron_npu.acceleration.parts import Parts
 from megatron_npu.acceleration.tasks.task import Batch, Task
+from megatron_npu.errors import UsageError
+
+# a text with the one that it is compared with: of GLUE, and of data sets like it
+_PAIRS = (
+    ("sentence1", "sentence2"),
+    ("question1", "question2"),
+    ("premise", "hypothesis"),
+    ("question", "sentence"),
+    ("text1", "text2"),
+)
 
 
 class SequenceClassification(Task):
@@ -24,6 +34,13 @@ class SequenceClassification(Task):
     """
 
     name = "sequence_classification"
+    head = "AutoModelForSequenceClassification"
+    pipeline = "text-classification"
+    roles: ClassVar = {
+        "text": ("sentence", "text", "review", "content", "body", "title", "question", "comment"),
+        "pair": (),
+        "label": ("label", "labels", "target", "class", "category", "sentiment", "score"),
+    }
 
     @functools.cached_property
     def parts(self) -> Parts:
@@ -43,11 +60,11 @@ class SequenceClassification(Task):
     def _column(self) -> str:
         there = {"train": super().parts["train"].column_names}
         said = [pair for pair in self.args.columns if pair[0] == "label"]
-        return columns.find(there, ("label",), said)["label"]
+        return columns.find(there, {"label": self.roles["label"]}, said)["label"]
 
     @functools.cached_property
     def _texts(self) -> tuple[str, str | None]:
-        return columns.find_texts(self.column_names, self._column, self.args.columns)
+        return columns_of_texts(self.column_names, self._column, self.args.columns)
 
     def config_changes(self) -> dict[str, Any]:
         """Return the labels."""
@@ -95,6 +112,35 @@ class SequenceClassification(Task):
             return {"prediction": prediction, "label": true, "loss": (prediction - true) ** 2}
         losses = torch.nn.functional.cross_entropy(logits, true, reduction="none")
         return {"prediction": logits.argmax(-1), "label": true, "loss": losses}
+
+
+def columns_of_texts(
+    there: Mapping[str, Collection[str]], label: str, said: Collection[tuple[str, str]]
+) -> tuple[str, str | None]:
+    """Return the column of the text to classify, and that of its pair, or None.
+
+    Args:
+        there: the columns of each part.
+        label: the column of the label.
+        said: the roles and names of ``--columns``.
+
+    Raises:
+        UsageError: as ``columns.find``; or one column is both text and label, or a pair is said alone.
+    """
+    said = [pair for pair in said if pair[0] != "label"]
+    given = dict(said)
+    if "pair" in given and "text" not in given:
+        raise UsageError("--columns pair=… alone", "text=… too", "Name the text that it is the pair of.")
+    both = next((two for two in _PAIRS if {*two} <= {*there["train"]} and label not in two), None)
+    if both is not None and not given:
+        said = list(zip(("text", "pair"), both, strict=True))
+    usual = [name for name in SequenceClassification.roles["text"] if name != label]
+    found = columns.find(there, {"text": usual, "pair": ()}, said)
+    if label in found.values():
+        raise UsageError(
+            f"the column {label!r} as the text and as its label", "a column for each", "Correct --columns."
+        )
+    return found["text"], found.get("pair")
 
 
 def _encode(

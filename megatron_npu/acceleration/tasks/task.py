@@ -3,46 +3,56 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
+import hashlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
-from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from megatron_npu.acceleration import columns, pretrained, texts
+from megatron_npu.acceleration import columns, pretrained, tasks, texts, turns
 from megatron_npu.acceleration.datasets import load
 from megatron_npu.acceleration.labels import IGNORED
 from megatron_npu.acceleration.parts import Parts
-from megatron_npu.acceleration.templates import Finetuner
+from megatron_npu.acceleration.tasks.declaration import Declaration, Flag
+from megatron_npu.arg_parser import Number
 from megatron_npu.devices.rows import Rows
 from megatron_npu.errors import UsageError
 
 EXAMPLE = "example"  # the column that numbers the examples of an evaluation, through all parts
 
 Batch = MutableMapping[str, Tensor]
+_fraction = Number("a number from 0 to 0.9", float, 0.0, 0.9, metavar="X")
 
 
-class Task(Finetuner):
-    """A template that is filled in but for what a task itself is.
+class Task(Declaration):
+    """The methods of a ``Finetuner``, but for what a task itself is.
 
     A task says how rows become examples (``encoded``), how examples become a batch (``collate``) and what is
     read off the model's outputs (``run_compute_metrics``).
 
-    Attributes:
-        name: as ``--task`` has it.
-        roles: of the columns that it needs.
+    Args:
+        engine: of this process.
     """
 
-    name: str
-    roles: tuple[str, ...] = ()
+    head: ClassVar[str]
+    reads: ClassVar[tuple[str, ...]] = ("data_name", "columns")
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag(
+            "--validation-fraction",
+            type=_fraction,
+            default=0.1,
+            help="what is taken from the training part, where no part is there to validate on",
+        ),
+    )
 
     def __init__(self, engine: Any) -> None:
-        super().__init__(engine=engine)
+        self.engine = engine
         self.args = engine.args
         if self.args.rank:
             _be_quiet()
@@ -99,7 +109,28 @@ class Task(Finetuner):
     @functools.cached_property
     def config(self) -> Any:
         """The model's configuration."""
-        return pretrained.config(self.args.pretrained_model_name_or_path, self.name, **self.config_changes())
+        found = pretrained.config(self.args.pretrained_model_name_or_path, **self.config_changes())
+        self.require_fit(found)
+        return found
+
+    def require_fit(self, config: Any) -> None:
+        """Check that a model has the head that is trained.
+
+        Raises:
+            UsageError: it has not.
+        """
+        if not pretrained.has_head(config, self.head):
+            name = self.args.pretrained_model_name_or_path
+            fitting = [
+                task
+                for task, kind in tasks.every().items()
+                if kind.head is not None and pretrained.has_head(config, kind.head)
+            ]
+            raise UsageError(
+                f"--task {self.name} with {name}, a {config.model_type}",
+                f"a task that it has a head for: {', '.join(fitting) or 'it has none'}",
+                "Give another task or another model.",
+            )
 
     def own_labels(self) -> tuple[str, ...]:
         """Return the names of the classes that the model brings; without a head they are two of no name."""
@@ -122,13 +153,24 @@ class Task(Finetuner):
     def examples(self) -> dict[str, Any]:
         """The examples of each part; those of an evaluation are numbered, on from one part to the next."""
         found, number = {}, 0
-        for part, rows in self.parts.items():
-            examples = self.encoded(rows, part)
-            if part != "train":
-                examples = examples.add_column(EXAMPLE, list(range(number, number + len(examples))))
+        with self._one_rank_first():
+            encoded = {part: self.encoded(rows, part) for part, rows in self.parts.items()}
+        for part, examples in encoded.items():
+            numbers = list(range(number, number + len(examples)))
+            found[part] = examples if part == "train" else examples.add_column(EXAMPLE, numbers)
             number += len(examples)
-            found[part] = examples
         return found
+
+    def _one_rank_first(self) -> contextlib.AbstractContextManager[None]:
+        """Let one rank tokenize into the cache of ``datasets``, and the others read what it has made."""
+        import datasets
+
+        args, kept = self.args, all(rows.cache_files for rows in self.parts.values())
+        if args.world_size == 1 or not kept or not datasets.is_caching_enabled():
+            return contextlib.nullcontext()
+        facts = (args.data_path, args.data_name, self.name, args.pretrained_model_name_or_path)
+        name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        return turns.first_alone(Path(datasets.config.HF_DATASETS_CACHE) / f"tokenize-{name}.lock")
 
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Callable[..., Batch]]:
         """Return the examples of each part (None: it is not there), and what makes batches of them."""
@@ -138,7 +180,7 @@ class Task(Finetuner):
         """Return the model with the task's head."""
         self.tokenizer  # may name a padding token in the configuration  # noqa: B018
         name = self.args.pretrained_model_name_or_path
-        return pretrained.model(name, self.name, self.config), None, None
+        return pretrained.model(name, self.head, self.config), None, None
 
     def padded(
         self, examples: list[dict[str, Any]], numbers: tuple[str, ...] = (), rows: tuple[str, ...] = ()
@@ -150,6 +192,8 @@ class Task(Finetuner):
             numbers: columns of one number an example, [b].
             rows: columns of one number a token, [b, s]; -100 fills up.
         """
+        from transformers.data.data_collator import pad_without_fast_tokenizer_warning
+
         numbers = (*numbers, EXAMPLE) if EXAMPLE in examples[0] else numbers
         own = [{k: v for k, v in one.items() if k not in (*numbers, *rows)} for one in examples]
         batch = pad_without_fast_tokenizer_warning(self.tokenizer, own, return_tensors="pt")
@@ -201,7 +245,8 @@ class Task(Finetuner):
             for name, rows in {EXAMPLE: batch[EXAMPLE], **read(batch, outputs)}.items():
                 found[name].add(rows.cpu())
         together = {
-            name: self.gather(rows.all().to(self.engine.device)).cpu().numpy() for name, rows in found.items()
+            name: self.engine.gather(rows.all().to(self.engine.device)).cpu().numpy()
+            for name, rows in found.items()
         }
         _, first = np.unique(together[EXAMPLE], return_index=True)
         return {name: rows[first] for name, rows in together.items()}
@@ -209,6 +254,8 @@ class Task(Finetuner):
 
 def _be_quiet() -> None:
     """Leave the bars and remarks of the libraries to rank 0."""
+    import transformers
+
     _draw_no_bars()
     transformers.logging.set_verbosity_error()
 
@@ -216,6 +263,7 @@ def _be_quiet() -> None:
 def _draw_no_bars() -> None:
     """Draw no progress bars of the libraries: in a file each step of one is a line."""
     import datasets
+    import transformers
 
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -28,7 +28,12 @@ class TokenClassification(Task):
     """
 
     name = "token_classification"
-    roles = ("tokens", "tags")
+    head = "AutoModelForTokenClassification"
+    pipeline = "token-classification"
+    roles: ClassVar = {
+        "tokens": ("tokens", "words"),
+        "tags": ("ner_tags", "tags", "labels", "pos_tags", "chunk_tags"),
+    }
 
     @functools.cached_property
     def labels(self) -> labels.Labels:

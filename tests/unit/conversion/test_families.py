@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from argparse import Namespace
 
 import pytest
 
-from megatron_npu.conversion import families
+from megatron_npu.conversion import families, hf_llama
+from megatron_npu.conversion.config import Config
+from megatron_npu.conversion.family import (
+    EXPERTS,
+    POSITIONS,
+    QK_NORM,
+    QKV_BIAS,
+    SHARED_EXPERT,
+    WINDOW,
+    Family,
+)
 from megatron_npu.errors import UsageError
+from tests.conftest import ROOT
 
 LLAMA = {
     "position_embedding_type": "rope",
@@ -91,7 +104,7 @@ def test_what_no_family_has(changes, named):
         chosen(**changes)
 
 
-EXPERTS = {
+OF_EXPERTS = {
     "num_experts": 4,
     "moe_router_topk": 2,
     "moe_layer_freq": 1,
@@ -119,7 +132,7 @@ SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": T
     ],
 )
 def test_experts_say_what_they_are(changes, name):
-    assert chosen(**{**EXPERTS, **changes}) == name
+    assert chosen(**{**OF_EXPERTS, **changes}) == name
 
 
 @pytest.mark.parametrize(
@@ -138,7 +151,7 @@ def test_experts_say_what_they_are(changes, name):
     ],
 )
 def test_experts_that_a_family_does_not_have(name, changes, named):
-    args = Namespace(**{**LLAMA, **EXPERTS, **changes})
+    args = Namespace(**{**LLAMA, **OF_EXPERTS, **changes})
     with pytest.raises(UsageError) as caught:
         families.FAMILIES[name].config(args)
     assert named in str(caught.value)
@@ -150,7 +163,7 @@ def test_experts_that_a_family_does_not_have(name, changes, named):
 )
 def test_dense_layers_have_keys(frequency, step, dense):
     changes = {"num_layers": 4, "qk_layernorm": True, "moe_layer_freq": frequency}
-    keys = families.FAMILIES["qwen3_moe"].config(Namespace(**{**LLAMA, **EXPERTS, **changes}))
+    keys = families.FAMILIES["qwen3_moe"].config(Namespace(**{**LLAMA, **OF_EXPERTS, **changes}))
     assert (keys["decoder_sparse_step"], keys["mlp_only_layers"]) == (step, dense)
 
 
@@ -167,3 +180,106 @@ def test_two_things_that_no_family_has_together():
     args = Namespace(**{**LLAMA, "qk_layernorm": True, "add_qkv_bias": True})
     with pytest.raises(UsageError, match="--add-qkv-bias"):
         families.of_arguments(args).config(args)
+
+
+# -- each checkpoint is of one family
+
+GPT2 = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False} | {
+    "num_query_groups": 4,
+    "add_bias_linear": True,
+    "bias_gelu_fusion": True,
+    "hidden_dropout": 0.0,
+}
+CHANGES: dict[str, dict[str, object]] = {
+    POSITIONS: GPT2,
+    QK_NORM: {"qk_layernorm": True},
+    QKV_BIAS: {"add_qkv_bias": True},
+    WINDOW: {"pre_tokens": 7},
+    EXPERTS: OF_EXPERTS,
+    SHARED_EXPERT: SHARED,
+}
+SETS = [frozenset(chosen) for size in range(7) for chosen in itertools.combinations(CHANGES, size)]
+
+
+def with_traits(wanted: frozenset[str]) -> Namespace:
+    changes = {name: value for trait in CHANGES if trait in wanted for name, value in CHANGES[trait].items()}
+    return Namespace(**{**LLAMA, **changes})
+
+
+def held_by(args: Namespace) -> set[str]:
+    return {name for name, family in families.FAMILIES.items() if families._holds(family, args)}
+
+
+def check_claims() -> None:
+    """Check for every set of traits that one family claims a checkpoint, or that none could hold it."""
+    for wanted in SETS:
+        args = with_traits(wanted)
+        claiming = {name for name, family in families.FAMILIES.items() if family.claims(args)}
+        holding = held_by(args)
+        if not claiming:
+            assert not holding, wanted
+            with pytest.raises(UsageError, match="which cannot be converted together"):
+                families.of_arguments(args)
+            continue
+        (name,) = claiming
+        assert name == families.of_arguments(args).MODEL_TYPE
+        # a Mistral may be without its window: Megatron's flags of such a model are those of a Llama
+        assert holding - ({"mistral"} if name == "llama" else set()) == {name}, wanted
+
+
+def test_one_family_claims_a_checkpoint_or_none_can_hold_it() -> None:
+    check_claims()
+
+
+def test_no_two_families_have_the_same_traits() -> None:
+    own = [(family.traits, family.optional_traits) for family in families.FAMILIES.values()]
+    assert len({traits for traits, _ in own}) == len(own) == 8
+    listed = (*families.hf_gpt2.KINDS, *hf_llama.KINDS, *families.hf_moe.KINDS)
+    assert list(families.FAMILIES.values()) == list(listed)  # no model_type twice
+
+
+# -- docs/adding-a-family.md, done
+
+PAGE = (ROOT / "docs" / "adding-a-family.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Family:
+    """The row of the page, beside the others."""
+    (row,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    scope = {"Kind": hf_llama.Kind}
+    exec(f"family = {row}", scope)
+    family = scope["family"]
+    assert isinstance(family, Family)
+    monkeypatch.setitem(families.FAMILIES, family.MODEL_TYPE, family)
+    return family
+
+
+def test_the_worked_family_goes_both_ways(toy: Family, tmp_path) -> None:
+    keys = {
+        "model_type": "toy",
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "hidden_act": "silu",
+        "head_dim": 8,
+    }
+    found = Config(dict(keys), tmp_path / "config.json")
+    assert families.of_config(found) is toy
+    found.number("vocab_size")
+    flags = toy.flags(found)
+    assert {"--qk-layernorm", "--add-qkv-bias", "--disable-bias-linear"} <= set(flags)
+    args = with_traits(frozenset({QK_NORM, QKV_BIAS}))
+    assert families.of_arguments(args) is toy
+    back = toy.config(args)
+    assert {name: back[name] for name in keys} == keys
+    assert back["architectures"] == ["ToyForCausalLM"]
+    assert held_by(args) == {"toy"}
+
+
+def test_the_worked_family_takes_nothing_from_another(toy: Family) -> None:
+    check_claims()

@@ -9,10 +9,11 @@ import torch
 
 pytest.importorskip("safetensors")
 
-from megatron_npu.conversion import hf_files, hf_gpt2, verify, weights
-from megatron_npu.conversion.hf_llama import LLAMA
+from megatron_npu.conversion import hf_files, verify, weights
+from megatron_npu.conversion.families import FAMILIES
 from megatron_npu.errors import UsageError
 
+GPT2, LLAMA = FAMILIES["gpt2"], FAMILIES["llama"]
 ARGS = Namespace(
     num_layers=1,
     num_attention_heads=2,
@@ -55,7 +56,7 @@ def gpt2() -> dict[str, torch.Tensor]:
 def found(tmp_path):
     """Return a function: tensors -> the weights of a folder with them."""
 
-    def stored(tensors: dict[str, torch.Tensor], family=hf_gpt2) -> weights.Weights:
+    def stored(tensors: dict[str, torch.Tensor], family=GPT2) -> weights.Weights:
         hf_files.write(tmp_path, tensors.items(), tensors, 1 << 30)
         return weights.open_folder(tmp_path, family)
 
@@ -69,16 +70,16 @@ def targets() -> dict[str, torch.Tensor]:
         mapping.megatron: torch.full_like(
             mapping.to_megatron([tensors[name] for name in mapping.hf]), torch.nan
         )
-        for mapping in hf_gpt2.weight_map(ARGS)
+        for mapping in GPT2.weight_map(ARGS)
     }
 
 
 def test_whole_files_fill_every_parameter_and_come_back(found):
     stored, filled = found(gpt2()), targets()
-    weights.check_names(stored, hf_gpt2, ARGS)
-    weights.fill(filled, stored, hf_gpt2.weight_map(ARGS))
+    weights.check_names(stored, GPT2, ARGS)
+    weights.fill(filled, stored, GPT2.weight_map(ARGS))
     assert not any(tensor.isnan().any() for tensor in filled.values())
-    back = dict(weights.to_hf(filled, hf_gpt2.weight_map(ARGS)))
+    back = dict(weights.to_hf(filled, GPT2.weight_map(ARGS)))
     assert back.keys() == gpt2().keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in gpt2().items())
 
@@ -90,8 +91,8 @@ def test_names_without_the_prefix_masks_and_a_tied_copy(found):
     tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     stored = found(tensors)
-    weights.check_names(stored, hf_gpt2, ARGS)
-    weights.fill(targets(), stored, hf_gpt2.weight_map(ARGS))
+    weights.check_names(stored, GPT2, ARGS)
+    weights.fill(targets(), stored, GPT2.weight_map(ARGS))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_what_is_missing_or_left_over_is_named(found, change, named):
     tensors = gpt2()
     change(tensors)
     with pytest.raises(UsageError, match=r"config\.json") as caught:
-        weights.check_names(found(tensors), hf_gpt2, ARGS)
+        weights.check_names(found(tensors), GPT2, ARGS)
     assert named in str(caught.value)
 
 
@@ -127,7 +128,7 @@ def test_layers_that_no_file_holds_are_not_counted_to_their_end(found):
         @staticmethod
         def weight_map(args: Namespace):
             nonlocal asked
-            for mapping in hf_gpt2.weight_map(args):
+            for mapping in GPT2.weight_map(args):
                 asked += 1
                 assert asked < 1000
                 yield mapping
@@ -138,29 +139,29 @@ def test_layers_that_no_file_holds_are_not_counted_to_their_end(found):
 
 def test_the_proof_sees_the_last_number_of_a_tensor(found, monkeypatch):
     filled = targets()
-    weights.fill(filled, found(gpt2()), hf_gpt2.weight_map(ARGS))
+    weights.fill(filled, found(gpt2()), GPT2.weight_map(ARGS))
     monkeypatch.setattr(hf_files, "_PIECE", 50)
-    count = verify._compare_tensors(filled, found(gpt2()), hf_gpt2, ARGS, torch.float32)
+    count = verify._compare_tensors(filled, found(gpt2()), GPT2, ARGS, torch.float32)
     assert count == len(gpt2())
     name = "transformer.h.0.mlp.c_fc.weight"
     changed = gpt2()
     changed[name][-1, -1] += 1e-3
     with pytest.raises(UsageError, match=f"{name} is not what was converted"):
-        verify._compare_tensors(filled, found(changed), hf_gpt2, ARGS, torch.float32)
+        verify._compare_tensors(filled, found(changed), GPT2, ARGS, torch.float32)
 
 
 def test_what_is_asked_of_memory(found):
     """All weights, and the largest twice more: of this model the MLP's [4, 16]."""
     tensors = gpt2()
     numbers = sum(tensor.numel() for tensor in tensors.values()) + 2 * 4 * H * H
-    assert weights.memory_to_convert(found(tensors), hf_gpt2.weight_map(ARGS), torch.bfloat16) == 2 * numbers
+    assert weights.memory_to_convert(found(tensors), GPT2.weight_map(ARGS), torch.bfloat16) == 2 * numbers
 
 
 def test_another_shape_is_named(found):
     name = "transformer.h.0.mlp.c_fc.weight"
     stored = found({**gpt2(), name: torch.ones(4 * H, H)})
     with pytest.raises(UsageError, match=rf"{name} has the shape \[16, 4\]; expected \[4, 16\]"):
-        weights.fill(targets(), stored, hf_gpt2.weight_map(ARGS))
+        weights.fill(targets(), stored, GPT2.weight_map(ARGS))
 
 
 def test_old_frequencies_of_llama_are_no_weights():
@@ -170,9 +171,9 @@ def test_old_frequencies_of_llama_are_no_weights():
 
 def test_one_type_for_all(found):
     tensors = gpt2()
-    assert weights.common_dtype(found(tensors), hf_gpt2.weight_map(ARGS)) == "fp32"
+    assert weights.common_dtype(found(tensors), GPT2.weight_map(ARGS)) == "fp32"
     mixed = {**tensors, "transformer.wte.weight": tensors["transformer.wte.weight"].half()}
     with pytest.raises(UsageError, match=r"float16, float32; .*--dtype"):
-        weights.common_dtype(found(mixed), hf_gpt2.weight_map(ARGS))
+        weights.common_dtype(found(mixed), GPT2.weight_map(ARGS))
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    assert weights.common_dtype(found(halves), hf_gpt2.weight_map(ARGS)) == "bf16"
+    assert weights.common_dtype(found(halves), GPT2.weight_map(ARGS)) == "bf16"

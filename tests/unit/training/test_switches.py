@@ -82,7 +82,6 @@ def test_one_rank_has_nothing_to_share_out(check, capsys):
         ("--onnx-runtime-training", "--graph-optimization for a Megatron model"),
         ("--dynamic-shape", "--dynamic-shape for a Megatron model"),
         ("--lora-rank 4", "--lora-rank for a Megatron model"),
-        ("--deepspeed-config ds.json", "--deepspeed-config for a Megatron model"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_built(check, given, said):

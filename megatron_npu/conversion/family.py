@@ -1,0 +1,98 @@
+"""What a family of models is: keys and tensors that mean the same on both sides, and what it alone has."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu.conversion import unsupported
+from megatron_npu.conversion.config import Config
+from megatron_npu.conversion.weight_map import WeightMapping
+
+# what tells families apart, by the flag that a checkpoint was trained with
+POSITIONS = "--position-embedding-type"  # other than rope
+QK_NORM = "--qk-layernorm"
+QKV_BIAS = "--add-qkv-bias"  # of a model without other biases
+WINDOW = "--pre-tockens"  # that leaves tokens out
+EXPERTS = "--num-experts"
+SHARED_EXPERT = "--moe-shared-expert-intermediate-size"
+
+
+def traits_of(args: Namespace) -> frozenset[str]:
+    """Return which traits a checkpoint of the driver has."""
+    experts = args.num_experts is not None
+    there = {
+        POSITIONS: args.position_embedding_type != "rope",
+        QK_NORM: args.qk_layernorm,
+        QKV_BIAS: args.add_qkv_bias and not args.add_bias_linear,
+        WINDOW: unsupported.limiting_window(args) is not None,
+        EXPERTS: experts,
+        SHARED_EXPERT: experts and args.moe_shared_expert_intermediate_size is not None,
+    }
+    return frozenset(flag for flag, has in there.items() if has)
+
+
+@dataclass(frozen=True)
+class Family(ABC):
+    """One family.
+
+    Attributes:
+        MODEL_TYPE: in ``config.json``.
+    """
+
+    MODEL_TYPE: str
+
+    @property
+    @abstractmethod
+    def traits(self) -> frozenset[str]:
+        """The traits that every checkpoint has that can only be of this family."""
+
+    @property
+    def optional_traits(self) -> frozenset[str]:
+        """The traits that some of these have."""
+        return frozenset()
+
+    def claims(self, args: Namespace) -> bool:
+        """Return whether a checkpoint of the driver has what this family has, and no more.
+
+        No two families claim the same one: what tells them apart are their traits.
+        """
+        found = traits_of(args)
+        return self.traits <= found <= self.traits | self.optional_traits
+
+    @abstractmethod
+    def flags(self, config: Config) -> list[str]:
+        """Return the driver's flags that mean the same model as ``config.json``.
+
+        Raises:
+            UsageError: a key that Megatron has no flag for.
+        """
+
+    @abstractmethod
+    def config(self, args: Namespace) -> dict[str, Any]:
+        """Return the ``config.json`` of the model that the driver's flags mean, for transformers 4 and 5.
+
+        Raises:
+            UsageError: a flag that the family has no key for.
+        """
+
+    @abstractmethod
+    def weight_map(self, args: Namespace) -> Iterator[WeightMapping]:
+        """Yield the mapping of every parameter."""
+
+    @abstractmethod
+    def canonical_names(self, stored: Iterable[str]) -> dict[str, str]:
+        """Return stored name -> the name in the weight map."""
+
+    @abstractmethod
+    def tied_weights(self, args: Namespace) -> dict[str, str]:
+        """Return tensors that files may hold although they are another one: name -> the other's name."""
+
+    @abstractmethod
+    def is_buffer(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a tensor follows from ``config.json``, and need not be converted."""

@@ -1,0 +1,141 @@
+"""From a folder of Hugging Face to a checkpoint of the embedded driver."""
+
+from __future__ import annotations
+
+import gc
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_npu import checksums, files
+from megatron_npu.conversion import carried_files, families, tokenizer_files, verify, weights
+from megatron_npu.conversion.config import NAME as CONFIG
+from megatron_npu.conversion.config import Config, read
+from megatron_npu.conversion.family import Family
+from megatron_npu.training import (
+    arguments,
+    checkpoint,
+    checkpoint_description,
+    checkpoint_files,
+    host_memory,
+    initialize,
+    model,
+    sharded_weights,
+    stock_arguments,
+    torch_format,
+    validation,
+)
+
+FLAGS = "flags.txt"
+
+
+def convert(given: Namespace, part: Path) -> Iterator[str]:
+    """Write the checkpoint into ``part``; yield what there is to say."""
+    source, final = Path(given.source), Path(given.destination).absolute()
+    configuration = Config(read(source), source / CONFIG)
+    family = families.of_config(configuration)
+    vocabulary = configuration.number("vocab_size")
+    multiple = given.make_vocab_size_divisible_by * given.tensor_model_parallel_size
+    model_flags = [
+        *family.flags(configuration),
+        *("--make-vocab-size-divisible-by", str(multiple)),
+    ]
+    hf_folder = part / checkpoint_files.HF_FOLDER
+    carried_files.copy(source, hf_folder)
+    tokenizer = tokenizer_files.choose(
+        source, hf_folder, vocabulary, kind=_tokenizer_kind(given, source), end=given.eos_token
+    )
+    args = _arguments(part, [*model_flags, *tokenizer.flags])
+    found = weights.open_folder(source, family)
+    weights.check_names(found, family, args)
+    dtype = given.dtype or weights.common_dtype(found, family.weight_map(args))
+    args.bf16, args.fp16 = dtype == "bf16", dtype == "fp16"
+    needed = weights.memory_to_convert(found, family.weight_map(args), weights.DTYPES[dtype])
+    host_memory.require(needed, f"the conversion of {source}")
+    if given.ckpt_format == "torch":
+        words = _save_for_ranks(given, args, family, found, part, final)
+    else:
+        _save(args, family, found, part, final)
+        precision = [f"--{dtype}"] if dtype != "fp32" else []
+        moved = [word.replace(str(part), str(final)) for word in tokenizer.flags]
+        words = [*model_flags, *moved, *precision]
+    line = _for_a_shell(words)
+    files.write(part / FLAGS, line + "\n")
+    yield from verify.told(given, part, source, family, args, dtype)
+    yield from tokenizer.said
+    yield f"{args.tokenizer_type}; vocabulary {vocabulary}, padded to {args.padded_vocab_size}"
+    yield f"the model's flags, also in {FLAGS}: {line}"
+
+
+def _for_a_shell(words: list[str]) -> str:
+    """Return a line that a shell and ``$(cat …)`` take alike: no quotes for a pattern of --moe-layer-freq."""
+    return " ".join(word if word and set(word) <= set("[],01") else shlex.quote(word) for word in words)
+
+
+def _tokenizer_kind(given: Namespace, source: Path) -> str | None:
+    """Return the tokenizer that is asked for; 285068c8 has none but GPT-2's."""
+    both = all((source / name).is_file() for name in ("vocab.json", "merges.txt"))
+    return given.tokenizer_type or ("GPT2BPETokenizer" if given.ckpt_format == "torch" and both else None)
+
+
+def _arguments(place: Path, flags: list[str]) -> Namespace:
+    """Return the driver's arguments for a model that is saved and not trained."""
+    bare = ["--micro-batch-size", "1", "--train-iters", "0", "--save", str(place), "--no-plot"]
+    without_state = ["--no-save-optim", "--no-save-rng"]
+    return validation.check(arguments.parse([*bare, *without_state, *flags]))
+
+
+def _filled(args: Namespace, family: Family, found: weights.Weights) -> torch.nn.Module:
+    """Return the model on the host, with the weights of the files."""
+    config = model.transformer_config(Namespace(**{**vars(args), "use_cpu_initialization": True}))
+    config.perform_initialization = False  # every weight is filled
+    gpt = model.gpt(args, config, None, True, True)
+    weights.fill(dict(gpt.named_parameters()), found, family.weight_map(args))
+    return gpt
+
+
+def _save(args: Namespace, family: Family, found: weights.Weights, part: Path, final: Path) -> None:
+    """Save the model as the driver does."""
+    with initialize.session(args):
+        # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
+        path = checkpoint.save(
+            args,
+            checkpoint.State([sharded_weights.GivenAway(_filled(args, family, found))], None, None),
+            checkpoint.Position(),
+            {"args": stock_arguments.to_stock(args)},
+        )
+        checkpoint_files.release(args.save, path)
+        _name_final_paths(part, final)
+    gc.collect()  # modules know each other, so that nothing else frees them
+
+
+def _save_for_ranks(
+    given: Namespace, args: Namespace, family: Family, found: weights.Weights, part: Path, final: Path
+) -> list[str]:
+    """Save the model in the files of ranks that 285068c8 loads; return its flags for them."""
+    sizes = given.tensor_model_parallel_size, given.pipeline_model_parallel_size
+    torch_format.require_writable(args, *sizes)
+    moved = {
+        name: getattr(args, name).replace(str(part), str(final)) for name in ("vocab_file", "merge_file")
+    }
+    named = Namespace(**{**vars(args), **moved})
+    with initialize.session(args):
+        weights_of_all = dict(_filled(args, family, found).named_parameters())
+        torch_format.write(part, named, weights_of_all, *sizes)
+    return torch_format.flags(named, *sizes)
+
+
+def _name_final_paths(part: Path, final: Path) -> None:
+    """Let the checkpoint's description name the places that its files are going to have."""
+    found = checkpoint_description.existing(part)
+    moved = {
+        name: str(final / Path(path).relative_to(part))
+        for name in ("save", "vocab_file", "merge_file", "tokenizer_model")
+        if (path := found.arguments[name]) is not None
+    }
+    checkpoint_description.describe(found.path, replace(found, arguments=found.arguments | moved))
+    checksums.renew(found.path / checkpoint_files.DESCRIPTION)
