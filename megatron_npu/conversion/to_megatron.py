@@ -53,7 +53,7 @@ def convert(given: Namespace, part: Path) -> Iterator[str]:
     found = weights.open_folder(source, family)
     weights.check_names(found, family, args)
     dtype = given.dtype or weights.common_dtype(found, family.weight_map(args))
-    args.bf16, args.fp16 = dtype == "bf16", dtype == "fp16"
+    args = Namespace(**{**vars(args), "bf16": dtype == "bf16", "fp16": dtype == "fp16"})
     needed = weights.memory_to_convert(found, family.weight_map(args), weights.DTYPES[dtype])
     host_memory.require(needed, f"the conversion of {source}")
     if given.ckpt_format == "torch":
