@@ -142,7 +142,7 @@ ROOMS = (
         "standins/",
         "modules in place of absent packages that upstream imports (apex, amp_C, …), and layers under "
         "TransformerEngine's names",
-        "devices early_import errors ops settings upstream",
+        "devices early_import errors ops replaced settings upstream",
         ("torch", "megatron"),
     ),
     Room(
