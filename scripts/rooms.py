@@ -109,7 +109,7 @@ ROOMS = (
     Room(
         "ops/",
         "operations: contract, reference, implementation per device",
-        "devices errors settings",
+        "attention_flags devices errors settings",
         ("torch", "torch_npu"),
     ),
     Room(
