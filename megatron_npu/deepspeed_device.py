@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_npu.errors import UsageError
 
+VARIABLES = ("DS_ACCELERATOR", "ASCEND_HOME_PATH")  # that ``choose`` sets, of this process and its children
 # What DeepSpeed puts into its files beside tensors, numbers and texts.
 _HOLDERS = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -36,9 +37,10 @@ def choose(device: str) -> None:
             "DeepSpeed, which trains here",
             "Install it: pip install 'megatron_npu[deepspeed]'.",
         )
-    os.environ["DS_ACCELERATOR"] = device
+    accelerator, toolkit = VARIABLES
+    os.environ[accelerator] = device
     if device == "npu":  # DeepSpeed 0.19.8 looks there for its operations: without it, a KeyError
-        os.environ.setdefault("ASCEND_HOME_PATH", "/nowhere")
+        os.environ.setdefault(toolkit, "/nowhere")
 
 
 def compile_nothing() -> None:

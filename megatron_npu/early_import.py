@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -42,17 +43,11 @@ class _Metadata(metadata.Distribution):
         return Path(path)
 
 
-class _Finder:
-    """Finds ``transformer_engine``, and is its loader: the import activates the plug-in, which has it."""
+class _Loader(Loader):
+    """Loads ``transformer_engine``: the import activates the plug-in, which puts it in place."""
 
     def __init__(self, activate: Callable[[], None]) -> None:
         self._activate = activate
-
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a spec for ``transformer_engine`` where it can be loaded; asking changes nothing."""
-        if name != _NAME or settings.TE.get() != "local" or not _on_megatron_core():
-            return None
-        return ModuleSpec(name, self, origin=__name__, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the stand-in, which the activation has put in place.
@@ -68,6 +63,19 @@ class _Finder:
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: the body of the stand-in has run."""
+
+
+class _Finder:
+    """Finds ``transformer_engine``, and its metadata while our layers stand for it."""
+
+    def __init__(self, activate: Callable[[], None]) -> None:
+        self._loader = _Loader(activate)
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return a spec for ``transformer_engine`` where it can be loaded; asking changes nothing."""
+        if name != _NAME or settings.TE.get() != "local" or not _on_megatron_core():
+            return None
+        return ModuleSpec(name, self._loader, origin=__name__, is_package=True)
 
     def find_distributions(self, context: metadata.DistributionFinder.Context) -> Iterator[_Metadata]:
         """Yield the package, while our layers stand for it, to who asks for it by name; it is in no list."""
@@ -90,7 +98,7 @@ def is_absent(package: str) -> bool:
     """
     top, *rest = package.split(".")
     spec = importlib.util.find_spec(top)
-    if spec is None or isinstance(spec.loader, _Finder):
+    if spec is None or isinstance(spec.loader, _Loader):
         return True
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:

@@ -47,6 +47,11 @@ def hold(folder: Path) -> int | None:
     return descriptor
 
 
+def held() -> bool:
+    """Return whether this process holds the lock of a folder."""
+    return bool(_held)
+
+
 def release(descriptor: int) -> None:
     """Give the lock back."""
     _held.discard(descriptor)

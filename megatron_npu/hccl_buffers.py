@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_npu import devices
@@ -21,7 +22,22 @@ DEFAULT = 200  # MiB, of each of a communicator's two (documentation of HCCL_BUF
 _MEBIBYTE = 1 << 20
 _FEW = 1  # norms, losses, counts of tokens, lengths: nothing near a MiB, the smallest buffer
 
-_chosen: argparse.Namespace | None = None
+
+@dataclass(frozen=True)
+class GroupBuffers:
+    """The wish of a run: buffers as large as the messages of its groups. The device of the process has it.
+
+    Attributes:
+        args: of Megatron or of the driver, validated.
+        fitted: the MiB of the groups, by their names, whose buffers have been chosen so.
+    """
+
+    args: argparse.Namespace
+    fitted: dict[str, int] = field(default_factory=dict)
+
+    def largest_messages(self) -> dict[str, int]:
+        """Return what a call on each group reads or writes at most, see the function of this name."""
+        return largest_messages(self.args)
 
 
 def add(declare: Callable[..., Any]) -> None:
@@ -44,17 +60,24 @@ def choose(args: argparse.Namespace) -> None:
     Raises:
         UsageError: the flag on another device.
     """
-    global _chosen
-    asked = getattr(args, "hccl_group_buffer_adaptive", False)
-    device = devices.current().name
-    if asked and device != "npu":
-        raise UsageError(f"{FLAG} on the {device} device", "an Ascend NPU", "Leave it out: it is HCCL's.")
-    _chosen = args if asked else None
+    asked, device = getattr(args, "hccl_group_buffer_adaptive", False), devices.current()
+    if asked and device.name != "npu":
+        raise UsageError(
+            f"{FLAG} on the {device.name} device", "an Ascend NPU", "Leave it out: it is HCCL's."
+        )
+    device.group_buffers = GroupBuffers(args) if asked else None
+
+
+def of_run() -> GroupBuffers | None:
+    """Return what ``choose`` has noted; None: this run does not have the flag."""
+    noted = devices.current().group_buffers
+    assert noted is None or isinstance(noted, GroupBuffers)
+    return noted
 
 
 def asked() -> bool:
     """Return whether this run has the flag."""
-    return _chosen is not None
+    return of_run() is not None
 
 
 def default() -> int:
@@ -65,7 +88,8 @@ def default() -> int:
 
 def size_of_group(name: str) -> int | None:
     """Return the MiB of a buffer for upstream's group ``name``, such as ``tp``; None if nothing tells it."""
-    largest = None if _chosen is None else largest_messages(_chosen).get(name)
+    run = of_run()
+    largest = None if run is None else run.largest_messages().get(name)
     return None if largest is None else size_of(largest)
 
 

@@ -6,7 +6,6 @@ to the interpreter's end, which would print the whole way that they have taken.
 
 from __future__ import annotations
 
-import functools
 import io
 import sys
 from collections.abc import Callable
@@ -14,45 +13,66 @@ from types import TracebackType
 
 Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
 
-_former: Hook | None = None
 
-
-def arm(mistake: type[BaseException], *kinds: type[BaseException]) -> None:
+def arm(mistake: type[BaseException], *kinds: type[BaseException]) -> OneLineEnd:
     """Let errors of these kinds be one line where they end the process; others go to the former hook.
+
+    A second call changes nothing.
 
     Args:
         mistake: the user's; the exit code is 2, as that of our commands.
         kinds: others; the exit code stays Python's, 1.
+
+    Returns:
+        The hook, which ``disarm`` undoes wherever it stands.
     """
-    global _former
-    if _former is not None:
-        return
-    _former = sys.excepthook
-    sys.excepthook = functools.partial(_tell, mistake, kinds, _former)
+    if isinstance(sys.excepthook, OneLineEnd):
+        return sys.excepthook
+    hook = OneLineEnd(mistake, kinds, sys.excepthook)
+    sys.excepthook = hook
+    return hook
 
 
 def disarm() -> None:
-    """Put the former hook back."""
-    global _former
-    if _former is not None:
-        sys.excepthook, _former = _former, None
+    """Put the former hook back, unless somebody else has put his own in front since."""
+    if isinstance(sys.excepthook, OneLineEnd):
+        sys.excepthook.disarm()
 
 
-def _tell(
-    mistake: type[BaseException],
-    others: tuple[type[BaseException], ...],
-    former: Hook,
-    kind: type[BaseException],
-    error: BaseException,
-    trace: TracebackType | None,
-) -> None:
-    if issubclass(kind, others):
-        print(f"megatron_npu: error: {error}", file=sys.stderr)
-    elif issubclass(kind, mistake):
-        # torch.distributed's hook gathers what this one prints, and loses it where this one raises
-        gathered = isinstance(sys.stderr, io.StringIO)
-        print(f"megatron_npu: error: {error}", file=sys.__stderr__ if gathered else sys.stderr, flush=True)
-        if not hasattr(sys, "ps1"):  # not at a prompt, which goes on
-            raise SystemExit(2)
-    else:
-        former(kind, error, trace)
+class OneLineEnd:
+    """The hook.
+
+    Args:
+        mistake, others: see ``arm``.
+        former: the hook that was there.
+    """
+
+    def __init__(
+        self, mistake: type[BaseException], others: tuple[type[BaseException], ...], former: Hook
+    ) -> None:
+        self.mistake, self.others, self.former = mistake, others, former
+        self.armed = True
+
+    def disarm(self) -> None:
+        """Put the former hook back; where somebody has put his own in front, only hand on to it."""
+        self.armed = False
+        if sys.excepthook is self:
+            sys.excepthook = self.former
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print a line, or hand on to the former hook.
+
+        Raises:
+            SystemExit: the error is a user's mistake.
+        """
+        if self.armed and issubclass(kind, self.others):
+            print(f"megatron_npu: error: {error}", file=sys.stderr)
+        elif self.armed and issubclass(kind, self.mistake):
+            # torch.distributed's hook gathers what this one prints, and loses it where this one raises
+            gathered = isinstance(sys.stderr, io.StringIO)
+            stream = sys.__stderr__ if gathered else sys.stderr
+            print(f"megatron_npu: error: {error}", file=stream, flush=True)
+            if not hasattr(sys, "ps1"):  # not at a prompt, which goes on
+                raise SystemExit(2)
+        else:
+            self.former(kind, error, trace)

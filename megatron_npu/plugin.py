@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_npu import (
+    adaptors,
     deepspeed_device,
     early_import,
     one_line_end,
@@ -17,6 +21,7 @@ from megatron_npu import (
     spawned_processes,
     stacks,
     stock_tools,
+    upstream,
 )
 from megatron_npu.errors import LoaderWorkerError, UsageError
 from megatron_npu.patching import banner
@@ -32,7 +37,9 @@ if TYPE_CHECKING:
 TASKS = ("zeroshot_gpt",)  # packages beside Megatron's tasks/main.py, which imports them by these names
 
 _logger = logging.getLogger(__name__)
-_redirection: Redirection | None = None
+# How to undo what installing, redirecting and activating have changed in this process. What may happen twice,
+# after an activation that failed for instance, changes nothing the second time, done or undone.
+_undoing = ExitStack()
 
 
 def pins_directory() -> Path:
@@ -51,9 +58,12 @@ def engine() -> Engine:
 def install() -> None:
     """Arm the engine, and patch what was imported before it."""
     if not engine().armed:
+        _undoing.callback(engine().disarm)
         engine().arm()
+        _undoing.callback(early_import.disarm)
         early_import.arm(engine().activate)
         engine().apply_loaded()
+        _undoing.callback(spawned_processes.disarm)
         spawned_processes.arm()
 
 
@@ -63,27 +73,13 @@ def installed() -> bool:
 
 
 def uninstall() -> None:
-    """Undo every patch, end the redirection, disarm the engine."""
-    global _redirection
-    from megatron_npu import standins
+    """Undo every patch, then all that was changed in this process, in reverse order.
 
+    Names that a module has taken from ``torch.cuda`` by value while it was redirected stay what they are, as
+    do processes that are running.
+    """
     engine().undo()
-    engine().disarm()
-    early_import.disarm()
-    spawned_processes.disarm()
-    standins.remove()
-    one_line_end.disarm()
-    if _redirection is not None:
-        from megatron_npu import torch_readers
-        from megatron_npu.devices import loader_workers
-        from megatron_npu.devices.redirect import callers
-
-        torch_readers.release()
-        loader_workers.end()
-        callers.SEE_CUDA_TENSORS.include(None)
-        _redirection.off()
-        _redirection.device.release()
-        _redirection = None
+    _undoing.close()
 
 
 def redirect(scripts: str) -> None:
@@ -98,25 +94,33 @@ def redirect(scripts: str) -> None:
     """
     from megatron_npu.devices.redirect import callers
 
+    _undoing.callback(callers.SEE_CUDA_TENSORS.include, None)
     callers.SEE_CUDA_TENSORS.include(Path(scripts))
     _redirect_torch()
+    _undoing.callback(spawned_processes.disarm)
     spawned_processes.run_first(f"megatron_npu.plugin.redirect({scripts!r})")
+
+
+@cache
+def _redirection() -> Redirection:
+    from megatron_npu import devices
+    from megatron_npu.devices.redirect import Redirection
+
+    return Redirection(devices.current())
 
 
 def _redirect_torch() -> Device:
     """Select the device and redirect torch; a second time nothing changes."""
-    global _redirection
-    from megatron_npu import devices
     from megatron_npu.devices import loader_workers
-    from megatron_npu.devices.redirect import Redirection
 
-    device = devices.current()
-    if _redirection is None:  # else redirected already: by request, or by an activation that failed later
-        _redirection = Redirection(device)
-    _redirection.on()
-    device.prepare()
+    redirection = _redirection()
+    _undoing.callback(redirection.off)
+    redirection.on()
+    _undoing.callback(redirection.device.release)
+    redirection.device.prepare()
+    _undoing.callback(loader_workers.end)
     loader_workers.begin()
-    return device
+    return redirection.device
 
 
 @cache
@@ -134,32 +138,51 @@ def announce() -> None:
     )
 
 
-def _guard_files(upstream: str) -> None:
+def _guard_files(name: str) -> None:
     """Let no checkpoint run code when torch reads it, unless the user trusts them all."""
     from megatron_npu import torch_readers
 
     if settings.TRUST_FILES.enabled():
-        name = settings.TRUST_FILES.name
-        _logger.warning("%s=1: checkpoints may run the code that they hold", name)
-    elif upstream == "megatron_core":  # the other has no checkpoints of this kind
+        variable = settings.TRUST_FILES.name
+        _logger.warning("%s=1: checkpoints may run the code that they hold", variable)
+    elif name == "megatron_core":  # the other has no checkpoints of this kind
+        _undoing.callback(torch_readers.release)
         torch_readers.guard()
+
+
+@contextlib.contextmanager
+def _kept_environment(*names: str) -> Iterator[None]:
+    """Give the variables of these names their values back at the end."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _activate() -> Context:
     """Find the upstream, select the device, redirect torch, and let upstream's adaptors record patches."""
-    from megatron_npu import adaptors, standins, upstream
+    from megatron_npu import standins
     from megatron_npu.ops import dispatch
     from megatron_npu.replicas import ReplicasDifferError
 
-    one_line_end.arm(UsageError, DriftError, PinError, ReplicasDifferError, LoaderWorkerError)
+    kinds = UsageError, DriftError, PinError, ReplicasDifferError, LoaderWorkerError
+    _undoing.callback(one_line_end.arm(*kinds).disarm)
     settings.check()
+    _undoing.callback(stacks.leave_signal)
     stacks.print_on_signal()
     found = upstream.find()
     found.require_supported()
     stock_tools.refuse(Path(getattr(sys.modules["__main__"], "__file__", None) or ""))
     device = _redirect_torch()
     if found.name.startswith("megatron_deepspeed"):
+        _undoing.enter_context(_kept_environment(*deepspeed_device.VARIABLES))
         deepspeed_device.choose(device.name)
+    _undoing.callback(standins.remove)
     standins.install(found)
     engine().ledger.fallbacks = dispatch.fallbacks
     engine().ledger.about = {
@@ -171,6 +194,7 @@ def _activate() -> Context:
     }
     adaptors.register(found.name)
     _guard_files(found.name)
+    _undoing.callback(banner.prepare, None)
     banner.prepare(announce)
     return Context(
         upstream=found.name,

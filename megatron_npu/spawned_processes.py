@@ -8,48 +8,58 @@ nothing would, and the child would fail on what is patched in its parent.
 
 from __future__ import annotations
 
-import functools
 import multiprocessing.spawn
 from collections.abc import Callable
 from pathlib import Path
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
-
-_original: Callable[..., list[str]] | None = None
 _ARMING = "import megatron_npu"
-_statements = [_ARMING]
 
 
 def run_first(statement: str) -> None:
     """Let every child that is spawned from now on run a statement, too, before anything else of its own."""
-    if statement not in _statements:
-        _statements.append(statement)
+    statements = arm().statements
+    if statement not in statements:
+        statements.append(statement)
 
 
-def arm() -> None:
-    """Let every child that is spawned from now on import this package first, from where it is here."""
-    global _original
-    if _original is not None:
-        return
-    _original = original = multiprocessing.spawn.get_command_line
+def arm() -> _Command:
+    """Let every child that is spawned from now on import this package first, from where it is here.
 
-    @functools.wraps(original)
-    def get_command_line(**arguments: int) -> list[str]:
-        command = original(**arguments)
-        if "-c" in command:  # not in a frozen executable
-            program = command.index("-c") + 1
-            # spawn replaces sys.path by the parent's right after this, before the main script runs
-            first = "; ".join([f"import sys; sys.path.append({_ROOT!r})", *_statements])
-            command[program] = f"{first}; {command[program]}"
-        return command
+    A second call changes nothing.
 
-    multiprocessing.spawn.get_command_line = get_command_line
+    Returns:
+        What makes the commands of children.
+    """
+    command = multiprocessing.spawn.get_command_line
+    if not isinstance(command, _Command):
+        command = multiprocessing.spawn.get_command_line = _Command(command)
+    return command
 
 
 def disarm() -> None:
     """Let children be spawned as Python does it."""
-    global _original
-    if _original is not None:
-        multiprocessing.spawn.get_command_line = _original
-        _original = None
-    _statements[:] = [_ARMING]
+    command = multiprocessing.spawn.get_command_line
+    if isinstance(command, _Command):
+        multiprocessing.spawn.get_command_line = command.original
+
+
+class _Command:
+    """Python's ``get_command_line``, whose command runs statements of ours first.
+
+    Args:
+        original: Python's.
+    """
+
+    def __init__(self, original: Callable[..., list[str]]) -> None:
+        self.original = original
+        self.statements = [_ARMING]
+
+    def __call__(self, **arguments: int) -> list[str]:
+        command = self.original(**arguments)
+        if "-c" in command:  # not in a frozen executable
+            program = command.index("-c") + 1
+            # spawn replaces sys.path by the parent's right after this, before the main script runs
+            first = "; ".join([f"import sys; sys.path.append({_ROOT!r})", *self.statements])
+            command[program] = f"{first}; {command[program]}"
+        return command

@@ -19,12 +19,30 @@ def print_on_signal() -> bool:
         Whether it does.
     """
     usr1 = getattr(signal, "SIGUSR1", None)  # Windows has none
-    if usr1 is None or sys.__stderr__ is None or signal.getsignal(usr1) not in (signal.SIG_DFL, _noted):
+    if usr1 is None or sys.__stderr__ is None or not _is_free(usr1):
         return False
+    # at a second call Python's handler would take the place of faulthandler's, which ``register`` believes
+    # to be there still
+    faulthandler.unregister(usr1)
     with contextlib.suppress(ValueError):  # only the main thread may; elsewhere it prints all the same
         signal.signal(usr1, _noted)
     faulthandler.register(usr1, file=sys.__stderr__, all_threads=True, chain=True)
     return True
+
+
+def leave_signal() -> None:
+    """Undo ``print_on_signal``; of a program that has begun to handle the signal itself nothing changes."""
+    usr1 = getattr(signal, "SIGUSR1", None)
+    if usr1 is None or not _is_free(usr1):
+        return
+    faulthandler.unregister(usr1)
+    if signal.getsignal(usr1) is _noted:
+        with contextlib.suppress(ValueError):
+            signal.signal(usr1, signal.SIG_DFL)
+
+
+def _is_free(usr1: signal.Signals) -> bool:
+    return signal.getsignal(usr1) in (signal.SIG_DFL, _noted)
 
 
 def _noted(number: int, frame: FrameType | None) -> None:

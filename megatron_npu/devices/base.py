@@ -32,12 +32,14 @@ class Device(ABC):
         is_host: whether it is the host itself: device memory is host memory, and the cores that compute also
             read the data.
         simulated: whether it is no hardware: its numbers are right, its times say nothing.
+        group_buffers: how large the run wants the buffers of its process groups (``hccl_buffers``).
     """
 
     name: str
     backend: str
     is_host: bool = False
     simulated: bool = False
+    group_buffers: object | None = None
 
     @property
     def title(self) -> str:

@@ -12,6 +12,7 @@ import functools
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -27,21 +28,38 @@ _TASKS = Path("/proc/self/task")
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
+@dataclass(frozen=True)
+class Former:
+    """What a process had before ``share``.
+
+    Attributes:
+        threads: torch's number; None where it has not been changed.
+        cpus: the processors it may run on; None where it has not been bound.
+    """
+
+    threads: int | None = None
+    cpus: frozenset[int] | None = None
+
+
 @functools.cache
-def share() -> None:
+def share() -> Former:
     """Give this rank its part of the machine's cores, once; rank 0 prints a line about it.
 
     Nothing happens with one rank, with fewer cores than ranks, or where MEGATRON_NPU_SHARE_CORES=0. A number
     of threads that the user has given counts, and so does a place: OpenMP's variables for it, or cores that
     are not the launcher's. On a machine that others use no rank is bound.
+
+    Returns:
+        What ``give_back`` restores.
     """
     ranks, rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     cores = available()
     if ranks < 2 or len(cores) < ranks or not settings.SHARE_CORES.enabled():
-        return
+        return Former()
     own = part(cores, rank, ranks)
     launcher = elastic_agent.find()
     said = _threads_said(launcher, len(own))
+    threads_before, cpus = torch.get_num_threads(), frozenset(cpu for core in cores for cpu in core)
     if not said:
         torch.set_num_threads(len(own))
         gloo.copy_with_one_thread()  # which has been undone by that
@@ -50,6 +68,19 @@ def share() -> None:
         _bind([cpu for core in own for cpu in core])
     if os.environ.get("RANK", "0") == "0":
         print(_line(ranks, cores, said, reason), flush=True)
+    return Former(None if said else threads_before, None if reason else cpus)
+
+
+def give_back() -> None:
+    """Undo ``share``: this process has again the threads and the processors that it had."""
+    if not share.cache_info().currsize:
+        return
+    former = share()
+    share.cache_clear()
+    if former.threads is not None:
+        torch.set_num_threads(former.threads)
+    if former.cpus is not None:
+        _bind(sorted(former.cpus))
 
 
 def available() -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from megatron_npu import settings, visible_devices
-from megatron_npu.devices import cores, cpu_cuda_api, device_monitor, malloc
+from megatron_npu.devices import cores, cpu_cuda_api, device_monitor, gloo, malloc
 from megatron_npu.devices.base import Device, MemoryStatistics
 
 _CPU = torch.device("cpu")
@@ -111,6 +111,8 @@ class CpuDevice(Device):
         cores.share()
 
     def release(self) -> None:
+        gloo.leave_process()
+        cores.give_back()
         malloc.return_freed_memory()
 
     def memory(self) -> MemoryStatistics:

@@ -228,10 +228,16 @@ def copy_with_one_thread() -> None:
     setter.join()
 
 
-@functools.cache
 def wait_at_exit() -> None:
     """Make the process wait for gloo's threads when it exits, see ``wait_for_workers``."""
+    atexit.unregister(wait_for_workers)  # once is enough
     atexit.register(wait_for_workers)
+
+
+def leave_process() -> None:
+    """Undo ``copy_with_one_thread`` and ``wait_at_exit``."""
+    torch.set_num_threads(torch.get_num_threads())  # also of threads that begin later
+    atexit.unregister(wait_for_workers)
 
 
 def wait_for_workers(timeout: float = 10.0) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_npu import devices
 from megatron_npu.arg_parser import Parser, positive
-from megatron_npu.attention_flags import add_attention_flags
+from megatron_npu.attention_flags import AttentionFlags, add_attention_flags
 from megatron_npu.errors import UsageError
 from megatron_npu.evaluation import trained_model
 from megatron_npu.training import initialize, layout
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     add("--micro-batch-size", type=positive, default=4, help="passages read at once")
     add("--use-flash-attn", action="store_true", help="= --attention-backend flash")
     add_attention_flags(result)
-    result.set_defaults(shape_order=None)
+    result.set_defaults(**dict.fromkeys(AttentionFlags.names()))  # those of the run
     return result
 
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _changes(args: argparse.Namespace) -> dict[str, object]:
     """Return the flags of the run that the command line changes."""
-    given = {name: getattr(args, name) for name in ("pre_tokens", "next_tokens", "shape_order")}
+    given = {name: getattr(args, name) for name in AttentionFlags.names()}
     changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     changes |= trained_model.precision(args)
     if args.use_flash_attn:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 _say: Callable[[], None] | None = None
 
 
-def prepare(say: Callable[[], None]) -> None:
-    """Have ``say`` called before the next step."""
+def prepare(say: Callable[[], None] | None) -> None:
+    """Have ``say`` called before the next step; None: nothing."""
     global _say
     _say = say
 

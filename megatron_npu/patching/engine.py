@@ -73,6 +73,7 @@ class Engine:
         """Take the finder out. Patches stay; the next arming calls ``on_first`` again."""
         if self.armed:
             sys.meta_path.remove(self._finder)
+        self._finder.unhook()
         self._context = None
 
     def apply_loaded(self) -> None:

@@ -60,6 +60,14 @@ class Finder:
         if not (isinstance(run, _Hook) and run.finder is self):
             loader.exec_module = _Hook(loader, self)
 
+    def unhook(self) -> None:
+        """Give the loaders of all modules that are there their own ``exec_module`` back."""
+        for module in list(sys.modules.values()):
+            loader: Any = getattr(getattr(module, "__spec__", None), "loader", None)
+            hook = getattr(loader, "__dict__", {}).get("exec_module")
+            if isinstance(hook, _Hook) and hook.finder is self:
+                del loader.exec_module
+
 
 class _Hook:
     """Stands on a loader instance as its ``exec_module``; the loader keeps its type.

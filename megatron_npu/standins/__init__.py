@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 
 from megatron_npu import early_import, settings
+from megatron_npu.replaced import Replaced
 from megatron_npu.upstream import Upstream
 
 
@@ -283,7 +284,7 @@ NAME_STAND_INS = (
         beside="emerging_optimizers",
     ),
 )
-_given: list[NameStandIn] = []
+_given = Replaced()  # the names
 
 
 def install(upstream: Upstream) -> list[StandIn]:
@@ -296,8 +297,7 @@ def install(upstream: Upstream) -> list[StandIn]:
         module = importlib.import_module(lost.module)
         wanted = upstream.name in lost.upstreams and not (lost.beside and _absent(lost.beside))
         if wanted and lost.name not in vars(module):
-            setattr(module, lost.name, lost.value)
-            _given.append(lost)
+            _given.set(module, lost.name, lost.value)
     return needed
 
 
@@ -330,9 +330,7 @@ def _absent(package: str) -> bool:
 
 def remove() -> None:
     """Take out of ``sys.modules``, and of modules, what ``install`` put there."""
-    while _given:
-        lost = _given.pop()
-        delattr(sys.modules[lost.module], lost.name)
+    _given.undo()
     for stand_in in STAND_INS:
         module = sys.modules.get(stand_in.name)
         if module is not None and module.__name__ == stand_in.source:

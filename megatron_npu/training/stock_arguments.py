@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_npu import devices
+from megatron_npu.attention_flags import AttentionFlags
 from megatron_npu.errors import UsageError
 from megatron_npu.training import arguments, derive, latent_flags
 
@@ -31,7 +32,7 @@ _MODEL = """
     mtp_num_layers mtp_loss_scaling_factor multi_latent_attention softmax_type
 """.split()
 _FILES = "vocab_file merge_file tokenizer_model".split()
-_PLUGIN = "pre_tokens next_tokens shape_order".split()  # flags that megatron_npu adds to the scripts
+_PLUGIN = AttentionFlags.names()  # flags that megatron_npu adds to the scripts
 _OF_CORE = ("window_size",)  # of megatron-core's configuration; not a flag of the driver
 # The driver's name -> that of core_v0.12 to 0.15.
 _OLDER = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}

@@ -15,7 +15,7 @@ from megatron_npu import elastic_agent
 _EXIT = 1
 _PATIENCE = 2.0  # seconds from the end of a launcher's store to its own
 
-_watched_in = 0  # the process in which the thread runs; a forked child has none
+_THREAD = "megatron_npu launcher"
 
 
 def end_with_launcher() -> None:
@@ -24,8 +24,9 @@ def end_with_launcher() -> None:
     A process that nobody or another launcher has started is left alone: what ``nohup`` or a batch system
     starts outlives its parent on purpose. A second call does nothing.
     """
-    global _watched_in
-    launcher = elastic_agent.find() if _watched_in != os.getpid() else None
+    # a forked child has no such thread
+    watches = any(thread.name == _THREAD for thread in threading.enumerate())
+    launcher = None if watches else elastic_agent.find()
     if launcher is None:
         return
     if elastic_agent.has_gone():
@@ -36,10 +37,7 @@ def end_with_launcher() -> None:
         _end("its launcher")
     except (AttributeError, OSError):  # no Linux, or an old one: torchrun's own way then
         return
-    _watched_in = os.getpid()
-    threading.Thread(
-        target=_wait, args=(descriptor, launcher.pid), name="megatron_npu launcher", daemon=True
-    ).start()
+    threading.Thread(target=_wait, args=(descriptor, launcher.pid), name=_THREAD, daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -30,18 +30,30 @@ _SHOWN = 8  # stacks in one verdict
 _CAUSES = 8  # of an error, that are looked at
 _EXIT = 1
 
-_step = 0
-_runs = 0
-_current: Rank | Alone | None = None
+
+class _OfProcess:
+    """What this process knows of its watch.
+
+    Attributes:
+        step: the number of the step of training.
+        runs: how many runs of several ranks were watched before.
+        watch: the one that goes on.
+    """
+
+    step = 0
+    runs = 0
+    watch: Rank | Alone | None = None
+
+
+_process = _OfProcess()
 
 
 def step(number: int) -> None:
     """Note that the step with this number begins."""
-    global _step
-    _step = number
+    _process.step = number
 
 
-def begin(step_now: Callable[[], int] = lambda: _step) -> None:
+def begin(step_now: Callable[[], int] = lambda: _process.step) -> None:
     """Watch from now on until the process ends: other ranks, or itself if there are none. All must call this.
 
     A second call does nothing.
@@ -49,33 +61,31 @@ def begin(step_now: Callable[[], int] = lambda: _step) -> None:
     Args:
         step_now: returns the number of the step that this rank is in.
     """
-    global _current, _runs
-    if isinstance(_current, Alone) and not _current.watches:
-        _current = None  # of an earlier run in this process
+    if isinstance(_process.watch, Alone) and not _process.watch.watches:
+        _process.watch = None  # of an earlier run in this process
     limit = float(str(settings.WATCHDOG.value()))
-    if _current is not None or not dist.is_initialized() or not limit:
+    if _process.watch is not None or not dist.is_initialized() or not limit:
         return
     prompt.make_visible()
     if dist.get_world_size() == 1:
-        _current = Alone(limit, step_now)
-        _current.start()
+        _process.watch = Alone(limit, step_now)
+        _process.watch.start()
         return
     store = connect()
     if store is None:
         return
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    board = Board(store, f"{attempt}/{_runs}")
-    _current = Rank(board, dist.get_rank(), dist.get_world_size(), limit, step_now)
-    _runs += 1
-    _current.start()
+    board = Board(store, f"{attempt}/{_process.runs}")
+    _process.watch = Rank(board, dist.get_rank(), dist.get_world_size(), limit, step_now)
+    _process.runs += 1
+    _process.watch.start()
 
 
 def end() -> None:
     """Watch no longer: the run has ended well."""
-    global _current
-    if _current is not None:
-        _current.stop()
-        _current = None
+    if _process.watch is not None:
+        _process.watch.stop()
+        _process.watch = None
 
 
 def failed(error: BaseException) -> bool:
@@ -86,7 +96,7 @@ def failed(error: BaseException) -> bool:
     Returns:
         Whether another rank is, which has been printed then.
     """
-    return _current is not None and _current.failed(error)
+    return _process.watch is not None and _process.watch.failed(error)
 
 
 @contextlib.contextmanager
@@ -101,7 +111,7 @@ def watching() -> Iterator[None]:
     else:
         end()
     finally:
-        if isinstance(_current, Alone):  # ranks are watched while they end with an error
+        if isinstance(_process.watch, Alone):  # ranks are watched while they end with an error
             end()
 
 

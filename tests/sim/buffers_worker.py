@@ -59,7 +59,8 @@ def train(flags: list[str], log: Path, last: int) -> dict[str, tuple[int, int, i
     def look(iteration: int, chunks: list) -> None:
         if iteration != last:
             return
-        computed = hccl_buffers.largest_messages(hccl_buffers._chosen) if hccl_buffers.asked() else {}
+        run = hccl_buffers.of_run()
+        computed = {} if run is None else run.largest_messages()
         computed |= buckets
         with counting() as counts:
             pass

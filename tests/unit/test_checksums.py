@@ -175,14 +175,14 @@ def test_the_tracker_of_an_asynchronous_save_gets_its_name_at_once(saved, second
     def look() -> None:
         seen.append(of_scripts.of_tracker(saved.parent))
 
-    with of_scripts.beginning(saved.parent, second) as publish:
+    with of_scripts.beginning(saved.parent, second) as save:
         name = of_scripts.tracker_to_write(lambda root: f"{root}/{of_scripts.TRACKER}", second.parent)
     look()
-    assert not publish()  # not yet written
+    assert not save.publish()  # not yet written
     with open(name, "w") as stream:  # what upstream does when all files are there
         look()
         stream.write("6")
-    assert publish()
+    assert save.publish()
     look()
     assert seen == [saved, saved, second]
     assert not list(saved.parent.glob("*.partial"))
@@ -224,7 +224,6 @@ def test_wandb_is_given_the_tracker_when_it_has_its_name(saved, second, monkeypa
         unfinished = of_scripts.tracker_to_write(lambda: str(tracker))
         core.log_when_named(upload, str(second), unfinished, str(saved.parent), 6)
         assert told == []
-    core.do_afterwards()
     assert told == ["6"]
     core.log_when_named(upload, str(second), str(tracker), str(saved.parent), 6)
     assert told == ["6", "6"]

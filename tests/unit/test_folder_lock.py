@@ -40,7 +40,7 @@ def test_rank_0_of_a_stock_script_holds_what_it_saves_into(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def initialize(rank: int) -> None:
-        monkeypatch.setattr(start, "_holding", False)
+        monkeypatch.setattr(folder_lock, "held", lambda: False)  # as in a process of its own
         start.watch(lambda: Namespace(save=str(tmp_path), rank=rank), lambda: None)
 
     held = set(folder_lock._held)

@@ -77,8 +77,8 @@ def test_a_buffer_is_never_larger_than_the_default(message, usual, expected, mon
 
 
 def test_groups_are_sized_where_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(devices, "current", lambda: Namespace(name="npu"))
-    monkeypatch.setattr(hccl_buffers, "_chosen", None)
+    device = Namespace(name="npu", group_buffers=None)
+    monkeypatch.setattr(devices, "current", lambda: device)
     args = Namespace(**LLAMA_8B)
     assert hccl_buffers.size_of_group("tp") is None
     hccl_buffers.choose(args)

@@ -20,7 +20,6 @@ def reached(monkeypatch) -> list[BaseException]:
     """The errors that the hook before ours was given, which is at work again after the test."""
     given: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: given.append(error))
-    monkeypatch.setattr(one_line_end, "_former", None)
     return given
 
 

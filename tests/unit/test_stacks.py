@@ -16,6 +16,8 @@ from megatron_npu import stacks
 if sys.argv[1] == "handled":
     signal.signal(signal.SIGUSR1, lambda *_: print("own handler"))
 registered = stacks.print_on_signal()
+if sys.argv[1] == "twice":  # as the plug-in and the watchdog of a run do
+    registered = stacks.print_on_signal()
 def stands_here():
     print(registered, flush=True)
     for line in sys.stdin:
@@ -38,7 +40,7 @@ def until_main_stands(process: subprocess.Popen[str]) -> str:
     return said
 
 
-@pytest.mark.parametrize("which", ["free", "handled"])
+@pytest.mark.parametrize("which", ["free", "twice", "handled"])
 def test_stacks_on_demand(which: str) -> None:
     command = [sys.executable, "-c", WAITS, which]
     process = subprocess.Popen(
@@ -49,15 +51,28 @@ def test_stacks_on_demand(which: str) -> None:
         registered = process.stdout.readline().strip()
         process.send_signal(signal.SIGUSR1)
         # before its input ends, with which the thread does
-        printed = until_main_stands(process) if which == "free" else ""
+        printed = until_main_stands(process) if which != "handled" else ""
         out, rest = process.communicate(timeout=LONGEST)
     err = printed + rest
     assert process.returncode == 0
     assert out.splitlines()[-1] == "went on"
-    if which == "free":
+    if which != "handled":
         assert registered == "True"
         assert "in stands_here" in err
-        assert "Current thread" in err
+        assert err.count("Current thread") == 1
     else:
         assert registered == "False"
         assert "own handler" in out
+
+
+def test_the_signal_is_left_again() -> None:
+    """Whoever has asked for the stacks, once or twice: afterwards the signal ends the process as before."""
+    code = """
+import os, signal
+from megatron_npu import stacks
+stacks.print_on_signal(); stacks.print_on_signal(); stacks.leave_signal()
+assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGUSR1, "")

@@ -85,8 +85,7 @@ class ResultsFile:
         self._read = state["read"]
 
 
-_results: list[ResultsFile] = []
-
+_of_this_process = functools.cache(ResultsFile)
 
 _queue = functools.partial(
     replace,
@@ -100,9 +99,7 @@ _queue = functools.partial(
 @_queue(f"{_WRITER}:_get_write_results_queue", versions="<0.17")
 def results_queue() -> ResultsFile:
     """Return the queue of this process, which needs no process of its own."""
-    if not _results:
-        _results.append(ResultsFile())
-    return _results[0]
+    return _of_this_process()
 
 
 @_queue(f"{_WRITER}:get_write_results_queue", versions=">=0.17")

@@ -13,6 +13,7 @@ import functools
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,12 @@ from megatron_npu.adaptors.shared import checksums as of_scripts
 
 _OF_DIST_CHECKPOINTING = ("torch_dist", "zarr")  # what ``write_checksums`` sees, and
 _DECLARED = "metadata.json"  # which they alone have
-_afterwards: list[Callable[[], None]] = []  # what is to be done when the tracker has its name
-_in_script = False  # while a stock script saves or loads
+# Whether checksums are wanted by the stock script that saves or loads; False while none does.
+_VERIFIES: ContextVar[bool] = ContextVar("whether the script verifies", default=False)
+# Of an asynchronous save that begins: what is to be done when its files are there, and when it has ended.
+_FINISHING: ContextVar[tuple[Callable[[], None], Callable[[], None]] | None] = ContextVar(
+    "how the save that begins is finished", default=None
+)
 
 around("megatron.training.arguments:add_megatron_arguments", why=of_scripts.WHY_FLAGS)(of_scripts.add_flags)
 
@@ -48,11 +53,7 @@ def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any
         with of_scripts.saving(given.save, place, verifies=wanted):
             result = original(iteration, *args, **kwargs)
         _retire(former, place, retain)
-    do_afterwards()
     return result
-
-
-_finishing: tuple[Callable[[], None], Callable[[], None]] | None = None  # while an asynchronous save begins
 
 
 @contextlib.contextmanager
@@ -63,8 +64,7 @@ def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> It
         verifies: whether checksums are wanted that ``write_checksums`` does not write.
         retain: upstream's ``--save-retain-interval``.
     """
-    global _finishing
-    with of_scripts.beginning(root, place) as publish:
+    with of_scripts.beginning(root, place) as save:
 
         def sum_up() -> None:
             if verifies:
@@ -72,14 +72,14 @@ def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> It
 
         def name() -> None:
             former = of_scripts.of_tracker(root)
-            if publish():
+            if save.publish():
                 _retire(former, place, retain)
 
-        _finishing = sum_up, name
+        token = _FINISHING.set((sum_up, name))
         try:
             yield
         finally:
-            _finishing = None
+            _FINISHING.reset(token)
 
 
 @around(
@@ -89,8 +89,9 @@ def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> It
 )
 def finish_by_name(original: Callable[..., Any], async_request: Any) -> Any:
     """Give the tracker its name when upstream has written it, before anybody is told of the checkpoint."""
-    if _finishing is not None and async_request.finalize_fns:  # 0.19 hands them on to a second request
-        sum_up, name = _finishing
+    finishing = _FINISHING.get()
+    if finishing is not None and async_request.finalize_fns:  # 0.19 hands them on to a second request
+        sum_up, name = finishing
         own = async_request.finalize_fns
         # the first is that of the files, on every rank; later ones are of some ranks
         own[:] = [*own[:1], sum_up, *(_then(each, name) for each in own[1:])]
@@ -103,12 +104,6 @@ def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
         second()
 
     return both
-
-
-def do_afterwards() -> None:
-    """Do what has waited for the tracker's name."""
-    while _afterwards:
-        _afterwards.pop()()
 
 
 def _retire(former: Path | None, place: Path, interval: int | None) -> None:
@@ -136,11 +131,11 @@ around(
 )
 def log_when_named(original: Callable[..., None], checkpoint_path: str, tracker: str, *rest: Any) -> None:
     """Wait until the tracker has its name."""
-    named = of_scripts.named(tracker)
-    if named == tracker:
+    save, named = of_scripts.under_way(), of_scripts.named(tracker)
+    if save is None or named == tracker:
         original(checkpoint_path, tracker, *rest)
     else:
-        _afterwards.append(functools.partial(original, checkpoint_path, named, *rest))
+        save.afterwards.append(functools.partial(original, checkpoint_path, named, *rest))
 
 
 @around("megatron.training.checkpointing:load_checkpoint", why=of_scripts.WHY)
@@ -177,14 +172,14 @@ def _of_ranks(root: str, step: int | None) -> Path | None:
 @contextlib.contextmanager
 def _of_script() -> Iterator[bool]:
     """Note that a script saves or loads; give whether its checkpoints are to be verified."""
-    global _in_script
     from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
-    before, _in_script = _in_script, getattr(get_args(), "verify_checkpoint", True)
+    verifies: bool = getattr(get_args(), "verify_checkpoint", True)
+    token = _VERIFIES.set(verifies)
     try:
-        yield _in_script
+        yield verifies
     finally:
-        _in_script = before
+        _VERIFIES.reset(token)
 
 
 @around("megatron.core.dist_checkpointing.serialization:save", why=of_scripts.WHY)
@@ -193,7 +188,7 @@ def write_checksums(
 ) -> Any:
     """Write them when all other files are there: at once, or where an asynchronous save is finalised."""
     request = original(content, checkpoint_dir, *args, **kwargs)
-    if _in_script:
+    if _VERIFIES.get():
         folder = Path(checkpoint_dir)
         if request is None:
             checksums.write(folder)
@@ -207,5 +202,5 @@ def compare_checksums(
     original: Callable[..., Any], content: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
     """Compare them meanwhile; a checkpoint without any is loaded as it is."""
-    with of_scripts.verifying(Path(checkpoint_dir) if _in_script else None):
+    with of_scripts.verifying(Path(checkpoint_dir) if _VERIFIES.get() else None):
         return original(content, checkpoint_dir, *args, **kwargs)

@@ -53,10 +53,9 @@ class FlashSelfAttention(torch.nn.Module):
             query,
             key,
             value,
-            shape_order=self.attention_flags.shape_order,
+            flags=self.attention_flags,
             scale=q.size(-1) ** -0.5 if self.softmax_scale is None else self.softmax_scale,
             causal=self.causal,
-            window=self.attention_flags.window,
             offset=k.size(1) - q.size(1) if self.causal else 0,
             dropout_p=self.dropout_p if self.training else 0.0,
         ).transpose(0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def _directory(scheduler: Any = None, load_arg: str = "load", strict: bool = Tru
 
 
 around("megatron.arguments:_add_checkpointing_args", why=of_scripts.WHY_FLAGS)(of_scripts.add_flags)
-_chosen: int | None = None  # by --load-last-good, while load_checkpoint runs
+# The iteration that --load-last-good has chosen, while load_checkpoint runs.
+_CHOSEN: ContextVar[int | None] = ContextVar("the iteration that is loaded", default=None)
 
 
 @around("megatron.checkpointing:load_checkpoint", why=of_scripts.WHY)
@@ -94,19 +96,18 @@ def compare_checksums(
     original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
     """Compare the files of the checkpoint with their checksums, another one's if the flag says so."""
-    global _chosen
     from megatron import get_args
 
     args = get_args()
     _, root = _directory(*rest, **kwargs)
+    chosen = checksums.newest_whole(root) if getattr(args, "load_last_good", False) else None
+    place = of_scripts.folder(root, chosen) if chosen else of_scripts.of_tracker(root)
+    token = _CHOSEN.set(chosen)
     try:
-        if getattr(args, "load_last_good", False):
-            _chosen = checksums.newest_whole(root)
-        place = of_scripts.folder(root, _chosen) if _chosen else of_scripts.of_tracker(root)
         with of_scripts.verifying(place if getattr(args, "verify_checkpoint", True) else None):
             return original(model, optimizer, *rest, **kwargs)
     finally:
-        _chosen = None
+        _CHOSEN.reset(token)
 
 
 @around(
@@ -115,7 +116,8 @@ def compare_checksums(
 )
 def name_the_chosen(original: Callable[..., tuple[int, bool]], tracker_filename: str) -> tuple[int, bool]:
     """Return the iteration that was chosen, and that it is no release."""
-    return original(tracker_filename) if _chosen is None else (_chosen, False)
+    chosen = _CHOSEN.get()
+    return original(tracker_filename) if chosen is None else (chosen, False)
 
 
 around(

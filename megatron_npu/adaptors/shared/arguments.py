@@ -18,7 +18,7 @@ def connect_attention_flags(recorder: Recorder) -> None:
 
 
 def add_attention_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Add ``--pre-tockens``, ``--next-tockens`` and ``--shape-order`` after upstream's own flags."""
+    """Add those of ``AttentionFlags`` after upstream's own flags."""
     parser = original(parser)
     attention_flags.add_attention_flags(parser)
     return parser

@@ -11,6 +11,7 @@ the bias, as upstream promises. What does is settled when the block is made, so 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,8 +26,26 @@ _PRODUCT = "linear_with_grad_accumulation_and_async_allreduce"
 _WHY = "on an NPU a product adds a bias in the same launch; upstream takes another one for it"
 
 _IN_BLOCK = "megatron_npu_adds_bias"  # of a linear layer that a block's own sums call
-# The bias of the layer that runs, until its product has taken it.
-_waiting: list[Tensor] = []
+
+
+class _Offer:
+    """The bias of a layer that runs, which the product within may take."""
+
+    def __init__(self, bias: Tensor) -> None:
+        self._bias: Tensor | None = bias
+
+    @property
+    def taken(self) -> bool:
+        """Whether the product has taken it."""
+        return self._bias is None
+
+    def take(self) -> Tensor | None:
+        """Return the bias, once."""
+        bias, self._bias = self._bias, None
+        return bias
+
+
+_OFFER: ContextVar[_Offer | None] = ContextVar("bias of the layer that runs", default=None)
 
 
 def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> None:
@@ -47,13 +66,14 @@ def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> N
             """``[s, b, i]`` to ``[s, b, o]`` with its bias, where upstream would leave that to the caller."""
             if not _may_add(self):
                 return original(self, *args, **kwargs)
-            _waiting.append(self.bias)
+            offer = _Offer(self.bias)
+            token = _OFFER.set(offer)
             try:
                 output, bias = original(self, *args, **kwargs)
-                added = not _waiting  # weights that are not trained have a product of their own
             finally:
-                _waiting.clear()
-            return output, nothing(bias) if added else bias
+                _OFFER.reset(token)
+            # weights that are not trained have a product of their own, which takes nothing
+            return output, nothing(bias) if offer.taken else bias
 
 
 def let_layers_add(layer: Module) -> None:
@@ -85,8 +105,9 @@ def with_waiting_bias(
     **kwargs: Any,
 ) -> Tensor:
     """Give the product the bias that the layer offers."""
-    if bias is None and _waiting:
-        bias = _waiting.pop()
+    offer = _OFFER.get()
+    if bias is None and offer is not None:
+        bias = offer.take()
     return original(input, weight, bias, *args, **kwargs)
 
 

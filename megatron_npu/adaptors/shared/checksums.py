@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,34 @@ def begin_save(place: Path) -> None:
         checksums.forget(place)
 
 
-_unfinished: Path | None = None  # the tracker's temporary name, while a script saves
+@dataclass
+class Save:
+    """A save of a script that is under way.
+
+    Attributes:
+        tracker: which will name the checkpoint.
+        partial: the tracker's name until the checkpoint is whole.
+        afterwards: what is to be done when the tracker has its name.
+    """
+
+    tracker: Path
+    partial: Path
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
+
+    def publish(self) -> bool:
+        """Let the tracker have its name once the script has written it; return whether it does."""
+        if not self.partial.is_file():  # on rank 0 alone it is
+            return False
+        self.partial.replace(self.tracker)
+        return True
+
+
+_SAVE: ContextVar[Save | None] = ContextVar("the save that is under way", default=None)
+
+
+def under_way() -> Save | None:
+    """Return the save that the script has begun and not ended; of an asynchronous one, only its beginning."""
+    return _SAVE.get()
 
 
 @contextlib.contextmanager
@@ -74,51 +103,45 @@ def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
         place: that of this one, in which the block leaves all its files.
         verifies: whether checksums are wanted.
     """
-    with beginning(root, place) as publish:
+    with beginning(root, place) as save:
         yield
         if verifies:
             checksums.write(place)
-        publish()  # DeepSpeed's engine writes none
+        save.publish()  # DeepSpeed's engine writes none
         if dist.is_initialized():  # a rank that loads at once would not find the tracker yet
             dist.barrier()
+    for do in save.afterwards:
+        do()
 
 
 @contextlib.contextmanager
-def beginning(root: str | Path, place: Path) -> Iterator[Callable[[], bool]]:
+def beginning(root: str | Path, place: Path) -> Iterator[Save]:
     """Let a script begin to save inside the block; what it calls the tracker there is its temporary name.
 
-    Gives a function that lets the tracker have its name once the script has written it, after the block,
-    too, and returns whether it did.
+    Gives the save, whose tracker may be published after the block, too.
     """
-    global _unfinished
     tracker = Path(root, TRACKER)
-    partial = files.partial_file(tracker)
+    save = Save(tracker, files.partial_file(tracker))
     if is_first():
         files.remove_abandoned(tracker)  # of runs that were killed while they saved
     begin_save(place)
-
-    def publish() -> bool:
-        if not partial.is_file():  # on rank 0 alone it is
-            return False
-        partial.replace(tracker)
-        return True
-
-    _unfinished = partial
+    token = _SAVE.set(save)
     try:
-        yield publish
+        yield save
     finally:
-        _unfinished = None
+        _SAVE.reset(token)
 
 
 def tracker_to_write(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
     """Return the name of the tracker, while a script saves that to write to."""
-    name = original(*args, **kwargs)
-    return name if _unfinished is None else str(_unfinished)
+    name, save = original(*args, **kwargs), under_way()
+    return name if save is None else str(save.partial)
 
 
 def named(tracker: str) -> str:
     """Return the name that a tracker will have."""
-    return tracker if _unfinished is None else str(_unfinished.with_name(TRACKER))
+    save = under_way()
+    return tracker if save is None else str(save.tracker)
 
 
 def is_first() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from torch.distributed import ProcessGroup
@@ -15,8 +16,6 @@ WHY = (
     "HCCL holds 2 x 200 MiB of the device's memory for each group's communicator; "
     f"{hccl_buffers.FLAG} asks for what its largest message needs"
 )
-_said: set[tuple[str, int]] = set()
-_fitted: dict[str, int] = {}  # MiB by the name of the group
 
 
 def fit_group(group: ProcessGroup, name: str) -> None:
@@ -30,21 +29,24 @@ def fit_buffer(group: ProcessGroup, message: int, name: str) -> None:
 
 
 def _fit(group: ProcessGroup, name: str, size: int | None) -> None:
-    known = hccl.buffer_of(group)
-    if size is None or (known is not None and known != _fitted.get(group.group_name)):
+    run, known = hccl_buffers.of_run(), hccl.buffer_of(group)
+    if size is None or run is None or (known is not None and known != run.fitted.get(group.group_name)):
         return
     size = max(size, known or 0)  # each chunk of an interleaved pipeline has a DDP of its own
     if hccl.set_buffer(group, size):
-        _fitted[group.group_name] = size
+        run.fitted[group.group_name] = size
         say_buffer(name, size)
 
 
 def say_buffer(group: str, mebibytes: int | None) -> None:
     """Log once what a group's communicator takes and would take, in MiB of the device's memory."""
     default = hccl_buffers.default()
-    if mebibytes in (None, default) or (group, mebibytes) in _said:
-        return
-    _said.add((group, mebibytes))
+    if mebibytes is not None and mebibytes != default:
+        _say_once(group, mebibytes, default)
+
+
+@functools.cache
+def _say_once(group: str, mebibytes: int, default: int) -> None:
     saved = 2 * (default - mebibytes)
     what = f"{saved} MiB less" if saved >= 0 else f"{-saved} MiB more"
     logger.warning(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.attention_flags import AttentionFlags
+from megatron_npu.attention_flags import DEFAULTS, AttentionFlags
 from megatron_npu.ops import softmax
 from megatron_npu.ops.attention import attention
 from megatron_npu.patching.registry import Recorder
@@ -41,7 +41,7 @@ def forward(
 
     The layer has the window and the layout in its ``attention_flags``; without them the flags' defaults hold.
     """
-    flags: AttentionFlags = getattr(self, "attention_flags", AttentionFlags())
+    flags: AttentionFlags = getattr(self, "attention_flags", DEFAULTS)
     causal = self.attn_mask_type.name == "causal"
     dropout_p = self.attention_dropout.p if self.training else 0.0
     with dropout_generator(dropout_p, self.sequence_parallel):
@@ -49,10 +49,9 @@ def forward(
             query_layer,
             key_layer,
             value_layer,
-            shape_order=flags.shape_order,
+            flags=flags,
             scale=scale_of(self),
             causal=causal,
-            window=flags.window,
             offset=key_layer.size(0) - query_layer.size(0) if causal else 0,
             mask=attention_mask if not causal or more_is_masked_than_the_future() else None,
             dropout_p=dropout_p,
@@ -81,9 +80,7 @@ def give_flags(layer: Any, core: Any) -> None:
     from megatron import get_args
 
     flags = AttentionFlags.from_args(get_args())
-    if layer.attention_type.name == "cross_attn":
-        flags = AttentionFlags(shape_order=flags.shape_order)
-    core.attention_flags = flags
+    core.attention_flags = flags.without_window() if layer.attention_type.name == "cross_attn" else flags
 
 
 def scale_of(layer: Any) -> float:
@@ -104,18 +101,19 @@ def more_is_masked_than_the_future() -> bool:
     return args.reset_attention_mask or encoding or args.decoder_seq_length is not None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, shape_order: str, **kwargs: Any) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, *, flags: AttentionFlags, **kwargs: Any) -> Tensor:
     """Return the contiguous attention ``[sq, b, n, d]`` of a query ``[sq, b, n, d]`` to ``[sk, b, n, d]``.
 
     Args:
-        shape_order: ``--shape-order``, the layout that the operation is given: ``SBH`` or ``BSH``. The heads
-            stay a dimension of their own: SBH and SBND are the same memory.
+        flags: their window, and the layout that the operation is given. The heads stay a dimension of their
+            own: SBH and SBND are the same memory.
         kwargs: of ``ops.attention.attention``.
     """
-    if shape_order == "SBH":
-        return attention(query, key, value, layout="SBND", **kwargs).contiguous()
+    asked: dict[str, Any] = {"window": flags.window, "flags": flags, **kwargs}
+    if flags.shape_order == "SBH":
+        return attention(query, key, value, layout="SBND", **asked).contiguous()
     query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    return attention(query, key, value, layout="BSND", **kwargs).transpose(0, 1).contiguous()
+    return attention(query, key, value, layout="BSND", **asked).transpose(0, 1).contiguous()
 
 
 def recomputed(

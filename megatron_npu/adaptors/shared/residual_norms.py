@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -71,20 +72,20 @@ def without_recomputation(granularity: str | None, modules: Any = ()) -> bool:
     return granularity != "full" and "layernorm" not in (modules or ())
 
 
-# The norms that will read the sums of the layer that runs, last first; None where it has its own launch.
-_readers: list[Any] = []
+# The norms that will read the sums of the layer that runs; None where it has its own launch.
+_READERS: ContextVar[Iterator[Any]] = ContextVar("norms that read the sums of the layer that runs")
 
 
 @contextlib.contextmanager
 def read_by(norms: Sequence[Any]) -> Iterator[None]:
     """Tell what adds residuals, in a layer whose functions do not know it, which norms read its sums."""
-    _readers[:] = reversed(norms)
+    token = _READERS.set(iter(norms))
     try:
         yield
     finally:
-        _readers.clear()
+        _READERS.reset(token)
 
 
 def next_reader() -> Any:
     """Return the norm that reads the next sum of the layer that runs, or None."""
-    return _readers.pop() if _readers else None
+    return next(_READERS.get(iter(())), None)

@@ -16,8 +16,6 @@ from megatron_npu.ops.compiled import building
 from megatron_npu.patching import banner
 from megatron_npu.patching.registry import Recorder
 
-_holding = False  # --save, by this process
-
 WHY_WATCHED = "a rank that dies or hangs is 'Connection reset by peer' in the others, or nothing for long"
 
 
@@ -52,9 +50,8 @@ def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any,
 
 
 def _hold_save_folder(args: Any) -> None:
-    global _holding
-    if args.save and args.rank == 0 and not _holding:
-        _holding = True
+    # a script that initialises twice holds the first one
+    if args.save and args.rank == 0 and not folder_lock.held():
         with contextlib.suppress(OSError):  # upstream says at its first save that there can be no such folder
             folder_lock.hold(Path(args.save))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_npu.attention_flags import DEFAULTS, AttentionFlags
 from megatron_npu.ops.attention import checks, cpu, cuda, npu  # noqa: F401  (devices register themselves)
 from megatron_npu.ops.attention.layouts import bnsd_shape, from_tokens, to_tokens
 from megatron_npu.ops.attention.reference import operation, unfused
@@ -42,6 +43,7 @@ def attention(
     packed: PackedSequences | None = None,
     dropout_p: float = 0.0,
     sink: Tensor | None = None,
+    flags: AttentionFlags = DEFAULTS,
 ) -> Tensor:
     """Return the attention of ``query`` over ``key`` and ``value``, contiguous, in the layout of ``query``.
 
@@ -70,6 +72,8 @@ def attention(
             generator: with the same generator state the same weights are dropped.
         sink: ``[n]``, for each head of the query one more score, which takes its share of the weights and has
             no value; zeros make a softmax off by one. Any float dtype. None: there is none.
+        flags: of the run, which reach the plan of a device as ``spec.flags``; the call's window and layout
+            are those above.
 
     Raises:
         ValueError: the arguments contradict each other or the shapes; the message says which.
@@ -84,8 +88,9 @@ def attention(
     checks.check_sink(sink, heads)
     if packed is not None and layout != "TND":
         tokens = (to_tokens(query, layout, heads), *(to_tokens(t, layout, key_heads) for t in (key, value)))
-        limits: dict[str, Any] = {"causal": causal, "window": window, "offset": offset, "packed": packed}
-        output = attention(*tokens, layout="TND", scale=scale, dropout_p=dropout_p, sink=sink, **limits)
+        asked: dict[str, Any] = {"causal": causal, "window": window, "offset": offset, "packed": packed}
+        asked |= {"dropout_p": dropout_p, "sink": sink, "flags": flags}
+        output = attention(*tokens, layout="TND", scale=scale, **asked)
         return from_tokens(output, layout, bnsd_shape(query.shape, layout, heads)[0]).contiguous()
     queries = bnsd_shape(query.shape, layout, heads)[2]
     keys = bnsd_shape(key.shape, layout, key_heads)[2]
@@ -99,7 +104,15 @@ def attention(
     if mask is not None and mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]
     spec = AttentionSpec(
-        layout, heads, key_heads, float(scale), segments, packed is not None, mask is not None, dropout_p
+        layout,
+        heads,
+        key_heads,
+        float(scale),
+        segments,
+        packed is not None,
+        mask is not None,
+        dropout_p,
+        flags,
     )
     if query.numel() == 0 or value.numel() == 0:
         # nothing to compute, and kernels need not take it

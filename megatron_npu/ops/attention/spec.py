@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_npu.attention_flags import DEFAULTS, AttentionFlags
 from megatron_npu.ops.caching import lru_cache_tensors
 
 Window = tuple[int | None, int | None]  # (window_left, window_right), in tokens; None does not limit
@@ -106,6 +107,8 @@ class AttentionSpec:
     Attributes:
         segments: all of the call; with ``packed``, each of the sequences.
         masked: whether there is a mask, ``[b or 1, n or 1, sq or 1, sk or 1]``, which is handed over apart.
+        flags: of the run, for what a device's plan reads of them; the call's own window and layout are in
+            ``segments`` and ``layout``.
     """
 
     layout: str
@@ -116,6 +119,7 @@ class AttentionSpec:
     packed: bool = False
     masked: bool = False
     dropout_p: float = 0.0
+    flags: AttentionFlags = DEFAULTS
 
 
 @lru_cache(maxsize=16)

@@ -95,13 +95,14 @@ def called_as(name: str, ours: Callable[..., Any], module: nn.Module) -> Iterato
 
 
 _ours = threading.local()  # by the name of a function, what a thread calls in its place
-_lock = threading.Lock()  # of the two below
-_theirs: dict[Callable[..., Any], Callable[..., Any]] = {}  # of the functions that ask
+_ASKS = "megatron_npu_asks"  # a function that asks has itself there: who wraps it copies its attributes
+_lock = threading.Lock()  # of the counter below
 _blocks: collections.Counter[tuple[int, str]] = collections.Counter()  # which overlap where threads do
 
 
 def _plain(function: Any) -> Any:
-    return _theirs.get(function, function)
+    asks = function is not None and getattr(function, _ASKS, None) is function
+    return function.__wrapped__ if asks else function
 
 
 def _count(places: list[dict[str, Any]], name: str, theirs: Callable[..., Any], more: int) -> None:
@@ -127,7 +128,7 @@ def _asking(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             setattr(_ours, name, ours)
 
-    _theirs[asking] = theirs
+    setattr(asking, _ASKS, asking)
     return asking
 
 

@@ -151,15 +151,18 @@ class Unmade(Tensor):
         return self._made
 
 
-_steps = [0]  # of all optimizers of this process
+class _Steps:
+    """Counts the steps of all optimizers of this process from now on."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        register_optimizer_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.taken += 1
 
 
-@functools.cache
-def _count_steps() -> None:
-    def count(*_: Any) -> None:
-        _steps[0] += 1
-
-    register_optimizer_step_post_hook(count)
+_steps = functools.cache(_Steps)
 
 
 def _changes(weight: Tensor, bias: Tensor | None) -> tuple[int, int, int]:
@@ -171,8 +174,7 @@ def _changes(weight: Tensor, bias: Tensor | None) -> tuple[int, int, int]:
     of_bias = 0 if bias is None else bias._version
     if weight.device.type != "npu":
         return weight._version, of_bias, 0
-    _count_steps()
-    return weight._version, of_bias, _steps[0]
+    return weight._version, of_bias, _steps().taken
 
 
 def _between(target: Tensor, words: int) -> Tensor:

@@ -48,7 +48,11 @@ _COMPUTING = ("npu_", "_npu_")
 _HOST_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 KERNELS: dict[str, Kernel] = {}
-_libraries: list[torch.library.Library] = []  # a Library takes its kernels with it when it is collected
+
+
+@functools.cache  # a Library takes its kernels with it when it is collected
+def _library(namespace: str) -> torch.library.Library:
+    return torch.library.Library(namespace, "IMPL")
 
 
 def kernel(*operations: str) -> Callable[[_Function], _Function]:
@@ -95,14 +99,13 @@ def register_all() -> list[str]:
     """
     known = set(torch._C._dispatch_get_all_op_names())
     for namespace in NAMESPACES:
-        library = torch.library.Library(namespace, "IMPL")
-        _libraries.append(library)
+        library = _library(namespace)
         for operation, each in KERNELS.items():
             if f"{namespace}::{operation}" in known:
                 _register(library, namespace, operation, each)
     for name in sorted(known):
         if _lacks_kernel(name):
-            _libraries[0].impl(name.removeprefix("npu::"), _refuse_unknown(name), "PrivateUse1")
+            _library(NAMESPACES[0]).impl(name.removeprefix("npu::"), _refuse_unknown(name), "PrivateUse1")
     return sorted(name for name in KERNELS if not known & {f"{space}::{name}" for space in NAMESPACES})
 
 

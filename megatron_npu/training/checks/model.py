@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_npu import memory_flags
+from megatron_npu.attention_flags import DEFAULTS, AttentionFlags
 from megatron_npu.errors import UsageError
 from megatron_npu.training import derive
 from megatron_npu.training.checks import divides
@@ -55,11 +56,10 @@ def attention(args: Namespace) -> None:
     Raises:
         UsageError: Megatron's own attention, which knows no window and no layout.
     """
-    windowed = args.pre_tokens is not None or args.next_tokens is not None
-    if args.attention_backend in ("unfused", "local") and (windowed or args.shape_order != "SBH"):
+    if args.attention_backend in ("unfused", "local") and AttentionFlags.from_args(args) != DEFAULTS:
+        *others, last = AttentionFlags.spellings()
         raise UsageError(
-            f"--pre-tockens, --next-tockens or --shape-order with --attention-backend "
-            f"{args.attention_backend}",
+            f"{', '.join(others)} or {last} with --attention-backend {args.attention_backend}",
             "a fused backend, for which these flags are meant",
             "Leave --attention-backend out.",
         )

@@ -37,9 +37,7 @@ class CoreAttentionCall:
         Args:
             visible: the arguments of ``ops.attention`` that say what a query sees, but for the window.
         """
-        return core_attention.attend(
-            query, key, value, shape_order=self.options.shape_order, **self._arguments(), **visible
-        ).flatten(2)
+        return core_attention.attend(query, key, value, **self._arguments(), **visible).flatten(2)
 
     def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         """``[tq, n, d]`` and ``[tk, g, d]`` to ``[tq, n * d]``: sequences one behind the other (thd).
@@ -47,12 +45,13 @@ class CoreAttentionCall:
         The last query of a sequence stands at its last key.
         """
         visible: dict[str, Any] = {"causal": self.causal, "packed": packed, "offset": "end"}
+        visible["window"] = self.options.window
         return attention(query, key, value, layout="TND", **self._arguments(), **visible).flatten(1)
 
     def _arguments(self) -> dict[str, Any]:
         return {
             "scale": self.scale,
-            "window": self.options.window,
+            "flags": self.options.flags,
             "dropout_p": self.dropout_p,
             "sink": self.sink,
         }

@@ -179,6 +179,7 @@ def _ring_options(call: CoreAttentionCall) -> dict[str, Any]:
         "dropout_p": call.dropout_p,
         "causal": call.causal,
         "window": call.options.window,
+        "flags": call.options.flags,
     }
 
 

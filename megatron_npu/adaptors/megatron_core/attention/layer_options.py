@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_npu.adaptors.megatron_core.script_arguments import script_arguments
-from megatron_npu.attention_flags import AttentionFlags
+from megatron_npu.attention_flags import DEFAULTS, AttentionFlags
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.attention import Window
 
@@ -19,16 +19,19 @@ class LayerOptions:
     """What ``DotProductAttention`` holds in addition to upstream's own attributes.
 
     Attributes:
-        window: how many keys before and after its own position a query sees; None is all of them.
+        flags: of the run, with the window of this layer.
         window_alone: the window is ``config.window_size``, which upstream takes instead of mask and triangle.
-        shape_order: ``--shape-order``, the layout that the operation is given: ``SBH`` or ``BSH``.
         cp_comm_type: how ranks share a layer's keys and values; None where the sequence is not cut.
     """
 
-    window: Window
+    flags: AttentionFlags
     window_alone: bool
-    shape_order: str
     cp_comm_type: CommType | None
+
+    @property
+    def window(self) -> Window:
+        """How many keys before and after its own position a query sees; None is all of them."""
+        return self.flags.window
 
 
 def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
@@ -43,13 +46,13 @@ def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
     flags = flags_of(module.config)
     communication = comm_type(module.config, cp_comm_type)
     if flags.window != (None, None) and module.attention_type != "cross":
-        return LayerOptions(flags.window, False, flags.shape_order, communication)
+        return LayerOptions(flags, False, communication)
     # since 0.15 some layers have the configured window, others none: window_attn_skip_freq
     size = vars(module.scale_mask_softmax).get("window_size", module.config.window_size)
     if size is None:
-        return LayerOptions((None, None), False, flags.shape_order, communication)
+        return LayerOptions(flags.without_window(), False, communication)
     left, right = (None if limit < 0 else limit for limit in size)  # -1 is TransformerEngine's "no limit"
-    return LayerOptions((left, right), True, flags.shape_order, communication)
+    return LayerOptions(flags.with_window(left, right), True, communication)
 
 
 def flags_of(config: Any) -> AttentionFlags:
@@ -58,13 +61,11 @@ def flags_of(config: Any) -> AttentionFlags:
     The embedded driver, or a program that builds its model from Python, sets ``config.attention_flags``; a
     stock script has them among its arguments.
     """
-    flags = getattr(config, "attention_flags", None)
+    flags: AttentionFlags | None = getattr(config, "attention_flags", None)
     if flags is not None:
         return flags
     args = script_arguments()  # of a script of ours: any object with these attributes, or without
-    if args is None or not hasattr(args, "pre_tokens"):
-        return AttentionFlags()
-    return AttentionFlags.from_args(args)
+    return DEFAULTS if args is None else AttentionFlags.from_args(args)
 
 
 def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_npu.attention_flags import DEFAULTS, AttentionFlags
 from megatron_npu.ops.attention.block import Residuals, attention_block, attention_block_backward
 from megatron_npu.ops.attention.context_parallel.visible import (
     Document,
@@ -42,6 +43,7 @@ def ring_attention(
     documents: Sequence[Document] | None = None,
     dropout_p: float = 0.0,
     sink: Tensor | None = None,
+    flags: AttentionFlags = DEFAULTS,
 ) -> Tensor:
     """Return the attention of this rank's queries over everyone's keys, ``[s, b, n, d]``, contiguous.
 
@@ -57,6 +59,7 @@ def ring_attention(
         dropout_p: probability that an attention weight is dropped, in [0, 1); masks are drawn from the
             device's generator, block by block, so that other numbers of ranks drop other weights.
         sink: ``[n]``, one more score for each head, without a value; its gradient is that of these queries.
+        flags: of the run, as of ``attention``.
 
     Raises:
         ValueError: an odd number of tokens, which does not fall into two chunks; or documents that are not
@@ -73,7 +76,7 @@ def ring_attention(
     if causal and right is not None:
         right = None if right >= 0 else right
     route = Route(group, documents, causal, (left, right))
-    return _Ring.apply(query.contiguous(), key, value, sink, scale, dropout_p, route)
+    return _Ring.apply(query.contiguous(), key, value, sink, scale, dropout_p, route, flags)
 
 
 class Route(NamedTuple):
@@ -239,13 +242,14 @@ class _Ring(torch.autograd.Function):
         scale: float,
         dropout_p: float,
         route: Route,
+        flags: AttentionFlags,
     ) -> Tensor:
         key_value = torch.stack((key, value))  # one message
         result: tuple[Tensor, Tensor] | None = None
         drawn = []
         for arrived, parts in _arrivals(key_value, route):
             for part in parts:
-                spec = _spec(query, key, part, scale, dropout_p)
+                spec = _spec(query, key, part, scale, dropout_p, flags)
                 rows = _take(query, part.queries)
                 *block, masks = attention_block(rows, *(_take(t, part.keys) for t in arrived), spec)
                 drawn.append(masks)
@@ -259,14 +263,14 @@ class _Ring(torch.autograd.Function):
             output, lse = absorb(output, lse, sink.to(lse.dtype))
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse, sink)
-        ctx.options = scale, dropout_p, route, drawn
+        ctx.options = scale, dropout_p, route, flags, drawn
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse, sink = ctx.saved_tensors
-        scale, dropout_p, route, drawn = ctx.options
+        scale, dropout_p, route, flags, drawn = ctx.options
         drawn = iter(drawn)
         key_value = torch.stack((key, value))
         query_grad = torch.zeros_like(query, dtype=lse.dtype)
@@ -284,7 +288,7 @@ class _Ring(torch.autograd.Function):
                 grads = attention_block_backward(
                     _take(grad, part.queries),
                     residuals,
-                    _spec(query, key, part, scale, dropout_p),
+                    _spec(query, key, part, scale, dropout_p, flags),
                     next(drawn),
                 )
                 _add(query_grad, part.queries, grads[0])
@@ -294,13 +298,21 @@ class _Ring(torch.autograd.Function):
         of_sink = None
         if ctx.needs_input_grad[3]:
             of_sink = gradient(grad, output, lse, sink.to(lse.dtype)).to(sink.dtype)
-        return query_grad.to(query.dtype), of_key, of_value, of_sink, None, None, None
+        return query_grad.to(query.dtype), of_key, of_value, of_sink, None, None, None, None
 
 
-def _spec(query: Tensor, key: Tensor, part: Part, scale: float, dropout_p: float) -> AttentionSpec:
-    packed = len(part.segments) > 1
+def _spec(
+    query: Tensor, key: Tensor, part: Part, scale: float, dropout_p: float, flags: AttentionFlags
+) -> AttentionSpec:
     return AttentionSpec(
-        "SBND", query.size(2), key.size(2), float(scale), part.segments, packed, dropout_p=dropout_p
+        "SBND",
+        query.size(2),
+        key.size(2),
+        float(scale),
+        part.segments,
+        packed=len(part.segments) > 1,
+        dropout_p=dropout_p,
+        flags=flags,
     )
 
 
