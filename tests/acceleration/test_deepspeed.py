@@ -249,7 +249,7 @@ def test_auto_values_are_those_of_the_flags(tmp_path):
     file = written(tmp_path, optimizer=adam, scheduler=warm, bf16={"enabled": "auto"})
     args.deepspeed_config = file
     found = deepspeed_config.finished(deepspeed_config.filled(file, args), args, None)
-    assert found["train_batch_size"], found["gradient_accumulation_steps"] == (8, 1)
+    assert (found["train_batch_size"], found["gradient_accumulation_steps"]) == (8, 1)
     assert (found["gradient_clipping"], found["bf16"]) == (1.0, {"enabled": False})
     assert found["optimizer"]["params"] == {
         "lr": 0.01,
