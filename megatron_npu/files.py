@@ -31,6 +31,15 @@ def tighten_umask() -> int:
     return former
 
 
+def lines(path: str | Path) -> list[str]:
+    """Return the lines of a text in UTF-8, each ended by a line feed (or CR, or both) as in editors and JSON.
+
+    ``str.splitlines`` would also cut at U+2028, U+0085 and others, which texts have inside of their lines.
+    """
+    with open(path, encoding="utf-8") as stream:
+        return [line.removesuffix("\n") for line in stream]
+
+
 def partial_file(path: Path) -> Path:
     """Return the temporary name of a file; it has the process's number, so that ranks do not meet."""
     return path.with_name(f"{path.name}.{os.getpid()}.partial")

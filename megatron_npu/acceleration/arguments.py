@@ -52,8 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the flags' values, with what follows from them and from the environment of a rank.
 
     Beside the flags: ``rank``, ``local_rank`` and ``world_size`` of this process; ``dataset_path`` and
-    ``dataset_name``, which the document's scripts read; ``load``, which its scripts give to
-    ``from_pretrained``: the model's name, or else the folder of ``--load``; ``load_from`` is that folder.
+    ``dataset_name``, which the document's scripts read.
 
     Raises:
         UsageError: an unknown flag, a missing one, a value of the wrong kind, or two that exclude each other.
@@ -108,9 +107,6 @@ def _derive(args: argparse.Namespace) -> None:
     args.dataset_path, args.dataset_name = args.data_path, args.data_name
     if args.load_last_good and not args.load:
         raise UsageError("--load-last-good", "--load DIR together with it", "Add --load.")
-    args.load_from = args.load
-    args.train_samples = None  # of a fine-tuning, when its data are there
-    args.load = args.pretrained_model_name_or_path or args.load
     if args.save_interval and not args.save:
         raise UsageError("--save-interval without --save", "both", "Say with --save where to.")
 

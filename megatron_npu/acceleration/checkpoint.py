@@ -71,17 +71,17 @@ def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> N
 def require_there(args: Namespace) -> None:
     """Check that there is a checkpoint under ``--load``, before anything is loaded.
 
-    A run that begins may name its own ``--save``; and what a script gives to ``from_pretrained``
-    (``args.load``) may be a folder of Transformers'.
+    A run that begins may name its own ``--save``; and without a model's name the folder that a script gives
+    to ``from_pretrained`` may be one of Transformers'.
 
     Raises:
         UsageError: there is none, or the folder is a file.
     """
-    if not args.load_from:
+    if not args.load:
         return
-    folder = Path(args.load_from)
-    of_transformers = args.load == args.load_from and (folder / "config.json").is_file()
-    begins = output.same_directory(args.load_from, args.save) or (args.user_script and of_transformers)
+    folder = Path(args.load)
+    of_transformers = not args.pretrained_model_name_or_path and (folder / "config.json").is_file()
+    begins = output.same_directory(args.load, args.save) or (args.user_script and of_transformers)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--load {folder} is a file", "a folder that a run has saved into", "Give another.")
     if not args.load_last_good and checkpoint_files.newest(folder) is None and not begins:
@@ -103,10 +103,10 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     Raises:
         UsageError: it is damaged, or of another model or other data.
     """
-    whole = checksums.newest_whole(args.load_from) if args.load_last_good else None
-    place = checkpoint_files.newest(args.load_from, whole)
+    whole = checksums.newest_whole(args.load) if args.load_last_good else None
+    place = checkpoint_files.newest(args.load, whole)
     if place is None:
-        return 0, [f"no checkpoint in {args.load_from} yet: starting from scratch"]
+        return 0, [f"no checkpoint in {args.load} yet: starting from scratch"]
     found = _description(place)
     _require_same_data(args, found["arguments"], place)
     said = [f"loaded {place}; going on from iteration {found['iteration']}"]

@@ -32,6 +32,8 @@ _PARTS = {
     "validation": ("validation", "valid", "val", "dev", "eval", "validation_matched"),
     "test": ("test", "test_matched"),
 }
+# what may stand behind a part's name in that of its file: a number, of how many, a hash, as the hub has it
+_PIECE = re.compile(r"([-_.]\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{16})?)?")
 
 
 def load(args: argparse.Namespace) -> Parts:
@@ -186,12 +188,16 @@ def _downloaded(name: str) -> str | None:
 
 
 def _files_of_parts(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of each part: ``train.csv``, or ``train-00000-of-00002.parquet`` and its like."""
+    """Return the files of each part: ``train.csv``, or ``train-00000-of-00002.parquet`` and its like.
+
+    Of several names of a part the first that there is counts, as in a data set of the hub: a part is not
+    ``validation.csv`` and ``dev.csv`` together, and ``validation_mismatched.csv`` is none of it.
+    """
     every = [path for path in sorted(folder.iterdir()) if path.suffix in _FORMATS and path.is_file()]
     parts: dict[str, list[Path]] = {}
     for part, names in _PARTS.items():
-        own = [path for path in every if path.name.replace("-", ".").replace("_", ".").split(".")[0] in names]
-        if own:
+        by_name = ([path for path in every if _is_of(path, name)] for name in names)
+        if own := next(filter(None, by_name), []):
             parts[part] = own
     if not parts and len(every) == 1:
         parts["train"] = every
@@ -202,6 +208,12 @@ def _files_of_parts(folder: Path) -> dict[str, list[Path]]:
             "Name the files train.csv and so on, or give one file.",
         )
     return parts
+
+
+def _is_of(path: Path, part: str) -> bool:
+    """Return whether a file is a part's, whole or a piece of it, by its name."""
+    name = path.name.removesuffix(path.suffix)
+    return name.startswith(part) and _PIECE.fullmatch(name.removeprefix(part)) is not None
 
 
 def _files(library: Any, parts: Mapping[str, list[Path]]) -> Mapping[str, Dataset]:

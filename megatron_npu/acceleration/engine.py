@@ -14,10 +14,20 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_npu import devices, watchdog
-from megatron_npu.acceleration import gathering, providers, ranks, schedule, state, vocabulary
+from megatron_npu.acceleration import (
+    gathering,
+    label_shares,
+    pair_losses,
+    providers,
+    ranks,
+    schedule,
+    state,
+    vocabulary,
+)
 from megatron_npu.acceleration.loading import Collate, Loader, require_length
 from megatron_npu.acceleration.padding import LONGEST, bucketed, buckets
 from megatron_npu.acceleration.prepare import Prepared, prepare
+from megatron_npu.acceleration.run_plan import RunPlan
 from megatron_npu.devices import gloo, loader_workers
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.compiled import building
@@ -25,8 +35,6 @@ from megatron_npu.switches import Switches
 
 OptimizerFn = Callable[[Any], torch.optim.Optimizer]
 SchedulerFn = Callable[[torch.optim.Optimizer], Any]
-
-_engines: list[RapidformerEngine] = []  # of this process; a user script that makes none trains nothing
 
 
 class RapidformerEngine:
@@ -41,6 +49,8 @@ class RapidformerEngine:
         switches: what is switched on.
         prepared: what ``compose`` or a template has made of the model; None before.
         vocabulary: tokens that this model knows; None before, and where it does not say.
+        shifts_labels: whether this model compares labels with the outputs before them.
+        pairs: what parts the loss of this model, if it has a head for the next sentence; else None.
         used: whether it has had data or a model, or a template that trains.
 
     Raises:
@@ -48,11 +58,13 @@ class RapidformerEngine:
     """
 
     vocabulary: int | None = None
+    shifts_labels = False
+    pairs: pair_losses.PairLoss | None = None
 
     def __init__(self, args: Namespace | None = None) -> None:
-        self.args = state.get_args() if args is None else args
-        if args is not None:
-            state.set_args(args)
+        args = state.current().args if args is None else args
+        self.args: Namespace = args.flags if isinstance(args, state.ScriptArgs) else args
+        state.set_args(self.args)
         device = devices.current()
         device.set_current(self.args.local_rank)
         device.prepare()
@@ -66,7 +78,7 @@ class RapidformerEngine:
         self.used = False
         join(self.args)
         seed_everything(self.args.seed)
-        _engines.append(self)
+        state.current().engines.append(self)
 
     @property
     def place(self) -> ranks.Ranks:
@@ -104,23 +116,31 @@ class RapidformerEngine:
             prepared.model.forward = _within(prepared.forward_context, prepared.model.forward)  # type: ignore[method-assign]
         return prepared.model, prepared.optimizer, prepared.lr_scheduler
 
-    def prepare(self, model: nn.Module, optimizer: Any = None, lr_scheduler: Any = None) -> Prepared:
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        plan: RunPlan | None = None,
+    ) -> Prepared:
         """Return what the switches make of a model, for a loop that uses all of it.
 
         Args:
             model: the model.
             optimizer: one, what makes one of parameters, or None for the flags' own.
             lr_scheduler: one, what makes one of an optimizer, or None for the flags' own.
+            plan: of the training, whose length schedules follow; None: that of the flags.
 
         Raises:
             UsageError: none of these, or not with these switches.
         """
         self.used = True
-        args = self.args
+        args = self.args if plan is None else plan.settled(self.args)
         if lr_scheduler is None and args.train_iters is not None:
             lr_scheduler = schedule.scheduler_fn(args)
         module = providers.as_module(model)
         self.vocabulary = vocabulary.size_of(module)
+        self.shifts_labels = label_shares.shifts_labels(module)
         scheduler_fn = providers.as_scheduler_fn(lr_scheduler, optimizer)
         self.prepared = prepare(
             module,
@@ -134,6 +154,8 @@ class RapidformerEngine:
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_eps,
         )
+        own = self.prepared.module
+        self.pairs = pair_losses.PairLoss(own) if pair_losses.has_pairs(own) else None
         # weights were drawn alike on all ranks; what is dropped is drawn by each for itself
         devices.current().manual_seed((args.seed + 1 + args.rank) % 2**63)
         return self.prepared
@@ -225,13 +247,15 @@ class RapidformerEngine:
 
 
 def made() -> int:
-    """Return how many engines this process has made."""
-    return len(_engines)
+    """Return how many engines this run has made."""
+    run = state.run()
+    return 0 if run is None else len(run.engines)
 
 
 def used() -> int:
     """Return how many of them have had data or a model."""
-    return sum(engine.used for engine in _engines)
+    run = state.run()
+    return 0 if run is None else sum(engine.used for engine in run.engines)
 
 
 def join(args: Namespace) -> None:
@@ -270,7 +294,8 @@ def join(args: Namespace) -> None:
 
 def leave() -> None:
     """Leave the group, if this process is in it."""
-    _engines.clear()
+    if (run := state.run()) is not None:
+        run.engines.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 

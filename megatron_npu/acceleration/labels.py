@@ -153,8 +153,7 @@ def _classes(
             row, label = _first_text(rows["train"])
             raise _odd(place("train", row), label, "numbers alone, or names alone")
         else:
-            names = _of_numbers({label for label in trained if isinstance(label, int)}, own)
-            known = range(len(names))
+            known, names = _of_numbers({label for label in trained if isinstance(label, int)}, own)
     numbers = {label: number for number, label in enumerate(known)}
     expected = f"one of those to train on: {_few(known)}"
     for part, pairs in rows.items():
@@ -171,31 +170,43 @@ def _first_text(rows: Iterable[tuple[int, Any]]) -> tuple[int, str]:
     return next((row, label) for row, label in rows if isinstance(label, str))
 
 
-def _of_numbers(trained: set[int], own: Sequence[str]) -> list[str]:
-    """Return the names of the classes of which the training part has these numbers.
+def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]]:
+    """Return the numbers of the classes and their names, where the training part has some of the numbers.
+
+    Numbers that begin above 0, such as 1 to 5 stars, are names: so a model is saved with them, and so one
+    that has them is trained on.
 
     Raises:
         UsageError: numbers are left out, and the model has no such classes.
     """
-    count = max(trained) + 1
+    least, count = min(trained), max(trained) + 1
+    if least and {str(label) for label in trained} <= set(own):
+        known = [int(name) for name in own if name.isdecimal()]
+        if len(known) == len(own):
+            return known, list(own)
+    if least and count > len(own) and count - least == len(trained):
+        return range(least, count), [str(label) for label in range(least, count)]
+    first = 0 if count <= len(own) else least
     # the first ones alone: labels such as 20231122 leave out millions
-    absent = list(itertools.islice((number for number in range(count) if number not in trained), _SHOWN + 1))
+    left = (number for number in range(first, count) if number not in trained)
+    absent = list(itertools.islice(left, _SHOWN + 1))
     if absent and count > len(own):
         raise UsageError(
             f"labels that leave out {_few(absent)}: {_few(sorted(trained))}",
-            f"every number from 0 to {count - 1}, or names, or a model with {count} classes",
-            "Number them from 0 on, write them as texts, or name all in id2label of the model's config.json.",
+            f"every number from {first} to {count - 1}, or names, or a model with {count} classes",
+            "Leave out none, write them as texts, or name all in id2label of the model's config.json.",
         )
     if absent:
         line = "no row to train on has the label %s, of the model's %d"
         get_logger("labels").warning(line, _few(absent), len(own))
-        return list(own)
-    return list(own) if len(own) == count else [f"LABEL_{number}" for number in range(count)]
+        return range(len(own)), list(own)
+    names = list(own) if len(own) == count else [f"LABEL_{number}" for number in range(count)]
+    return range(count), names
 
 
 def _few(known: Sequence[Any]) -> str:
     if isinstance(known, range):
-        return f"0 to {len(known) - 1}"
+        return f"{known[0]} to {known[-1]}"
     return ", ".join(map(repr, known[:_SHOWN])) + (", …" if len(known) > _SHOWN else "")
 
 

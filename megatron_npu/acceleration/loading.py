@@ -3,8 +3,9 @@
 Micro-batch ``m`` of an epoch holds the samples ``m * size`` to ``(m + 1) * size`` of the epoch's order, and
 rank ``r`` of ``n`` takes the micro-batches ``r``, ``r + n``, ``r + 2n``, … So an iteration has the same
 samples on any number of ranks, and a run that goes on in the middle of an epoch sees what it would have seen.
-What a collate function draws (the masks of a masked language model, say) follows the number of its
-micro-batch, too, however many worker processes there are, and leaves the generators of dropout alone.
+What a collate function draws follows the number of its micro-batch, too, however many worker processes there
+are, and leaves the generators of dropout alone; with ``sample_seeds`` it follows the sample (the masks of
+``--task masked_lm``).
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from megatron_npu.acceleration.label_shares import Held
 from megatron_npu.acceleration.ranks import Ranks
 from megatron_npu.errors import UsageError
 
 Collate = Callable[[list[Any]], Any]
+_OF_SAMPLES = 1  # in a key: behind it come places of samples, not numbers of micro-batches
+_seeds: ContextVar[list[int] | None] = ContextVar("seeds of the samples that are collated", default=None)
 
 
 class Loader:
@@ -85,7 +90,17 @@ class Loader:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Give the batches of an epoch from number ``start`` on."""
-        of_epoch = _Batches(self, self._order(epoch), epoch)
+        for held in self.held(epoch, start):
+            yield on_device(held.batch, self.device)
+
+    def held(self, epoch: int, start: int = 0, *, once: bool = False) -> Iterator[Held]:
+        """Give the same batches in the host's memory.
+
+        Args:
+            epoch, start: as above.
+            once: leave out what is repeated; a rank that has nothing else gets a sample that does not count.
+        """
+        of_epoch = _Batches(self, self._order(epoch), epoch, once)
         loader = DataLoader(
             of_epoch,
             batch_size=None,
@@ -103,15 +118,20 @@ class Loader:
                     self.remainder = left
                 if self._look is not None:
                     self._look(batch)
-                yield on_device(batch, self.device)
+                yield Held(batch, not once or of_epoch.first_of(number) < len(self.dataset))
         finally:
             self.remainder = 0
 
     def forever(self, start: int = 0) -> Iterator[Any]:
         """Give batches from the ``start``-th of all epochs on, without an end."""
+        for held in self.held_forever(start):
+            yield on_device(held.batch, self.device)
+
+    def held_forever(self, start: int = 0, *, once: bool = False) -> Iterator[Held]:
+        """Give the same batches in the host's memory; ``once`` as for ``held``."""
         epoch, first = divmod(start, len(self))
         while True:
-            yield from self.batches(epoch, first)
+            yield from self.held(epoch, first, once=once)
             epoch, first = epoch + 1, 0
 
     def _order(self, epoch: int) -> Sequence[int]:
@@ -123,23 +143,54 @@ class Loader:
 
 
 class _Batches(Dataset):
-    """The batches of a rank in an epoch, by number."""
+    """The batches of a rank in an epoch, by number; ``once``: without what is repeated."""
 
-    def __init__(self, loader: Loader, order: Sequence[int], epoch: int) -> None:
+    def __init__(self, loader: Loader, order: Sequence[int], epoch: int, once: bool) -> None:
         self._dataset, self._collate, self._order = loader.dataset, loader.collate_fn, order
-        self._size, self._place = loader.size, loader.place
+        self._size, self._place, self._once = loader.size, loader.place, once
         self._key = (loader.seed, epoch)
 
+    def first_of(self, number: int) -> int:
+        """Return the place in the order of the first sample of a batch; it may be behind the last one."""
+        return number * self._place.world_size * self._size + self._place.rank * self._size_of(number)
+
+    def _size_of(self, number: int) -> int:
+        left = len(self._order) - number * self._place.world_size * self._size
+        return min(self._size, -(-left // self._place.world_size))
+
     def __getitem__(self, number: int) -> Any:
-        place, size = self._place, self._size
-        step = number * place.world_size * size
-        size = min(size, -(-(len(self._order) - step) // place.world_size))
-        first, last = step + place.rank * size, len(self._order) - 1
-        chosen = [int(self._order[min(index, last)]) for index in range(first, first + size)]
+        first, last = self.first_of(number), len(self._order) - 1
+        places = [min(index, last) for index in range(first, first + self._size_of(number))]
+        if self._once:
+            places = sorted(set(places))
+        chosen = [int(self._order[place]) for place in places]
         several = getattr(self._dataset, "__getitems__", None)
-        with _drawing(*self._key, number * place.world_size + place.rank):
+        world_size, rank = self._place.world_size, self._place.rank
+        seeds = [_seed(*self._key, _OF_SAMPLES, place) for place in places]
+        with _drawing(*self._key, number * world_size + rank), _known(seeds):
             rows = several(chosen) if several else [self._dataset[index] for index in chosen]
             return self._collate(rows) if self._collate is not default_collate else _stacked(rows)
+
+
+def sample_seeds(count: int) -> list[int]:
+    """Return a seed for each sample of the batch that is being collated: of its place in the epoch alone.
+
+    What is drawn with them is the same however a global batch is cut into micro-batches. Outside of a
+    ``Loader`` they are drawn themselves, by torch's generator.
+    """
+    seeds = _seeds.get()
+    if seeds is None or len(seeds) != count:
+        seeds = torch.randint(2**31, (count,), device="cpu").tolist()
+    return seeds
+
+
+@contextlib.contextmanager
+def _known(seeds: list[int]) -> Iterator[None]:
+    token = _seeds.set(seeds)
+    try:
+        yield
+    finally:
+        _seeds.reset(token)
 
 
 def require_length(dataset: Any, what: str) -> None:

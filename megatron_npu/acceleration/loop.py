@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,13 @@ import torch.distributed as dist
 
 from megatron_npu import devices, replicas, watchdog
 from megatron_npu.acceleration import checkpoint, export, providers
-from megatron_npu.acceleration.loading import Loader
+from megatron_npu.acceleration.label_shares import Held, MicroBatches
+from megatron_npu.acceleration.loading import Loader, on_device
 from megatron_npu.acceleration.outcome import Evaluation, Outcome
+from megatron_npu.acceleration.precision import SMALLEST
 from megatron_npu.acceleration.prepare import Prepared
 from megatron_npu.acceleration.report import Report
+from megatron_npu.acceleration.run_plan import RunPlan
 from megatron_npu.devices.rows import Rows
 from megatron_npu.errors import UsageError
 from megatron_npu.training import checkpoint_files
@@ -28,7 +31,7 @@ from megatron_npu.training.termination import Termination
 if TYPE_CHECKING:
     from megatron_npu.acceleration.templates import Template
 
-Forward = Callable[[Iterator[Any]], torch.Tensor]
+Forward = Callable[[Iterator[Any]], Any]
 Evaluate = Callable[[], Evaluation]
 
 
@@ -38,8 +41,9 @@ class Loop:
     Args:
         template: whose model it is.
         prepared: the model, and what trains it.
+        plan: how long the training is.
         batches: of training.
-        forward: takes the next micro-batch and returns its loss.
+        forward: takes the next micro-batch and returns its loss, or losses.
         evaluate: on the validation data; None: there are none.
         test: the same on the test data, once, at the end.
     """
@@ -48,13 +52,14 @@ class Loop:
         self,
         template: Template,
         prepared: Prepared,
+        plan: RunPlan,
         batches: Loader,
         forward: Forward,
         evaluate: Evaluate | None,
         test: Evaluate | None = None,
     ) -> None:
         self.template, self.engine = template, template.engine
-        self.args: Namespace = self.engine.args
+        self.plan, self.args = plan, plan.settled(self.engine.args)
         self.prepared, self.batches, self.forward = prepared, batches, forward
         self.evaluate, self.test = evaluate, test
         self.outcome = Outcome()
@@ -73,11 +78,12 @@ class Loop:
             for line in said:
                 self.report.say(f" {line}")
             self.prepared.model.train()
-            batches = self._counted(self.batches.forever(self.iteration * self.args.num_microbatches))
+            start = self.iteration * self.plan.micro_batches
+            batches = micro_batches(self.template, self.batches.held_forever(start), self._count_tokens)
             with Termination(self.args.exit_signal_handler) as termination:
                 self.clock.start()
                 with watchdog.phase("between two steps"):
-                    while self.iteration < self.args.train_iters:
+                    while self.iteration < self.plan.iterations:
                         self._iterate(batches)
                         if self._ends(termination):
                             break
@@ -88,45 +94,54 @@ class Loop:
 
     def _load(self) -> list[str]:
         """Go on from the newest checkpoint of --load, if there is one; return what there is to say."""
-        if self.args.load_from is None:
+        if self.args.load is None:
             return []
         self.iteration, said = checkpoint.load(self.args, self.prepared)
         self._begin = self.iteration
         return said
 
-    def _iterate(self, batches: Iterator[Any]) -> None:
+    def _iterate(self, batches: MicroBatches) -> None:
         """Train one iteration; log, evaluate and save if it is time."""
         args = self.args
         self._step(batches)
         self.report.tick()
         iteration = self.iteration
-        if iteration % args.log_interval == 0 or iteration in (self._begin + 1, args.train_iters):
+        if iteration % args.log_interval == 0 or iteration in (self._begin + 1, self.plan.iterations):
             self._report()
-        if iteration == args.train_iters:  # what is done then is done once, at the end
+        if iteration == self.plan.iterations:  # what is done then is done once, at the end
             return
-        if iteration % (args.eval_interval or args.epoch_iters) == 0:
+        if iteration % (args.eval_interval or self.plan.epoch) == 0:
             self._evaluate()
             self._draw()
         if args.save_interval and iteration % args.save_interval == 0:
             self._save()
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._tokens += tokens_in(batch)
-            yield batch
+    def _count_tokens(self, batch: Any) -> None:
+        self._tokens += tokens_in(batch)
 
-    @watchdog.phase("training")
-    def _step(self, batches: Iterator[Any]) -> None:
-        watchdog.step(self.iteration + 1)
-        self.nonfinite.forget()
-        prepared, count = self.prepared, self.args.num_microbatches
+    def _forward_and_backward(self, batches: MicroBatches) -> torch.Tensor:
+        """Add up the gradients of the loss of a global batch; return this rank's part of that loss."""
+        prepared, count = self.prepared, self.plan.micro_batches
         total = torch.zeros((), device=self.engine.device)
+        batches.begin(count)
         for number in range(count):
             with prepared.accumulating(last=number == count - 1):
                 with prepared.forward_context():
-                    loss = providers.loss(self.template, self.forward(batches))
-                prepared.backward(loss / count)
-            total += loss.detach().float() / count
+                    losses = losses_of(self.template, self.forward(batches), batches.losses)
+                divisors = batches.divisors()
+                parts = [loss / divisor for loss, divisor in zip(losses, divisors, strict=True)]
+                prepared.backward(functools.reduce(torch.add, parts))
+            for loss, divisor in zip(losses, divisors, strict=True):
+                if not math.isinf(divisor):  # a mean over no labels is no number
+                    total += loss.detach().float() / divisor
+        return total
+
+    @watchdog.phase("training")
+    def _step(self, batches: MicroBatches) -> None:
+        watchdog.step(self.iteration + 1)
+        self.nonfinite.forget()
+        prepared, scale = self.prepared, self._scale()
+        total = self._forward_and_backward(batches)
         if self.iteration == self._begin:
             self._require_gradients()
         compares = self._compares_replicas()
@@ -138,7 +153,7 @@ class Loop:
             replicas.require_equal("weight", prepared.module.named_parameters())
             self.report.say(f" the replicas are the same after iteration {self.iteration}")
         if norm is None:
-            self.report.say(f" iteration {self.iteration}: the gradient overflowed, update left out")
+            self._overflowed(scale)
         elif not math.isfinite(norm):
             raise DivergedError(
                 f"the norm of the gradient is {norm} at iteration {self.iteration}; nothing was saved after "
@@ -146,6 +161,24 @@ class Loop:
             )
         self._losses.add(total[None])
         self._norms.append(norm)
+
+    def _scale(self) -> float:
+        """Return the loss scale; 1 without fp16."""
+        return 1.0 if self.prepared.loss_scale is None else self.prepared.loss_scale.value
+
+    def _overflowed(self, scale: float) -> None:
+        """Tell of an update that was left out; end a run that the smallest loss scale does not help.
+
+        Raises:
+            DivergedError: it was that.
+        """
+        self.report.say(f" iteration {self.iteration}: the gradient overflowed, update left out")
+        if scale <= SMALLEST:
+            raise DivergedError(
+                f"the gradient overflows fp16 at iteration {self.iteration} with the smallest loss scale, "
+                f"{SMALLEST:g}; nothing was saved after it. {self.nonfinite.words()} Lower --lr, give "
+                "--mixed-precision bf16, or look at the data."
+            )
 
     def _compares_replicas(self) -> bool:
         interval = self.args.check_weight_hash_across_dp_replicas_interval
@@ -171,7 +204,6 @@ class Loop:
         seconds = self.clock.lap()
         count = torch.tensor(float(self._tokens), device=self.engine.device)
         *losses, tokens = self._mean_over_ranks(torch.cat([self._losses.all(), count[None]])).tolist()
-        scale = self.prepared.loss_scale
         self.report.training(
             self.iteration,
             losses,
@@ -179,7 +211,7 @@ class Loop:
             seconds,
             learning_rate=float(self.prepared.optimizer.param_groups[0]["lr"]),
             tokens=round(tokens * self.args.world_size),
-            scale=1.0 if scale is None else scale.value,
+            scale=self._scale(),
         )
         self.outcome.losses += losses
         self.outcome.grad_norms += self._norms
@@ -236,14 +268,14 @@ class Loop:
             self.outcome.ended_by = "exit-interval"
         else:
             return False
-        if self.iteration < self.args.train_iters:
+        if self.iteration < self.plan.iterations:
             self.report.say(f" ending at iteration {self.iteration}: {self.outcome.ended_by}")
         return True
 
     def _finish(self) -> None:
         """Log the rest; evaluate and export at the true end; save what is not saved yet."""
         self._report()
-        complete = self.iteration >= self.args.train_iters
+        complete = self.iteration >= self.plan.iterations
         if complete:
             self._evaluate()
         self.outcome.iteration = self.iteration
@@ -286,11 +318,45 @@ def tokens_in(batch: Any) -> int:
     return 0
 
 
-def mean_loss(template: Template, forward: Forward, batches: Iterator[Any], count: int) -> float:
-    """Return the mean of the losses of so many micro-batches of each rank, over all ranks."""
-    total = torch.zeros((), device=template.engine.device)
+def micro_batches(
+    template: Template, held: Iterable[Held], note: Callable[[Any], None] | None = None
+) -> MicroBatches:
+    """Return the batches of a rank on its device, whose losses count as much as they have labels."""
+    engine = template.engine
+    return MicroBatches(
+        held,
+        template.label_counts,
+        move=lambda batch: on_device(batch, engine.device),
+        ranks=engine.args.world_size,
+        note=note,
+    )
+
+
+def losses_of(
+    template: Template, returned: Any, number: int | None, *, training: bool = True
+) -> tuple[torch.Tensor, ...]:
+    """Return the losses of a micro-batch, each a mean over labels of its own.
+
+    Args:
+        template, returned, number, training: as ``providers.losses`` has them.
+    """
+    pairs = template.engine.pairs
+    if number is not None and pairs is not None and isinstance(returned, torch.Tensor):
+        returned = pairs.split(providers.loss(template, returned, training=training))
+    return providers.losses(template, returned, number, training=training)
+
+
+def mean_loss(template: Template, forward: Forward, held: Iterable[Held], count: int) -> float:
+    """Return the mean loss over the labels of so many micro-batches of each rank, of all ranks together."""
+    batches = micro_batches(template, held)
+    sums: dict[int, torch.Tensor] = {}  # of each loss, over its labels, and how many these are
     for _ in range(count):
-        total += providers.loss(template, forward(batches), training=False).float()
+        losses = losses_of(template, forward(batches), batches.losses, training=False)
+        for part, (loss, labels) in enumerate(zip(losses, batches.counted(), strict=True)):
+            whole = loss.detach().float() * labels if labels else loss.new_zeros((), dtype=torch.float32)
+            added = torch.stack([whole, torch.full_like(whole, labels)])
+            sums[part] = sums[part] + added if part in sums else added
+    together = torch.stack(list(sums.values()))
     if template.engine.args.world_size > 1:
-        dist.all_reduce(total)
-    return float(total) / (count * template.engine.args.world_size)
+        dist.all_reduce(together)
+    return float((together[:, 0] / together[:, 1]).sum())

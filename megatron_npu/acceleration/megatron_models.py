@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from megatron_npu.acceleration import layout, providers
+from megatron_npu.acceleration import layout, providers, state
 from megatron_npu.acceleration.outcome import Outcome
 from megatron_npu.errors import UsageError
 from megatron_npu.training import arguments, data, derive, initialize, model, pretrain, validation
@@ -38,7 +38,6 @@ _OF_FLAGS = (  # what of a template's configuration the flags decide
     "gradient_accumulation_fusion recompute_granularity recompute_method recompute_num_layers"
 ).split()
 _SCRIPTS = "megatron_npu.acceleration.megatron_scripts"
-_driver: list[Namespace] = []  # the flags of the embedded driver while a run of this process lasts
 
 
 def is_megatron(module: nn.Module) -> bool:
@@ -75,12 +74,13 @@ def session(template: PreTrainer) -> Iterator[None]:
     if missing:
         flag = f"--{missing[0].replace('_', '-')}"
         raise UsageError(f"a Megatron model without {flag}", "the sizes of the model", f"Add {flag}.")
-    _driver.append(validation.check(driver_flags(args), data_check=_check_tokenizer))
+    run = state.current()
+    run.driver = validation.check(driver_flags(args), data_check=_check_tokenizer)
     try:
-        with initialize.session(_driver[-1]):
+        with initialize.session(run.driver):
             yield
     finally:
-        _driver.pop()
+        run.driver = None
 
 
 def driver_flags(args: Namespace) -> Namespace:
@@ -92,9 +92,8 @@ def driver_flags(args: Namespace) -> Namespace:
     required = [word for name in _MODEL for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
     batch = ["--micro-batch-size", str(args.micro_batch_size), "--train-iters", str(args.train_iters)]
     result = arguments.parse([*required, *batch])
-    for name in vars(result).keys() & vars(args).keys() - {"load", "data_path", "epochs", "train_samples"}:
+    for name in vars(result).keys() & vars(args).keys() - {"data_path", "epochs"}:
         setattr(result, name, getattr(args, name))
-    result.load = args.load_from
     result.dist_ckpt_optim_fully_reshardable = True  # a template's checkpoints go on in any layout
     return result
 
@@ -131,7 +130,7 @@ def train(
             "model, None, None: megatron-core makes its own, of the flags",
             "Return None for both.",
         )
-    args, config = _driver[-1], module.config
+    args, config = flags(), module.config
     _complete(args, config)
     chunk = model.wrapped(args, config, module)
     journals: list[_Journal] = []
@@ -269,10 +268,11 @@ def flags() -> Namespace:
     Raises:
         UsageError: it is in none.
     """
-    if not _driver:
+    run = state.run()
+    if run is None or run.driver is None:
         raise UsageError(
             "a Megatron model outside a template's train(), or without its flags",
             "model_optimizer_lr_scheduler_provider of a PreTrainer, --num-layers and the other sizes",
             "Build it there, and import its class at the top of the script.",
         )
-    return _driver[-1]
+    return run.driver

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_tokenizer: list[Any] = []  # flags, and the tokenizer that they name
-
 
 def megatron_config() -> TransformerConfig:
     """Return megatron-core's configuration as the flags say it, for a model of one's own.
@@ -42,10 +40,10 @@ def get_tokenizer() -> Any:
     Raises:
         UsageError: a file of its is missing.
     """
-    args = state.get_args()
-    if not _tokenizer or _tokenizer[0] is not args:
-        _tokenizer[:] = [args, tokenizers.build(args)]
-    return _tokenizer[1]
+    run = state.current()
+    if run.tokenizer is None:
+        run.tokenizer = tokenizers.build(run.args)
+    return run.tokenizer
 
 
 def get_ltor_masks_and_position_ids(

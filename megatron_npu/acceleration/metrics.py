@@ -24,7 +24,7 @@ GLUE = {
 
 
 def classification(
-    predictions: np.ndarray, references: np.ndarray, glue: str | None = None
+    predictions: np.ndarray, references: np.ndarray, glue: str | None = None, *, classes: int
 ) -> dict[str, float]:
     """Return accuracy, F1 and Matthews' correlation; of a task of GLUE, what GLUE reports.
 
@@ -34,14 +34,16 @@ def classification(
         predictions: [n], whole numbers.
         references: [n].
         glue: the task's name, or None.
+        classes: how many there are, whether or not all of them are among these numbers.
     """
-    binary = max(predictions.max(initial=0), references.max(initial=0)) < 2
     known: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
         "accuracy": accuracy,
-        "f1" if binary else "f1_macro": f1 if binary else f1_macro,
+        "f1": f1,
+        "f1_macro": f1_macro,
         "matthews_correlation": matthews_correlation,
     }
-    wanted = known if glue is None else GLUE.get(glue, ("accuracy",))
+    every = ("accuracy", "f1" if classes <= 2 else "f1_macro", "matthews_correlation")
+    wanted = every if glue is None else GLUE.get(glue, ("accuracy",))
     return {name: known[name](predictions, references) for name in wanted}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SMALLEST = 1.0  # loss scale, as Megatron's --min-loss-scale; a gradient that overflows with it always does
 _DTYPES = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -51,7 +52,7 @@ class LossScale:
     def update(self, norm: float) -> bool:
         """Take note of a step whose gradients have this norm; return whether they overflowed."""
         if not math.isfinite(norm):
-            self.value, self.steps = self.value * self.backoff, 0
+            self.value, self.steps = max(self.value * self.backoff, SMALLEST), 0
             return True
         self.steps += 1
         if self.steps == self.interval:

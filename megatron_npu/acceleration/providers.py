@@ -98,6 +98,28 @@ def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor
     return returned.reshape(())
 
 
+def losses(
+    template: Any, returned: Any, number: int | None, *, training: bool = True
+) -> tuple[torch.Tensor, ...]:
+    """Return the losses that ``run_forward_step`` has returned.
+
+    Args:
+        template: whose method it is.
+        returned: by it.
+        number: how many there are to be, as ``label_counts`` has it; None: one, which is in no tuple.
+        training: whether they have to depend on the model's weights.
+
+    Raises:
+        UsageError: they are no losses, or another number of them.
+    """
+    if number is None:
+        return (loss(template, returned, training=training),)
+    if not isinstance(returned, tuple) or len(returned) != number:
+        method, what = template.run_forward_step, f"{number} losses, as label_counts has {number} numbers"
+        raise _wrong(method, returned, what)
+    return tuple(loss(template, one, training=training) for one in returned)
+
+
 def metrics(template: Any, returned: Any) -> dict[str, float]:
     """Return what ``run_compute_metrics`` has returned, as numbers by their names.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_npu.acceleration import metrics
+from megatron_npu.acceleration import metrics, state
 from megatron_npu.errors import UsageError
 
 
@@ -39,7 +39,8 @@ class Metric:
         self._predictions, self._references = [], []
         if self._glue == "stsb":
             return metrics.regression(predictions, references)
-        return metrics.classification(predictions, references, self._glue)
+        classes = _classes() or int(max(predictions.max(), references.max())) + 1
+        return metrics.classification(predictions, references, self._glue, classes=classes)
 
 
 def load_metric(path: str | None = None, name: str | None = None) -> Metric:
@@ -50,6 +51,14 @@ def load_metric(path: str | None = None, name: str | None = None) -> Metric:
         name: its configuration; that of a task of GLUE chooses its metrics.
     """
     return Metric(name if name in metrics.GLUE else None)
+
+
+def _classes() -> int | None:
+    """Return how many classes the model of this run tells apart; None: there is none, or it does not say."""
+    run = state.run()
+    prepared = [engine.prepared for engine in run.engines if engine.prepared is not None] if run else []
+    config = getattr(prepared[-1].module, "config", None) if prepared else None
+    return getattr(config, "num_labels", None)
 
 
 def _array(values: Any) -> np.ndarray:

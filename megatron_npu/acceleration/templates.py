@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_npu.acceleration import labels, layout, loop, megatron_models, providers, vocabulary
+from megatron_npu.acceleration import (
+    label_shares,
+    labels,
+    layout,
+    loop,
+    megatron_models,
+    pair_losses,
+    providers,
+    vocabulary,
+)
 from megatron_npu.acceleration.engine import RapidformerEngine
 from megatron_npu.acceleration.loading import Collate, Loader
 from megatron_npu.acceleration.outcome import Evaluation, Outcome
+from megatron_npu.acceleration.run_plan import RunPlan
 from megatron_npu.errors import UsageError
 
 
@@ -39,14 +50,32 @@ class Template:
             self, "model_optimizer_lr_scheduler_provider", "model, optimizer, lr_scheduler"
         )
 
-    def run_forward_step(self, batch_or_iterator: Any, model: nn.Module) -> torch.Tensor:
-        """Return the loss of a micro-batch, a tensor of one number.
+    def run_forward_step(
+        self, batch_or_iterator: Any, model: nn.Module
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return the loss of a micro-batch, a tensor of one number: the mean over its labels.
 
         Args:
             batch_or_iterator: a batch on the device (``Finetuner``), what gives such (``PreTrainer``).
             model: called as what ``model_optimizer_lr_scheduler_provider`` has returned.
         """
         raise providers.missing(self, "run_forward_step", "the loss")
+
+    def label_counts(self, batch: Any) -> int | tuple[int, ...]:
+        """Return over how many labels the loss of a batch is the mean, which says how much it counts.
+
+        By default: the ``labels`` that are not -100, of whole numbers; of a causal model of Transformers all
+        but the first of a text; one a sample where there are none. Of a model with a head for the next
+        sentence, whose loss is the sum of two means, a tuple: these, and the pairs. Where
+        ``run_forward_step`` returns several losses in a tuple, whose sum is trained on: as many numbers.
+
+        Args:
+            batch: as the collate function made it, in the host's memory.
+        """
+        words = label_shares.labels_in(batch, shifted=self.engine.shifts_labels)
+        if self.engine.pairs is None or not isinstance(batch, Mapping) or pair_losses.LABEL not in batch:
+            return words
+        return words, len(batch[pair_losses.LABEL])
 
     def _require_engine(self) -> None:
         """Check that the template has an engine, which ``__init__`` of a subclass may have kept to itself."""
@@ -88,22 +117,6 @@ class Template:
         for what, dataset in (("training", data.train), ("validation", data.valid), ("test", data.test)):
             vocabulary.require_known_column(dataset, self.engine.vocabulary, f"the {what} data")
 
-    def _settle_length(self, loader: Loader) -> None:
-        """Derive the iterations of the run and of an epoch, which the schedule needs.
-
-        With both --epochs and --train-iters, what comes first ends the training.
-
-        Raises:
-            UsageError: neither --epochs nor --train-iters is given.
-        """
-        args = self.engine.args
-        args.epoch_iters = len(loader) // args.num_microbatches
-        of_epochs = None if args.epochs is None else args.epochs * args.epoch_iters
-        ends = [end for end in (args.train_iters, of_epochs) if end is not None]
-        if not ends:
-            raise UsageError("no end of training", "--epochs N or --train-iters N", "Give one of them.")
-        args.train_iters = min(ends)
-
 
 class Finetuner(Template):
     """Fine-tunes a model: epochs of batches, and metrics after each.
@@ -137,14 +150,13 @@ class Finetuner(Template):
         if layout.is_cut(engine.args):
             raise layout.cannot_be_cut(engine.args, f"{type(self).__name__}, a Finetuner")
         data = providers.datasets(self, collates=True)
-        engine.args.train_samples = len(data.train)
         batches = self._training_loader(data, shuffle=True)
-        self._settle_length(batches)
+        plan = RunPlan.of(engine.args, len(batches), len(data.train))
         model, optimizer, scheduler = providers.model(self)
-        prepared = engine.prepare(model, optimizer, scheduler)
+        prepared = engine.prepare(model, optimizer, scheduler, plan)
         self._require_known_tokens(data)
 
-        def forward(iterator: Iterator[Any]) -> torch.Tensor:
+        def forward(iterator: Iterator[Any]) -> Any:
             return self.run_forward_step(next(iterator), prepared.model)
 
         def evaluation_on(dataset: Any) -> loop.Evaluate | None:
@@ -156,14 +168,14 @@ class Finetuner(Template):
                 found = providers.metrics(self, self.run_compute_metrics([prepared.model], loader))
                 value = found.pop("loss", None)
                 if value is None:
-                    value = loop.mean_loss(self, forward, iter(loader), len(loader))
+                    value = loop.mean_loss(self, forward, loader.held(0, once=True), len(loader))
                 return Evaluation(value, found)
 
             return evaluate
 
         test = None if labels.not_given_away(data.test) else data.test
         return loop.Loop(
-            self, prepared, batches, forward, evaluation_on(data.valid), evaluation_on(test)
+            self, prepared, plan, batches, forward, evaluation_on(data.valid), evaluation_on(test)
         ).run()
 
     def finetune(self) -> Outcome:
@@ -189,38 +201,34 @@ class PreTrainer(Template):
         with megatron_models.session(self):
             data = providers.datasets(self, self._samples(), collates=False)
             whole = not layout.is_cut(self.engine.args)
-            batches = self._batches(data) if whole else None
+            batches = self._training_loader(data, shuffle=False) if whole else None
             model, optimizer, scheduler = providers.model(self)
             if batches is None or megatron_models.is_megatron(model):
                 return megatron_models.train(self, data, model, optimizer, scheduler)
         return self._train(data, batches, model, optimizer, scheduler)
-
-    def _batches(self, data: providers.Datasets) -> Loader:
-        """Return the batches of training, whose number settles the length of the run."""
-        batches = self._training_loader(data, shuffle=False)
-        self._settle_length(batches)
-        return batches
 
     def _train(
         self, data: providers.Datasets, batches: Loader, model: nn.Module, optimizer: Any, scheduler: Any
     ) -> Outcome:
         """Train a model that every process holds."""
         engine, args = self.engine, self.engine.args
-        prepared = engine.prepare(model, optimizer, scheduler)
+        plan = RunPlan.of(args, len(batches))
+        prepared = engine.prepare(model, optimizer, scheduler, plan)
         self._require_known_tokens(data)
 
-        def forward(iterator: Iterator[Any]) -> torch.Tensor:
+        def forward(iterator: Iterator[Any]) -> Any:
             return self.run_forward_step(iterator, prepared.model)
 
         def evaluation_on(dataset: Any) -> Any:
             if dataset is None or not len(dataset) or not args.eval_iters:
                 return None
             loader = engine.loader(dataset, data.collate_fn)
-            micro_batches = args.eval_iters * args.num_microbatches
-            return lambda: Evaluation(loop.mean_loss(self, forward, loader.forever(), micro_batches), {})
+            micro_batches = args.eval_iters * plan.micro_batches
+            held = functools.partial(loader.held_forever, once=True)
+            return lambda: Evaluation(loop.mean_loss(self, forward, held(), micro_batches), {})
 
         return loop.Loop(
-            self, prepared, batches, forward, evaluation_on(data.valid), evaluation_on(data.test)
+            self, prepared, plan, batches, forward, evaluation_on(data.valid), evaluation_on(data.test)
         ).run()
 
     def pretrain(self) -> Outcome:

@@ -15,11 +15,12 @@ from types import TracebackType
 
 from torch import Tensor
 
+import megatron_npu
 from megatron_npu.errors import LoaderWorkerError, UsageError
 from megatron_npu.standins import mpu
 
 DOCUMENTED = "rapidformer"  # the package that the document's scripts import
-_PACKAGE = __name__.partition(".")[0]
+_PACKAGE = Path(megatron_npu.__file__).resolve().parent
 
 
 def run(script: str) -> None:
@@ -108,8 +109,8 @@ def _of_user(path: Path, trace: TracebackType | None) -> traceback.FrameSummary 
     """Return the last frame of the user's files, if none of this project's comes behind it."""
     found = None
     for frame in traceback.extract_tb(trace):
-        file = Path(frame.filename)
-        if f"/{_PACKAGE}/" in file.as_posix():
+        file = Path(frame.filename).resolve()
+        if _PACKAGE in file.parents:
             found = None
         elif file == path or (path.parent in file.parents and "site-packages" not in file.parts):
             found = frame

@@ -10,13 +10,12 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices
+from megatron_npu import devices, files
 from megatron_npu.arg_parser import Parser, positive
 from megatron_npu.attention_flags import AttentionFlags, add_attention_flags
 from megatron_npu.errors import UsageError
@@ -125,7 +124,7 @@ def read_examples(file: str, tokenizer: Tokenizer, *, strict: bool, longest: int
         UsageError: no file, no passages, a line that is not one, or a passage too short.
     """
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = files.lines(file)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--valid-data {file}: {error}", "JSON lines", "Correct the path.") from error
     examples, longer = [], 0

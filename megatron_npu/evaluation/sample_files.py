@@ -20,7 +20,7 @@ def read_prompts(file: str) -> list[str]:
         UsageError: no such file, not UTF-8, no line, or an empty one.
     """
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = files.lines(file)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error}"
         raise UsageError(

@@ -112,8 +112,8 @@ def difference(kind: str, folder: Path, flags: list[str]) -> float:
     _, outcome = tasks_data.train([*argv, *model, *flags])
 
     def batches(samples: list[Any], collate: Any) -> Iterator[Any]:
-        alone = {"size": 2, "place": ranks.Ranks(), "device": torch.device("cpu"), "shuffle": True}
-        return iter(loading.Loader(samples, collate, **alone, whole=2, seed=1234))  # type: ignore[arg-type]
+        alone = {"size": 4, "place": ranks.Ranks(), "device": torch.device("cpu"), "shuffle": True}
+        return iter(loading.Loader(samples, collate, **alone, whole=1, seed=1234))  # type: ignore[arg-type]
 
     lines = (folder / task / "train.jsonl").read_text(encoding="utf-8").splitlines()
     plain = plain_tasks.losses(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling
+
+from megatron_npu.acceleration import loading
 
 Batch = dict[str, torch.Tensor]
 
@@ -67,9 +70,21 @@ def blocks(
     ]
 
 
+def masked(samples: list[Any], tokenizer: Any) -> Batch:
+    """Mask each sample with the draws that are its own, until it asks for something."""
+    collate, rows = DataCollatorForLanguageModeling(tokenizer), []
+    for sample, seed in zip(samples, loading.sample_seeds(len(samples)), strict=True):
+        torch.manual_seed(seed)
+        row = collate([dict(sample)])
+        while (row["labels"] == -100).all():
+            row = collate([dict(sample)])
+        rows.append(row)
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
 def of(
     task: str, rows: list[dict[str, Any]], tokenizer: Any
-) -> tuple[list[Any], Callable[[list[Any]], Batch]]:
+) -> tuple[list[Any], Callable[[list[Any]], Batch | list[Batch]]]:
     """Return the samples of a task's rows, and what makes a batch of some."""
     if task == "causal_lm":
         samples = blocks(rows, tokenizer, 16, special=False)
@@ -77,11 +92,12 @@ def of(
             name: torch.tensor([one["input_ids"] for one in some]) for name in ("input_ids", "labels")
         }
     if task == "masked_lm":
-        return blocks(rows, tokenizer, 32, special=True), DataCollatorForLanguageModeling(tokenizer)
+        return blocks(rows, tokenizer, 32, special=True), functools.partial(masked, tokenizer=tokenizer)
+    if task == "question_answering":  # whose models look for the answer in what fills up a batch, too
+        return rows, lambda some: [answers(some[first : first + 2], tokenizer) for first in (0, 2)]
     make = {
         "sequence_classification": classes,
         "token_classification": tags,
-        "question_answering": answers,
         "seq2seq": pairs,
     }[task]
     return rows, lambda some: make(some, tokenizer)
@@ -106,13 +122,13 @@ def losses(
     seed: int,
     most: int | None = None,
 ) -> list[float]:
-    """Return the loss of each iteration of two micro-batches.
+    """Return the loss of each iteration, whose batch is taken whole.
 
     Args:
         task: as ``--task`` has it.
         folder: of the model.
         rows: to train on.
-        batches: gives the micro-batches of samples, by a function that makes one.
+        batches: gives the global batches of samples, by a function that makes one.
         seed: of a head that is not stored.
         most: iterations; None: those of an epoch.
     """
@@ -121,19 +137,22 @@ def losses(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     samples, collate = of(task, rows, tokenizer)
-    micro_batches = list(batches(samples, collate))
+    every = list(batches(samples, collate))
     torch.manual_seed(seed)
     model = getattr(transformers, name).from_pretrained(folder, **options).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    iterations = most or len(micro_batches) // 2
+    iterations = most or len(every)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, iterations)
     found = []
-    for iteration in range(iterations):
-        both = [model(**batch).loss / 2 for batch in micro_batches[2 * iteration : 2 * iteration + 2]]
-        sum(both).backward()
+    for batch in every[:iterations]:
+        if isinstance(batch, list):  # of as many samples each, with one label a sample
+            loss = sum(model(**own).loss for own in batch) / len(batch)
+        else:
+            loss = model(**batch).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        found.append(float(sum(both).detach()))
+        found.append(float(loss.detach()))
     return found

@@ -271,6 +271,33 @@ def test_a_row_is_named_as_the_file_has_it_whatever_is_taken_to_validate_on(
     )
 
 
+@pytest.mark.parametrize("name", ["validation_mismatched", "val_old", "validation-2.bak", "dev", "devset"])
+def test_only_a_part_s_own_file_is_taken_for_it(tmp_path: Path, name: str) -> None:
+    """Beside validation.csv, what has a like name, or another name of the part, is left alone."""
+    for file, rows in {"train": ROWS[:9], "validation": ROWS[9:12], name: ROWS[12:]}.items():
+        write(tmp_path / "data" / f"{file}.csv", rows)
+    found = datasets.load(args(tmp_path / "data"))
+    assert (len(found["train"]), len(found["validation"])) == (9, 3)
+
+
+def test_the_matched_part_of_mnli_is_validated_on(tmp_path: Path) -> None:
+    files = {"train": ROWS[:9], "validation_matched": ROWS[9:12], "validation_mismatched": ROWS[12:]}
+    for file, rows in files.items():
+        write(tmp_path / "data" / f"{file}.csv", rows)
+    assert len(datasets.load(args(tmp_path / "data"))["validation"]) == 3
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("validation-0", "validation-1"), ("dev-00000-of-00002", "dev-00001-of-00002"), ("val_1", "val.2")],
+)
+def test_a_part_may_be_in_pieces(tmp_path: Path, names: tuple[str, str]) -> None:
+    write(tmp_path / "data" / "train.csv", ROWS[:9])
+    for file, rows in zip(names, (ROWS[9:11], ROWS[11:14]), strict=True):
+        write(tmp_path / "data" / f"{file}.csv", rows)
+    assert len(datasets.load(args(tmp_path / "data"))["validation"]) == 5
+
+
 def test_a_label_is_named_by_its_row_in_the_file(tmp_path: Path) -> None:
     rows = [{"sentence": "a", "label": str(number % 2)} for number in range(19)]
     file = write(tmp_path / "all.jsonl", [*rows, {"sentence": "a", "label": "odd"}])
@@ -411,7 +438,12 @@ def test_labels_are_numbers_names_or_of_the_data_set_s_own() -> None:
             [0],
             "labels that leave out 2, 3, 4: 0, 1, 5; expected every number from 0 to 5, or names",
         ),
-        ([1, 2], [1], "labels that leave out 0: 1, 2; expected every number from 0 to 2, or names"),
+        ([1, 3], [1], "labels that leave out 2: 1, 3; expected every number from 1 to 3, or names"),
+        (
+            [1, 2],
+            [0],
+            "the label 0 in row 1 of the part 'validation'; expected one of those to train on: 1 to 2",
+        ),
         ([0, 10**15], [0], "labels that leave out 1, 2, 3, 4, 5, 6, 7, 8, …: 0, 1000000000000000; expected"),
     ],
 )
@@ -432,6 +464,22 @@ def test_classes_that_the_model_brings_keep_their_names_and_numbers(caplog: pyte
     with _propagating(caplog):
         assert labels.of_rows(parts([0, 2]), "label", own).names == own
     assert "no row to train on has the label 1, of the model's 3" in caplog.text
+
+
+def test_numbers_that_do_not_begin_at_0_are_classes_in_their_order(caplog: pytest.LogCaptureFixture) -> None:
+    stars = labels.of_rows(parts([5, 1, 3, 2, 4], [4]), "label")
+    assert stars.names == ("1", "2", "3", "4", "5")
+    assert [stars.number(label) for label in (1, 5)] == [0, 4]
+    assert stars.config()["id2label"] == {0: "1", 1: "2", 2: "3", 3: "4", 4: "5"}
+    tags = labels.of_tokens(parts([[2, 3], [3]]), "label")
+    assert (tags.names, tags.numbers) == (("2", "3"), {2: 0, 3: 1})
+    # a model that was trained on them has them as names, whatever rows there are now
+    again = labels.of_rows(parts([1, 4, 2], [5]), "label", stars.names)
+    assert (again.names, again.number(5)) == (stars.names, 4)
+    with _propagating(caplog):  # a model of six other classes has numbers for these
+        six = labels.of_rows(parts([1, 2, 3, 4, 5]), "label", tuple("abcdef"))
+    assert (six.names, six.number(5)) == (tuple("abcdef"), 5)
+    assert "no row to train on has the label 0, of the model's 6" in caplog.text
 
 
 @contextlib.contextmanager

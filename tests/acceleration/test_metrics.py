@@ -12,10 +12,19 @@ TRUE = np.array([0, 1, 0, 0, 1, 0, 1, 0])  # 2 hits of class 1, of 4 that were g
 
 
 def test_two_classes_by_hand() -> None:
-    found = metrics.classification(PREDICTED, TRUE)
+    found = metrics.classification(PREDICTED, TRUE, classes=2)
     assert found == pytest.approx(
         {"accuracy": 5 / 8, "f1": 2 * 2 / (4 + 3), "matthews_correlation": (2 * 3 - 2 * 1) / 240**0.5}
     )
+
+
+def test_f1_has_one_name_whatever_classes_a_model_guesses() -> None:
+    """Of three classes the validation part has two; the model guesses the third in one epoch only."""
+    third = np.where(PREDICTED == 0, 2, PREDICTED)
+    for given in (PREDICTED, third):
+        found = metrics.classification(given, TRUE, classes=3)
+        assert list(found) == ["accuracy", "f1_macro", "matthews_correlation"]
+    assert list(metrics.classification(third, TRUE, "mrpc", classes=3)) == ["accuracy", "f1"]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +37,7 @@ def test_two_classes_by_hand() -> None:
     ],
 )
 def test_a_task_of_glue_reports_what_glue_does(task: str, names: list[str]) -> None:
-    assert list(metrics.classification(PREDICTED, TRUE, task)) == names
+    assert list(metrics.classification(PREDICTED, TRUE, task, classes=2)) == names
 
 
 @pytest.mark.parametrize("classes", [2, 3, 5])
@@ -38,7 +47,7 @@ def test_they_are_scikit_learn_s(classes: int, seed: int) -> None:
     stats = pytest.importorskip("scipy.stats")
     draw = np.random.default_rng(seed)
     given, true = draw.integers(0, classes, 40), draw.integers(0, classes, 40)
-    found = metrics.classification(given, true)
+    found = metrics.classification(given, true, classes=classes)
     assert found["accuracy"] == pytest.approx(reference.accuracy_score(true, given))
     assert found["matthews_correlation"] == pytest.approx(reference.matthews_corrcoef(true, given))
     if classes == 2:

@@ -55,9 +55,9 @@ def trained(folder: Path) -> Callable[[str], tuple[Any, Any, list[str]]]:
 
 
 def batches(samples: list[Any], collate: Any) -> Iterator[Any]:
-    """Give the micro-batches of a run's first epoch, in its order."""
+    """Give the global batches of a run's first epoch, in its order; the run has them in two micro-batches."""
     loader = loading.Loader(
-        samples, collate, size=2, place=ONE_RANK, device=torch.device("cpu"), shuffle=True, whole=2, seed=1234
+        samples, collate, size=4, place=ONE_RANK, device=torch.device("cpu"), shuffle=True, whole=1, seed=1234
     )
     return iter(loader)
 
@@ -279,7 +279,8 @@ def test_a_mixture_of_experts_is_a_causal_model_too(folder: Path, trained: Any) 
 
 def test_the_loss_of_balance_counts_where_the_configuration_says_so(folder: Path, trained: Any) -> None:
     trained("causal_lm")
-    argv = [*tasks_data.write(folder, "causal_lm"), "--train-iters", "3"]
+    # the balance is that of a micro-batch: one is the whole batch
+    argv = [*tasks_data.write(folder, "causal_lm"), "--train-iters", "3", "--micro-batch-size", "4"]
     rows = [json.loads(line) for line in (folder / "causal_lm" / "train.jsonl").read_text().splitlines()]
     found = {}
     for counts in (False, True):

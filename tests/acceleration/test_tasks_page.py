@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import random
 import re
 import shlex
@@ -23,6 +24,7 @@ COMMANDS = [
     for block in re.findall(r"```bash\n(.*?)```", PAGE.replace("\\\n", " "), re.S)
     for block in [block.replace("megatron-npu train", "rapidformer")]
 ]
+METRICS_OF_STARS = ["accuracy", "f1_macro", "matthews_correlation"]
 METRICS = {
     "sequence_classification": ["accuracy", "f1"],
     "token_classification": ["accuracy", "precision", "recall", "f1"],
@@ -44,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open(folder / "reviews.csv", "w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(["review", "stars"])
-        writer.writerows((row["sentence"], draw.randrange(2)) for row in tasks_data.classes(40, draw))
+        writer.writerows((row["sentence"], draw.randint(1, 5)) for row in tasks_data.classes(40, draw))
     tasks_data.write_rows(folder / "people.jsonl", tasks_data.tags(40, draw))
     tasks_data.write_rows(folder / "questions.jsonl", tasks_data.answers(30, draw, most=70))
     tasks_data.write_rows(folder / "pairs.jsonl", tasks_data.pairs(30, draw))
@@ -89,5 +91,14 @@ def test_a_command_of_the_page_trains(
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith(" evaluation at")]
     found = re.findall(r"(\w+): [\d.E+-]+ \|", said[-1])
     task = argv[argv.index("--task") + 1]
-    of_mrpc = "mrpc" in argv or task != "sequence_classification"
-    assert found == ["loss", *METRICS[task], *([] if of_mrpc else ["matthews_correlation"])]
+    of_stars = task == "sequence_classification" and "mrpc" not in argv
+    assert found == ["loss", *(METRICS_OF_STARS if of_stars else METRICS[task])]
+
+
+def test_the_page_s_model_of_reviews_gives_stars(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command as it is printed, on reviews of 1 to 5 stars: the saved model's classes are these."""
+    monkeypatch.chdir(place)
+    (argv,) = [own for own in COMMANDS if "reviews.csv" in own]
+    assert cli.main(["train", *argv, "--save", "stars"]) == 0
+    config = json.loads((place / "stars" / "model" / "config.json").read_text())
+    assert config["id2label"] == {str(number): str(number + 1) for number in range(5)}

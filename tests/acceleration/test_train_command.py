@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_npu import cli
-from megatron_npu.acceleration import arguments, engine, prepare, ranks, templates
+from megatron_npu.acceleration import arguments, engine, prepare, ranks, state, templates
 from megatron_npu.errors import UsageError
 from megatron_npu.training.dashboard import snapshot
 from tests import warm
@@ -58,7 +58,7 @@ def parsed(line: str):
 
 
 def test_the_document_s_command_lines_are_read() -> None:
-    args = parsed(FINE_TUNING)
+    args = state.ScriptArgs(parsed(FINE_TUNING))
     assert (args.load, args.dataset_path, args.dataset_name) == ("bert-base-cased", "glue", "mrpc")
     assert (args.mixed_precision, args.sharding, args.graph_optimization) == ("bf16", "zero-1", True)
     assert args.num_microbatches == 1

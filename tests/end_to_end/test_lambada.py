@@ -66,6 +66,14 @@ def test_of_a_long_passage_the_end_is_read(trained, tmp_path, capsys):
     assert 0 < figures[0] < figures[1], "or all ends would be as good"
 
 
+def test_a_line_ends_where_json_ends_it(trained, tmp_path, capsys):
+    """U+2028, U+0085 and their like stand inside of texts; Python's splitlines cuts there."""
+    row = {"text": PASSAGES[0], "title": "one\u2028two\u0085three\x1cfour"}
+    (tmp_path / "odd").write_text((json.dumps(row, ensure_ascii=False) + "\n") * 3, encoding="utf-8")
+    assert cli.main(["lambada", "--load", str(trained), "--valid-data", str(tmp_path / "odd")]) == 0
+    assert "total examples: 3.0000E+00" in capsys.readouterr().out
+
+
 def test_processes_share_the_passages(trained, tmp_path):
     """Each counts once, although two processes cannot share seven out evenly."""
     known = generate(str(trained), PASSAGES[0], num_tokens=1, temperature=0)

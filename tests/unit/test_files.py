@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_npu import cli, files
+from megatron_npu.evaluation import sample_files
 
 
 @pytest.mark.parametrize("content", ["Grüße\n", b"\x00\xff"])
@@ -166,3 +167,18 @@ def _while_alive(function: Callable[..., object], left: Iterator[int]) -> Callab
 
 def _fail(*_: object) -> None:
     raise OSError("the disk is full")
+
+
+def test_lines_end_where_editors_end_them(tmp_path):
+    path = tmp_path / "prompts"
+    path.write_bytes("one\u2028still one\u0085\x0b\x1c\r\ntwo\n\nfour".encode())
+    assert files.lines(path) == ["one\u2028still one\u0085\x0b\x1c", "two", "", "four"]
+    path.write_bytes(b"")
+    assert files.lines(path) == []
+    assert sample_files.read_prompts(str(write_text(path, "a\u2028b\nc\n"))) == ["a\u2028b", "c"]
+
+
+def write_text(path, text):
+    """Write a text; return its path."""
+    path.write_text(text, encoding="utf-8")
+    return path

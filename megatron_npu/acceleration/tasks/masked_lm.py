@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.acceleration.labels import IGNORED
+from megatron_npu.acceleration.loading import sample_seeds
 from megatron_npu.acceleration.tasks.blocks_of_text import BlocksOfText, stacked
 from megatron_npu.acceleration.tasks.task import EXAMPLE, Batch, label_losses
 from megatron_npu.errors import UsageError
@@ -18,7 +19,7 @@ from megatron_npu.errors import UsageError
 if TYPE_CHECKING:
     from transformers import DataCollatorForLanguageModeling
 
-_DRAWS = 1000  # until a batch asks for a token; a batch of special tokens alone has none
+_DRAWS = 1000  # until a block asks for a token; one of special tokens alone does not
 
 
 class MaskedLM(BlocksOfText):
@@ -56,18 +57,22 @@ class MaskedLM(BlocksOfText):
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
         """Return blocks [b, s], masked; an example of an evaluation always in the same places.
 
-        Those to train on are masked anew each time. The loader seeds what is drawn for a batch by the batch's
-        number, so that a run that goes on draws what it would have drawn.
+        Those to train on are masked anew each time, by seeds of the loader's: a run that goes on masks what
+        it would have masked, and so does one of other micro-batches.
         """
         tokens, special = (stacked(examples, name) for name in ("input_ids", "special_tokens_mask"))
-        if EXAMPLE not in examples[0]:
-            return self._batch(*self._drawn(tokens, special))
+        numbered = EXAMPLE in examples[0]
+        if numbered:
+            seeds = [self.args.seed + one[EXAMPLE] for one in examples]
+        else:
+            seeds = sample_seeds(len(examples))
         rows = [
-            self._masked(own, at, one[EXAMPLE])
-            for own, at, one in zip(tokens.split(1), special.split(1), examples, strict=True)
+            self._masked(own, at, seed, draws=1 if numbered else _DRAWS)
+            for own, at, seed in zip(tokens.split(1), special.split(1), seeds, strict=True)
         ]
         batch = self._batch(*map(torch.cat, zip(*rows, strict=True)))
-        batch[EXAMPLE] = stacked(examples, EXAMPLE)
+        if numbered:
+            batch[EXAMPLE] = stacked(examples, EXAMPLE)
         return batch
 
     def read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
@@ -75,19 +80,15 @@ class MaskedLM(BlocksOfText):
         losses, counted = label_losses(outputs.logits, batch["labels"])
         return {"loss": losses, "counted": counted}
 
-    def _drawn(self, tokens: Tensor, special: Tensor) -> tuple[Tensor, Tensor]:
-        """Return masked tokens [b, s] and labels [b, s]; one that asks for nothing would have no loss."""
-        for _ in range(_DRAWS):
-            masked, labels = self._masking.torch_mask_tokens(tokens.clone(), special)
-            if (labels != IGNORED).any():
-                break
-        return masked, labels
-
-    def _masked(self, tokens: Tensor, special: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Return tokens [1, s] and labels [1, s] of the example with this number."""
+    def _masked(self, tokens: Tensor, special: Tensor, seed: int, draws: int) -> tuple[Tensor, Tensor]:
+        """Return tokens [1, s] and labels [1, s] of an example; of several draws the first that asks."""
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.args.seed + number)
-            return self._masking.torch_mask_tokens(tokens, special)
+            torch.default_generator.manual_seed(seed)
+            for _ in range(draws):
+                masked, labels = self._masking.torch_mask_tokens(tokens.clone(), special)
+                if (labels != IGNORED).any():
+                    break
+        return masked, labels
 
     @staticmethod
     def _batch(tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,7 +104,11 @@ class SequenceClassification(Task):
             return {"loss": loss, **metrics.regression(rows["prediction"], rows["label"])}
         name, task = named(self.args)
         glue = task if name.rpartition("/")[2] == "glue" else None
-        return {"loss": loss, **metrics.classification(rows["prediction"], rows["label"], glue)}
+        return {"loss": loss, **self._of_classes(rows, glue)}
+
+    def _of_classes(self, rows: Mapping[str, np.ndarray], glue: str | None) -> dict[str, float]:
+        classes = len(self.labels.names)
+        return metrics.classification(rows["prediction"], rows["label"], glue, classes=classes)
 
     def _read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
         logits, true = outputs.logits.float(), batch["labels"]

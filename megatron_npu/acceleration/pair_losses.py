@@ -1,0 +1,47 @@
+"""Models that are asked for masked words and for the next sentence: one loss, which is two means.
+
+A batch has as many pairs of sentences as samples, and another number of masked words: the two means count by
+labels of their own. Transformers' models return their sum; the second head's logits say what part it has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+LABEL = "next_sentence_label"
+
+
+class PairLoss:
+    """Takes the loss of pairs out of the sum that a model has returned.
+
+    Args:
+        model: one that ``has_pairs``; its outputs are looked at.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._last: Tensor | None = None
+        model.register_forward_hook(self._look, with_kwargs=True)
+
+    def _look(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
+        labels, logits = kwargs.get(LABEL), getattr(outputs, "seq_relationship_logits", None)
+        self._last = None
+        if isinstance(labels, Tensor) and isinstance(logits, Tensor):
+            self._last = cross_entropy(logits.float(), labels.view(-1))
+
+    def split(self, loss: Tensor) -> tuple[Tensor, ...]:
+        """Return the loss of words and that of pairs, whose sum the last forward pass has returned."""
+        of_pairs, self._last = self._last, None
+        return (loss,) if of_pairs is None else (loss - of_pairs, of_pairs)
+
+
+def has_pairs(model: nn.Module) -> bool:
+    """Return whether a model has both heads."""
+    own: Any = model
+    if hasattr(own, "get_base_model"):  # of peft's adapters
+        own = own.get_base_model()
+    return LABEL in inspect.signature(type(own).forward).parameters and hasattr(own, "get_output_embeddings")
