@@ -5,11 +5,11 @@ The checks of each group (``checks``) call them when the values that they need a
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from argparse import Namespace
 
 from megatron_npu import devices
+from megatron_npu.installed_packages import is_installed
 
 
 def process(args: Namespace) -> None:
@@ -158,7 +158,7 @@ def plot(args: Namespace) -> None:
 
 def has_matplotlib() -> bool:
     """Return whether matplotlib, which draws the plot, is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+    return is_installed("matplotlib")
 
 
 def padded_vocab_size(args: Namespace) -> None:
