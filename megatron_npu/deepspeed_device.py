@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from typing import Any
 
 from megatron_npu.errors import UsageError
+from megatron_npu.installed_packages import is_installed
 
 VARIABLES = ("DS_ACCELERATOR", "ASCEND_HOME_PATH")  # that ``choose`` sets, of this process and its children
 # What DeepSpeed puts into its files beside tensors, numbers and texts.
@@ -22,7 +22,7 @@ _HOLDERS = (
 
 def installed() -> bool:
     """Return whether there is a DeepSpeed; nothing of it is imported."""
-    return importlib.util.find_spec("deepspeed") is not None
+    return is_installed("deepspeed")
 
 
 def choose(device: str) -> None:

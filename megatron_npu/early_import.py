@@ -8,7 +8,6 @@ transformer-engine, as the LoRA of Megatron-Bridge 0.3.1 does, is told theirs.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any
 
 from megatron_npu import settings, upstream
 from megatron_npu.errors import UsageError
+from megatron_npu.installed_packages import spec_of
 
 _NAME = "transformer_engine"
 _DISTRIBUTION = "transformer-engine"
@@ -97,7 +97,7 @@ def is_absent(package: str) -> bool:
     DeepSpeed, for one, looks for apex while it is imported.
     """
     top, *rest = package.split(".")
-    spec = importlib.util.find_spec(top)
+    spec = spec_of(top)
     if spec is None or isinstance(spec.loader, _Loader):
         return True
     for part in rest:

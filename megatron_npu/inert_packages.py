@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from megatron_npu.installed_packages import is_installed
 
 # Slow to import, and of no use to a help text.
 SLOW = ("torch", "megatron")
@@ -53,7 +55,7 @@ def _not_imported(names: Sequence[str]) -> list[str]:
 
 
 def _absent(names: Sequence[str]) -> list[str]:
-    return [name for name in _not_imported(names) if importlib.util.find_spec(name) is None]
+    return [name for name in _not_imported(names) if not is_installed(name)]
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

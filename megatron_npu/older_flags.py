@@ -156,7 +156,7 @@ def apply(args: argparse.Namespace, words: Sequence[str]) -> None:
     for older in OLDER:
         value = getattr(args, older.dest, None)
         typed = any(word.partition("=")[0] == older.flag for word in words)
-        if value in (None, False) or (older.said and not typed):
+        if value is None or value is False or (older.said and not typed):  # 0 is given, and equals False
             continue
         given = older.flag if value is True else f"{older.flag} {value}"
         _check(older, value, given)

@@ -6,7 +6,6 @@ Both ``train`` and ``pretrain`` ask here, and docs/train-switches.md is written 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_npu.errors import UsageError
+from megatron_npu.installed_packages import is_installed
 from megatron_npu.switches import FULLY, Switches
 
 FAMILIES = {
@@ -242,7 +242,7 @@ def refuse(switches: Switches, place: Place) -> None:
         raise UsageError(_given(refusal, switches, place), refusal.expected, refusal.remedy)
     if switches.graph_optimization:
         need_compiler(place.device)
-    if switches.lora_rank and importlib.util.find_spec("peft") is None:
+    if switches.lora_rank and not is_installed("peft"):
         raise UsageError(
             f"--lora-rank {switches.lora_rank} without the package peft",
             "what adds adapters to a model",

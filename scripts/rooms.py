@@ -44,9 +44,14 @@ class Room:
 
 ROOMS = (
     Room("errors.py", "the one error for a user's mistakes"),
+    Room("installed_packages.py", "whether a package is installed, without importing it"),
     Room("files.py", "atomic writes of files and folders, private ones"),
     Room("folder_lock.py", "one run at a time in a folder", "errors"),
-    Room("deepspeed_device.py", "what DeepSpeed is told of this process's device", "errors"),
+    Room(
+        "deepspeed_device.py",
+        "what DeepSpeed is told of this process's device",
+        "errors installed_packages",
+    ),
     Room("extension_locks.py", "locks that interrupted compilations have left in torch's cache"),
     Room(
         "checksums.py",
@@ -60,7 +65,11 @@ ROOMS = (
     Room("one_line_end.py", "a user's mistake ends a process in one line, whoever started it"),
     Room("spawned_processes.py", "arms the hook in spawned processes, too"),
     Room("collector.py", "the garbage collector, at rest while a command starts"),
-    Room("inert_packages.py", "what stands in torch's place where it is only named: in help texts, `check`"),
+    Room(
+        "inert_packages.py",
+        "what stands in torch's place where it is only named: in help texts, `check`",
+        "installed_packages",
+    ),
     Room("visible_devices.py", "`CUDA_VISIBLE_DEVICES`, and what it means on an NPU and a CPU"),
     Room("replaced.py", "attributes of torch and Python that stand for something else for a while"),
     Room(
@@ -92,7 +101,11 @@ ROOMS = (
         ("torch",),
     ),
     Room("replicas.py", "whether data-parallel ranks hold the same bits", heavy=("torch", "megatron")),
-    Room("web/", "where the servers of the project listen, and what their answers say", "arg_parser errors"),
+    Room(
+        "web/",
+        "where the servers of the project listen, and what their answers say",
+        "arg_parser errors installed_packages",
+    ),
     Room(
         "watchdog/",
         "names the rank that a run waits for in vain, and ends one that hangs",
@@ -101,7 +114,11 @@ ROOMS = (
     ),
     Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
     Room("switches.py", "the words that switch accelerations on", "arg_parser"),
-    Room("switch_rules.py", "which of them go together, for which models, where", "errors switches"),
+    Room(
+        "switch_rules.py",
+        "which of them go together, for which models, where",
+        "errors installed_packages switches",
+    ),
     Room("older_flags.py", "flags of older Megatrons: what they mean today", "arg_parser errors"),
     Room(
         "patching/", "records, import hook, pins, ledger; knows neither Megatron nor the rest of this project"
@@ -109,7 +126,7 @@ ROOMS = (
     Room(
         "devices/",
         "npu, cuda, cpu behind one interface; what `torch.cuda` means here",
-        "elastic_agent errors replaced settings visible_devices",
+        "elastic_agent errors installed_packages replaced settings visible_devices",
         ("torch", "torch_npu"),
     ),
     Room(
@@ -137,7 +154,7 @@ ROOMS = (
     Room(
         "early_import.py",
         "`transformer_engine` for a library that imports it before Megatron",
-        "errors settings upstream",
+        "errors installed_packages settings upstream",
     ),
     Room(
         "stock_tools.py",
@@ -155,8 +172,9 @@ ROOMS = (
         "adaptors/",
         "what connects upstream's symbols to the operations: one module or folder per subject",
         "attention_flags checked_numpy checksums data_unpickler deepspeed_device deepspeed_half devices "
-        "errors extension_locks files folder_lock hccl_buffers interruption memory_flags older_flags ops "
-        "patching replaced replicas safe_load settings standins torch_readers watchdog",
+        "errors extension_locks files folder_lock hccl_buffers installed_packages interruption "
+        "memory_flags older_flags ops patching replaced replicas safe_load settings standins "
+        "torch_readers watchdog",
         ("torch", "megatron"),
     ),
     Room(
@@ -195,8 +213,9 @@ ROOMS = (
         "training/",
         "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
         "arg_parser attention_flags checksums collector devices errors extension_locks files folder_lock "
-        "generation hccl_buffers memory_flags older_flags ops plugin preprocessing replicas safe_load "
-        "settings switch_rules switches tokenization torch_readers upstream watchdog web",
+        "generation hccl_buffers installed_packages memory_flags older_flags ops plugin preprocessing "
+        "replicas safe_load settings switch_rules switches tokenization torch_readers upstream watchdog "
+        "web",
         ("torch", "megatron"),
     ),
     Room(
@@ -214,7 +233,7 @@ ROOMS = (
     Room(
         "conversion/",
         "`megatron-npu convert`: checkpoints to and from Hugging Face's format",
-        "arg_parser checksums devices errors files plugin tokenization training",
+        "arg_parser checksums devices errors files installed_packages plugin tokenization training",
         ("torch",),
     ),
     Room(
@@ -234,14 +253,15 @@ ROOMS = (
     Room(
         "doctor/",
         "`megatron-npu doctor`: what is installed, what works, what to do",
-        "arg_parser deepspeed_device devices early_import errors extension_locks known_bugs ops "
-        "patch_commands settings upstream",
+        "arg_parser deepspeed_device devices early_import errors extension_locks installed_packages "
+        "known_bugs ops patch_commands settings upstream",
         ("torch",),
     ),
     Room(
         "benching/",
         "`megatron-npu bench`: the four tables of a document about accelerated training, on this machine",
-        "acceleration arg_parser devices doctor errors files plugin switch_rules switches training",
+        "acceleration arg_parser devices doctor errors files installed_packages plugin switch_rules "
+        "switches training",
         ("torch", "megatron"),
     ),
     Room(

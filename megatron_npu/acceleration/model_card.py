@@ -93,7 +93,7 @@ def _training(args: Namespace, prepared: Prepared) -> Iterator[str]:
     yield from ("| flag | value |", "|---|---|")
     for name in _FLAGS:
         value = getattr(args, name)
-        if value not in (None, False, "none"):
+        if value is not None and value is not False and value != "none":  # 0 is a value, and equals False
             yield f"| `{name}` | {value} |"
     yield ""
     paths = args.data_path if isinstance(args.data_path, list) else [args.data_path]

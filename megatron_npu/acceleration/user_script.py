@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import runpy
 import sys
 import traceback
@@ -17,6 +16,7 @@ from torch import Tensor
 
 import megatron_npu
 from megatron_npu.errors import LoaderWorkerError, UsageError
+from megatron_npu.installed_packages import is_installed
 from megatron_npu.standins import mpu
 
 DOCUMENTED = "rapidformer"  # the package that the document's scripts import
@@ -70,9 +70,9 @@ def _require_python(path: Path) -> None:
 
 def stand_in() -> None:
     """Let ``from rapidformer import ...`` find this project's names where the real package is absent."""
-    if DOCUMENTED not in sys.modules and importlib.util.find_spec(DOCUMENTED) is None:
+    if DOCUMENTED not in sys.modules and not is_installed(DOCUMENTED):
         sys.modules[DOCUMENTED] = importlib.import_module("megatron_npu.acceleration")
-    if mpu.NAME not in sys.modules and importlib.util.find_spec("megatron") and mpu.is_needed():
+    if mpu.NAME not in sys.modules and is_installed("megatron") and mpu.is_needed():
         sys.modules[mpu.NAME] = mpu
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from argparse import Namespace
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from megatron_npu.benching.ranks import NA, OOM, Outcome
 from megatron_npu.benching.schemes import SUITES, Scheme, Suite
 from megatron_npu.benching.sizes import Size
 from megatron_npu.errors import UsageError
+from megatron_npu.installed_packages import is_installed
 from megatron_npu.switch_rules import Place, refuse
 from megatron_npu.training import host_memory
 
@@ -167,7 +167,7 @@ def _check_surroundings(args: Namespace) -> None:
         raise UsageError(
             "`megatron-npu bench` under torchrun", "one process: it starts its own ranks", "Start it alone."
         )
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+    if args.plot is not None and not is_installed("matplotlib"):
         raise UsageError(
             "--plot without the package matplotlib", "matplotlib, which draws it", "pip install matplotlib"
         )

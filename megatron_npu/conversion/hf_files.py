@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import struct
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from megatron_npu import files
 from megatron_npu.errors import UsageError
+from megatron_npu.installed_packages import is_installed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Older files. torch reads them without running what they contain (weights_only).
@@ -36,7 +36,7 @@ def require(*libraries: str) -> None:
         UsageError: one is not.
     """
     for library in libraries:
-        if importlib.util.find_spec(library) is None:
+        if not is_installed(library):
             raise UsageError(
                 f"{library} is not installed",
                 "what reads and writes the files",

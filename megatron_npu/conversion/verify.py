@@ -7,7 +7,6 @@ left is the order of sums. One model is in memory at a time, in the type that it
 from __future__ import annotations
 
 import gc
-import importlib.util
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from megatron_npu import devices
 from megatron_npu.conversion import fp32, weights
 from megatron_npu.conversion.family import Family
 from megatron_npu.errors import UsageError
+from megatron_npu.installed_packages import is_installed
 from megatron_npu.training.model import unwrap
 from megatron_npu.training.restore import restored
 
@@ -49,7 +49,7 @@ class Verification:
 
 def has_reference() -> bool:
     """Return whether transformers, which runs the other model, is installed."""
-    return importlib.util.find_spec("transformers") is not None
+    return is_installed("transformers")
 
 
 def silence(transformers: ModuleType) -> None:

@@ -7,7 +7,6 @@ process; our redirection only gives the names of ``torch.cuda`` another meaning.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from megatron_npu.devices import device_monitor
 from megatron_npu.devices.base import Device, MemoryStatistics
 from megatron_npu.devices.cuda_types import tensor_types
 from megatron_npu.devices.device_names import names_cuda
+from megatron_npu.installed_packages import is_installed
 
 # The names of torch.cuda that Megatron uses and torch.npu has too.
 _SAME_NAME = (
@@ -51,7 +51,7 @@ class NpuDevice(Device):
         self.simulated = settings.SIM.enabled()
 
     def absence(self) -> str | None:
-        if importlib.util.find_spec("torch_npu") is None:
+        if not is_installed("torch_npu"):
             return "the package torch_npu is not installed"
         try:
             import torch_npu  # noqa: F401  (registers torch.npu)

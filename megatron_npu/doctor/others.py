@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from importlib.metadata import packages_distributions, version
 
 from megatron_npu import early_import, settings
+from megatron_npu.installed_packages import spec_of
 
 _LAYERS = f"megatron-core takes its layers where it is there; {settings.TE.name}=local changes nothing"
 _PATCHES = "in a script that imports it its patches win: it sets them after those of this package"
@@ -23,7 +23,7 @@ def others() -> dict[str, str]:
 def _owner(name: str, distributions: list[str]) -> str:
     if distributions:
         return ", ".join(f"{each} {version(each)}" for each in dict.fromkeys(distributions))
-    spec = importlib.util.find_spec(name)
+    spec = spec_of(name)
     return f"not with pip, {spec.origin}" if spec is not None and spec.origin else "not with pip"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import platform
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import megatron_npu
 from megatron_npu import extension_locks, settings
+from megatron_npu.installed_packages import is_installed
 
 # As pip calls them. PyPI's "apex" is not NVIDIA's; see ``advice``.
 PACKAGES = (
@@ -32,7 +32,7 @@ def torch_import_error() -> str | None:
     torch imports every installed device package at its end, and an exception there looks like torch's
     own: a second try without them tells the two apart.
     """
-    if importlib.util.find_spec("torch") is None:
+    if not is_installed("torch"):
         return "torch is not installed: this package never installs it for you (README, Which torch)"
     try:
         importlib.import_module("torch")

@@ -6,7 +6,6 @@ through an entry point), so the wheel lies outside and only processes of the sim
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from megatron_npu import settings
 from megatron_npu.errors import UsageError
+from megatron_npu.installed_packages import spec_of
 from megatron_npu.sim import cache
 
 # torch_npu imports these at start without torch being able to do without them.
@@ -24,7 +24,7 @@ _PURE_PYTHON_NEEDS = {"yaml": "pyyaml", "setuptools": "setuptools"}
 
 def package_directory(name: str) -> Path | None:
     """Return where an importable package lies, without importing it; None if there is none."""
-    spec = importlib.util.find_spec(name)
+    spec = spec_of(name)
     places = spec.submodule_search_locations if spec else None
     return Path(next(iter(places))) if places else None
 

@@ -6,7 +6,6 @@ they need are known to fit; at the end ``validation.check`` freezes them.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from argparse import Namespace
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_npu import devices
+from megatron_npu.installed_packages import is_installed
 from megatron_npu.training import checkpoint_files
 
 NOTHING: Mapping[str, str | None] = MappingProxyType({})
@@ -271,7 +271,7 @@ def plot(args: Namespace) -> None:
 
 def has_matplotlib() -> bool:
     """Return whether matplotlib, which draws the plot, is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+    return is_installed("matplotlib")
 
 
 def padded_vocab_size(args: Namespace) -> None:

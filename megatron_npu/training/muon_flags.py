@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 from megatron_npu.arg_parser import number, positive
+from megatron_npu.installed_packages import is_installed
 
 Add = Callable[..., Any]
 
@@ -62,4 +62,4 @@ def add(add: Add) -> None:
 
 def installed() -> bool:
     """Return whether the package that has Muon is there."""
-    return importlib.util.find_spec(PACKAGE) is not None
+    return is_installed(PACKAGE)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import socket
 from typing import NamedTuple
 
 from megatron_npu.arg_parser import Unfit
 from megatron_npu.errors import UsageError
+from megatron_npu.installed_packages import is_installed
 
 LOOPBACK = "127.0.0.1"
 _WAITING = 128  # connections that wait to be taken
@@ -82,7 +82,7 @@ def require_packages(asking: str) -> None:
     Raises:
         UsageError: it is not.
     """
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("starlette", "uvicorn") if not is_installed(name)]
     if missing:
         names = " and ".join(missing)
         raise UsageError(f"{asking}, but without {names}", names, f"pip install {' '.join(missing)}")

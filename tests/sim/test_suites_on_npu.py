@@ -48,10 +48,10 @@ SUITES = {
     "what torch's names for CUDA mean": (
         [
             f"tests/unit/devices/test_{name}.py"
-            for name in ("autocast", "device_arguments", "loaders", "namespace", "overflow")
+            for name in ("autocast", "device_arguments", "loaders", "moves", "namespace", "overflow")
         ],
         [],
-        130,
+        140,
     ),
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_npu import deepspeed_half
-from megatron_npu.adaptors.shared import deepspeed_engine
+from megatron_npu.adaptors.shared import deepspeed, deepspeed_engine
 
 
 def test_the_loss_scale_is_where_upstream_reads_it():
@@ -82,3 +82,25 @@ def test_an_engine_of_zero_or_of_fp32_loads_as_before():
     engine = SimpleNamespace(optimizer=SimpleNamespace(), load_checkpoint="its own")
     deepspeed_half.step_from_loaded_weights(engine)
     assert engine.load_checkpoint == "its own"
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the class's", "its own"])
+def test_an_engine_saves_as_before_when_it_was_given_the_name_of_a_save(tmp_path, own) -> None:
+    """A program may have put a method of its own on the engine: it is called with the name, and stays."""
+    calls = []
+
+    class Engine:
+        global_steps = 7
+
+        def save_checkpoint(self, *args, **kwargs):
+            calls.append(kwargs)
+
+    engine = Engine()
+    if own:
+        engine.save_checkpoint = lambda *args, **kwargs: calls.append({"own": True, **kwargs})
+    before = dict(vars(engine))
+    with deepspeed._tagged_afterwards(engine, str(tmp_path)) as tag:
+        engine.save_checkpoint(str(tmp_path))
+    assert calls == [{**({"own": True} if own else {}), "tag": tag, "save_latest": False}]
+    assert vars(engine) == before
+    assert (tmp_path / "latest").read_text() == "global_step7"

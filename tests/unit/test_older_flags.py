@@ -71,6 +71,7 @@ def test_a_flag_of_today_that_says_another_thing_is_a_contradiction() -> None:
 
 def test_a_renamed_flag_sets_the_new_one() -> None:
     assert parsed("--layernorm-epsilon", "1e-6").norm_epsilon == 1e-6
+    assert parsed("--layernorm-epsilon", "0").norm_epsilon == 0.0
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,9 @@ def test_a_renamed_flag_sets_the_new_one() -> None:
         ("--DDP-impl torch", "Leave it out"),
         ("--distributed-backend mpi", "the device decides"),
         ("--batch-size 8", "--micro-batch-size"),
+        ("--batch-size 0", "--micro-batch-size"),
         ("--warmup 0.01", "--lr-warmup-fraction"),
+        ("--warmup 0", "--lr-warmup-fraction"),
         ("--model-parallel-size 2", "--tensor-model-parallel-size"),
     ],
 )

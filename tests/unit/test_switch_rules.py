@@ -30,7 +30,7 @@ def every_combination():
 @pytest.mark.parametrize("device", switch_rules.DEVICES)
 @pytest.mark.parametrize(("cut", "alone"), [(False, False), (False, True), (True, False), (True, True)])
 def test_refused_or_not(family, device, cut, alone, monkeypatch):
-    monkeypatch.setattr(switch_rules.importlib.util, "find_spec", lambda name: name)  # all is installed
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # all is installed
     place = Place(family, device, cut, alone)
     for switches in every_combination():
         against = []

@@ -47,7 +47,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """``[t, e]`` to the weights and the map of the chosen experts, ``[t, e]`` both."""
     if fused:
-        reason = next((why for name, why in _NOT_FUSED.items() if more.get(name) not in (None, False)), None)
+        reason = next((why for name, why in _NOT_FUSED.items() if _is_given(more.get(name))), None)
         if reason is None:
             groups = (num_groups or 0, group_topk) if group_topk else (0, 0)
             routing = Routing(topk, score_function, use_pre_softmax, *groups, scaling_factor or 1.0)
@@ -65,6 +65,11 @@ def route(
         False,
         **more,
     )
+
+
+def _is_given(value: Any) -> bool:
+    """Return whether an argument that may be a tensor is neither None nor False."""
+    return value is not None and value is not False
 
 
 @_fused(f"{_UTILS}:compute_routing_scores_for_aux_loss")

@@ -87,6 +87,8 @@ def _beyond(model: Any, runtime_gather_output: bool | None) -> str | None:
         return f"the output layer is a {type(layer).__name__}"  # sharded by FSDP, or with adapters
     if layer._forward_hooks or layer._backward_hooks:  # 0.19's distillation has one
         return "a hook on the output layer is given the logits"
+    if "forward" in vars(layer):  # somebody has put one around it, and expects to be asked
+        return "the output layer has a forward of its own"
     if layer.bias is not None:
         return "the output layer has a bias"
     if layer.gather_output or runtime_gather_output:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from megatron_npu import settings
+from megatron_npu.installed_packages import is_installed
 from megatron_npu.patching.registry import NotAsked, Patch, Recorder, registry
 
 WITHOUT_CUDA = ("npu", "cpu")
@@ -17,7 +16,7 @@ def recorder(upstream: str) -> Recorder:
 
 def installed(*packages: str) -> str | None:
     """Return why a patch for the absence of all of them is not needed: the first that is installed."""
-    found = (f"{package} is installed" for package in packages if importlib.util.find_spec(package))
+    found = (f"{package} is installed" for package in packages if is_installed(package))
     return next(found, None)
 
 

@@ -21,6 +21,7 @@ from megatron_npu.adaptors.shared.checkpoint_values import data_only
 from megatron_npu.adaptors.shared.start import announce_first, connect_old_tree
 from megatron_npu.errors import UsageError
 from megatron_npu.patching.registry import Recorder
+from megatron_npu.replaced import Replaced
 
 HIGHEST_STAGE_OF_A_PIPELINE = 1  # DeepSpeed 0.19.8, PipelineEngine.__init__
 
@@ -147,11 +148,14 @@ def save_privately(
 def _tagged_afterwards(engine: Any, root: str) -> Iterator[str]:
     """Give the name of the folder that the engine saves into, and name it as the newest behind the block."""
     tag = f"global_step{engine.global_steps}"
-    engine.save_checkpoint = functools.partial(engine.save_checkpoint, tag=tag, save_latest=False)
+    replaced = Replaced()  # the engine may have a method of its own, set by a program
+    replaced.set(
+        engine, "save_checkpoint", functools.partial(engine.save_checkpoint, tag=tag, save_latest=False)
+    )
     try:
         yield tag
     finally:
-        del engine.save_checkpoint
+        replaced.undo()
     if of_scripts.is_first():
         files.write(Path(root, _TAG), tag)
 

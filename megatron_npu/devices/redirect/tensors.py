@@ -22,7 +22,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
         original_to = owner.to
         to_device = _then(original_to, private) if device.is_host else original_to
         yield owner, "to", _to(original_to, to_device, target)
-        yield owner, "cuda", _cuda(to_device, target)
+        yield owner, "cuda", (_tensor_cuda if owner is torch.Tensor else _module_cuda)(to_device, target)
     yield torch.Tensor, "type", _type(device, tensor_to)
     yield torch.Tensor, "is_cuda", property(_is_cuda_on(device))
     if device.is_host:
@@ -45,8 +45,22 @@ def _to(original: Callable[..., Any], to_device: Callable[..., Any], target: Tar
     return to
 
 
-def _cuda(to_device: Callable[..., Any], target: Target) -> Callable[..., Any]:
-    def cuda(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _tensor_cuda(to_device: Callable[..., Any], target: Target) -> Callable[..., Any]:
+    def cuda(
+        self: torch.Tensor,
+        device: Any = None,
+        non_blocking: bool = False,
+        *,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> torch.Tensor:
+        there = target("cuda" if device is None else device)
+        return to_device(self, there, non_blocking=non_blocking, memory_format=memory_format)
+
+    return cuda
+
+
+def _module_cuda(to_device: Callable[..., Any], target: Target) -> Callable[..., Any]:
+    def cuda(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
         return to_device(self, target("cuda" if device is None else device))
 
     return cuda
@@ -84,12 +98,14 @@ def _type(device: Device, original_to: Callable[..., Any]) -> Callable[..., Any]
     types_prefix = "torch." if device.is_host else f"torch.{device.name}."
 
     @functools.wraps(original)
-    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if isinstance(dtype, TensorType):
-            return original_to(self, device=dtype.device, dtype=dtype.dtype)
+            return original_to(
+                self, device=dtype.device, dtype=dtype.dtype, non_blocking=non_blocking, **kwargs
+            )
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", types_prefix)
-        answer = original(self, dtype, *args, **kwargs)
+        answer = original(self, dtype, non_blocking, **kwargs)
         is_name = isinstance(answer, str) and self.device.type == device.name
         if is_name and callers.caller() in callers.SEE_CUDA_TENSORS:
             return "torch.cuda." + answer.rsplit(".", 1)[-1]

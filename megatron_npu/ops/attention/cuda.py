@@ -7,7 +7,6 @@ a GPU are not (docs/attention.md).
 from __future__ import annotations
 
 import enum
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_npu.installed_packages import is_installed
 from megatron_npu.ops.attention.layouts import bnsd_shape, from_bnsd, to_bnsd
 from megatron_npu.ops.attention.reference import operation
 from megatron_npu.ops.attention.spec import (
@@ -105,7 +105,7 @@ def _flash_attn_call(spec: AttentionSpec, sizes: tuple[int, ...]) -> CudaCall | 
 
 @lru_cache(maxsize=1)
 def _flash_attn_installed() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
+    return is_installed("flash_attn")
 
 
 @operation.on("cuda", plan=plan_call)

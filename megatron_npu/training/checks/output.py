@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_npu import files
 from megatron_npu.errors import UsageError
+from megatron_npu.installed_packages import is_installed
 from megatron_npu.training import (
     checkpoint_compatibility,
     checkpoint_files,
@@ -41,7 +41,7 @@ def sinks(args: Namespace) -> None:
     Raises:
         UsageError: it is not, or the plot has no place.
     """
-    if args.tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
+    if args.tensorboard_dir and not is_installed("tensorboard"):
         raise UsageError(
             "--tensorboard-dir, but tensorboard is not installed", "tensorboard", "pip install tensorboard"
         )

@@ -8,6 +8,7 @@ Run as a module it compares them all, of any version that has the flag (0.14 on)
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core import expert_routing as adaptor
+from megatron_npu.ops import dispatch
 from tests.adaptors.comparison import here, same_gradients
 
 EXPERTS, TOPK = 16, 4
@@ -49,6 +51,13 @@ def known(router: dict[str, Any]) -> bool:
     return router.get("score_function", "softmax") in ("softmax", "sigmoid") or (
         "sqrtsoftplus" in inspect.getsource(original)
     )
+
+
+def _parameters() -> Collection[str]:
+    """Return the names of the arguments of upstream's function."""
+    from megatron.core.transformer.moe import moe_utils
+
+    return inspect.signature(moe_utils.topk_routing_with_score_function).parameters
 
 
 def compare_routers(router: dict[str, Any]) -> None:
@@ -86,6 +95,24 @@ def compare_losses(score: str) -> None:
     same_gradients(*losses, [leaves])
 
 
+def compare_chosen_before() -> None:
+    """Give the experts that are chosen already, as 0.19's quantile balancing does: not fused, and said."""
+    from megatron.core.transformer.moe import moe_utils
+
+    logits = random_logits()
+    chosen_before = (logits + torch.linspace(-1, 1, EXPERTS, device=here())).topk(TOPK, dim=1).indices
+    (ours, chosen), (plain, right) = (
+        moe_utils.topk_routing_with_score_function(
+            logits, TOPK, fused=fused, precomputed_indices=chosen_before
+        )
+        for fused in (True, False)
+    )
+    assert torch.equal(chosen, right)
+    assert torch.equal(chosen.nonzero()[:, 1].view(-1, TOPK), chosen_before.sort(dim=1).values)
+    same_gradients(ours, plain, [logits])
+    assert dispatch.fallbacks["moe-router-fusion", "the experts are chosen already"] == 1
+
+
 def main() -> None:
     """Compare all of them."""
     import megatron_npu
@@ -97,6 +124,8 @@ def main() -> None:
     scores = sorted({router.get("score_function", "softmax") for router in compared})
     for score in scores:
         compare_losses(score)
+    if "precomputed_indices" in _parameters():
+        compare_chosen_before()
     print(f"{len(compared)} routers and {len(scores)} scores are alike")
 
 

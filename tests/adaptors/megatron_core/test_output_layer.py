@@ -89,6 +89,31 @@ def test_loss_and_gradients_are_those_through_the_logits(in_one, monkeypatch, fl
     torch.testing.assert_close(gradients, right)
 
 
+@pytest.mark.parametrize("flags", [{}, LINEAR], ids=["default", "linear"])
+def test_a_forward_that_somebody_has_put_there_is_asked_and_stays(in_one, flags):
+    """Of the instance, as wrappers for quantisation or measurement put it there."""
+    model = gpt(**flags)
+    layer = model.module.output_layer
+    shapes, original = [], layer.forward
+
+    def forward_of_others(*args, **kwargs):
+        logits, bias = original(*args, **kwargs)
+        shapes.append(logits.shape)
+        return 2 * logits, bias
+
+    plain = loss_of(model)
+    in_one.clear()
+    layer.forward = forward_of_others
+    losses = [loss_of(model) for _ in range(2)]
+    assert shapes == [(8, 2, WORDS)] * 2
+    assert in_one == []
+    assert vars(layer)["forward"] is forward_of_others
+    assert not torch.allclose(losses[0], plain)
+    if flags:
+        reason = "the output layer has a forward of its own"
+        assert dispatch.fallbacks["cross-entropy-fusion-impl linear", reason] >= 1
+
+
 def test_each_further_word_that_is_predicted_has_its_loss_in_one(in_one, monkeypatch):
     """--mtp-num-layers: the gradients of their losses come through the hidden states."""
     _, gradients = trained(gpt(mtp_num_layers=2, **LINEAR), steps=1)

@@ -7,12 +7,17 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_npu import devices, settings
+from megatron_npu.devices import Device
 from megatron_npu.devices.redirect import Redirection
+
+
+def this_device() -> Device:
+    return devices.NpuDevice() if settings.SIM.enabled() else devices.CpuDevice()
 
 
 @pytest.fixture
 def redirection() -> Iterator[Redirection]:
-    redirection = Redirection(devices.NpuDevice() if settings.SIM.enabled() else devices.CpuDevice())
+    redirection = Redirection(this_device())
     redirection.on()
     yield redirection
     redirection.off()

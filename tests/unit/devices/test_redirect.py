@@ -162,6 +162,18 @@ def test_cuda_means_cpu(redirection, call):
     assert call().device.type == "cpu"
 
 
+def test_memory_format_arrives(redirection):
+    images = torch.empty(2, 3, 4, 5)
+    assert images.cuda(memory_format=torch.channels_last).is_contiguous(memory_format=torch.channels_last)
+    assert images.cuda().is_contiguous()
+
+
+def test_a_module_is_moved_with_no_other_argument(redirection):
+    """As on CUDA: ``Module.cuda`` has no ``non_blocking``."""
+    with pytest.raises(TypeError):
+        torch.nn.Linear(2, 2).cuda(0, True)
+
+
 def test_other_devices_keep_their_meaning(redirection):
     assert torch.empty(2, device="meta").is_meta
     assert torch.empty(2).to("meta").is_meta

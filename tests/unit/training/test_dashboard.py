@@ -148,7 +148,7 @@ def test_a_run_is_called_what_its_folder_is(metrics):
 
 
 def test_the_packages_that_serve_it_are_asked_for(monkeypatch):
-    monkeypatch.setattr(address.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install starlette uvicorn"):
         address.require_packages("--dashboard")
 

@@ -1,0 +1,45 @@
+"""How a tensor is moved (asynchronously, in which memory format) arrives: on a CPU and a simulated NPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_npu.devices.redirect import Redirection
+from tests.unit.devices.conftest import this_device
+
+
+@pytest.fixture
+def moves(monkeypatch):
+    """The arguments of every ``Tensor.to`` that the redirection calls."""
+    calls: list[tuple[tuple, dict]] = []
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, *args, **kwargs: (calls.append((args, kwargs)), self)[1]
+    )
+    redirection = Redirection(this_device())
+    redirection.on()
+    yield calls, redirection.device
+    redirection.off()
+
+
+@pytest.mark.parametrize(
+    ("move", "options"),
+    [
+        (lambda x: x.cuda(), {"non_blocking": False}),
+        (lambda x: x.cuda(non_blocking=True), {"non_blocking": True}),
+        (lambda x: x.cuda(0, True), {"non_blocking": True}),
+        (lambda x: x.cuda("cuda", non_blocking=True), {"non_blocking": True}),
+        (lambda x: x.cuda(device=0, non_blocking=True), {"non_blocking": True}),
+        (lambda x: x.cuda(memory_format=torch.channels_last), {"memory_format": torch.channels_last}),
+        (lambda x: x.to("cuda", non_blocking=True), {"non_blocking": True}),
+        (lambda x: x.to(device="cuda:0", non_blocking=True, copy=True), {"non_blocking": True, "copy": True}),
+        (lambda x: x.type(torch.cuda.HalfTensor, True), {"non_blocking": True, "dtype": torch.float16}),
+        (lambda x: x.type(torch.cuda.HalfTensor, non_blocking=True), {"non_blocking": True}),
+    ],
+)
+def test_how_a_tensor_is_moved_is_kept(moves, move, options):
+    calls, device = moves
+    move(torch.empty(2))
+    ((places, given),) = calls
+    assert torch.device(places[0] if places else given["device"]).type == device.name
+    assert given.items() >= options.items()
