@@ -10,9 +10,29 @@ import pytest
 
 from megatron_npu.adaptors.shared import start
 from megatron_npu.ops.compiled import building
+from tests.acceleration import runs
 from tests.end_to_end import tiny
 
 SOURCE = "kernels.cpp"
+TRAINED = """
+import os
+from pathlib import Path
+import torch
+from rapidformer import Finetuner, RapidformerEngine
+
+class Mine(Finetuner):
+    def train_valid_test_datasets_provider(self):
+        return [torch.ones(2)] * 64, None, None, None
+    def model_optimizer_lr_scheduler_provider(self):
+        return torch.nn.Linear(2, 1), None, None
+    def run_forward_step(self, batch, model):
+        place = Path(os.environ["RUN"])
+        place.mkdir(exist_ok=True)
+        (place / "metrics.jsonl").touch()
+        return model(batch).mean()
+
+Mine(RapidformerEngine()).train()
+"""
 
 
 @pytest.fixture
@@ -43,6 +63,15 @@ def test_one_rank_of_the_driver_compiles_before_the_first_step(dataset, tmp_path
     result = tiny.run("pretrain", *flags, processes=2)
     assert result.returncode == 0, result.stderr
     assert "not used" not in result.stderr
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()
+    assert compilations.read_text().split() == ["early"]
+
+
+def test_one_rank_of_train_compiles_before_the_first_step(tmp_path, compilations):
+    script = tmp_path / "mine.py"
+    script.write_text(TRAINED)
+    result = runs.train("--user-script", script, "--train-iters", 1, processes=2, RUN=str(tmp_path / "run"))
+    assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
     assert compilations.read_text().split() == ["early"]
 
