@@ -103,6 +103,23 @@ def deepspeed_memory(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
             yield f"- {ranks} ranks, {scheme}: {told}; peak {held['peak'] / 2**20:.1f}"
 
 
+def blend(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
+    """Yield how long the indices of a blend take beside upstream's C++."""
+    for row in data["blends"]:
+        what = f"a blend of {row['datasets']} datasets, our C++ over upstream's, time"
+        yield Goal(what, row["ours_over_upstream"], most=2)
+    for row in data["blends"]:
+        minutes = ", ".join(
+            f"{who} {row[f'{key}_minutes_for_146M']:g}"
+            for key, who in (
+                ("upstream", "upstream's C++"),
+                ("ours", "ours"),
+                ("python", "without a compiler"),
+            )
+        )
+        yield f"- 146 million samples of {row['datasets']} datasets, minutes: {minutes}"
+
+
 def train(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     """Yield the goals of a training step of the embedded driver."""
     bf16, ratios = data["dtype"] == "bf16", data["project_over"]
@@ -449,6 +466,7 @@ PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str
     ("ops", "Single operations", ops),
     ("generate-", "Generated text", generate),
     ("preprocess", "Preprocessing", preprocess),
+    ("blend", "Indices of a blend", blend),
     ("reliability-cost", "Protections of long runs", reliability_cost),
     ("convert-memory", "Conversion of checkpoints", convert_memory),
     ("overhead", "The plug-in's own Python in a step", overhead),

@@ -56,10 +56,15 @@ int64_t most_behind_of_many(const double* weights, const double* taken, int64_t 
     most = more ? lag : most;
     which = more ? here : which;
   }
-  int64_t found = 0;
-  for (int64_t lane = 1; lane < kLanes; ++lane)
-    if (most[lane] > most[found] || (most[lane] == most[found] && which[lane] < which[found])) found = lane;
-  return which[found];
+  const Numbers lanes{0, 1, 2, 3, 4, 5, 6, 7};
+  for (int64_t apart = kLanes / 2; apart > 0; apart /= 2) {  // no branches, which nobody could predict
+    const Lanes other = __builtin_shuffle(most, lanes ^ apart);
+    const Numbers its = __builtin_shuffle(which, lanes ^ apart);
+    const Numbers more = (other > most) | ((other == most) & (its < which));
+    most = more ? other : most;
+    which = more ? its : which;
+  }
+  return which[0];
 }
 
 int64_t most_behind(const Blend& given, double position) {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -262,6 +264,54 @@ def test_a_library_that_others_may_write_is_not_loaded(fresh, monkeypatch):
     Path(shutil.copy(there, building.folder())).chmod(0o722)
     assert not compiled.usable(HERE)
     assert "others may write" in next(iter(dispatch.fallbacks))[1]
+
+
+_SECOND_OPENMP = """
+import ctypes, sys
+if sys.argv[2] == "before":
+    ctypes.CDLL(sys.argv[1])
+import torch
+if sys.argv[2] == "after":
+    ctypes.CDLL(sys.argv[1])
+from megatron_npu.ops import dispatch
+from megatron_npu.ops.compiled import building
+library = building.library()
+loaded = {line.split()[-1] for line in open("/proc/self/maps") if "libgom" in line}
+ours = building._file_of(library._name, "GOMP_parallel") if library else dispatch.fallbacks
+print(len(loaded), ours == str(building._openmp()) != sys.argv[1], ours)
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_another_openmp_in_the_process_switches_nothing_off(tmp_path, when):
+    """As scikit-learn's wheel brings one under a name of its own, which Transformers imports where it is."""
+    content = building._openmp().read_bytes()
+    assert b"libgomp.so.1" in content
+    second = tmp_path / "libgomx.so.1"
+    second.write_bytes(content.replace(b"libgomp.so.1", b"libgomx.so.1"))
+    result = subprocess.run(
+        [sys.executable, "-c", _SECOND_OPENMP, str(second), when], capture_output=True, text=True, check=False
+    )
+    assert result.stdout.startswith("2 True"), result.stdout + result.stderr
+
+
+def test_threads_of_another_kind_are_said(fresh, monkeypatch):
+    monkeypatch.setattr(building, "_file_of", lambda library, symbol: "/opt/lib/libiomp5.so")
+    assert not compiled.usable(HERE)
+    ((_, reason),) = dispatch.fallbacks
+    assert reason == "torch's threads are those of /opt/lib/libiomp5.so, not of libgomp"
+
+
+@needs_kernels
+def test_what_to_do_is_said_for_each_reason(fresh, monkeypatch, caplog):
+    """Without strict mode, too; and not to install a compiler where there is one."""
+    building.folder().mkdir(parents=True, mode=0o700)
+    building.folder().chmod(0o770)
+    assert not compiled.usable(HERE)
+    assert "others may write" in caplog.text
+    assert "Name another folder with XDG_CACHE_HOME, or set MEGATRON_NPU_COMPILED=0." in caplog.text
+    assert "Install" not in caplog.text
 
 
 def test_what_is_no_memory_of_a_cpu_is_left_alone():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import shutil
 import subprocess
 import threading
@@ -78,6 +79,65 @@ def test_the_rest_of_an_interrupted_attempt_is_replaced(own_cache):
     partial.mkdir(parents=True)
     (partial / "rest").write_text("")
     assert sorted(p.name for p in cache.prepared("thing", _prepare_slowly).iterdir()) == ["first", "second"]
+
+
+def _make_library(directory: Path) -> None:
+    with (directory.parent / "attempts").open("a") as file:
+        file.write("x")
+    source = directory / "answer.c"
+    source.write_text("int answer(void) { return 42; }\n")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", directory / "libanswer.so", source], check=True)
+
+
+@pytest.fixture
+def library(own_cache) -> Path:
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    return cache.prepared_libraries("thing", _make_library) / "libanswer.so"
+
+
+def test_nobody_else_may_write_what_is_prepared(own_cache, library):
+    assert {path.stat().st_mode & 0o777 for path in (own_cache, library.parent, library)} == {0o700}
+    assert cache.load(library).answer() == 42
+
+
+@pytest.mark.parametrize("place", ["cache", "cache/thing"])
+def test_a_cache_that_others_may_write_to_is_refused(own_cache, library, place):
+    (own_cache.parent / place).chmod(0o775)
+    with pytest.raises(UsageError, match="has mode 775: others may write to it"):
+        cache.prepared_libraries("thing", _make_library)
+    with pytest.raises(UsageError, match="has mode 775"):
+        cache.load(library)
+
+
+def test_a_library_that_others_may_write_to_is_not_loaded(library):
+    library.chmod(0o777)
+    with pytest.raises(UsageError, match="has mode 777"):
+        cache.load(library)
+
+
+@pytest.mark.parametrize("damage", ["cut", "away"])
+def test_a_damaged_library_is_prepared_again(own_cache, library, capsys, damage):
+    if damage == "cut":
+        os.truncate(library, 5000)
+    else:
+        library.unlink()
+    assert cache.load(cache.prepared_libraries("thing", _make_library) / library.name).answer() == 42
+    assert "damaged" in capsys.readouterr().err
+    assert (own_cache / "attempts").read_text() == "xx"
+    assert sorted(path.name for path in own_cache.iterdir()) == ["attempts", "thing", "thing.lock"]
+
+
+def test_what_nobody_has_used_for_a_month_is_removed(own_cache, library):
+    month = time.time() - 31 * 86400
+    for name in ("runtime-old", "runtime-new", "site-old", "compute-old"):
+        (own_cache / name).mkdir(mode=0o700)
+        if "old" in name:
+            os.utime(own_cache / name, (month, month))
+    cache.prepared_libraries("runtime-1", _make_library)
+    assert sorted(path.name for path in own_cache.glob("*-*") if path.is_dir()) == [
+        *("compute-old", "runtime-1", "runtime-new", "site-old"),
+    ]
 
 
 def test_the_cache_lies_in_the_users_cache_directory(monkeypatch, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -79,6 +81,44 @@ def test_the_lowest_rooms_import_nothing_of_the_project(room):
     for file in files_of(lowest):
         for name in imports(file):
             assert not name.startswith("megatron_npu") or name.startswith(f"megatron_npu.{room}"), file
+
+
+def test_the_simulator_could_be_a_distribution_of_its_own(tmp_path):
+    """What it imports, and what that does, is copied elsewhere; every module of it can be imported there."""
+    modules = {room.module: room for room in ROOMS}
+    needed, new = set(), {"sim"}
+    while new:
+        needed |= new
+        new = {name for room in new for name in modules[room].may.split()} - needed
+    assert needed == {"sim", "arg_parser", "errors", "files", "settings", "user_cache", "visible_devices"}
+    package = tmp_path / "megatron_npu"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for name in needed:
+        place = PACKAGE / modules[name].name
+        (shutil.copytree if place.is_dir() else shutil.copy)(place, package / modules[name].name)
+    code = (
+        "import importlib, pkgutil, megatron_npu.sim as sim\n"
+        "names = [each.name for each in pkgutil.walk_packages(sim.__path__, 'megatron_npu.sim.')]\n"
+        "for name in names: 'boot' in name or importlib.import_module(name)\n"
+        "print(len(names), sim.__file__)\n"
+        "from megatron_npu.sim import launcher\n"
+        "launcher.main(['--help'])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MEGATRON_NPU_AUTOLOAD": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    count, _, place = result.stdout.splitlines()[0].partition(" ")
+    assert int(count) > 30
+    assert place.startswith(str(tmp_path))
+    assert "simulated NPUs" in result.stdout
 
 
 def test_packaging_is_all_that_patching_needs():

@@ -84,6 +84,27 @@ def test_remove_takes_out_what_install_put_in(nothing_installed):
     assert not {name for name in NAMES if name in sys.modules}
 
 
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("megatron_lm", "dataset_helpers"),
+        ("megatron_deepspeed", "dataset_helpers"),
+        ("megatron_deepspeed_core", "wide_dataset_helpers"),
+    ],
+)
+def test_helpers_that_a_checkout_has_compiled_are_used(tmp_path, name, source):
+    """Of this Python; otherwise ours are, whose samples begin in as many bits."""
+    upstream = Upstream(name, "0", tmp_path)
+    entries = [one for one in standins.STAND_INS if one.name == "megatron.data.helpers"]
+    (needed,) = [one for one in entries if standins.is_needed(one, upstream)]
+    assert needed.source == f"megatron_npu.standins.{source}"
+    (tmp_path / "megatron" / "data").mkdir(parents=True)
+    (tmp_path / "megatron" / "data" / "helpers.cpython-27-other.so").touch()
+    assert standins.is_needed(needed, upstream)
+    (tmp_path / "megatron" / "data" / f"helpers{standins.EXTENSION_SUFFIXES[0]}").touch()
+    assert not [one for one in entries if standins.is_needed(one, upstream)]
+
+
 def test_transformer_engine_layers_can_be_imported_by_modules_that_do_not_try(tmp_path):
     (entry,) = [one for one in standins.STAND_INS if one.source.endswith("transformer_engine_layers")]
     importing = f"from {entry.source} import TENorm"
