@@ -26,6 +26,7 @@ from megatron_npu.training import log as training_log
 from megatron_npu.training import loop as training_loop
 from megatron_npu.training.checks import data as data_checks
 from megatron_npu.training.epochs import RoundAndRound
+from megatron_npu.training.frozen_flags import Flags
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,7 +39,7 @@ _OF_FLAGS = (  # what of a template's configuration the flags decide
     "gradient_accumulation_fusion recompute_granularity recompute_method recompute_num_layers"
 ).split()
 _SCRIPTS = "megatron_npu.acceleration.megatron_scripts"
-_driver: list[Namespace] = []  # the flags of the embedded driver while a run of this process lasts
+_driver: list[Flags] = []  # the flags of the embedded driver while a run of this process lasts
 
 
 def is_megatron(module: nn.Module) -> bool:
