@@ -29,6 +29,7 @@ from megatron_npu.training import (
     torch_format,
     validation,
 )
+from megatron_npu.training.frozen_flags import Flags
 
 FLAGS = "flags.txt"
 
@@ -53,7 +54,7 @@ def convert(given: Namespace, part: Path) -> Iterator[str]:
     found = weights.open_folder(source, family)
     weights.check_names(found, family, args)
     dtype = given.dtype or weights.common_dtype(found, family.weight_map(args))
-    args = Namespace(**{**vars(args), "bf16": dtype == "bf16", "fp16": dtype == "fp16"})
+    args = args.changed(bf16=dtype == "bf16", fp16=dtype == "fp16")
     needed = weights.memory_to_convert(found, family.weight_map(args), weights.DTYPES[dtype])
     host_memory.require(needed, f"the conversion of {source}")
     if given.ckpt_format == "torch":
@@ -82,7 +83,7 @@ def _tokenizer_kind(given: Namespace, source: Path) -> str | None:
     return given.tokenizer_type or ("GPT2BPETokenizer" if given.ckpt_format == "torch" and both else None)
 
 
-def _arguments(place: Path, flags: list[str]) -> Namespace:
+def _arguments(place: Path, flags: list[str]) -> Flags:
     """Return the driver's arguments for a model that is saved and not trained."""
     bare = ["--micro-batch-size", "1", "--train-iters", "0", "--save", str(place), "--no-plot"]
     without_state = ["--no-save-optim", "--no-save-rng"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import socket
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,7 +76,7 @@ class Guard:
         say: prints a line on rank 0.
     """
 
-    def __init__(self, args: Namespace, state: State, spikes: Spikes, say: Callable[[str], None]) -> None:
+    def __init__(self, args: Flags, state: State, spikes: Spikes, say: Callable[[str], None]) -> None:
         self.args, self.state, self.spikes, self.say = args, state, spikes, say
         self.reruns = args.rerun_mode != "disabled"
         self.acts = args.loss_spike_policy != "note"
@@ -206,7 +205,7 @@ class Guard:
                 "--lr, look at the data, or go on from an older checkpoint (--ckpt-step)."
             )
         changes = {"load": self.args.save, "ckpt_step": iteration, "load_optim": True, "load_rng": True}
-        saved = checkpoint.load(Flags(**{**vars(self.args), **changes, "finetune": False}), self.state)
+        saved = checkpoint.load(self.args.changed(**changes, finetune=False), self.state)
         self._left_out = 0
         self.say(
             f" {fault.words}: gone back to {checkpoint_files.directory(self.args.save, iteration)}; "

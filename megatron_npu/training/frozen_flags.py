@@ -7,16 +7,19 @@ from dataclasses import FrozenInstanceError
 
 
 class Flags(Namespace):
-    """Values by the flags' names. ``derive`` fills them in; behind ``freeze`` nobody can.
-
-    A copy with other values is ``Flags(**{**vars(flags), "name": value})``.
-    """
+    """Values by the flags' names. ``derive`` fills them in; behind ``freeze`` nobody can."""
 
     __slots__ = ("_is_frozen",)
 
     def freeze(self) -> None:
         """Let no value change from now on."""
         self._is_frozen = True
+
+    def changed(self, **values: object) -> Flags:
+        """Return a frozen copy with some other values."""
+        result = Flags(**{**vars(self), **values})
+        result.freeze()
+        return result
 
     def __setattr__(self, name: str, value: object) -> None:
         self._require_open(name)
@@ -30,5 +33,5 @@ class Flags(Namespace):
         if getattr(self, "_is_frozen", False):
             raise FrozenInstanceError(
                 f"{name} of flags that are resolved: expected nobody to write them; fill it in where "
-                "training/derive.py does, or make a copy"
+                "training/derive.py does, or take a copy (changed)"
             )

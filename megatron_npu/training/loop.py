@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron_npu.training.checkpoint import Position, State
 from megatron_npu.training.clock import Clock
 from megatron_npu.training.divergence import DivergedError, FirstNonFinite, Spikes
 from megatron_npu.training.evaluating import Evaluation
+from megatron_npu.training.frozen_flags import Flags
 from megatron_npu.training.gathered_parameters import gathered
 from megatron_npu.training.log import Interval, Log
 from megatron_npu.training.pace import Pace
@@ -85,7 +85,7 @@ class Trainer:
 
     def __init__(
         self,
-        args: Namespace,
+        args: Flags,
         config: TransformerConfig,
         state: State,
         datasets: data.Datasets,

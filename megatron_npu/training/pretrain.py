@@ -31,6 +31,7 @@ from megatron_npu.training import (
     validation,
 )
 from megatron_npu.training.dashboard.process import shown
+from megatron_npu.training.frozen_flags import Flags
 from megatron_npu.training.run_plan import RunPlan
 
 if TYPE_CHECKING:
@@ -124,19 +125,19 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
         ReplicasDifferError: data-parallel ranks hold different weights or gradients.
     """
     plugin.install()
-    args = validation.check(args)
-    config = model.transformer_config(args)
-    repeatable = initialize.deterministic(args.deterministic_mode)
-    with save_folder.owned(args), _dashboard(args), initialize.session(args), repeatable:
-        chunks = model.build(args, config)
-        datasets = data.datasets(args) if RunPlan.of(args).has_data else data.Datasets(None, None, None)
+    flags = validation.check(args)
+    config = model.transformer_config(flags)
+    repeatable = initialize.deterministic(flags.deterministic_mode)
+    with save_folder.owned(flags), _dashboard(flags), initialize.session(flags), repeatable:
+        chunks = model.build(flags, config)
+        datasets = data.datasets(flags) if RunPlan.of(flags).has_data else data.Datasets(None, None, None)
         trainer = functools.partial(loop.Trainer, on_gradients=on_gradients)
         collector.resume()
-        return train_chunks(args, config, chunks, datasets, trainer)[1]
+        return train_chunks(flags, config, chunks, datasets, trainer)[1]
 
 
 def train_chunks(
-    args: Namespace,
+    args: Flags,
     config: TransformerConfig,
     chunks: list[DistributedDataParallel],
     datasets: data.Datasets,

@@ -11,6 +11,7 @@ Name = Literal[
     "starting", "loading", "training", "between two steps", "evaluating", "saving", "waiting for work"
 ]
 SAVING: Name = "saving"  # on a slow disk it may stand still for long, as long as bytes go out
+LOADING: Name = "loading"  # the same, as long as bytes come in
 WAITING: Name = "waiting for work"  # of people, who may take as long as they like: nothing in it is a hang
 
 _entered: list[Name] = []  # the innermost one last; another thread reads it

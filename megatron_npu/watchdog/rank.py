@@ -19,6 +19,7 @@ from megatron_npu.watchdog import place, prompt
 from megatron_npu.watchdog.alone import Alone
 from megatron_npu.watchdog.board import Beat, Board, Process, connect
 from megatron_npu.watchdog.deaths import Deaths
+from megatron_npu.watchdog.phases import WAITING
 from megatron_npu.watchdog.stillness import Stillness
 
 _PERIOD = 1.0  # seconds between two words
@@ -341,7 +342,8 @@ class Rank:
             return
         living = [each for each in self._processes if self._board.left(each.rank) is None]
         beats = self._board.beats([each.rank for each in living])
-        if any(beat.still < self._limit - 2 * _PERIOD for beat in beats):
+        moved = max(self._limit - 2 * _PERIOD, self._limit / 2)  # since then: words are as old as that
+        if any(beat.still < moved or beat.phase == WAITING for beat in beats):
             return
         least = min(beat.step for beat in beats)
         waited_for = [

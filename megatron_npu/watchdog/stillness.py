@@ -8,7 +8,7 @@ from collections.abc import Callable
 from megatron_npu.watchdog import place
 from megatron_npu.watchdog.board import Beat
 from megatron_npu.watchdog.elsewhere import Elsewhere
-from megatron_npu.watchdog.phases import SAVING
+from megatron_npu.watchdog.phases import LOADING, SAVING
 from megatron_npu.watchdog.writing import Writing, current_file
 
 _PAUSE = 5.0  # seconds between two looks: the whole process was stopped, by a signal, say, or its machine
@@ -49,5 +49,7 @@ class Stillness:
         return Beat(self._number - 1, step, self.still, *words)
 
     def _is_at_work(self, phase: str) -> bool:
-        """Return whether others compute for the main thread, which stands still, or a save gets on."""
-        return self._elsewhere.computes() or (phase == SAVING and self._writing.gets_on())
+        """Return whether others compute for the main thread, which stands still, or bytes move."""
+        if self._elsewhere.computes():
+            return True
+        return phase in (SAVING, LOADING) and self._writing.gets_on(reads=phase == LOADING)

@@ -1,7 +1,8 @@
 """Whether a save gets on, and with which file it does not: by what this process and its children write.
 
 A disk that hangs, a network file system without its server, a lock that nobody gives back: the save waits, in
-one line of Python and without processor time. So does one that is only slow, but bytes go out.
+one line of Python and without processor time. So does one that is only slow, but bytes go out. Of a load they
+come in: from a disk or a network file system, for what a process reads besides is not of its files alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import psutil
 
 _LEAST = 64 * 2**10  # bytes: less may be a log's
 _LEAST_TO_DISK = 64 * 2**20  # of the whole machine, for one that waits for its disk: others write, too
+_WRITTEN = ("wchar:", "write_bytes:")  # to files or their memory
+_READ = ("read_bytes:",)  # from a disk: the watchdog itself reads, of other processes, from memory
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
@@ -31,15 +34,21 @@ class Writing:
         """Begin anew: the main thread has moved."""
         self._own = None
 
-    def gets_on(self) -> bool:
-        """Return whether enough has gone out since the call that returned so, or since the first one."""
-        processes = _processes()
-        own, to_disk = {pid: _written_by(pid) for pid in processes}, _written_to_disk()
+    def gets_on(self, *, reads: bool = False) -> bool:
+        """Return whether enough has gone out since the call that returned so, or since the first one.
+
+        Args:
+            reads: whether it is asked what has come in instead.
+        """
+        processes, counted = _processes(), _READ if reads else _WRITTEN
+        own, to_disk = {pid: _bytes_of(pid, counted) for pid in processes}, _written_to_disk()
         if self._own is None:
             self._own, self._to_disk = own, to_disk
             return False
         more = sum(max(0, count - self._own.get(pid, 0)) for pid, count in own.items())
-        synced = to_disk - self._to_disk >= _LEAST_TO_DISK and any(map(_waits_for_disk, processes))
+        synced = (
+            not reads and to_disk - self._to_disk >= _LEAST_TO_DISK and any(map(_waits_for_disk, processes))
+        )
         if more < _LEAST and not synced:
             return False
         self._own, self._to_disk = own, to_disk
@@ -71,11 +80,11 @@ def _processes() -> list[int]:
     return [os.getpid()]
 
 
-def _written_by(pid: int) -> int:
-    """Return how many bytes a process has written, to files or their memory; its ended children count."""
+def _bytes_of(pid: int, counted: tuple[str, ...]) -> int:
+    """Return how many bytes a process has read or written; its ended children count."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith(("wchar:", "write_bytes:")))
+        return sum(int(line.split()[1]) for line in lines if line.startswith(counted))
     return 0
 
 

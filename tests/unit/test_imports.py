@@ -106,7 +106,7 @@ def test_the_simulator_could_be_a_distribution_of_its_own(tmp_path):
         "launcher.main(['--help'])"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MEGATRON_NPU_AUTOLOAD": "0"}
-    result = subprocess.run(
+    result = processes.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         env=environment,
