@@ -128,7 +128,6 @@ def _parser(command: str, function: object, codes: str) -> argparse.ArgumentPars
         metavar="NAME",
         help=f"{', '.join(upstream.NAMES)} (default: told by its files)",
     )
-    parser.add_argument("--host", dest="upstream", help=argparse.SUPPRESS)  # its name until November 2026
     return parser
 
 

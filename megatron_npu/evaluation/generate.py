@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     trained_model.add_flags(add)
     add("--prompt", metavar="TEXT", help="the text to go on from")
     add(
-        *("--num-samples", "--num_samples"),
+        "--num-samples",
         type=whole,
         help="texts to draw: of --prompt, or from nothing without one; 0: ask for prompts in a conversation",
     )
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     add("--sample-output-file", metavar="FILE", help="JSON lines of what follows (default: the input's .out)")
     add("--genfile", metavar="FILE", help="write samples there as JSON lines instead of printing their text")
     add("--output", metavar="FILE", help="write the text there instead of printing it")
-    add(*("--micro-batch-size", "--batch-size"), type=positive, default=8, help="texts drawn at once at most")
+    add("--micro-batch-size", type=positive, default=8, help="texts drawn at once at most")
     add_sampling(add)
     return result
 
@@ -47,12 +47,12 @@ def parser() -> argparse.ArgumentParser:
 def add_sampling(add: trained_model.Add) -> None:
     """Add the flags that say how texts are drawn."""
     add(
-        *("--num-tokens", "--num_tokens"),
+        "--num-tokens",
         type=integer,
         help=f"tokens to add at most (default: {_DEFAULT.num_tokens}, or what --out-seq-length leaves)",
     )
     add(
-        *("--out-seq-length", "--out_seq_length"),
+        "--out-seq-length",
         type=integer,
         help="tokens of prompt and text together at most (default: the model's positions)",
     )

@@ -82,8 +82,8 @@ def test_samples_from_nothing_as_megatron_spells_them(run, tmp_path):
         assert row["finished"] == (row["length"] < 19)
         assert "255" not in row["text"].split(), "no end token"
     others = tmp_path / "others.json"
-    line = ["--num_samples", 3, "--top-p", 0.9, "--out_seq_length", 20, "--recompute", "--batch-size", 2]
-    run(*line, "--genfile", others)
+    line = ["--num-samples", 3, "--top-p", 0.9, "--out-seq-length", 20]
+    run(*line, "--recompute", "--micro-batch-size", 2, "--genfile", others)
     assert others.read_text() == file.read_text()
 
 

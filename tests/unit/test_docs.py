@@ -16,6 +16,7 @@ import pytest
 import megatron_npu
 from megatron_npu import attention_flags, cli, settings, upstream
 from megatron_npu.errors import UsageError
+from tests import warm
 from tests.end_to_end import tiny
 from tests.support import processes
 
@@ -92,7 +93,7 @@ def test_the_page_lists_every_patch(name, page):
         str(ROOT / "docs" / page),
         "--check",
     ]
-    done = processes.run(command, env=tiny.environment(), capture_output=True, text=True)
+    done = warm.run(command, env=tiny.environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"run it without --check: {done.stderr}"
 
 
@@ -103,7 +104,7 @@ def test_the_page_lists_every_patch(name, page):
 )
 def test_the_generated_page_is_up_to_date(script):
     command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), "--check"]
-    done = processes.run(command, env=tiny.environment(), capture_output=True, text=True)
+    done = warm.run(command, env=tiny.environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"run scripts/{script}.py without --check: {done.stderr}"
 
 
@@ -156,7 +157,7 @@ def test_every_operation_has_a_row():
             importlib.import_module(module.name)
         print(*(operation.name for operation in ops.dispatch.OPERATIONS))"""
     command = [sys.executable, "-c", code]
-    done = processes.run(command, env=tiny.environment(), capture_output=True, text=True, check=True)
+    done = warm.run(command, env=tiny.environment(), capture_output=True, text=True, check=True)
     rows = re.findall(r"^\| (`.*?) \|", TEXTS[ROOT / "docs" / "operations.md"], re.M)
     named = {part for row in rows for name in re.findall(r"`([\w.*]+)`", row) for part in name.split(".")}
     named |= {"attention"}  # has a page of its own
@@ -277,7 +278,5 @@ def test_the_worked_operation_runs(tmp_path):
     (block,) = blocks(OPERATION, "python")
     script = tmp_path / "squared_relu.py"
     script.write_text(block["text"] + CHECKED_OPERATION)
-    done = processes.run(
-        [sys.executable, str(script)], env=tiny.environment(), capture_output=True, text=True
-    )
+    done = warm.run([sys.executable, str(script)], env=tiny.environment(), capture_output=True, text=True)
     assert done.stdout == "to the end\n", done.stderr

@@ -228,7 +228,7 @@ def test_an_upstream_that_there_is_not_is_told_those_there_are(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--megatron", "no/such/place"], ["--upstream", "no_such_upstream"], ["--host", "no_such_upstream"]],
+    [["--megatron", "no/such/place"], ["--upstream", "no_such_upstream"]],
 )
 @pytest.mark.parametrize("command", ["check", "pin", "ledger"])
 def test_bad_usage_is_one_line(

@@ -361,19 +361,22 @@ def test_stopped_half_way(
     assert not list(tmp_path.glob("out*")), "the next start cleans up"
 
 
-@pytest.mark.parametrize("eod", [(), ("--append-eod",)])
+IN_ORDER = ("--append-eod", "--partitions", "2", "--keep-sequential-samples")
+
+
+@pytest.mark.parametrize("more", [(), IN_ORDER])
 def test_bytes_of_the_stock_tool(
     gpt2_vocab: Vocabulary,
     corpus_file: Write,
     preprocess: Run,
     stock_tool: Callable[..., Path],
-    eod: tuple[str, ...],
+    more: tuple[str, ...],
 ) -> None:
     documents = [*ODD, ["a b", "", "c"], [], *(f"{SAMPLE} {number}" for number in range(60))]
     file = corpus_file({"text": text} for text in documents)
-    ours = preprocess(file, vocabulary=gpt2_vocab, flags=["--workers", "2", *eod])
+    ours = preprocess(file, vocabulary=gpt2_vocab, flags=["--workers", "2", *more])
     files = ["--vocab-file", str(gpt2_vocab.vocab_file), "--merge-file", str(gpt2_vocab.merge_file)]
     kind = ["--tokenizer-type", "GPT2BPETokenizer", "--legacy-tokenizer"]
-    stock = stock_tool("--input", str(file), "--workers", "2", *kind, *files, *eod)
+    stock = stock_tool("--input", str(file), "--workers", "2", *kind, *files, *more)
     digests = [[hashlib.sha256(part).hexdigest() for part in contents(prefix)] for prefix in (ours, stock)]
     assert digests[0] == digests[1]

@@ -1,4 +1,7 @@
-"""``--partitions`` and ``--keep-sequential-samples``: the order of the input, whatever they say."""
+"""``--partitions`` and ``--keep-sequential-samples``: the order of the input, whatever they say.
+
+That Megatron-LM's own tool writes the same bytes where it keeps the order: ``test_command.py``.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,3 @@ def test_the_order_stays(tiny: Vocabulary, corpus_file: Write, preprocess: Run) 
     )
     flags = ["--partitions", "3", "--keep-sequential-samples"]
     assert contents(preprocess(file, prefix="kept", flags=flags)) == in_order
-
-
-def test_bytes_of_the_stock_tool_that_keeps_it(
-    gpt2_vocab: Vocabulary, corpus_file: Write, preprocess: Run, stock_tool: Callable[..., Path]
-) -> None:
-    file = corpus_file({"text": text} for text in TEXTS)
-    flags = ["--append-eod", "--workers", "2", "--partitions", "2", "--keep-sequential-samples"]
-    ours = preprocess(file, vocabulary=gpt2_vocab, flags=flags)
-    files = ["--vocab-file", str(gpt2_vocab.vocab_file), "--merge-file", str(gpt2_vocab.merge_file)]
-    kind = ["--tokenizer-type", "GPT2BPETokenizer", "--legacy-tokenizer"]
-    assert contents(stock_tool("--input", str(file), *kind, *files, *flags)) == contents(ours)
