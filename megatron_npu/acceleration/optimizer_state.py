@@ -1,4 +1,9 @@
-"""An optimizer over other weights than it was made for, and its state under their names for checkpoints."""
+"""An optimizer over other weights than it was made for, and its state under their names for checkpoints.
+
+Not ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint``: it knows weights of the model alone, and
+those of ZeRO-1 and of an offloaded optimizer are others; it leaves out what no step has changed yet, which a
+reader then looks for in vain; and it counts the step that makes the state of a fresh optimizer.
+"""
 
 from __future__ import annotations
 

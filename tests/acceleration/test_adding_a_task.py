@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,6 +131,21 @@ def test_heads_and_pipelines_are_transformers_own(name: str) -> None:
         assert task.pipeline not in PIPELINE_REGISTRY.get_supported_tasks()
     else:
         assert auto in SUPPORTED_TASKS[named]["pt"]  # the pipeline loads the head that was trained
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_what_the_card_says_of_its_use_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = tasks.every()[name]
+    assert task.head is not None
+    lines = model_card._use(task.head, model_card._pipeline(task))
+    tasks_data.TASKS[name][1](tmp_path / "model")
+    monkeypatch.chdir(tmp_path / "model")
+    made: dict[str, Any] = {}
+    exec("\n".join(lines), made)
+    model = made["run"].model if "run" in made else made["model"]
+    assert type(model) in getattr(transformers, task.head)._model_mapping.values()
 
 
 def test_every_flag_has_its_readers() -> None:
