@@ -43,6 +43,10 @@ REGISTRIES = {
     "settings.py:VARIABLES",
     "sim/kernels/registry.py:KERNELS",
 }
+# Of classes and modules of ours, set by functions elsewhere.
+OF_CLASSES = {
+    "FusedAdam.swap_moments": "Megatron builds its Adam itself, with no argument that could say it",
+}
 _CHANGES = """add append appendleft clear discard extend insert move_to_end pop popitem popleft remove
     setdefault subtract update""".split()
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -106,6 +110,22 @@ def _name(node: ast.expr) -> Iterator[str]:
         yield node.id
 
 
+def set_elsewhere(tree: ast.Module) -> set[str]:
+    """Return the attributes of imported names of ours, and of the module's classes, that functions set."""
+    ours = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_npu"):
+            ours |= {each.asname or each.name for each in node.names}
+    return {
+        ast.unparse(node)
+        for function in ast.walk(tree)
+        if isinstance(function, _Function)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        if set(_name(node.value)) & ours - _own_names(function)
+    }
+
+
 def test_what_is_looked_for_is_found() -> None:
     source = """
 a, b = [], 0
@@ -140,3 +160,23 @@ def test_few_names_of_modules_change() -> None:
     assert found - THEIRS - REGISTRIES == set(KEPT)
     assert len(KEPT) <= MOST
     assert all(KEPT.values())
+
+
+def test_attributes_of_classes_and_other_modules_are_set_by_few() -> None:
+    source = """
+from megatron_npu.ops.adam import FusedAdam
+from elsewhere import Other
+class Own: pass
+def f(own):
+    FusedAdam.x = 1
+    Other.y = 1
+    Own.z = 1
+    own.attribute = 1
+"""
+    assert set_elsewhere(ast.parse(source)) == {"FusedAdam.x", "Own.z"}
+    found = {
+        name
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for name in set_elsewhere(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert found == set(OF_CLASSES)
