@@ -81,9 +81,15 @@ Mine(engine=RapidformerEngine()).train()
 """
 
 
-ENDS = """
+ENDS = (
+    f"""
+import sys
+sys.path.insert(0, {str(runs.DOCUMENTED)!r})
+"""
+    + """
 import torch
-from rapidformer import PreTrainer, RapidformerEngine, megatron_gpt
+from yourmodel import GPTModel  # without dropout
+from rapidformer import PreTrainer, RapidformerEngine
 from rapidformer import get_ltor_masks_and_position_ids, get_tokenizer
 
 def text(row):
@@ -97,7 +103,7 @@ class Mine(PreTrainer):
         rows = [text(row) for row in range(sizes[0])]
         return rows, rows[:8], None
     def model_optimizer_lr_scheduler_provider(self):
-        return megatron_gpt(), None, None
+        return GPTModel(), None, None
     def run_forward_step(self, data_iterator, model):
         tokens = next(data_iterator)["text"]
         mask, counted, places = get_ltor_masks_and_position_ids(
@@ -108,6 +114,7 @@ class Mine(PreTrainer):
 OWN
 Mine(engine=RapidformerEngine()).train()
 """
+)
 OWN = """
 def label_counts(self, batch):
     return int((batch["text"][:, :-1] != get_tokenizer().eod).sum())
