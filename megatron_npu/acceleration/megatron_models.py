@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 _MODEL = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings".split()
 _OF_FLAGS = (  # what of a template's configuration the flags decide
     "bf16 fp16 params_dtype pipeline_dtype deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm "
-    "gradient_accumulation_fusion recompute_granularity recompute_method recompute_num_layers"
+    "gradient_accumulation_fusion recompute_granularity recompute_method recompute_num_layers "
+    "calculate_per_token_loss"
 ).split()
 _SCRIPTS = "megatron_npu.acceleration.megatron_scripts"
 
@@ -75,7 +76,9 @@ def session(template: PreTrainer) -> Iterator[None]:
         flag = f"--{missing[0].replace('_', '-')}"
         raise UsageError(f"a Megatron model without {flag}", "the sizes of the model", f"Add {flag}.")
     run = state.current()
-    run.driver = validation.check(driver_flags(args), data_check=_check_tokenizer)
+    asked = driver_flags(args)
+    asked.calculate_per_token_loss = template.counts_labels()
+    run.driver = validation.check(asked, data_check=_check_tokenizer)
     try:
         with initialize.session(run.driver):
             yield
@@ -242,6 +245,8 @@ class _Stage:
 def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
     """Return the output of a micro batch and what computes its loss, as megatron-core asks for them."""
     last = model.at_ends()[1]
+    counts = _Counts(template, batches) if flags().calculate_per_token_loss else None
+    batches = batches if counts is None else counts
     try:
         returned = template.run_forward_step(batches, _Stage(chunk, last))  # type: ignore[arg-type]
     except _StageEnds as end:
@@ -253,7 +258,43 @@ def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple
             "Call it, or give --pipeline-model-parallel-size 1.",
         )
     loss = providers.loss(template, returned, training=torch.is_grad_enabled())
-    return loss, _mean_of_ranks
+    return loss, _mean_of_ranks if counts is None else counts.weighed
+
+
+class _Counts:
+    """The batches of a loss; counts the labels that it is the mean over.
+
+    Args:
+        template: which says how many a batch has.
+        batches: of this stage.
+    """
+
+    def __init__(self, template: PreTrainer, batches: Iterator[Any]) -> None:
+        self._template, self._batches, self._labels = template, batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        labels = self._template.label_counts(batch)
+        if isinstance(labels, tuple):
+            raise UsageError(
+                f"{type(self._template).__name__}.label_counts returned {len(labels)} numbers",
+                "one, as Megatron's models have one loss",
+                "Return one number.",
+            )
+        self._labels += labels
+        return batch
+
+    def weighed(self, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum over the labels, their number (int32), and both for the log, [2] fp32.
+
+        megatron-core divides the gradients by the number of all micro-batches and ranks.
+        """
+        labels = torch.tensor(self._labels, dtype=torch.int, device=loss.device)
+        whole = loss * self._labels
+        return whole, labels, torch.stack([whole.detach().float(), labels.float()])
 
 
 def _mean_of_ranks(loss: Tensor) -> tuple[Tensor, Tensor]:

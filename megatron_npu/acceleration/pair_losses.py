@@ -34,9 +34,13 @@ class PairLoss:
             self._last = cross_entropy(logits.float(), labels.view(-1))
 
     def split(self, loss: Tensor) -> tuple[Tensor, ...]:
-        """Return the loss of words and that of pairs, whose sum the last forward pass has returned."""
+        """Return the loss of words and that of pairs, whose sum the last forward pass has returned.
+
+        Where the model was called so that the second is not to be seen (a tuple for outputs, say), all counts
+        as a loss of words.
+        """
         of_pairs, self._last = self._last, None
-        return (loss,) if of_pairs is None else (loss - of_pairs, of_pairs)
+        return (loss, 0 * loss) if of_pairs is None else (loss - of_pairs, of_pairs)
 
 
 def has_pairs(model: nn.Module) -> bool:

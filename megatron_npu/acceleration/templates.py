@@ -235,6 +235,24 @@ class PreTrainer(Template):
         """Do what ``train`` does, under the name that the document's text has."""
         return self.train()
 
+    def label_counts(self, batch: Any) -> int | tuple[int, ...]:
+        """Return over how many labels the loss of a batch is the mean; see ``Template.label_counts``.
+
+        Of Megatron's windows (``text``, [b, s + 1]) under --eod-mask-loss: the tokens that are no end of a
+        document, as ``get_ltor_masks_and_position_ids`` has them in its loss mask.
+        """
+        text = batch.get("text") if isinstance(batch, Mapping) else None
+        if not self.engine.args.eod_mask_loss or not isinstance(text, torch.Tensor):
+            return super().label_counts(batch)
+        from megatron_npu.acceleration.megatron_scripts import get_tokenizer
+
+        return int((text[:, :-1] != get_tokenizer().eod).sum())
+
+    def counts_labels(self) -> bool:
+        """Return whether batches of one size may have different numbers of labels, of Megatron's models."""
+        own = type(self).label_counts is not PreTrainer.label_counts
+        return own or bool(self.engine.args.eod_mask_loss)
+
     def _samples(self) -> list[int]:
         """Return how many samples of training, validation and test are needed (as Megatron computes them).
 

@@ -145,6 +145,7 @@ SWITCHES: dict[str, list[str]] = {
     "fused": ["--fused-ops", "--checkpoint-activations"],
     "fp16": ["--mixed-precision", "fp16"],
     "bf16": ["--mixed-precision", "bf16"],
+    "lora": ["--lora-rank", "4"],
     "clipped": ["--clip-grad", "0.1"],
 }
 
@@ -169,7 +170,11 @@ def test_two_ranks_with_switches(place: Path, whole: Any, tmp_path: Path) -> Non
     assert result.returncode == 0, result.stderr
     bert = transformers.BertForTokenClassification.from_pretrained(place / "bert")
     clipped = loop(bert, lambda model: of_tags(model, place / "bert"), largest=0.1)
-    for name in commands:
+    lora = found(tmp_path / "lora")
+    _, alone = tasks_data.train(command(place, "token_classification", 8, *SWITCHES["lora"]))
+    assert lora[0] == pytest.approx(alone.losses, rel=1e-5)
+    assert lora[1] == pytest.approx(alone.grad_norms, rel=1e-4)
+    for name in commands.keys() - {"lora"}:
         losses, norms = found(tmp_path / name)
         expected = whole["seq2seq" if name.startswith("pairs") else "token_classification"]
         expected = clipped if name == "clipped" else expected

@@ -81,6 +81,75 @@ Mine(engine=RapidformerEngine()).train()
 """
 
 
+ENDS = (
+    f"""
+import sys
+sys.path.insert(0, {str(runs.DOCUMENTED)!r})
+"""
+    + """
+import torch
+from yourmodel import GPTModel  # without dropout
+from rapidformer import PreTrainer, RapidformerEngine
+from rapidformer import get_ltor_masks_and_position_ids, get_tokenizer
+
+def text(row):
+    "A window of 17 tokens; of the first 16 some are ends of documents, up to 14 of them."
+    tokens = (7 * row + torch.arange(17)) % 60
+    tokens[: 2 * (row % 8)] = get_tokenizer().eod
+    return {"text": tokens}
+
+class Mine(PreTrainer):
+    def train_valid_test_datasets_provider(self, sizes):
+        rows = [text(row) for row in range(sizes[0])]
+        return rows, rows[:8], None
+    def model_optimizer_lr_scheduler_provider(self):
+        return GPTModel(), None, None
+    def run_forward_step(self, data_iterator, model):
+        tokens = next(data_iterator)["text"]
+        mask, counted, places = get_ltor_masks_and_position_ids(
+            tokens[:, :-1], get_tokenizer().eod, False, False, True)
+        losses = model(tokens[:, :-1].contiguous(), places, mask, labels=tokens[:, 1:].contiguous())
+        return (losses * counted).sum() / counted.sum()
+
+OWN
+Mine(engine=RapidformerEngine()).train()
+"""
+)
+OWN = """
+def label_counts(self, batch):
+    return int((batch["text"][:, :-1] != get_tokenizer().eod).sum())
+Mine.label_counts = label_counts
+"""
+
+
+@pytest.mark.parametrize("own", ["", OWN], ids=["by the flag", "by the template"])
+def test_ends_of_documents_do_not_weigh(own, tmp_path):
+    """A batch taken whole against micro-batches of few rows, on one rank, two, and two stages."""
+    (tmp_path / "mine.py").write_text(ENDS.replace("OWN", own))
+    words = ["--user-script", str(tmp_path / "mine.py"), *FLAGS, "--train-iters", "3"]
+    words += ["--zero-1-memory-optimization", *([] if own else ["--eod-mask-loss"])]
+
+    def trained(name, processes, *flags):
+        log = ["--json-log", str(tmp_path / name), "--nproc-per-node", str(processes)]
+        done = tiny.run("train", *words, *log, *flags)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        rows, validation = tiny.rows(tmp_path / name), tiny.rows(tmp_path / name, "validation")
+        return [row["loss"] for row in [*rows, *validation]], [row["grad_norm"] for row in rows]
+
+    start = str(tmp_path / "start")
+    trained("begun", 1, "--micro-batch-size", "8", "--save", start, "--exit-interval", "1")
+    losses, norms = trained("whole", 1, "--micro-batch-size", "8", "--load", start)
+    assert (len(losses), len(norms)) == (3, 2)
+    stages = ("--micro-batch-size", "2", "--pipeline-model-parallel-size", "2")
+    for name, processes, *flags in (
+        ("rows", 1, "--micro-batch-size", "1"),
+        *([] if own else [("ranks", 2, "--micro-batch-size", "1"), ("stages", 2, *stages)]),
+    ):
+        found = trained(name, processes, *flags, "--load", start)
+        assert found[0] == pytest.approx(losses, rel=2e-6), name
+        assert found[1] == pytest.approx(norms, rel=1e-5), name
+
+
 @pytest.mark.parametrize(
     ("model", "flags", "said"),
     [

@@ -211,6 +211,43 @@ def test_the_task_and_the_documents_script_train_alike(folder, tmp_path):
     assert model.config.hidden_size == 32
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2, 8])
+def test_words_and_pairs_count_each_by_their_own_number(folder, tmp_path, micro_batch):
+    """Against the loss of the whole batch, which plain Transformers computes: two means, added."""
+    from transformers import BertConfig, BertForPreTraining
+
+    from megatron_npu.acceleration import arguments, engine, ranks, state
+
+    torch.manual_seed(0)
+    model = BertForPreTraining(BertConfig.from_pretrained(folder / "bert"))
+    model.save_pretrained(tmp_path / "bert")
+    where = ["--pretrained-model-name-or-path", str(tmp_path / "bert"), "--json-log", str(tmp_path / "log")]
+    size = ["--micro-batch-size", str(micro_batch), "--train-iters", "2", "--lr-decay-style", "constant"]
+    argv = [*flags_for(folder), *where, *size, "--weight-decay", "0", "--lr", "1e-3"]
+    train(argv)
+    rows = tiny.rows(tmp_path / "log")
+    args = arguments.parse(argv)
+    arguments.set_ranks(args, ranks.Ranks())
+    state.set_args(args)
+    engine.join(args)
+    try:
+        numbers = {"short_seq_prob": args.short_seq_prob, "seed": args.seed}
+        samples, _, _ = pairs(folder, args, train_valid_test_num_samples=[16, 16, 8], **numbers)
+    finally:
+        engine.leave()
+        state.set_args(None)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3, weight_decay=0.0)
+    for number, row in enumerate(rows):
+        some = [samples[index] for index in range(8 * number, 8 * number + 8)]
+        loss = model(**{name: torch.stack([one[name] for one in some]) for name in some[0]}).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert row["loss"] == pytest.approx(loss.item(), rel=2e-6)
+        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
 def test_a_causal_model_learns_the_same_data(folder, tmp_path):
     train([*flags_for(folder, "gpt2"), "--json-log", str(tmp_path / "log")])
     losses = [row["loss"] for row in tiny.rows(tmp_path / "log")]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_npu.acceleration import label_shares, loading, loop, precision, ranks
+from megatron_npu.acceleration import label_shares, loading, loop, pair_losses, precision, ranks
 from megatron_npu.acceleration.templates import Finetuner, PreTrainer
 from megatron_npu.errors import UsageError
 from tests.acceleration import runs, tasks_data
@@ -295,4 +295,23 @@ def test_the_mean_of_an_evaluation_is_over_labels() -> None:
     found = loop.mean_loss(
         template, lambda batches: template.run_forward_step(next(batches), model), loader.held(0), 4
     )
-    assert found == pytest.approx(float(mean_of(ROWS, model)), rel=1e-6)
+    assert found == pytest.approx(mean_of(ROWS, model).item(), rel=1e-6)
+
+
+def test_a_loss_of_words_and_pairs_is_parted_where_it_can_be() -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    model = transformers.BertForPreTraining(transformers.BertConfig(vocab_size=9, **small)).eval()
+    assert pair_losses.has_pairs(model)
+    assert not pair_losses.has_pairs(nn.Linear(1, 1))
+    parts = pair_losses.PairLoss(model)
+    batch = {"input_ids": torch.arange(8).view(2, 4), "next_sentence_label": torch.tensor([0, 1])}
+    labels = torch.tensor([[1, -100, 2, 3], [-100] * 4])
+    loss = model(**batch, labels=labels).loss
+    words, of_pairs = parts.split(loss)
+    outputs = model(input_ids=batch["input_ids"])
+    expected = nn.functional.cross_entropy(outputs.prediction_logits.flatten(0, 1), labels.flatten())
+    assert words.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert (words + of_pairs).item() == pytest.approx(loss.item(), rel=1e-6)
+    loss = model(**batch, labels=labels, return_dict=False)[0]
+    assert [part.item() for part in parts.split(loss)] == [loss.item(), 0.0]
