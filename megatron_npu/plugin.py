@@ -115,7 +115,7 @@ def _redirect_torch() -> Device:
         _redirection = Redirection(device)
     _redirection.on()
     device.prepare()
-    loader_workers.begin()
+    loader_workers.begin()  # on cuda, too: what loads data are processes of the host, wherever the model is
     return device
 
 

@@ -25,7 +25,8 @@ _DECLARED = "metadata.json"  # which they alone have
 _afterwards: list[Callable[[], None]] = []  # what is to be done when the tracker has its name
 _in_script = False  # while a stock script saves or loads
 
-around("megatron.training.arguments:add_megatron_arguments", why=of_scripts.WHY_FLAGS)(of_scripts.add_flags)
+_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
+around(_ARGUMENTS, why=of_scripts.WHY_FLAGS, order=1)(of_scripts.add_flags)
 
 
 @around("megatron.training.checkpointing:save_checkpoint", why=of_scripts.WHY)
