@@ -9,6 +9,7 @@ import os
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,17 @@ from typing import Any
 from megatron_npu import adaptors, files, plugin, settings, upstream
 from megatron_npu.arg_parser import Parser
 from megatron_npu.errors import UsageError
+from megatron_npu.patch_names import called
 from megatron_npu.patching.ledger import Ledger
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError, PinFile, Pins, SourceTree, Verdict, by_target, compare
 from megatron_npu.patching.registry import Patch, registry
 from megatron_npu.upstream import Upstream
+
+_NAME = (
+    "of the patches that are meant: a part of a target, of our file's path, or a file of the guide to "
+    "Megatron-LM 285068c8 (adaptor_model_transformer); default: all"
+)
 
 
 def check(argv: list[str]) -> int:
@@ -33,24 +40,29 @@ def check(argv: list[str]) -> int:
         UsageError: there is no Megatron, or no patch is recorded for it.
     """
     parser = _parser("check", check, "0: every patch can be applied; 1: one cannot; 2: bad usage")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=_NAME)
     strict = "also fail on drift that around and wrap survive"
     parser.add_argument("--strict", action="store_true", help=strict)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     options = parser.parse_args(argv)
     found = _find(options)
-    reached = verdicts(found)
+    reached = verdicts(found, options.names)
     print(_verdicts_as_json(found, reached) if options.json else _verdicts_as_text(found, reached))
     return int(any(verdict.fails or (options.strict and verdict.drifted) for verdict in reached))
 
 
-def verdicts(found: Upstream) -> list[Verdict]:
+def verdicts(found: Upstream, names: Sequence[str] = ()) -> list[Verdict]:
     """Return how each patch stands to a Megatron, importing nothing of it.
 
+    Args:
+        names: those of the patches that are meant (see ``patch_names``); none: all.
+
     Raises:
-        UsageError: no patch is recorded for it, or a pin file cannot be read.
+        UsageError: no patch is recorded for it, or none under a name, or a pin file cannot be read.
     """
     pins, sources = _load_pins(found), SourceTree(found.root)
-    return [compare(patch, sources.find(patch.module), pins) for patch in _shipped(_records(found), found)]
+    patches = called(names, _shipped(_records(found), found))
+    return [compare(patch, sources.find(patch.module), pins) for patch in patches]
 
 
 def pin(argv: list[str]) -> int:
@@ -96,6 +108,7 @@ def ledger(argv: list[str]) -> int:
         UsageError: there is no Megatron, no patch is recorded for it, or no module of a given name.
     """
     parser = _parser("ledger", ledger, "0: no patch failed; 1: one did; 2: bad usage")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=_NAME)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON object")
     form.add_argument("--markdown", action="store_true", help="print a Markdown table")
@@ -105,9 +118,10 @@ def ledger(argv: list[str]) -> int:
     found = _find(options)
     if options.megatron:  # the user has said which one is meant, should there be another on the path
         os.environ[settings.MEGATRON_PATH.name] = str(found.root)
-    book = Ledger() if options.static else _live_ledger(found, options.modules)
-    if options.static:
-        book.keep(_records(found))
+    patches = called(options.names, _records(found))
+    named = [*dict.fromkeys(patch.module for patch in patches)] if options.names else None
+    book = Ledger() if options.static else _live_ledger(found, options.modules, named)
+    book.keep(patches)
     text = book.markdown() if options.markdown else book.text(pending=options.static)
     print(book.json() if options.json else text)
     return int(book.count("failed") > 0)
@@ -181,14 +195,14 @@ def _keep_absent(pinned: PinFile, modules: set[str], directory: Path) -> None:
             pinned.modules[module] = former.modules[module]
 
 
-def _live_ledger(found: Upstream, modules: list[str] | None) -> Ledger:
-    """Import ``modules`` (default: every one that has a patch) with the hook armed."""
+def _live_ledger(found: Upstream, modules: list[str] | None, named: list[str] | None) -> Ledger:
+    """Import ``modules`` with the hook armed; by default ``named``, without those all that have patches."""
     if str(found.root) not in map(os.path.realpath, sys.path):
         sys.path.insert(0, str(found.root))
     sys.path.append(str(found.root / "tasks"))  # as tasks/main.py finds what it imports
     plugin.install()
     patches = _records(found)
-    for name in modules or dict.fromkeys(patch.module for patch in patches):
+    for name in modules or named or dict.fromkeys(patch.module for patch in patches):
         try:
             importlib.import_module(name)
         except UsageError:
@@ -225,7 +239,12 @@ def _verdicts_as_json(found: Upstream, verdicts: list[Verdict]) -> str:
         "counts": _counts(groups),
         "fails": sum(worst.fails for worst, *_ in groups),
         "targets": [
-            {**asdict(worst), "kind": _kinds([worst, *others]), "fails": worst.fails}
+            {
+                **asdict(worst),
+                "kind": _kinds([worst, *others]),
+                "fails": worst.fails,
+                "ours": _ours([worst, *others]),
+            }
             for worst, *others in groups
         ],
     }
@@ -244,6 +263,10 @@ def _kinds(group: list[Verdict]) -> str:
     return ", ".join(dict.fromkeys(verdict.kind for verdict in group))
 
 
+def _ours(group: list[Verdict]) -> list[str]:
+    return list(dict.fromkeys(verdict.ours for verdict in group))
+
+
 def _verdicts_as_text(found: Upstream, verdicts: list[Verdict]) -> str:
     """Return what is wrong first, then what is changed but fits, then the rest: a line for each target."""
     groups = sorted(by_target(verdicts), key=lambda group: (not group[0].fails, not group[0].drifted))
@@ -252,7 +275,10 @@ def _verdicts_as_text(found: Upstream, verdicts: list[Verdict]) -> str:
         worst = group[0]
         mark = "FAILS" if worst.fails else "warns" if worst.drifted else "ok"
         elsewhere = "" if worst.drifted or worst.pin in ("", found.version) else f" (as in {worst.pin})"
-        lines.append(f"{mark:<5}  {worst.target}{elsewhere}")
+        ours = ", ".join(_ours(group))
+        lines.append(f"{mark:<5}  {worst.target}" + (f"  {ours}{elsewhere}" if mark == "ok" else ""))
+        if mark != "ok":
+            lines += _indented(f"patched in {ours}")
         if worst.status != "same":
             against = f" against {worst.pin}" if worst.pin else ""
             lines += [

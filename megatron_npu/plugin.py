@@ -119,7 +119,7 @@ def _redirect_torch() -> Device:
     _undoing.callback(redirection.device.release)
     redirection.device.prepare()
     _undoing.callback(loader_workers.end)
-    loader_workers.begin()
+    loader_workers.begin()  # on cuda, too: what loads data are processes of the host, wherever the model is
     return redirection.device
 
 

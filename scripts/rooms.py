@@ -194,9 +194,14 @@ ROOMS = (
         "arg_parser errors extension_locks plugin settings stock_tools visible_devices",
     ),
     Room(
+        "patch_names.py",
+        "by which names patches are asked for: of symbols, of files, of a guide",
+        "errors patching",
+    ),
+    Room(
         "patch_commands.py",
         "`megatron-npu check`, `pin`, `ledger`: the patches, their pins and their states",
-        "adaptors arg_parser errors files patching plugin settings upstream",
+        "adaptors arg_parser errors files patch_names patching plugin settings upstream",
     ),
     Room(
         "preprocessing/",

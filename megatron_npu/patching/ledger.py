@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_npu.patching.registry import Patch
 
-_OF_PATCH = ("target", "kind", "origin", "why", "until", "upstream_bug", "devices")
+_OF_PATCH = ("target", "kind", "origin", "ours", "why", "until", "upstream_bug", "devices")
 STATES = ("applied", "drifted", "skipped", "failed", "pending", "off")
 _URGENCY = ("failed", "drifted", "applied", "skipped", "off", "pending")  # the order of the text
 _WIDTH, _INDENT = 100, " " * 18
@@ -22,7 +22,7 @@ class Row:
     """The state of one patch.
 
     Attributes:
-        target, kind, origin, why, until, upstream_bug, devices: as in its ``Patch``.
+        target, kind, origin, ours, why, until, upstream_bug, devices: as in its ``Patch``.
         state: ``pending`` (the module was not imported), ``applied``, ``skipped``, ``drifted`` (applied
             although upstream has changed), ``failed``, or ``off``: for a setting that is not on.
         reason: why it is in that state, or what else is worth knowing; may be empty.
@@ -33,6 +33,7 @@ class Row:
     target: str
     kind: str
     origin: str
+    ours: str
     why: str
     until: str
     upstream_bug: bool
@@ -117,7 +118,12 @@ class Ledger:
         told = [row for row in self.rows if pending or row.state != "pending"]
         for row in sorted(told, key=lambda row: _URGENCY.index(row.state)):
             lines.append(f"{row.state:<8} {row.kind:<8} {row.target}")
-            for remark in (*_remarks(row), row.why, *([f"until {until(row)}"] if row.until else [])):
+            for remark in (
+                row.ours,
+                *_remarks(row),
+                row.why,
+                *([f"until {until(row)}"] if row.until else []),
+            ):
                 lines += _wrapped(remark)
         if not pending:
             lines += self._pending_by_reason()
@@ -151,10 +157,18 @@ class Ledger:
 
     def markdown(self) -> str:
         """Return the ledger as a Markdown table."""
-        lines = ["| target | kind | devices | state | why | until |", "|---|---|---|---|---|---|"]
+        lines = ["| target | kind | devices | state | ours | why | until |", "|---|---|---|---|---|---|---|"]
         for row in self.rows:
             state = "; ".join([row.state, *_remarks(row)])
-            cells = (f"`{row.target}`", row.kind, ", ".join(row.devices), state, row.why, until(row))
+            cells = (
+                f"`{row.target}`",
+                row.kind,
+                ", ".join(row.devices),
+                state,
+                f"`{row.ours}`",
+                row.why,
+                until(row),
+            )
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         return "\n".join(lines)
 

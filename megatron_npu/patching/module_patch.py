@@ -11,7 +11,7 @@ from megatron_npu.patching import repair
 from megatron_npu.patching.attribute_patch import Change, ChangeLog, find_slot, new_value
 from megatron_npu.patching.ledger import Ledger, Row
 from megatron_npu.patching.pins import Pins, Source, Verdict, compare
-from megatron_npu.patching.registry import REPLACEMENTS, NotAsked, Patch
+from megatron_npu.patching.registry import NotAsked, Patch, in_order
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +115,8 @@ class ModulePatch:
 
     # --- drift ---
 
-    def _check(self, patches: list[Patch]) -> dict[str, Verdict]:
-        """Return the verdicts by target and kind; none without pins or without a source file."""
+    def _check(self, patches: list[Patch]) -> dict[tuple[object, ...], Verdict]:
+        """Return the verdicts by the keys of the patches; none without pins or without a source file."""
         source = _source(self.module)
         if self.context.pins is None or source is None:
             return {}
@@ -129,7 +129,7 @@ class ModulePatch:
                     self.ledger.row(patch).settle("failed", f"{verdict.detail} ({verdict.place})")
                 raise DriftError(message, [patch.target for patch, _ in failing])
             logger.warning("%s", message)
-        return {patch.target + patch.kind: verdict for patch, verdict in verdicts}
+        return {patch.key: verdict for patch, verdict in verdicts}
 
     def _fail(self, patches: list[Patch], reason: str, cause: BaseException | None = None) -> None:
         for patch in patches:
@@ -140,11 +140,11 @@ class ModulePatch:
 
     # --- one target ---
 
-    def _apply_target(self, group: list[Patch], verdicts: dict[str, Verdict]) -> None:
+    def _apply_target(self, group: list[Patch], verdicts: dict[tuple[object, ...], Verdict]) -> None:
         """Apply all patches of one target: the replacement, then what calls the original, set at once."""
         qualname = group[0].qualname
         slot = find_slot(self.module, qualname)
-        verdict = verdicts.get(group[0].target + group[0].kind)
+        verdict = verdicts.get(group[0].key)
         if slot is None and verdict is not None and verdict.status != "gone":
             for patch in group:
                 self.ledger.row(patch).settle("skipped", f"defined on a condition, not met ({verdict.place})")
@@ -153,13 +153,13 @@ class ModulePatch:
             return self._fail(group, f"gone from {_file(self.module)}: no such name")
         value = slot.current
         try:
-            for patch in sorted(group, key=lambda patch: patch.kind not in REPLACEMENTS):
+            for patch in in_order(group):
                 value = new_value(patch, value)
             self._make(Change(self.module, qualname, slot.owner, slot.name, slot.own, value))
         except Exception as error:
             return self._fail(group, f"cannot be patched: {error!r}", error)
         for patch in group:
-            self._settle(self.ledger.row(patch), verdicts.get(patch.target + patch.kind))
+            self._settle(self.ledger.row(patch), verdicts.get(patch.key))
 
     def _make(self, change: Change) -> None:
         self.log.make(change)

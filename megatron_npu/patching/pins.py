@@ -13,11 +13,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_npu.patching.own_parameters import conflict, use_of
 from megatron_npu.patching.registry import REPLACEMENTS, Patch
 
 FORMAT = 1
@@ -365,6 +366,8 @@ class Verdict:
         line: where the target is bound now; 0 if it is not.
         detail: what changed, in words.
         pin: the version whose pin it equals or, if it equals none, was judged by; empty without a pin.
+        fits: the signature has changed, but nothing that our function takes of it.
+        ours: ``file:line`` of the patch.
     """
 
     status: str
@@ -374,6 +377,8 @@ class Verdict:
     line: int = 0
     detail: str = ""
     pin: str = ""
+    fits: bool = False
+    ours: str = ""
 
     @property
     def drifted(self) -> bool:
@@ -382,8 +387,12 @@ class Verdict:
 
     @property
     def fails(self) -> bool:
-        """Whether the patch must not be applied; one that calls the original survives a changed body."""
-        return self.drifted and not (self.status == "body_changed" and self.kind not in REPLACEMENTS)
+        """Whether the patch must not be applied.
+
+        One that calls the original survives a changed body, ``around`` also a signature that ``fits``.
+        """
+        survives = self.fits or (self.status == "body_changed" and self.kind not in REPLACEMENTS)
+        return self.drifted and not survives
 
     @property
     def place(self) -> str:
@@ -393,6 +402,10 @@ class Verdict:
 
 def compare(patch: Patch, source: Source | None, pins: Pins) -> Verdict:
     """Compare the target of ``patch`` in ``source`` (None: no such file) with the pins of its upstream."""
+    return replace(_compare(patch, source, pins), ours=patch.ours)
+
+
+def _compare(patch: Patch, source: Source | None, pins: Pins) -> Verdict:
     if source is None:
         return Verdict("gone", patch.target, patch.kind, patch.module, 0, "the module has no source file")
     file = str(source.path)
@@ -405,22 +418,34 @@ def compare(patch: Patch, source: Source | None, pins: Pins) -> Verdict:
         return Verdict("gone", patch.target, patch.kind, file, error.lineno or 0, f"unreadable: {error.msg}")
     if not nodes:
         return Verdict("gone", patch.target, patch.kind, file, 0, "nothing in the file defines it")
-    status, detail, pin = _judge(Pin.of(nodes), pins.of(patch.target))
-    return Verdict(status, patch.target, patch.kind, file, nodes[0].lineno, detail, pin)
+    status, detail, pin, fits = _judge(patch, Pin.of(nodes), pins.of(patch.target))
+    return Verdict(status, patch.target, patch.kind, file, nodes[0].lineno, detail, pin, fits)
 
 
-def _judge(found: Pin, known: dict[str, Pin]) -> tuple[str, str, str]:
-    """Return status, detail and the version whose pin decided."""
+def _judge(patch: Patch, found: Pin, known: dict[str, Pin]) -> tuple[str, str, str, bool]:
+    """Return status, detail, the version whose pin decided, and whether a changed signature fits."""
     if not known:
-        return "no_pin", "no pin", ""
+        return "no_pin", "no pin", "", False
     for version, pin in known.items():
         if pin.fingerprint == found.fingerprint:
-            return "same", "", version
+            return "same", "", version, False
     for version, pin in known.items():
         if pin.signature == found.signature:
-            return "body_changed", "body changed, same signature", version
-    version, pin = next(iter(known.items()))
-    return "signature_changed", f"signature changed from {pin.signature!r} to {found.signature!r}", version
+            return "body_changed", "body changed, same signature", version, False
+    version, pin, reason = _nearest(patch, found.signature, known)
+    detail = f"signature changed from {pin.signature!r} to {found.signature!r}"
+    if patch.kind != "around":
+        return "signature_changed", detail, version, False
+    told = f"{reason}: {detail}" if reason else f"nothing that our function takes: {detail}"
+    return "signature_changed", told, version, reason is None
+
+
+def _nearest(patch: Patch, signature: str, known: dict[str, Pin]) -> tuple[str, Pin, str | None]:
+    """Return the first pin with all that the patch takes, and None; else the first, and what conflicts."""
+    use = use_of(patch.make) if patch.kind == "around" else None
+    reasons = {version: conflict(use, pin.signature, signature) for version, pin in known.items()}
+    version = next((version for version, reason in reasons.items() if reason is None), next(iter(known)))
+    return version, known[version], reasons[version]
 
 
 def by_target(verdicts: Iterable[Verdict]) -> list[list[Verdict]]:

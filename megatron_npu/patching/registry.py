@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
+from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 ALL_DEVICES: tuple[str, ...] = ("npu", "cuda", "cpu")
 REPLACEMENTS = {"replace", "constant"}  # the kinds of which a target can have but one
+_CALLERS = {"around", "wrap"}  # those that lie around what was there
 
 Make = TypeVar("Make")
 
@@ -29,7 +32,10 @@ class NotAsked(str):
 
 
 class PatchConflict(Exception):  # noqa: N818 - the name says what happened
-    """Two replacements of one target could be in force at the same time."""
+    """Two patches of one target could be in force at the same time, and cannot be or say not in which order.
+
+    Two replacements cannot; of two that call the original, from two files, one must lie inside the other.
+    """
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class Patch:
         upstream_bug: it cures a fault of upstream on any device.
         early: it must be in place before importers run (a decorator, say), so applying it late fails.
         condition: asked when the module is patched; a returned text is the reason to skip.
+        order: among those that call the original: the higher, the further out.
         where: ``file:line`` of the record.
         nth: how many records before it were made at the same place with the same words: a loop may make
             several.
@@ -69,6 +76,7 @@ class Patch:
     upstream_bug: bool = False
     early: bool = False
     condition: Callable[[], str | None] | None = None
+    order: int = 0
     where: str = ""
     nth: int = 0
     run: Any = field(default=None, compare=False, repr=False)
@@ -82,6 +90,17 @@ class Patch:
     def qualname(self) -> str:
         """The dotted name of the target inside its module."""
         return self.target.partition(":")[2]
+
+    @property
+    def file(self) -> str:
+        """The file of the record."""
+        return self.where.rpartition(":")[0]
+
+    @property
+    def ours(self) -> str:
+        """``file:line`` of the record, as it is told: the file's path begins with its top-level package."""
+        file, colon, line = self.where.rpartition(":")
+        return f"{_from_package(file)}{colon}{line}"
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -100,6 +119,16 @@ class Patch:
         if device not in self.devices:
             return f"for {'/'.join(self.devices)}, not {device}"
         return "upstream's own works here" if self.kind == "watch" else reason
+
+
+@cache
+def _from_package(file: str) -> str:
+    """Return the path of a module's file from its top-level package on."""
+    path = Path(file)
+    top = path
+    while (top.parent / "__init__.py").is_file():
+        top = top.parent
+    return path.relative_to(top.parent).as_posix()
 
 
 def admits(versions: str, version: str) -> bool:
@@ -158,6 +187,8 @@ class Options(_Why, total=False):
         versions: PEP 440 specifier of upstream versions, such as ``">=0.13,<0.15"`` (default: all).
         early: importers use the target while they are imported (a decorator, say): applied late, it fails.
         condition: called with no argument when the module is patched; a returned text is the reason to skip.
+        order: of what calls the original, where another file patches the target too: the higher, the further
+            out (default: 0). Those of one file lie as they stand there, the last outermost.
         upstream: the upstream it is for (default: that of the registry or recorder; empty means any).
     """
 
@@ -167,6 +198,7 @@ class Options(_Why, total=False):
     versions: str
     early: bool
     condition: Callable[[], str | None] | None
+    order: int
     upstream: str
 
 
@@ -219,8 +251,9 @@ class _Decorators:
                 return original(self, x.float()).type_as(x)
 
         The original of a static or class method is its function (so a class method passes ``cls`` on), that
-        of a property its getter. Several of one target stack in order of registration, the last outermost,
-        on top of a replacement. A class takes ``wrap`` instead.
+        of a property its getter. Several of one target stack on top of a replacement: those of one file in
+        their order there, the last outermost; those of several files by ``order``, the highest outermost. A
+        class takes ``wrap`` instead.
 
         Args:
             target: ``package.module:Qual.name``; a method is ``Class.method``.
@@ -230,6 +263,7 @@ class _Decorators:
             A decorator that returns what it is given.
 
         Raises:
+            PatchConflict: another file's patch of ``target`` has the same ``order``.
             ValueError: ``target`` or an option is malformed, or ``why`` is empty.
         """
         return self._decorator("around", target, options, sys._getframe(1))
@@ -254,6 +288,7 @@ class _Decorators:
             A decorator that returns what it is given.
 
         Raises:
+            PatchConflict: another file's patch of ``target`` has the same ``order``.
             ValueError: ``target`` or an option is malformed, or ``why`` is empty.
         """
         return self._decorator("wrap", target, options, sys._getframe(1))
@@ -338,7 +373,8 @@ class Registry(_Decorators):
         """Record ``patch``. The same record again (its adaptor was imported again) takes its own place.
 
         Raises:
-            PatchConflict: another replacement of the target could be in force at the same time.
+            PatchConflict: another patch of the target could be in force at the same time, and the two do not
+                go together.
             ValueError: the record is malformed.
         """
         _validate(patch)
@@ -368,6 +404,11 @@ class Registry(_Decorators):
         self.patches = [patch for patch in self.patches if wanted(patch)]
 
 
+def in_order(patches: Iterable[Patch]) -> list[Patch]:
+    """Return the patches of one target from the inside out: a replacement, then what calls the original."""
+    return sorted(patches, key=lambda patch: (patch.kind not in REPLACEMENTS, patch.order))
+
+
 def _likeness(patch: Patch) -> tuple[object, ...]:
     """Return what a record and the same made again have in common: place, words, the name of ``make``."""
     made = patch.make if patch.kind != "constant" else None
@@ -385,6 +426,8 @@ def _validate(patch: Patch) -> None:
         raise ValueError(f"{patch.origin}: devices {patch.devices} are not a choice of {ALL_DEVICES}")
     if not patch.why.strip():
         raise ValueError(f"{patch.origin}: the patch of {patch.target} says no reason (why)")
+    if patch.order and patch.kind not in _CALLERS:
+        raise ValueError(f"{patch.origin}: {patch.kind} of {patch.target} has no order: it calls no original")
     if patch.upstream_bug and not patch.until.strip():
         raise ValueError(f"{patch.origin}: {patch.target} cures an upstream bug: until when (until)?")
     if patch.versions:
@@ -394,15 +437,26 @@ def _validate(patch: Patch) -> None:
 
 
 def _refuse_conflict(first: Patch, second: Patch) -> None:
-    if not {first.kind, second.kind} <= REPLACEMENTS or not set(first.devices) & set(second.devices):
+    """Refuse two replacements of one target, and two files' patches that call the original in no order."""
+    if not _meet(first, second):
         return
-    if first.upstream and second.upstream and first.upstream != second.upstream:
-        return
-    if versions_overlap(first.versions, second.versions):
+    both = f"{first.origin} ({first.where}) and by {second.origin} ({second.where})"
+    if {first.kind, second.kind} <= REPLACEMENTS:
+        raise PatchConflict(f"{first.target} is replaced twice: by {both}")
+    if {first.kind, second.kind} <= _CALLERS and first.order == second.order and first.file != second.file:
         raise PatchConflict(
-            f"{first.target} is replaced twice: by {first.origin} ({first.where}) "
-            f"and by {second.origin} ({second.where})"
+            f"{first.target} is patched from two files: by {both}. Say which lies inside: give the outer one "
+            f"order={first.order + 1}"
         )
+
+
+def _meet(first: Patch, second: Patch) -> bool:
+    """Return whether two patches of one target could be in force at the same time."""
+    if not set(first.devices) & set(second.devices):
+        return False
+    if first.upstream and second.upstream and first.upstream != second.upstream:
+        return False
+    return versions_overlap(first.versions, second.versions)
 
 
 registry = Registry()

@@ -158,6 +158,7 @@ around(
     "megatron.training.arguments:add_megatron_arguments",
     versions="<0.16",
     why=f"{FLAG} and --offload-modules, which upstream has since 0.16",
+    order=-1,  # in the help, before the flags of arguments.py
 )(declaring(memory_flags.add_activation_offloading))
 
 
@@ -165,6 +166,7 @@ around(
     "megatron.training.arguments:validate_args",
     versions="<0.16",
     why=f"{FLAG} is for a device whose memory is not the host's, and modules that are not recomputed",
+    order=-1,
 )
 def check_flags(original: Callable[..., Namespace], args: Namespace, *rest: Any, **kwargs: Any) -> Namespace:
     """Refuse what cannot be, once upstream has worked out what is recomputed."""

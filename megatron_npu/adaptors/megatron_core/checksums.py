@@ -30,7 +30,8 @@ _FINISHING: ContextVar[tuple[Callable[[], None], Callable[[], None]] | None] = C
     "how the save that begins is finished", default=None
 )
 
-around("megatron.training.arguments:add_megatron_arguments", why=of_scripts.WHY_FLAGS)(of_scripts.add_flags)
+_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
+around(_ARGUMENTS, why=of_scripts.WHY_FLAGS, order=1)(of_scripts.add_flags)
 
 
 @around("megatron.training.checkpointing:save_checkpoint", why=of_scripts.WHY)

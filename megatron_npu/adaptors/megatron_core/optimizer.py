@@ -21,6 +21,7 @@ from megatron_npu.adaptors.megatron_core.decorators import (
     replace,
 )
 from megatron_npu.adaptors.shared import optimizer
+from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
 from megatron_npu.ops import dispatch, multi_tensor
 from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.ops.sgd import FusedSGD
@@ -109,7 +110,8 @@ _multi_tensor(f"{_OPTIMIZER}.clip_grads:l2_norm_impl", multi_tensor.multi_tensor
 
 replace(
     f"{_OPTIMIZER}.optimizer:_multi_tensor_copy_this_to_that",
-    why="upstream copies tensor by tensor, bf16 always: a launch for each parameter of the model",
+    why="upstream copies tensor by tensor, bf16 always: a launch for each parameter of the model"
+    + LAUNCHES_COUNTED,
 )(multi_tensor.copy_all)
 
 # Without TransformerEngine nothing in these loops is fp8.

@@ -120,6 +120,7 @@ def require_worker(
     f"{_CALLER}.schedule_async_call",
     why="it waits for ever for a dead worker to copy the tensors (where no patch copies them before); and a "
     "training that ends with an error waits for ever for its worker (up to 0.16)",
+    order=1,  # what copies the tensors lies inside
 )
 def hand_over_to_living(original: Callable[..., None], self: Any, async_req: Any) -> None:
     """Wait for the worker as long as it lives, and let it live no longer than this process.

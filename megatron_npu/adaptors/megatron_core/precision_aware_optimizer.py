@@ -85,6 +85,7 @@ def name_a_recipe(original: Callable[[Any], None], self: Any) -> None:
     "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
     why="without TransformerEngine 2.1 upstream does not ask for remainders in place of fp32 main weights "
     "(store_param_remainders, on by default), which our Adam keeps; its checkpoints hold fp32 all the same",
+    order=1,
 )
 def ask_for_remainders(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
     """Ask for them when it is built; no state exists yet."""

@@ -39,6 +39,7 @@ def _kind(kind: type[Exception]) -> type[UsageError]:
 @around(
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     why="options that upstream refuses end a script in a traceback of some twenty lines, with exit code 1",
+    order=0,  # innermost of several: only what upstream itself refuses ends here
 )
 def configure(original: Callable[[Any], None], self: Any) -> None:
     """Let upstream's checks end in one line."""

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import around, watch
+from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.sparse_attention import beyond_npu, sparse_latent_attention
 
@@ -39,7 +40,7 @@ def note_plain_causal(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     devices=("npu",),
     versions=">=0.19",
     why="npu_sparse_flash_attention reads the chosen keys alone; upstream computes all scores of all heads "
-    "in fp32 and masks them",
+    "in fp32 and masks them" + LAUNCHES_COUNTED,
 )
 def attend_to_chosen_keys(
     original: Callable[..., Tensor],

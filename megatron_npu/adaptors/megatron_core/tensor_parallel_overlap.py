@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import around, replace, transformer_engine_present
+from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
 from megatron_npu.errors import UsageError
 from megatron_npu.ops import dispatch, parallel_linear
 from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
@@ -23,7 +24,7 @@ _overlapped = partial(
     around,
     devices=("npu",),
     why="--tp-comm-overlap: upstream's own layers wait for their collective; torch_npu has it and the "
-    "product in one operation",
+    "product in one operation" + LAUNCHES_COUNTED,
 )
 
 
@@ -112,6 +113,7 @@ def _weight_gradient(layer: Any, weight: Any) -> parallel_linear.WeightGradient:
     devices=("npu",),
     condition=transformer_engine_present,
     why="--tp-comm-overlap with ranks or dtypes that no product takes would overlap nothing",
+    order=1,
 )
 def configure_overlap(original: Callable[[Any], None], self: Any) -> None:
     """Refuse what no layer could overlap."""

@@ -28,7 +28,7 @@ _fused = partial(
 )
 
 
-@_fused("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__")
+@_fused("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", order=3)
 def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> None:
     """Note it and let upstream take the way without.
 

@@ -29,7 +29,7 @@ Add = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 _in_layers = partial(around, devices=("npu",), why=residual_norms.WHY)
 
 
-@_in_layers("megatron.core.transformer.transformer_block:TransformerBlock._build_layers")
+@_in_layers("megatron.core.transformer.transformer_block:TransformerBlock._build_layers", order=1)
 def of_a_block(original: Callable[[Any], None], self: Any) -> None:
     """Let a block's layers add biases in products, and sums with norms, the next layer's for the last."""
     original(self)

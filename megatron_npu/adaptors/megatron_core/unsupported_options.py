@@ -191,6 +191,7 @@ def take_local_implementation(args: argparse.Namespace) -> None:
     condition=transformer_engine_present,
     why="without TransformerEngine fp8 is silently another precision; overlapped communication, its "
     "cross-entropy and the fusions of experts end in an assertion, a NameError or an ImportError",
+    order=2,
 )
 def configure_without_transformer_engine(original: Callable[[Any], None], self: Any) -> None:
     """Check the options first."""
@@ -202,6 +203,7 @@ def configure_without_transformer_engine(original: Callable[[Any], None], self: 
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     devices=WITHOUT_CUDA,
     why="CUDA graphs are captured from CUDA streams: the first step ends in an assertion",
+    order=2,
 )
 def configure_without_cuda_graphs(original: Callable[[Any], None], self: Any) -> None:
     """Switch the graphs off first."""

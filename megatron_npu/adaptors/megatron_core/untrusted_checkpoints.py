@@ -132,6 +132,7 @@ def load_objects_as_data(original: Callable[..., Any], self: Any, *args: Any, **
 @around(
     "megatron.core.dist_checkpointing.serialization:load",
     why="a value that torch's reader has refused comes as an exception of all ranks, with their tracebacks",
+    order=1,
 )
 def load_or_refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Say in one line what was refused."""
@@ -145,6 +146,7 @@ def load_or_refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     "that cannot be read ends the process with exit code 0",
     upstream_bug=True,
     until=NOT_FIXED,
+    order=1,
 )
 def load_data_only(
     original: Callable[..., Any], load_dir: str, args: argparse.Namespace, *rest: Any, **kwargs: Any

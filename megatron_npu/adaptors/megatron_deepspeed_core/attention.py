@@ -12,6 +12,7 @@ from megatron_npu.adaptors.megatron_deepspeed_core.decorators import around, bac
 from megatron_npu.adaptors.megatron_deepspeed_core.rotary import side_by_side
 from megatron_npu.adaptors.shared import core_attention
 from megatron_npu.adaptors.shared.arguments import connect_attention_flags
+from megatron_npu.adaptors.shared.decorators import MEMORY_COUNTED
 
 connect_attention_flags(records)
 core_attention.connect(records)
@@ -20,7 +21,8 @@ around(
     "megatron.model.transformer:ParallelAttention._checkpointed_attention_forward",
     devices=("npu",),
     why="--recompute-activations saves the values as a part of the product that queries, keys and values "
-    "came from, and so the whole of it; copied where the memory is larger than what is used of it",
+    "came from, and so the whole of it; copied where the memory is larger than what is used of it"
+    + MEMORY_COUNTED,
 )(core_attention.recomputed)
 
 _FLASH = ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_triton", "use_flash_attn_builder")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_deepspeed_core.decorators import UNTIL, backport, constant, replace
-from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
+from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED, WITHOUT_CUDA
 from megatron_npu.adaptors.shared.deepspeed import zero_stage
 from megatron_npu.ops import multi_tensor
 from megatron_npu.ops.adam import FusedAdam
@@ -49,7 +49,8 @@ constant(
 
 replace(
     "megatron.optimizer.optimizer:_multi_tensor_copy_this_to_that",
-    why="upstream copies bf16, and everything without CUDA, tensor by tensor: a launch for each parameter",
+    why="upstream copies bf16, and everything without CUDA, tensor by tensor: a launch for each parameter"
+    + LAUNCHES_COUNTED,
 )(multi_tensor.copy_all)
 
 

@@ -22,6 +22,7 @@ _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
     "megatron.training:get_model",
     why="with ZeRO 3 DeepSpeed makes every tensor of the model on the device, in the dtype of the weights: "
     "--use-cpu-initialization would draw other weights there than without ZeRO 3, on each device others",
+    order=1,
 )
 def draw_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build the model with the numbers that a model on the host is drawn."""

@@ -23,6 +23,7 @@ _TWICE = "--local_rank"  # of the tree, and of the tool
     "ArgumentError",
     upstream_bug=True,
     until=UNTIL,
+    order=1,
 )
 def with_flag_of_the_tool(
     original: Callable[..., argparse.Namespace], extra_args_provider: Any = None, *args: Any, **kwargs: Any

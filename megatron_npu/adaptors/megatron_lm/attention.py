@@ -78,6 +78,7 @@ def initialise_fused(original: Callable[..., None], self: Any, *positional: Any,
     "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
     why="it takes a view of the gradient, which fused attention leaves in its own order of dimensions (the "
     "query of cross-attention)",
+    order=1,  # what keeps weights lies inside
 )
 def with_contiguous_gradient(original: Callable[..., Any], ctx: Any, grad_output: Tensor) -> Any:
     """Bring the gradient into the order of the output first."""

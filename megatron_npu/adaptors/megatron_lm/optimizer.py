@@ -10,11 +10,12 @@ import torch
 
 from megatron_npu.adaptors.megatron_lm.decorators import around, replace
 from megatron_npu.adaptors.shared import optimizer
+from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
 from megatron_npu.ops import multi_tensor
 
 replace(
     "megatron.optimizer.optimizer:_multi_tensor_copy_this_to_that",
-    why="upstream copies bf16 tensor by tensor: a launch for each parameter of the model",
+    why="upstream copies bf16 tensor by tensor: a launch for each parameter of the model" + LAUNCHES_COUNTED,
 )(multi_tensor.copy_all)
 
 for _target in (

@@ -16,7 +16,7 @@ _NORMS = "megatron_npu_norms"  # of a layer: those that read its sums, in the or
 biased_product.connect(records, fusions.no_bias)  # upstream expands what it is handed as a bias
 
 
-@around(f"{_TRANSFORMER}:ParallelTransformer.__init__", devices=("npu",), why=residual_norms.WHY)
+@around(f"{_TRANSFORMER}:ParallelTransformer.__init__", devices=("npu",), why=residual_norms.WHY, order=1)
 def tell_layers_their_norms(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Note for each layer which norms will read its sums, the next layer's or the final one for the last."""
     original(self, *args, **kwargs)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
+from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
 from megatron_npu.patching.registry import Recorder
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _PRODUCT = "linear_with_grad_accumulation_and_async_allreduce"
-_WHY = "on an NPU a product adds a bias in the same launch; upstream takes another one for it"
+_WHY = (
+    "on an NPU a product adds a bias in the same launch; upstream takes another one for it" + LAUNCHES_COUNTED
+)
 
 _IN_BLOCK = "megatron_npu_adds_bias"  # of a linear layer that a block's own sums call
 
@@ -55,13 +59,13 @@ def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> N
         recorder: of the upstream.
         nothing: given a bias that has been added, returns what stands for it in the layer's result.
     """
-    around = recorder.around
     function = "LinearWithGradAccumulationAndAsyncCommunication"
-    around(f"{_LAYERS}:{function}.forward", devices=("npu",), why=_WHY)(add_in_product)
-    around(f"{_LAYERS}:{_PRODUCT}", devices=("npu",), why=_WHY)(with_waiting_bias)
+    outermost = partial(recorder.around, devices=("npu",), why=_WHY, order=2)
+    outermost(f"{_LAYERS}:{function}.forward")(add_in_product)
+    outermost(f"{_LAYERS}:{_PRODUCT}")(with_waiting_bias)
     for kind in ("Column", "Row"):
 
-        @around(f"{_LAYERS}:{kind}ParallelLinear.forward", devices=("npu",), why=_WHY)
+        @outermost(f"{_LAYERS}:{kind}ParallelLinear.forward")
         def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
             """``[s, b, i]`` to ``[s, b, o]`` with its bias, where upstream would leave that to the caller."""
             if not _may_add(self):

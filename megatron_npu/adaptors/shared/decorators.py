@@ -8,6 +8,10 @@ from megatron_npu.patching.registry import NotAsked, Patch, Recorder, registry
 
 WITHOUT_CUDA = ("npu", "cpu")
 
+# The end of a ``why`` whose gain nobody has measured on an NPU.
+LAUNCHES_COUNTED = "; launches counted on the simulated NPU, no time measured on one"
+MEMORY_COUNTED = "; memory counted on the simulated NPU, not measured on one"
+
 
 def recorder(upstream: str) -> Recorder:
     """Return the decorators of ``patching`` with ``upstream`` filled in."""

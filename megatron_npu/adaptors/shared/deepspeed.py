@@ -175,6 +175,7 @@ def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], 
         "megatron.arguments:parse_args",
         why="what DeepSpeed or this tree does not do with these flags is an assertion of every rank, after "
         "the model is built",
+        order=2,  # what this tree is cured of lies inside
     )
     def parse_and_refuse(original: Callable[..., argparse.Namespace], *args: Any, **kwargs: Any) -> Any:
         """Parse; refuse what would fail later."""

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
 from megatron_npu.ops.multi_tensor import group_by_dtypes
 
 WHY = (
     "it adds the gradient of every bias and norm to the buffer in a launch, eight a layer, and the words' "
-    "table whole, mostly zeros"
+    "table whole, mostly zeros" + LAUNCHES_COUNTED
 )
 
 _MAY_WAIT, _TAKES_ROWS = "megatron_npu_may_wait", "megatron_npu_takes_rows"

@@ -24,7 +24,7 @@ _MATMUL = (torch.matmul, Tensor.matmul)
 def connect(recorder: Recorder) -> None:
     """Record it for an upstream."""
     for half in ("forward", "backward"):
-        recorder.around(f"{_FUNCTION}.{half}", devices=("cpu",), why=_WHY)(multiplying)
+        recorder.around(f"{_FUNCTION}.{half}", devices=("cpu",), why=_WHY, order=2)(multiplying)
 
 
 def multiplying(original: Callable[..., Any], ctx: Any, input: Tensor, *args: Any) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
 from megatron_npu.ops.multi_tensor import CopiesTogether
 
-WHY = "upstream copies or casts in a launch for each parameter"
+WHY = "upstream copies or casts in a launch for each parameter" + LAUNCHES_COUNTED
 
 
 def copy_together(original: Callable[[Any], None], self: Any) -> None:

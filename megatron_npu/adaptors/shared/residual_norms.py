@@ -15,11 +15,14 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.shared import gradients
+from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
 from megatron_npu.ops import residual_norm
 from megatron_npu.ops.activation_offload import saving
 from megatron_npu.ops.dropout import dropout
 
-WHY = "on an NPU one operation adds the residual and normalises the sum; upstream takes two"
+WHY = (
+    "on an NPU one operation adds the residual and normalises the sum; upstream takes two" + LAUNCHES_COUNTED
+)
 
 
 def vectors_of(norm: Any) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_npu.patching.module_patch import DriftError, PatchError
-from megatron_npu.patching.pins import Pins, SourceTree
+from megatron_npu.patching.pins import Pins, SourceTree, compare
 from tests.unit.patching.conftest import MODEL, UpstreamTree
 
 GELU = "stockpkg.model:gelu"
@@ -165,3 +165,55 @@ def test_a_patch_error_names_its_origin(upstream: UpstreamTree) -> None:
     upstream.engine()
     with pytest.raises(PatchError, match=r"Core\.method.*broken.*KeyError"):
         upstream.load("model")
+
+
+def test_an_around_is_judged_by_what_it_takes(
+    upstream: UpstreamTree, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each for itself, where two of one target take different things."""
+
+    def hands_on(original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return "around", original(x, *args, **kwargs)
+
+    def takes_no_more(original: Any, x: Any, bias: Any = 1) -> Any:
+        return original(x, bias)
+
+    upstream.registry.around(GELU, why="w", order=1)(hands_on)
+    pinned, _ = SourceTree(upstream.root).pin(upstream.registry.patches, "upstream", "0.9")
+    edit(upstream, "def gelu(x, bias=1):", "def gelu(x, bias=1, *, exact=False):")
+    pins = Pins("upstream", [pinned])
+    source = SourceTree(upstream.root).find("stockpkg.model")
+    verdict = compare(upstream.registry.patches[0], source, pins)
+    assert (verdict.status, verdict.fits, verdict.fails) == ("signature_changed", True, False)
+    assert verdict.detail.startswith(
+        "nothing that our function takes: signature changed from 'def gelu(x, bia"
+    )
+    engine = upstream.engine(pins=pins)
+    gelu = upstream.load("user").gelu
+    assert gelu(1, exact=True) == ("around", 2)
+    assert engine.ledger.rows[0].state == "applied"
+    assert "nothing that our function takes" in engine.ledger.rows[0].reason
+    assert len(caplog.records) == 1
+    engine.undo()
+    upstream.registry.around(GELU, why="v", order=2)(takes_no_more)
+    verdicts = [compare(patch, source, pins) for patch in upstream.registry.patches]
+    assert [verdict.fails for verdict in verdicts] == [False, True]
+    assert "exact is new, and our function does not take it" in verdicts[1].detail
+
+
+def test_two_of_one_target_have_each_its_own_reason(upstream: UpstreamTree) -> None:
+    """Where drift is let pass, what fits is applied and what does not has drifted."""
+
+    def hands_on(original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(x, *args, **kwargs)
+
+    def takes_no_more(original: Any, x: Any, bias: Any = 1) -> Any:
+        return original(x, bias)
+
+    upstream.registry.around(GELU, why="w", order=1)(hands_on)
+    upstream.registry.around(GELU, why="v", order=2)(takes_no_more)
+    pinned, _ = SourceTree(upstream.root).pin(upstream.registry.patches, "upstream", "0.9")
+    edit(upstream, "def gelu(x, bias=1):", "def gelu(x, bias=1, *, exact=False):")
+    engine = upstream.engine(pins=Pins("upstream", [pinned]), drift="warn")
+    assert upstream.load("user").gelu(1) == 2
+    assert [row.state for row in engine.ledger.rows] == ["applied", "drifted"]

@@ -66,6 +66,8 @@ def test_what_failed_comes_first_and_what_is_pending_is_counted() -> None:
     registry, ledger = Registry(), Ledger()
     for name in ("a", "b", "c", "d", "e"):
         registry.constant(f"m:{name}", 1, why="w")
+    (ours,) = {patch.ours for patch in registry.patches}
+    assert ours.startswith("tests/unit/patching/test_ledger.py:")
     rows = [ledger.row(patch) for patch in registry.patches]
     rows[1].settle("applied")
     rows[2].settle("failed", "the signature changed (m.py:3)")
@@ -73,9 +75,11 @@ def test_what_failed_comes_first_and_what_is_pending_is_counted() -> None:
         row.reason = "not imported: m:c has drifted"
     assert ledger.text().splitlines() == [
         "failed   constant m:c",
+        f"{'':18}{ours}",
         f"{'':18}the signature changed (m.py:3)",
         f"{'':18}w",
         "applied  constant m:b",
+        f"{'':18}{ours}",
         f"{'':18}w",
         "pending  2 patches",
         f"{'':18}not imported: m:c has drifted",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_npu.patching.ledger import Ledger
-from megatron_npu.patching.registry import Patch, PatchConflict, Registry, admits, versions_overlap
+from megatron_npu.patching.registry import Patch, PatchConflict, Registry, admits, in_order, versions_overlap
 
 
 def first(x: int) -> int:
@@ -74,6 +75,76 @@ def test_wraps_never_conflict() -> None:
     registry.wrap("a.b:f", why="w")(first)
     registry.wrap("a.b:f", why="w")(second)
     assert [patch.kind for patch in registry.for_module("a.b")] == ["replace", "wrap", "wrap"]
+
+
+def in_file(registry: Registry, file: str, **options: object) -> None:
+    """Record an ``around`` in a file of that name."""
+    source = "def record(registry, options):\n    registry.around('a.b:f', why='w', **options)(len)\n"
+    space: dict = {"__name__": file}
+    exec(compile(source, f"/adaptors/{file}.py", "exec"), space)  # a literal of this test
+    space["record"](registry, options)
+
+
+def files(registry: Registry) -> list[str]:
+    return [Path(patch.file).stem for patch in in_order(registry.patches)]
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations(["one", "two", "three"])), ids="-".join)
+def test_the_order_that_is_declared_does_not_depend_on_that_of_the_imports(names: tuple[str, ...]) -> None:
+    registry, orders = Registry(), {"one": 3, "two": -1, "three": 0}
+    for name in names:
+        in_file(registry, name, order=orders[name])
+    registry.replace("a.b:f", why="w")(first)
+    assert files(registry) == ["test_registry", "two", "three", "one"]
+
+
+def test_two_files_without_an_order_are_refused_and_told_what_to_write() -> None:
+    registry = Registry()
+    in_file(registry, "one", order=2)
+    with pytest.raises(PatchConflict) as refused:
+        in_file(registry, "two", order=2)
+    told = str(refused.value)
+    for part in ("a.b:f is patched from two files", "/adaptors/one.py:2", "/adaptors/two.py:2", "order=3"):
+        assert part in told
+    assert len(registry.patches) == 1
+
+
+def test_those_of_one_file_lie_as_they_stand_there() -> None:
+    registry = Registry()
+    for number in range(3):
+        registry.around("a.b:f", why=str(number))(first)
+    registry.wrap("a.b:f", why="3", order=-1)(second)
+    registry.wrap("a.b:f", why="4")(second)
+    assert [patch.why for patch in in_order(registry.patches)] == ["3", "0", "1", "2", "4"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"devices": ("npu",)}, {"devices": ("cpu", "cuda")}),
+        ({"upstream": "x"}, {"upstream": "y"}),
+        ({"versions": "<0.15"}, {"versions": ">=0.15"}),
+    ],
+)
+def test_files_that_never_meet_need_no_order(one: dict, other: dict) -> None:
+    registry = Registry()
+    in_file(registry, "one", **one)
+    in_file(registry, "two", **other)
+    assert len(registry.patches) == 2
+
+
+def test_an_adaptor_that_is_imported_again_conflicts_with_itself_as_little() -> None:
+    registry = Registry()
+    in_file(registry, "one", order=1)
+    in_file(registry, "two")
+    in_file(registry, "one", order=1)
+    assert files(registry) == ["two", "one"]
+
+
+@pytest.mark.parametrize("kind", ["replace", "constant", "watch"])
+def test_what_calls_no_original_has_no_order(kind: str) -> None:
+    with pytest.raises(ValueError, match="has no order: it calls no original"):
+        Registry().add(make_patch(kind=kind, order=1))
 
 
 def test_the_same_record_again_takes_its_own_place() -> None:

@@ -18,6 +18,7 @@ from megatron_npu.adaptors.megatron_core.attention.layer_options import layer_op
 from megatron_npu.adaptors.megatron_core.decorators import around
 from megatron_npu.adaptors.shared import core_attention
 from megatron_npu.adaptors.shared.core_attention import dropout_generator
+from megatron_npu.adaptors.shared.decorators import MEMORY_COUNTED
 from megatron_npu.errors import UsageError
 from megatron_npu.ops.dispatch import report_fallback
 
@@ -136,7 +137,8 @@ around(
     "megatron.core.transformer.attention:Attention._checkpointed_attention_forward",
     devices=("npu",),
     why="--recompute-modules core_attn saves the values as a part of the product that queries, keys and "
-    "values came from, and so the whole of it; copied where the memory is larger than what is used of it",
+    "values came from, and so the whole of it; copied where the memory is larger than what is used of it"
+    + MEMORY_COUNTED,
 )(core_attention.recomputed)
 
 

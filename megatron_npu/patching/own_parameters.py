@@ -1,0 +1,270 @@
+"""What a function called around an upstream one takes of its parameters, and whether that has changed.
+
+Such a function names the parameters that it works with and hands the rest on. A parameter that comes, goes or
+moves among the rest is none of its business; one that it names is. What it does with ``*args`` and
+``**kwargs`` besides handing them on is read from its source.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+_SIGNATURE = re.compile(r"(?P<marks>(?:@\S+ )*)(?P<word>async def|def) (?P<name>\w+)\((?P<parameters>.*)\)")
+_REQUIRED = ""  # the text of a default that there is not
+
+
+class _Unknown(Exception):  # noqa: N818 - the name says what it is
+    """What a function takes cannot be told."""
+
+
+@dataclass
+class Use:
+    """What a function takes of the upstream parameters.
+
+    Attributes:
+        own: name and whether it has a default, of each parameter that it takes by position, in order.
+        positions: how many of the first parameters it counts on, those that it reads from ``*args`` included.
+        read: positions that it reads from ``*args``: where they are not given, it assumes a default.
+        names: those that it takes by name, and whether it assumes a default where they are not given.
+        hands_on_positions, hands_on_names: whether it has ``*args`` and ``**kwargs``.
+    """
+
+    own: list[tuple[str, bool]]
+    positions: int
+    read: set[int] = field(default_factory=set)
+    names: dict[str, bool] = field(default_factory=dict)
+    hands_on_positions: bool = False
+    hands_on_names: bool = False
+
+    def assumes_default(self, position: int) -> bool:
+        """Return whether it has a default of its own where the parameter at ``position`` is not given."""
+        return self.own[position][1] if position < len(self.own) else position in self.read
+
+
+def use_of(function: Any) -> Use | None:
+    """Return what ``function`` takes besides the original, its first parameter; None: that cannot be told."""
+    if not isinstance(function, FunctionType):
+        return None
+    try:
+        node = _definition(function)
+        return _use(node)
+    except (_Unknown, OSError, SyntaxError, TypeError):
+        return None
+
+
+def _definition(function: FunctionType) -> ast.FunctionDef:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    node = tree.body[0]
+    if not isinstance(node, ast.FunctionDef) or node.name != function.__code__.co_name:
+        raise _Unknown
+    return node
+
+
+def _use(node: ast.FunctionDef) -> Use:
+    arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    if not positional:
+        raise _Unknown
+    required = len(positional) - len(arguments.defaults)
+    own = [(each.arg, number >= required) for number, each in enumerate(positional)][1:]
+    use = Use(own, len(own), hands_on_positions=bool(arguments.vararg), hands_on_names=bool(arguments.kwarg))
+    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        use.names[each.arg] = default is not None
+    for call in _calls_of(positional[0].arg, node):
+        use.positions = max(use.positions, _leading(call))
+        for keyword in call.keywords:
+            if keyword.arg is not None:
+                use.names.setdefault(keyword.arg, False)
+    if arguments.vararg:
+        _read_positions(arguments.vararg.arg, node, use)
+    if arguments.kwarg:
+        _read_names(arguments.kwarg.arg, node, use)
+    return use
+
+
+def _calls_of(name: str, node: ast.AST) -> Iterator[ast.Call]:
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call) and _is(each.func, name):
+            yield each
+
+
+def _leading(call: ast.Call) -> int:
+    """Return how many arguments a call gives by position before a starred one."""
+    starred = (number for number, each in enumerate(call.args) if isinstance(each, ast.Starred))
+    return next(starred, len(call.args))
+
+
+def _is(node: ast.AST | None, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _uses(name: str, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Yield every place in ``node`` where ``name`` stands: what it is part of, and that one's parent."""
+    parents = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
+    for each in parents:
+        if _is(each, name):
+            yield parents[each], parents[parents[each]]
+
+
+def _read_positions(rest: str, node: ast.FunctionDef, use: Use) -> None:
+    """Note the positions that are read from ``*rest``.
+
+    Raises:
+        _Unknown: it is used in a way that is not known.
+    """
+    for part, _ in _uses(rest, node):
+        if isinstance(part, ast.Starred) or _is_call(part, "any", "len"):
+            continue  # handed on; whether one is set, or how many there are
+        index = part.slice if isinstance(part, ast.Subscript) and isinstance(part.ctx, ast.Load) else None
+        if not isinstance(index, ast.Constant) or not isinstance(index.value, int) or index.value < 0:
+            raise _Unknown
+        position = len(use.own) + index.value
+        use.read.add(position)
+        use.positions = max(use.positions, position + 1)
+
+
+def _read_names(rest: str, node: ast.FunctionDef, use: Use) -> None:
+    """Note the names that are read from ``**rest``.
+
+    Raises:
+        _Unknown: it is used in a way that is not known.
+    """
+    for part, whole in _uses(rest, node):
+        if isinstance(part, ast.keyword) or (isinstance(part, ast.Attribute) and part.attr == "values"):
+            continue  # handed on; whatever they are called
+        name, assumes = None, True
+        if isinstance(part, ast.Attribute) and part.attr in ("get", "pop") and isinstance(whole, ast.Call):
+            name = whole.args[0] if whole.args else None
+        elif isinstance(part, ast.Subscript) and isinstance(part.ctx, ast.Load):
+            name, assumes = part.slice, False
+        elif isinstance(part, ast.Compare) and isinstance(part.ops[0], (ast.In, ast.NotIn)):
+            name = part.left
+        if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
+            raise _Unknown  # names of a table, for instance
+        use.names[name.value] = use.names.get(name.value, False) or assumes
+
+
+def _is_call(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Call) and any(_is(node.func, name) for name in names)
+
+
+# --- upstream's side ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Function:
+    """An upstream function as its pin has it; a default is a text, and empty where there is none."""
+
+    head: str
+    positional: list[tuple[str, str]]
+    keyword: dict[str, str]
+    rest: bool
+    rest_by_name: bool
+
+    @property
+    def defaults(self) -> dict[str, str]:
+        return dict(self.positional) | self.keyword
+
+
+def _read(signature: str) -> _Function:
+    """Read the text of a signature.
+
+    Raises:
+        _Unknown: it is not that of one function.
+    """
+    found = _SIGNATURE.fullmatch(signature)
+    try:
+        node = ast.parse(f"def f({found['parameters']}): ...").body[0] if found else None
+    except SyntaxError:
+        raise _Unknown from None
+    if found is None or not isinstance(node, ast.FunctionDef):
+        raise _Unknown
+    arguments = node.args
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    defaults = [_REQUIRED] * (len(names) - len(arguments.defaults)) + [*map(ast.unparse, arguments.defaults)]
+    by_name = {
+        each.arg: ast.unparse(default) if default else _REQUIRED
+        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    }
+    return _Function(
+        f"{found['marks']}{found['word']} {found['name']}",
+        list(zip(names, defaults, strict=True)),
+        by_name,
+        arguments.vararg is not None,
+        arguments.kwarg is not None,
+    )
+
+
+def conflict(use: Use | None, old: str, new: str) -> str | None:
+    """Return what has changed between two signatures that a function takes, in words; None: nothing.
+
+    Args:
+        use: what it takes; None: that cannot be told, so everything counts.
+        old: the signature that it was written against.
+        new: the signature now.
+    """
+    if use is None:
+        return "what our function takes of it cannot be told"
+    try:
+        was, now = _read(old), _read(new)
+    except _Unknown:
+        return "it is not one function"
+    if was.head != now.head:
+        return f"{was.head} is {now.head}"
+    found = (*_by_position(use, was, now), *_by_name(use, was, now), *_not_taken(use, was, now))
+    return next(iter(found), None)
+
+
+def _by_position(use: Use, was: _Function, now: _Function) -> Iterator[str]:
+    for position in range(use.positions):
+        before = was.positional[position] if position < len(was.positional) else None
+        after = now.positional[position] if position < len(now.positional) else None
+        if before is None and after is None:
+            return
+        ours = use.own[position][0] if position < len(use.own) else ""
+        expected = before[0] if before else ours  # ours alone: of another version
+        if after is None:
+            yield f"{expected} is not given by position any more"
+        elif after[0] != expected:
+            yield f"{after[0]} is where {expected or 'nothing'} was"
+        elif before and use.assumes_default(position):
+            yield from _of_default(*before, after[1])
+        elif before and before[1] == _REQUIRED != after[1] and position < len(use.own):
+            yield f"{expected} may be left out"
+
+
+def _by_name(use: Use, was: _Function, now: _Function) -> Iterator[str]:
+    for name, assumes in use.names.items():
+        if name not in was.defaults:  # of another version
+            continue
+        if name not in now.defaults:
+            yield f"{name} is gone"
+        elif assumes:
+            yield from _of_default(name, was.defaults[name], now.defaults[name])
+
+
+def _of_default(name: str, before: str, after: str) -> Iterator[str]:
+    if after not in (_REQUIRED, before):
+        yield f"the default of {name} is {after}, not {before}" if before else f"{name} may be left out"
+
+
+def _not_taken(use: Use, was: _Function, now: _Function) -> Iterator[str]:
+    """Yield the new parameters that a caller cannot give through our function."""
+    ours = {name for name, _ in use.own} | use.names.keys()
+    by_position_alone = now.positional[:1] == [("ctx", _REQUIRED)]  # torch calls an autograd function so
+    for name in now.defaults:
+        if name in was.defaults or name in ours:
+            continue
+        if not (use.hands_on_names or (by_position_alone and use.hands_on_positions)):
+            yield f"{name} is new, and our function does not take it"
+    if now.rest > was.rest and not use.hands_on_positions:
+        yield "our function does not take the new *args"
+    if now.rest_by_name > was.rest_by_name and not use.hands_on_names:
+        yield "our function does not take the new **kwargs"
