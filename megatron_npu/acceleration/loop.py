@@ -118,7 +118,7 @@ class Loop:
         watchdog.step(self.iteration + 1)
         self.nonfinite.forget()
         prepared, count = self.prepared, self.args.num_microbatches
-        total = torch.zeros((), device=self.engine.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         for number in range(count):
             with prepared.accumulating(last=number == count - 1):
                 with prepared.forward_context():
@@ -170,7 +170,7 @@ class Loop:
         if not self._losses:
             return
         seconds = self.clock.lap()
-        count = torch.tensor(float(self._tokens), device=self.engine.device)
+        count = torch.tensor(float(self._tokens), dtype=torch.float32, device=self.engine.device)
         *losses, tokens = self._mean_over_ranks(torch.cat([self._losses.all(), count[None]])).tolist()
         scale = self.prepared.loss_scale
         self.report.training(
@@ -288,7 +288,7 @@ def tokens_in(batch: Any) -> int:
 
 def mean_loss(template: Template, forward: Forward, batches: Iterator[Any], count: int) -> float:
     """Return the mean of the losses of so many micro-batches of each rank, over all ranks."""
-    total = torch.zeros((), device=template.engine.device)
+    total = torch.zeros((), dtype=torch.float32, device=template.engine.device)
     for _ in range(count):
         total += providers.loss(template, forward(batches), training=False).float()
     if template.engine.args.world_size > 1:

@@ -116,7 +116,7 @@ class Trainer:
         if args.async_save:
             self.writers = AsyncSaves(args, self._saved)
         self.forward_backward = get_forward_backward_func()
-        self.no_loss = torch.zeros(2, device=devices.current().torch_device())
+        self.no_loss = torch.zeros(2, dtype=torch.float32, device=devices.current().torch_device())
 
     def run(self) -> Outcome:
         """Train to the end, or to where a flag or signal ends it; evaluate and save; return how it went."""
