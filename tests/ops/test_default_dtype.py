@@ -1,6 +1,6 @@
 """torch's default dtype decides nothing: under another one every operation gives the same bits.
 
-Lightning's ``bf16-true`` sets it around each forward. In processes of their own: memory written over ends one.
+Lightning sets another one around each forward (``bf16-true``). Bad memory ends a process: each has its own.
 """
 
 from __future__ import annotations
