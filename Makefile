@@ -3,6 +3,7 @@
 #   make demo CLEAN=1    the same from the beginning
 #   make gpu             on a machine with a GPU: tests and benchmarks that need one (docs/gpu.md)
 #   make pythons         import, doctor, check and the unit tests without torch, with every Python that is here
+#   make sanitize        the tests of the compiled kernels, with AddressSanitizer and UndefinedBehaviorSanitizer
 #   make test            set up and run the whole suite; clones the Megatron trees that it runs, if it can
 # VENV: the virtual environment; PYTHON: what makes it; TORCH: installed only if PYTHON has no torch.
 
@@ -12,7 +13,7 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 PIECES ?=
 
-.PHONY: demo test gpu megatron pythons lint clean
+.PHONY: demo test sanitize gpu megatron pythons lint clean
 
 demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python demo/run.py $(if $(CLEAN),--clean)
@@ -26,6 +27,9 @@ test: $(VENV)/test.stamp
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 	@# last: what it finds may hang on the version of torch
 	$(VENV)/bin/mypy
+
+sanitize: $(VENV)/test.stamp
+	$(VENV)/bin/python scripts/sanitize.py
 
 gpu: $(VENV)/test.stamp
 	$(VENV)/bin/python benchmarks/gpu_day.py $(PIECES)

@@ -34,7 +34,7 @@ def norm_of(gradients: list[Tensor], device: torch.device) -> float:
 
 def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all values, fp32 ``[]`` on ``device``."""
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), dtype=torch.float32, device=device)
     for (bunch,) in group_by_dtypes((tensor,) for tensor in tensors if tensor.numel()):
         norm, _ = multi_tensor_l2norm(0, None, [bunch])
         total += norm.square().squeeze(0).to(device)

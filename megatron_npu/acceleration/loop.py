@@ -122,7 +122,7 @@ class Loop:
     def _forward_and_backward(self, batches: MicroBatches) -> torch.Tensor:
         """Add up the gradients of the loss of a global batch; return this rank's part of that loss."""
         prepared, count = self.prepared, self.plan.micro_batches
-        total = torch.zeros((), device=self.engine.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         batches.begin(count)
         for number in range(count):
             with prepared.accumulating(last=number == count - 1):
@@ -202,7 +202,7 @@ class Loop:
         if not self._losses:
             return
         seconds = self.clock.lap()
-        count = torch.tensor(float(self._tokens), device=self.engine.device)
+        count = torch.tensor(float(self._tokens), dtype=torch.float32, device=self.engine.device)
         *losses, tokens = self._mean_over_ranks(torch.cat([self._losses.all(), count[None]])).tolist()
         self.report.training(
             self.iteration,

@@ -171,7 +171,7 @@ class _Batch:
         """Choose the tokens at place ``length``, the same on all ranks, and note them."""
         due = [row for row, s in enumerate(self.samples) if self.open[row] and len(s.prompt) <= length]
         tokens = torch.zeros(len(due), dtype=torch.int64)
-        details = torch.zeros(len(due), self._details)
+        details = torch.zeros(len(due), self._details, dtype=torch.float32)
         if logits is not None:
             logits = logits[due, : self.sampler.vocabulary]
             tokens = choice.choose(logits, self.options, self._draws(due))

@@ -231,7 +231,9 @@ class FusedAdam(FusedOptimizer):
         if all(tensor.dtype is not torch.float16 for tensor in kept):
             return ()
         if parameter not in self._scales:
-            self._scales[parameter] = tuple(torch.ones((), device=row.weight.device) for _ in kept)
+            self._scales[parameter] = tuple(
+                torch.ones((), dtype=torch.float32, device=row.weight.device) for _ in kept
+            )
         return self._scales[parameter]
 
     @torch.no_grad()
@@ -358,7 +360,7 @@ def _adam_torch(
     """torch's fused kernels: one pass over memory."""
     # They always correct by 1 - betaᵗ; at t = inf that is exactly 1.
     number = math.inf if step.number is None else float(step.number)
-    at = torch.tensor(number, device=targets[0].device)
+    at = torch.tensor(number, dtype=torch.float32, device=targets[0].device)
     update = torch._fused_adamw_ if step.decoupled else torch._fused_adam_
     # The kernel reads the steps and never writes them, so one tensor serves all.
     update(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_npu.ops.compiled.abi import overlaps
 from megatron_npu.ops.dispatch import Make, Operation
 from megatron_npu.ops.exponential import exponential_of_difference_
 from megatron_npu.ops.tiling import whole_row_slices
@@ -221,8 +222,9 @@ class CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         logits, normalizer, local, elsewhere = ctx.saved_tensors
-        grad = logits.detach()
-        flat = grad.view(-1, grad.size(-1))
+        # in place of the logits, where that is a matrix, and no value of it stands for several
+        flat = logits.detach().reshape(-1, logits.size(-1))
+        flat = flat.clone() if overlaps(flat) else flat
         factor = grad_output.reshape(-1, 1).float()
         hit = (factor * (1 - ctx.smoothing)).masked_fill_(elsewhere[:, None], 0.0)
         for rows in whole_row_slices(flat.size(0), flat.size(1), flat.device):
@@ -234,7 +236,7 @@ class CrossEntropy(torch.autograd.Function):
             softmax.mul_(factor[rows]).scatter_add_(1, local[rows, None], -hit[rows])
             if softmax.data_ptr() != part.data_ptr():
                 part.copy_(softmax)
-        return grad, None, None, None, None, None
+        return flat.view(logits.shape), None, None, None, None, None
 
 
 def reduce_over_ranks(

@@ -28,6 +28,7 @@ def exponential_of_difference_(tensor: Tensor, subtrahend: Tensor) -> Tensor:
         return tensor.sub_(subtrahend).exp_()
     of_rows = tensor.dim() == 2 and subtrahend.shape == (tensor.size(0), 1)
     if of_rows and compiled.usable(tensor, subtrahend):
-        compiled.exponentials_(tensor, subtrahend, torch.zeros_like(subtrahend))
+        reference = subtrahend.squeeze(1)
+        compiled.exponentials_(tensor, reference, torch.zeros_like(reference))
         return tensor
     return torch.add(subtrahend * -_LOG2_E, tensor, alpha=_LOG2_E, out=tensor).exp2_()

@@ -129,11 +129,20 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _faster(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    if not _fit(left, right, bias):
+        return F.linear(left, right, bias)  # which says what is wrong, or repeats a bias of one value
     if products.takes(left, right.t()):
         return products.multiply(left, right.t(), left.new_empty(left.size(0), right.size(0)), bias)
     if left.dtype is torch.bfloat16 or not left.numel() or not right.numel():
         return F.linear(left, right, bias)  # oneDNN has no empty products
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+
+
+def _fit(left: Tensor, right: Tensor, bias: Tensor | None) -> bool:
+    """Return whether these are matrices that can be multiplied, and a bias of their columns, of one dtype."""
+    if left.dim() != 2 or right.dim() != 2 or left.size(1) != right.size(1) or left.dtype is not right.dtype:
+        return False
+    return bias is None or (bias.dtype is left.dtype and bias.shape == (right.size(0),))
 
 
 # A node of its own for graphs: inductor takes the operation above for one with a constant weight, and fails.

@@ -55,7 +55,8 @@ def multi_tensor_l2norm(
     tensors = tensor_lists[0]
     if not tensors:
         device = overflow.device if overflow is not None else None
-        return torch.zeros(1, device=device), torch.zeros(0, device=device) if per_tensor else None
+        none = torch.zeros(1, dtype=torch.float32, device=device)
+        return none, none[:0] if per_tensor else None
     each = _norms(tensors)
     return torch.linalg.vector_norm(each).reshape(1), each if per_tensor else None
 

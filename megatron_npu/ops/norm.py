@@ -197,7 +197,7 @@ class _CpuNorm(torch.autograd.Function):
         factor = _factor(_precise(weight), ctx.zero_centered)
         x, dy = (t.reshape(-1, t.size(-1)) for t in (input, grad))
         rms = ctx.bias_dtype is None
-        if compiled.usable(x, dy):
+        if factor.dtype is torch.float32 and compiled.usable(x, dy):
             dx, d_weight, d_bias = compiled.norm_backward(dy, x, None if rms else mean, rstd, factor)
         elif x.dtype is factor.dtype:
             dx, d_weight, d_bias = _norm_backward(dy, x, mean, rstd, factor, rms)

@@ -170,6 +170,6 @@ def _in_dtype(table: Tensor, dtype: torch.dtype) -> Tensor:
 @_rotary.example()
 def _example(make: Make) -> Tensor:
     input = make(64, 2, 4, 64)
-    positions = torch.arange(64.0, device=input.device)
-    turns = positions[:, None] * torch.linspace(1, 0.01, 32, device=input.device)
+    positions = torch.arange(64, dtype=torch.float32, device=input.device)
+    turns = positions[:, None] * torch.linspace(1, 0.01, 32, dtype=torch.float32, device=input.device)
     return rotary(input, torch.cat([turns, turns], dim=-1)[:, None, None, :])

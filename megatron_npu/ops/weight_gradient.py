@@ -96,4 +96,5 @@ def _rows(count: int, device: torch.device) -> Tensor:
 @_weight_gradient.example()
 def _example(make: Make) -> None:
     input, grad_output = make(64, 48).detach(), make(64, 32).detach()
-    accumulate_weight_gradient(input, grad_output, torch.ones(32, 48, device=input.device))
+    main_grad = torch.ones(32, 48, dtype=torch.float32, device=input.device)
+    accumulate_weight_gradient(input, grad_output, main_grad)

@@ -51,7 +51,8 @@ def take(args: Namespace, iterations: int) -> dict[str, list[float]]:
     if not found:
         return {}
     tracker = _tracker()
-    own = torch.zeros(len(found), args.num_layers, device=devices.current().torch_device())
+    device = devices.current().torch_device()
+    own = torch.zeros(len(found), args.num_layers, dtype=torch.float32, device=device)
     for row, name in zip(own, found, strict=True):
         if name in tracker:
             row += tracker[name]["values"]

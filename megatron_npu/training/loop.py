@@ -110,7 +110,7 @@ class Trainer:
         self.evaluation = Evaluation(args, state, datasets, log, self.batches, forward)
         self.saving = Saving(args, state, self.clock, log)
         self.forward_backward = get_forward_backward_func()
-        self.no_loss = torch.zeros(2, device=devices.current().torch_device())
+        self.no_loss = torch.zeros(2, dtype=torch.float32, device=devices.current().torch_device())
 
     def run(self) -> Outcome:
         """Train to the end, or to where a flag or signal ends it; evaluate and save; return how it went."""

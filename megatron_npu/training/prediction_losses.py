@@ -31,7 +31,7 @@ def take(args: Namespace, iterations: int) -> dict[str, float]:
     found = names(args)
     if not found:
         return {}
-    own = torch.zeros(len(found), device=devices.current().torch_device())
+    own = torch.zeros(len(found), dtype=torch.float32, device=devices.current().torch_device())
     for values in _tracked():
         own += values
         values.zero_()

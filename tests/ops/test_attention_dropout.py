@@ -125,3 +125,16 @@ def test_packed_sequences(device):
     assert not weights[:, : SIZE // 2, SIZE // 2 :].any()
     assert not weights[:, SIZE // 2 :, : SIZE // 2].any()
     assert 0.15 < (first == 0).float().mean().item() < 0.35
+
+
+def test_a_small_probability_drops_something(device):
+    """Less than half of 2^-16, the unit on a CPU, is no dropout that is silently none."""
+    if device != "cpu":
+        pytest.skip("other devices draw by themselves")
+    torch.manual_seed(6)
+    value = torch.ones(4, 8, 512, 1)
+    query = torch.zeros(4, 8, 512, 4)
+    output = attention(query, query, value, layout="BNSD", scale=1.0, dropout_p=1e-6)
+    dropped = (output < 0.999).sum().item()  # each is 1/512 of a sum; 128 of 8 million weights are expected
+    assert 60 < dropped < 240
+    assert output.mean().item() == pytest.approx(1, abs=1e-4)

@@ -169,3 +169,23 @@ def test_ignored_tokens_have_no_loss_and_no_gradient(device, dtype, ignored, mon
     (right,) = torch.autograd.grad(expected, double, factor.double())
     assert_near(ours, right, dtype, "gradient")
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded"])
+def test_logits_that_are_not_contiguous(device, dtype, kind):
+    """Heads of a model may be columns of a padded one, or batch first."""
+    torch.manual_seed(4)
+    base = torch.randn(5, 3, 24, device=device) * 3
+    target = torch.randint(20, (3, 5), device=device)
+    views = {
+        "transposed": lambda x: x.transpose(0, 1)[..., :20],
+        "sliced": lambda x: x[:3, :1].expand(3, 5, 24)[..., 2:22],
+        "expanded": lambda x: x[:1, :1, :20].expand(3, 5, 20),
+    }
+    leaf = base.to(dtype).requires_grad_()
+    double = leaf.detach().double().requires_grad_()
+    loss = vocab_parallel_cross_entropy(views[kind](leaf * 1), target, vocab_start=0, vocab_size=20)
+    expected = formula(views[kind](double * 1), target, 0.0)
+    assert_near(loss, expected, dtype)
+    (ours,), (right,) = (torch.autograd.grad(a.sum(), b) for a, b in ((loss, leaf), (expected, double)))
+    assert_near(ours, right, dtype, "gradient", loose=2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_npu.ops import linear as room
+from megatron_npu.ops.compiled import abi, library, products
 from megatron_npu.ops.linear import linear
 from tests.ops.against_fp64 import check
 from tests.ops.tolerances import assert_near
@@ -44,3 +45,46 @@ def test_rows_without_a_gradient_change_nothing(device, dtype, transposed, alive
     for actual, formula in zip(ours, right, strict=True):
         assert actual.dtype is dtype
         assert_near(actual, formula, dtype, loose=2.0)
+
+
+@pytest.fixture(params=["WIDENED", "PAIRED", "oneDNN", "none"])
+def path(request, monkeypatch):
+    """Let products of a CPU take each of the paths that some processor takes."""
+    ours = getattr(products.Arithmetic, request.param, None)
+    if ours is products.Arithmetic.PAIRED and not (library() and abi.can_pair(library())):
+        pytest.skip("the processor has no instruction for pairs of bf16")
+    monkeypatch.setattr(products, "_arithmetic", lambda: ours)
+    monkeypatch.setattr(room, "_ONEDNN_BEATS_MKL", request.param == "oneDNN")
+    room._linear.bind("cpu")
+
+
+WRONG = {
+    "inner sizes": ((16, 64), (32, 48), (32,)),
+    "a short bias": ((16, 48), (32, 48), (31,)),
+    "a long bias": ((16, 48), (32, 48), (64,)),
+    "no matrix": ((16, 48), (32, 48, 2), (32,)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_shapes_that_do_not_fit_raise_what_torch_does(path, wrong, kind):
+    tensors = [torch.ones(shape, dtype=torch.float32).to(kind) for shape in WRONG[wrong]]
+    with pytest.raises((RuntimeError, IndexError)) as theirs:
+        torch.nn.functional.linear(*tensors)
+    with pytest.raises(type(theirs.value)) as ours:
+        linear(*tensors)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_the_call_that_had_read_beyond(path):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        linear(torch.ones(16, 64).bfloat16(), torch.ones(32, 48).bfloat16())
+    with pytest.raises(RuntimeError, match="same dtype"):
+        linear(torch.ones(16, 48).bfloat16(), torch.ones(32, 48))
+    total = torch.zeros(16, 16)
+    with pytest.raises(RuntimeError):
+        room.add_product(total, torch.ones(16, 64).bfloat16(), torch.ones(16, 48).bfloat16())
+    with pytest.raises(RuntimeError):
+        room.matmul(torch.ones(16, 64).bfloat16(), torch.ones(48, 32).bfloat16())
+    assert not total.any()

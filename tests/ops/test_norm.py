@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_npu.ops import norm, tiling
 from tests.ops.against_fp64 import RELAXED, check, rows_of
-from tests.ops.tolerances import TOLERANCE
+from tests.ops.tolerances import TOLERANCE, assert_near
 
 EPS = 1e-5
 widths = st.integers(2, 70)
@@ -159,3 +159,18 @@ def test_inference_keeps_nothing(device):
     x, weight = torch.randn(4, 8, device=device), torch.ones(8, device=device, requires_grad=True)
     with torch.no_grad():
         assert not norm.layer_norm(x, weight, weight, EPS).requires_grad
+
+
+def test_weights_in_fp64_beside_an_fp32_input(device):
+    """No kernel reads doubles as if they were floats; a device without fp64 refuses the call by itself."""
+    if device == "npu":
+        pytest.skip("an NPU has no fp64")
+    torch.manual_seed(9)
+    x, weight = spread((130, 40), device), torch.randn(40, dtype=torch.float64, device=device)
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    doubles = [x.double().requires_grad_(), weight.clone().requires_grad_()]
+    grads = torch.autograd.grad(norm.rms_norm(*leaves, EPS).sum(), leaves)
+    expected = torch.autograd.grad(rms_formula(*doubles).sum(), doubles)
+    for ours, exact in zip(grads, expected, strict=True):
+        assert_near(ours, exact, torch.float32)
+    assert grads[1].dtype is torch.float64

@@ -64,7 +64,7 @@ def gelu_and_slope(
         return compiled.gelu(input, bias, with_slope)
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
     slope = torch.empty_like(output) if with_slope else None
-    rows = input.reshape(-1, input.size(-1))
+    rows = input.resolve_neg().reshape(-1, input.size(-1))  # torch 2.13's copy_ to fp32 forgets the sign
     outputs, slopes = output.view(rows.shape), None if slope is None else slope.view(rows.shape)
     tiles = -(-rows.numel() // _TILE)
     step = -(-rows.size(0) // max(1, tiles))
@@ -84,6 +84,7 @@ def gelu_and_slope(
         outputs[part] = x.mul_(s)
         if slopes is not None:
             torch.add(steepness, t, alpha=6 * reference.K * reference.C, out=t).mul_(x)
+            t.nan_to_num_(0.0, 0.0, 0.0)  # the cube of what is far out: the slope there is `s`
             torch.sub(one, s, out=x)
             slopes[part] = t.mul_(x).add_(s)
     return output, slope
@@ -93,7 +94,8 @@ def gelu_and_slope(
 def _bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
     # whether gradients are asked for decides nothing: activations that are computed again are the same bits
     worth = input.dtype.itemsize <= 2 or compiled.usable(input)
-    if not worth or input.numel() < _FEWEST or torch.compiler.is_compiling():
+    plain = bias is None or bias.shape == input.shape[-1:]  # torch refuses another, or repeats its one value
+    if not plain or not worth or input.numel() < _FEWEST or torch.compiler.is_compiling():
         return native.torch_bias_gelu(input, bias)
     if torch.is_grad_enabled():
         return BiasGelu.apply(input, bias)

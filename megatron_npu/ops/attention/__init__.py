@@ -78,7 +78,10 @@ def attention(
     Raises:
         ValueError: the arguments contradict each other or the shapes; the message says which.
 
-    Softmax is computed in fp32. A query that sees no key gets zeros, and gives zero gradients. Source:
+    Softmax is computed in fp32. A query that sees no key gets zeros, and gives zero gradients. What is masked
+    must be numbers all the same: NaN or infinity in a masked key or value is multiplied by a weight of 0, and
+    may reach the result, as in torch's ``scaled_dot_product_attention``. On a CPU ``dropout_p`` is a multiple
+    of 2^-16: the next one, and 2^-16 at least if it is not 0. Source:
     Vaswani et al. 2017; mask semantics of Megatron-LM and of torch_npu's ``npu_fusion_attention``.
     """
     heads, key_heads = checks.head_counts(query, key, layout, num_heads)

@@ -1,23 +1,26 @@
 """Kernels of our own for a CPU: what torch takes several passes over memory for, in one.
 
 ``kernels.cpp`` has them, ``products`` the matrix products, and ``attention`` all of attention; ``building``
-compiles where there is a g++. The functions here may be called where ``usable`` says so; everywhere else
-operations take torch's own, one after the other, as they always do with ``MEGATRON_NPU_COMPILED=0``. Results
-of both differ by roundings.
+compiles where there is a g++, and ``abi`` calls: it refuses what a kernel would misread. The functions here
+may be called where ``usable`` says so; everywhere else operations take torch's own, one after the other, as
+they always do with ``MEGATRON_NPU_COMPILED=0``. Results of both differ by roundings.
 """
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_npu.ops.compiled import abi
+from megatron_npu.ops.compiled.abi import is_plain
 from megatron_npu.ops.compiled.building import library
 
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_PLAIN = (Tensor, torch.nn.Parameter)  # memory of others, such as fake tensors', is not what they say
+__all__ = ["Kept", "accumulate", "available", "exponentials_", "gelu", "is_plain", "library"]
+__all__ += ["norm_backward", "product_and_sum", "softmax", "softmax_backward", "usable"]
+
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def available() -> bool:
@@ -28,17 +31,12 @@ def available() -> bool:
 def usable(*tensors: Tensor) -> bool:
     """Return whether the kernels take these tensors: all fp32 or all bf16, contiguous, on a CPU."""
     dtype = tensors[0].dtype
-    if dtype not in _NAMES or torch.compiler.is_compiling():
+    if dtype not in _DTYPES or torch.compiler.is_compiling():
         return False
     for tensor in tensors:
         if not is_plain(tensor) or tensor.dtype is not dtype or not tensor.is_contiguous():
             return False
     return library() is not None
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is memory of a CPU, and nothing that only looks like it."""
-    return type(tensor) in _PLAIN and tensor.device.type == "cpu"
 
 
 def exponentials_(values: Tensor, reference: Tensor, sums: Tensor) -> None:
@@ -49,7 +47,7 @@ def exponentials_(values: Tensor, reference: Tensor, sums: Tensor) -> None:
         reference: ``[n]``, fp32, contiguous.
         sums: the same.
     """
-    _call("exponentials", values, *_pointers(values, reference, sums), *values.shape)
+    abi.exponentials(values, reference, sums)
 
 
 def gelu(input: Tensor, bias: Tensor | None, with_slope: bool) -> tuple[Tensor, Tensor | None]:
@@ -63,17 +61,18 @@ def gelu(input: Tensor, bias: Tensor | None, with_slope: bool) -> tuple[Tensor, 
     output = torch.empty_like(input)
     slope = torch.empty_like(input) if with_slope else None
     width = input.size(-1)
-    added = torch.zeros(width) if bias is None else bias.detach().to(torch.float32).contiguous()
-    rows = input.numel() // max(1, width)
-    _call("gelu", input, *_pointers(input, added, output, slope), rows, width)
+    if bias is None:
+        added = torch.zeros(width, dtype=torch.float32, device="cpu")
+    else:
+        added = bias.detach().to(torch.float32).contiguous()
+    abi.gelu(input, added, output, slope)
     return output, slope
 
 
 def product_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``left · right``, elementwise, and the sum of its rows ``[h]`` in fp32; else ``[..., h]``."""
-    output, sums = torch.empty_like(left), torch.empty(left.size(-1))
-    rows = left.numel() // max(1, left.size(-1))
-    _call("product_and_sum", left, *_pointers(left, right, output, sums), rows, left.size(-1))
+    output, sums = torch.empty_like(left), torch.empty(left.size(-1), dtype=torch.float32, device="cpu")
+    abi.product_and_sum(left, right, output, sums)
     return output, sums
 
 
@@ -91,8 +90,7 @@ def norm_backward(
     """
     d_input, d_factor = torch.empty_like(input), torch.empty_like(factor)
     d_bias = None if mean is None else torch.empty_like(factor)
-    pointers = _pointers(grad, input, mean, rstd, factor, d_input, d_factor, d_bias)
-    _call("norm_backward", input, *pointers, *input.shape)
+    abi.norm_backward(grad, input, mean, rstd, factor, (d_input, d_factor, d_bias))
     return d_input, d_factor, d_bias
 
 
@@ -108,6 +106,9 @@ class Kept(NamedTuple):
     most: int
 
 
+_EVERYTHING = (None, 0)  # is kept
+
+
 def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, kept: Kept | None = None) -> None:
     """Write the softmax of the last dimension to ``rounded``, and unrounded to ``weights``.
 
@@ -117,10 +118,7 @@ def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, kept: Kept 
         rounded: of that shape, bf16, usable.
         kept: what is not zeroed in ``rounded``; None: everything.
     """
-    width = scores.size(-1)
-    bits, most = (None, 0) if kept is None else kept
-    rows = scores.numel() // max(1, width)
-    _call("softmax", rounded, *_pointers(scores, weights, rounded, bits), most, rows, width)
+    abi.softmax(scores, weights, rounded, *_EVERYTHING if kept is None else kept)
 
 
 def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, kept: Kept | None = None) -> None:
@@ -132,10 +130,7 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, kept: Kept 
         rounded: of that shape, bf16, usable.
         kept: as for ``softmax``.
     """
-    width = grad.size(-1)
-    bits, most = (None, 0) if kept is None else kept
-    rows = grad.numel() // max(1, width)
-    _call("softmax_backward", rounded, *_pointers(grad, weights, rounded, bits), most, rows, width)
+    abi.softmax_backward(grad, weights, rounded, *_EVERYTHING if kept is None else kept)
 
 
 def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
@@ -150,24 +145,11 @@ def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
     if not _takes(total, part):
         total.add_(part, alpha=factor)
         return
-    rows, width = total.size(0), part[0].numel()
-    factors = (ctypes.c_float(factor), rows, width, total.stride(0))
-    _call("accumulate", part, *_pointers(total, part), *factors)
+    abi.accumulate(total, part, factor)
 
 
 def _takes(total: Tensor, part: Tensor) -> bool:
     """Return whether ``accumulate`` has a kernel for a sum whose rows, or heads, are contiguous."""
     if part.dtype is not torch.bfloat16 or total.dtype is not torch.float32 or not usable(part):
         return False
-    plain = is_plain(total) and total.shape == part.shape
-    return plain and total.dim() > 1 and total.size(0) > 0 and total[0].is_contiguous()
-
-
-def _pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
-
-
-def _call(name: str, like: Tensor, *arguments: object) -> None:
-    """Call the kernel for the dtype of ``like`` with torch's number of threads."""
-    numbers = [ctypes.c_int64(each) if isinstance(each, int) else each for each in arguments]
-    getattr(library(), f"{name}_{_NAMES[like.dtype]}")(*numbers, torch.get_num_threads())
+    return is_plain(total) and total.shape == part.shape and abi.has_contiguous_rows(total)

@@ -9,18 +9,19 @@
 #include <memory>
 
 #include "draws.h"
+#include "ending.h"
 #include "exponential.h"
 #include "panels.h"
 
 extern "C" {
 
-// As `_Rows` in attention.py.
+// As `_Rows` in abi.py.
 struct Rows {  // of each head, with contiguous values
   void *data;
   int64_t next, row;
 };
 
-// As `_Call` in attention.py.
+// As `_Call` in abi.py.
 struct Call {
   Rows query, key, value;
   int64_t heads, rows, keys, size, value_size;
@@ -326,15 +327,15 @@ int64_t parts_of(const Call &call, int64_t blocks) {
 }
 
 template <typename A>
-void forward_of_all(const Call &call, const Rows &output, const Rows &normalizer, int threads) {
+void forward_of_all(const Call &call, const Rows &output, const Rows &normalizer, int threads, Ending &ending) {
   const int64_t parts = parts_of(call, Runs{call.rows, kQueries}.number());
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t each = 0; each < call.heads * parts; ++each)
-    forward<A>({call, each / parts, each % parts, parts}, output, normalizer);
+    ending.of([&] { forward<A>({call, each / parts, each % parts, parts}, output, normalizer); });
 }
 
 template <typename A, typename T = typename A::Value>
-void backward_of_all(const Call &call, const Gradients &all, int threads) {
+void backward_of_all(const Call &call, const Gradients &all, int threads, Ending &ending) {
   const int64_t parts = parts_of(call, Runs{call.keys, kKeys}.number());
   const int64_t wide = padded(call.size, kColumns), size = padded(call.rows, kQueries) * wide;
   const std::unique_ptr<float[]> d_query(new float[call.heads * parts * size]);
@@ -342,9 +343,10 @@ void backward_of_all(const Call &call, const Gradients &all, int threads) {
   {
 #pragma omp for schedule(dynamic)
     for (int64_t each = 0; each < call.heads * parts; ++each)
-      backward<A>({call, each / parts, each % parts, parts}, all, d_query.get() + each * size);
+      ending.of([&] { backward<A>({call, each / parts, each % parts, parts}, all, d_query.get() + each * size); });
 #pragma omp for schedule(static)
     for (int64_t each = 0; each < call.heads * call.rows; ++each) {
+      if (ending.failed()) continue;
       const int64_t head = each / call.rows, row = each % call.rows;
       float *sums = d_query.get() + head * parts * size + row * wide;
       for (int64_t part = 1; part < parts; ++part)
@@ -358,13 +360,19 @@ void backward_of_all(const Call &call, const Gradients &all, int threads) {
 
 extern "C" {
 
-#define DEFINE_ATTENTION(A, NAME)                                                                               \
-  void attention_forward_##NAME(const Call *call, const Rows *output, const Rows *normalizer, int threads) {    \
-    forward_of_all<A>(*call, *output, *normalizer, threads);                                                    \
-  }                                                                                                             \
-  void attention_backward_##NAME(const Call *call, const Rows *output, const Rows *normalizer, const Rows *grad, \
-                                 const Rows *d_query, const Rows *d_key, const Rows *d_value, int threads) {    \
-    backward_of_all<A>(*call, {*output, *normalizer, *grad, *d_query, *d_key, *d_value}, threads);              \
+// What Python compares with its own, which a mistake would make another.
+int64_t size_of_call() { return sizeof(Call); }
+int64_t size_of_rows() { return sizeof(Rows); }
+
+#define DEFINE_ATTENTION(A, NAME)                                                                              \
+  int attention_forward_##NAME(const Call *call, const Rows *output, const Rows *normalizer, int threads) {    \
+    return ended([&](Ending &ending) { forward_of_all<A>(*call, *output, *normalizer, threads, ending); });    \
+  }                                                                                                            \
+  int attention_backward_##NAME(const Call *call, const Rows *output, const Rows *normalizer, const Rows *grad, \
+                                const Rows *d_query, const Rows *d_key, const Rows *d_value, int threads) {    \
+    return ended([&](Ending &ending) {                                                                         \
+      backward_of_all<A>(*call, {*output, *normalizer, *grad, *d_query, *d_key, *d_value}, threads, ending);   \
+    });                                                                                                        \
   }
 
 DEFINE_ATTENTION(Single, single)

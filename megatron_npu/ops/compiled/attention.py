@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_npu.ops.compiled import products
+from megatron_npu.ops.compiled import abi, products
+from megatron_npu.ops.compiled.abi import Weighting
 from megatron_npu.ops.compiled.building import library
 
-_NO_LIMIT = 1 << 40  # keys: further away than any
+__all__ = ["Factors", "Weighting", "backward", "forward", "takes"]
 
 
 class Factors(NamedTuple):
@@ -26,44 +26,6 @@ class Factors(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-
-
-class Weighting(NamedTuple):
-    """How values are weighted: ``gain · kept(softmax(scale · query · keyᵀ))``.
-
-    Query i sees keys ``[begin + i, end + i)``, where these exist; each sees one.
-
-    Attributes:
-        begin: of the first query; None: every query sees all keys on the left.
-        end: the same of the keys on the right.
-        repeats: rows that one query has, one for each of its heads.
-        scale: of the scores.
-        seed: of what dropout keeps, 64 bits.
-        keep: of 65,536 weights; all of them: no dropout.
-        gain: of those that are kept.
-    """
-
-    begin: int | None
-    end: int | None
-    repeats: int
-    scale: float
-    seed: int
-    keep: int
-    gain: float
-
-
-class _Rows(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("next", ctypes.c_int64), ("row", ctypes.c_int64))
-
-
-class _Call(ctypes.Structure):
-    _fields_ = (
-        *((name, _Rows) for name in ("query", "key", "value")),
-        *((name, ctypes.c_int64) for name in ("heads", "rows", "keys", "size", "value_size", "repeats")),
-        *((name, ctypes.c_int64) for name in ("begin", "end")),
-        *((name, ctypes.c_float) for name in ("scale", "gain")),
-        *(("seed", ctypes.c_uint64), ("keep", ctypes.c_int64)),
-    )
 
 
 def takes(dtype: torch.dtype) -> bool:
@@ -82,7 +44,8 @@ def forward(factors: Factors, weighting: Weighting, output: Tensor, normalizer: 
         output: ``[heads, rows, dv]``, of the dtype of the factors.
         normalizer: ``[heads, rows, 1]``, fp32.
     """
-    _run("forward", factors, weighting, output, normalizer)
+    arithmetic = products.name_of_arithmetic(factors.query.dtype)
+    abi.attention_forward(factors, weighting, output, normalizer, arithmetic)
 
 
 def backward(
@@ -101,19 +64,5 @@ def backward(
         grad: of the output.
         gradients: of the shapes and the dtype of the factors.
     """
-    _run("backward", factors, weighting, *result, grad, *gradients)
-
-
-def _run(direction: str, factors: Factors, weighting: Weighting, *tensors: Tensor) -> None:
-    query, key, value = factors
-    sizes = (*query.shape[:2], key.size(1), key.size(2), value.size(2), weighting.repeats)
-    begin = -_NO_LIMIT if weighting.begin is None else weighting.begin
-    end = _NO_LIMIT if weighting.end is None else weighting.end
-    dropout = (weighting.scale, weighting.gain, weighting.seed, weighting.keep)
-    call = _Call(*map(_rows, factors), *sizes, begin, end, *dropout)
-    kernel = getattr(library(), f"attention_{direction}_{products.name_of_arithmetic(query.dtype)}")
-    kernel(ctypes.byref(call), *(ctypes.byref(_rows(each)) for each in tensors), torch.get_num_threads())
-
-
-def _rows(tensor: Tensor) -> _Rows:
-    return _Rows(tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
+    arithmetic = products.name_of_arithmetic(factors.query.dtype)
+    abi.attention_backward(factors, weighting, result, grad, gradients, arithmetic)

@@ -18,6 +18,7 @@ _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
+    *("-Wall", "-Wextra", "-Wno-psabi"),  # of the last: vectors are handed to no code but this
 )
 _ONLY_X86 = ("-mprefer-vector-width=512",)
 _logger = logging.getLogger(__name__)

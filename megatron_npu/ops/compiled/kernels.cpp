@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "ending.h"
 #include "softmax.h"
 
 namespace {
@@ -40,6 +41,7 @@ template <typename T>
 void gelu(const T *input, const float *bias, T *output, T *slope, int64_t rows, int64_t width, int threads) {
   constexpr float kK = 0.7978845608f, kC = 0.044715f;  // sqrt(2 / pi), and the factor of the cube
   constexpr float kLinear = -2 * kLog2E * kK, kCubic = kLinear * kC;
+  constexpr float kStraight = 32;  // from here on the slope is 1, and 0 on the other side
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t i = 0; i < width; i += kLanes) {
@@ -48,7 +50,10 @@ void gelu(const T *input, const float *bias, T *output, T *slope, int64_t rows, 
       // 1 + tanh(u) = 2 / (1 + exp(-2u))
       const Floats s = 1.0f / (1.0f + power_of_two((kLinear + kCubic * square) * z));
       store(output + at, z * s, count);
-      if (slope) store(slope + at, s + z * (2 * kK + 6 * kK * kC * square) * (1.0f - s) * s, count);
+      if (!slope) continue;
+      // far out the curve is straight, and the cube of what is there no number
+      const Floats near = z > kStraight ? all(kStraight) : (z < -kStraight ? all(-kStraight) : z);
+      store(slope + at, s + near * (2 * kK + 6 * kK * kC * (near * near)) * (1.0f - s) * s, count);
     }
   }
 }
@@ -74,12 +79,14 @@ void product_and_sum(const T *left, const T *right, T *output, float *sums, int6
 }
 
 void softmax(const float *scores, float *weights, bf16 *rounded, Kept kept, int64_t rows, int64_t width,
-             int threads) {
+             int threads, Ending &ending) {
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> own(weights ? 0 : width);
+    std::vector<float> own;
+    if (!weights) ending.of([&] { own.resize(width); });
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
+      if (ending.failed()) continue;
       const int64_t at = row * width;
       softmax_row(scores + at, weights ? weights + at : own.data(), rounded + at, kept.from(at), width);
     }
@@ -128,6 +135,17 @@ void norm_backward(const T *grad, const T *input, const float *mean, const float
   if (d_bias) add_chunks(of_bias, width, d_bias);
 }
 
+// total[i, :] += factor * part[i, :], of which `part` is contiguous
+void accumulate(float *total, const bf16 *part, float factor, int64_t rows, int64_t width, int64_t stride,
+                int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    float *sum = total + row * stride;
+    for (int64_t i = 0; i < width; i += kLanes)
+      store(sum + i, load(sum + i, width - i) + factor * load(part + row * width + i, width - i), width - i);
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -135,52 +153,52 @@ extern "C" {
 #define FOR_BOTH(DEFINE) DEFINE(float, float32) DEFINE(bf16, bfloat16)
 
 #define DEFINE_EXPONENTIALS(T, NAME)                                                                        \
-  void exponentials_##NAME(T *values, const float *reference, float *sums, int64_t rows, int64_t width,     \
-                           int threads) {                                                                   \
-    exponentials(values, reference, sums, rows, width, threads);                                            \
+  int exponentials_##NAME(T *values, const float *reference, float *sums, int64_t rows, int64_t width,      \
+                          int threads) {                                                                    \
+    return ended([&](Ending &) { exponentials(values, reference, sums, rows, width, threads); });           \
   }
 FOR_BOTH(DEFINE_EXPONENTIALS)
 
 #define DEFINE_GELU(T, NAME)                                                                                \
-  void gelu_##NAME(const T *input, const float *bias, T *output, T *slope, int64_t rows, int64_t width,     \
-                   int threads) {                                                                           \
-    gelu(input, bias, output, slope, rows, width, threads);                                                 \
+  int gelu_##NAME(const T *input, const float *bias, T *output, T *slope, int64_t rows, int64_t width,      \
+                  int threads) {                                                                            \
+    return ended([&](Ending &) { gelu(input, bias, output, slope, rows, width, threads); });                \
   }
 FOR_BOTH(DEFINE_GELU)
 
 #define DEFINE_PRODUCT(T, NAME)                                                                             \
-  void product_and_sum_##NAME(const T *left, const T *right, T *output, float *sums, int64_t rows,          \
-                              int64_t width, int threads) {                                                 \
-    product_and_sum(left, right, output, sums, rows, width, threads);                                       \
+  int product_and_sum_##NAME(const T *left, const T *right, T *output, float *sums, int64_t rows,           \
+                             int64_t width, int threads) {                                                  \
+    return ended([&](Ending &) { product_and_sum(left, right, output, sums, rows, width, threads); });      \
   }
 FOR_BOTH(DEFINE_PRODUCT)
 
 #define DEFINE_NORM(T, NAME)                                                                                \
-  void norm_backward_##NAME(const T *grad, const T *input, const float *mean, const float *rstd,            \
-                            const float *factor, T *d_input, float *d_factor, float *d_bias, int64_t rows,  \
-                            int64_t width, int threads) {                                                   \
-    norm_backward(grad, input, mean, rstd, factor, d_input, d_factor, d_bias, rows, width, threads);        \
+  int norm_backward_##NAME(const T *grad, const T *input, const float *mean, const float *rstd,             \
+                           const float *factor, T *d_input, float *d_factor, float *d_bias, int64_t rows,   \
+                           int64_t width, int threads) {                                                    \
+    return ended([&](Ending &) {                                                                            \
+      norm_backward(grad, input, mean, rstd, factor, d_input, d_factor, d_bias, rows, width, threads);      \
+    });                                                                                                     \
   }
 FOR_BOTH(DEFINE_NORM)
 
-void softmax_bfloat16(const float *scores, float *weights, bf16 *rounded, const int16_t *bits, int64_t most,
-                      int64_t rows, int64_t width, int threads) {
-  softmax(scores, weights, rounded, {bits, int16_t(most)}, rows, width, threads);
+int softmax_bfloat16(const float *scores, float *weights, bf16 *rounded, const int16_t *bits, int64_t most,
+                     int64_t rows, int64_t width, int threads) {
+  return ended([&](Ending &ending) {
+    softmax(scores, weights, rounded, {bits, int16_t(most)}, rows, width, threads, ending);
+  });
 }
 
-void softmax_backward_bfloat16(const float *grad, const float *weights, bf16 *output, const int16_t *bits,
-                               int64_t most, int64_t rows, int64_t width, int threads) {
-  softmax_backward(grad, weights, output, {bits, int16_t(most)}, rows, width, threads);
+int softmax_backward_bfloat16(const float *grad, const float *weights, bf16 *output, const int16_t *bits,
+                              int64_t most, int64_t rows, int64_t width, int threads) {
+  return ended([&](Ending &) {
+    softmax_backward(grad, weights, output, {bits, int16_t(most)}, rows, width, threads);
+  });
 }
 
-// total[i, :] += factor * part[i, :], of which `part` is contiguous
-void accumulate_bfloat16(float *total, const bf16 *part, float factor, int64_t rows, int64_t width,
-                         int64_t stride, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t row = 0; row < rows; ++row) {
-    float *sum = total + row * stride;
-    for (int64_t i = 0; i < width; i += kLanes)
-      store(sum + i, load(sum + i, width - i) + factor * load(part + row * width + i, width - i), width - i);
-  }
+int accumulate_bfloat16(float *total, const bf16 *part, float factor, int64_t rows, int64_t width,
+                        int64_t stride, int threads) {
+  return ended([&](Ending &) { accumulate(total, part, factor, rows, width, stride, threads); });
 }
 }

@@ -1,5 +1,6 @@
 // Batched products of bf16 matrices (products.h), shared out to threads.
 
+#include "ending.h"
 #include "exponential.h"
 #include "panels.h"
 
@@ -74,7 +75,7 @@ void add_run(const Factor<A> &a, int64_t rows, const uint32_t *panels, int64_t i
 // Add `left * right` to C: threads pack the right factor together and share out runs of the left one's rows.
 template <typename A, typename T = typename A::Value>
 void add_product(const Matrix<T> &left, const Matrix<T> &right, float *c, int64_t pitch, int64_t rows, int64_t columns,
-                 int64_t inner, int threads) {
+                 int64_t inner, int threads, Ending &ending) {
   static thread_local Scratch of_b;
   auto *panels = of_b.take<uint32_t>(size_of_panels<A>(padded(inner, A::kDepth), columns));
   const int64_t runs = threads * ((rows + threads * kRun - 1) / (threads * kRun));  // as many for each thread
@@ -86,8 +87,8 @@ void add_product(const Matrix<T> &left, const Matrix<T> &right, float *c, int64_
     for (int64_t number = 0; number < runs; ++number) {
       const Range run = part_of(rows, kRows, number, runs);
       const Matrix<T> a{left.at(run.begin, 0), left.row, left.column};
-      (left.column == 1 ? add_run<A, true> : add_run<A, false>)(
-          a, run.end - run.begin, panels, inner, columns, c + run.begin * pitch, pitch);
+      const auto add = left.column == 1 ? add_run<A, true> : add_run<A, false>;
+      ending.of([&] { add(a, run.end - run.begin, panels, inner, columns, c + run.begin * pitch, pitch); });
     }
   }
 }
@@ -96,7 +97,7 @@ void add_product(const Matrix<T> &left, const Matrix<T> &right, float *c, int64_
 template <typename A, typename T = typename A::Value>
 void exponentials_of_product(const Matrix<T> &left, const Matrix<T> &right, const float *bias, const float *reference,
                              T *output, int64_t pitch, float *sums, int64_t rows, int64_t columns, int64_t inner,
-                             int threads) {
+                             int threads, Ending &ending) {
   static thread_local Scratch of_a, of_sums;
   const int64_t steps = steps_of<A>(inner), panel = steps * kLanes;
   const Runs runs{columns, kWords};  // for any number of threads the same, as sums are
@@ -105,13 +106,15 @@ void exponentials_of_product(const Matrix<T> &left, const Matrix<T> &right, cons
 #pragma omp parallel num_threads(threads)
   {
     static thread_local Scratch of_b, of_row;
-    auto *panels = of_b.take<uint32_t>(steps * kWords);
-    auto *in_lanes = of_row.take<float>(kRows * kLanes);
+    uint32_t *panels = nullptr;
+    float *in_lanes = nullptr;
+    ending.of([&] { panels = of_b.take<uint32_t>(steps * kWords), in_lanes = of_row.take<float>(kRows * kLanes); });
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < rows; i += kRows)
       pack_rows_in_steps<A>(left, i, std::min(kRows, rows - i), inner, lefts + i / kRows * panel);
 #pragma omp for schedule(dynamic)
     for (int64_t number = 0; number < runs.number(); ++number) {
+      if (ending.failed()) continue;
       const Range run = runs.at(number);
       const int64_t words = run.end - run.begin;
       pack_columns<A>(right, 0, inner, run.begin, words, panels);
@@ -139,6 +142,30 @@ void exponentials_of_product(const Matrix<T> &left, const Matrix<T> &right, cons
   }
 }
 
+// Write `count` products; threads share them out, or the parts of each.
+template <typename A>
+void multiply_all(const Matrix<bf16> &left, int64_t left_next, const Matrix<bf16> &right, int64_t right_next,
+                  const Result<bf16> &result, int64_t next, int64_t count, int64_t rows, int64_t columns,
+                  int64_t inner, int threads, Ending &ending) {
+  const int64_t together = count >= threads ? 1 : threads;  // of one product
+  const int64_t down = threads_down(rows, columns, together), across = together / down;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t each = 0; each < count * together; ++each) {
+    const int64_t number = each / together, part = each % together, at = number * next;
+    const Matrix<bf16> a{left.data + number * left_next, left.row, left.column};
+    const Matrix<bf16> b{right.data + number * right_next, right.row, right.column};
+    const Result<bf16> c{result.precise ? result.precise + at : nullptr,
+                         result.rounded ? result.rounded + at : nullptr,
+                         result.row,
+                         result.bias,
+                         result.factor,
+                         result.add};
+    const Range of_rows = part_of(rows, kRows, part / across, down);
+    const Range of_columns = part_of(columns, kColumns, part % across, across);
+    ending.of([&] { multiply_part<A>(a, b, c, of_rows, of_columns, inner); });
+  }
+}
+
 }  // namespace
 
 // Whether there is the instruction for pairs.
@@ -150,42 +177,37 @@ extern "C" int can_pair() {
 #endif
 }
 
-extern "C" void product_bfloat16(const bf16 *left, int64_t left_next, int64_t left_row, int64_t left_column,
-                                 const bf16 *right, int64_t right_next, int64_t right_row, int64_t right_column,
-                                 float *precise, bf16 *rounded, int64_t next, int64_t row, const float *bias,
-                                 float factor, int64_t add, int64_t count, int64_t rows, int64_t columns,
-                                 int64_t inner, int paired, int threads) {
-  const int64_t together = count >= threads ? 1 : threads;  // of one product
-  const int64_t down = threads_down(rows, columns, together), across = together / down;
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t each = 0; each < count * together; ++each) {
-    const int64_t number = each / together, part = each % together;
-    const Matrix<bf16> a{left + number * left_next, left_row, left_column};
-    const Matrix<bf16> b{right + number * right_next, right_row, right_column};
-    const int64_t at = number * next;
-    const Result<bf16> c{
-        precise ? precise + at : nullptr, rounded ? rounded + at : nullptr, row, bias, factor, add != 0};
-    const Range of_rows = part_of(rows, kRows, part / across, down);
-    const Range of_columns = part_of(columns, kColumns, part % across, across);
-    (paired ? multiply_part<Paired> : multiply_part<Widened>)(a, b, c, of_rows, of_columns, inner);
-  }
+extern "C" int product_bfloat16(const bf16 *left, int64_t left_next, int64_t left_row, int64_t left_column,
+                                const bf16 *right, int64_t right_next, int64_t right_row, int64_t right_column,
+                                float *precise, bf16 *rounded, int64_t next, int64_t row, const float *bias,
+                                float factor, int64_t add, int64_t count, int64_t rows, int64_t columns,
+                                int64_t inner, int paired, int threads) {
+  return ended([&](Ending &ending) {
+    (paired ? multiply_all<Paired> : multiply_all<Widened>)(
+        {left, left_row, left_column}, left_next, {right, right_row, right_column}, right_next,
+        {precise, rounded, row, bias, factor, add != 0}, next, count, rows, columns, inner, threads, ending);
+  });
 }
 
 extern "C" {
 
-#define DEFINE_PRODUCTS(A, NAME)                                                                                  \
-  void add_product_##NAME(const A::Value *left, int64_t left_row, int64_t left_column, const A::Value *right,     \
-                          int64_t right_row, int64_t right_column, float *c, int64_t pitch, int64_t rows,         \
-                          int64_t columns, int64_t inner, int threads) {                                          \
-    add_product<A>({left, left_row, left_column}, {right, right_row, right_column}, c, pitch, rows, columns,      \
-                   inner, threads);                                                                               \
-  }                                                                                                               \
-  void exponentials_of_product_##NAME(const A::Value *left, int64_t left_row, int64_t left_column,                \
-                                      const A::Value *right, int64_t right_row, int64_t right_column,             \
-                                      const float *bias, const float *reference, A::Value *output, int64_t pitch, \
-                                      float *sums, int64_t rows, int64_t columns, int64_t inner, int threads) {   \
-    exponentials_of_product<A>({left, left_row, left_column}, {right, right_row, right_column}, bias, reference,  \
-                               output, pitch, sums, rows, columns, inner, threads);                               \
+#define DEFINE_PRODUCTS(A, NAME)                                                                                 \
+  int add_product_##NAME(const A::Value *left, int64_t left_row, int64_t left_column, const A::Value *right,     \
+                         int64_t right_row, int64_t right_column, float *c, int64_t pitch, int64_t rows,         \
+                         int64_t columns, int64_t inner, int threads) {                                          \
+    return ended([&](Ending &ending) {                                                                           \
+      add_product<A>({left, left_row, left_column}, {right, right_row, right_column}, c, pitch, rows, columns,   \
+                     inner, threads, ending);                                                                    \
+    });                                                                                                          \
+  }                                                                                                              \
+  int exponentials_of_product_##NAME(const A::Value *left, int64_t left_row, int64_t left_column,                \
+                                     const A::Value *right, int64_t right_row, int64_t right_column,             \
+                                     const float *bias, const float *reference, A::Value *output, int64_t pitch, \
+                                     float *sums, int64_t rows, int64_t columns, int64_t inner, int threads) {   \
+    return ended([&](Ending &ending) {                                                                           \
+      exponentials_of_product<A>({left, left_row, left_column}, {right, right_row, right_column}, bias,          \
+                                 reference, output, pitch, sums, rows, columns, inner, threads, ending);         \
+    });                                                                                                          \
   }
 
 DEFINE_PRODUCTS(Widened, widened)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_npu.ops import compiled
+from megatron_npu.ops.compiled import abi
 from megatron_npu.ops.compiled.building import library
 
 # Of each side. One row would be computed as fourteen, and of small products the call is most of the time.
@@ -91,7 +88,7 @@ def _field(processor: str, name: str) -> str:
 def _usable_arithmetic() -> Arithmetic | None:
     """Return that of this processor, if the kernels can be had and were compiled with what it needs."""
     wanted, loaded = _arithmetic(), library()
-    if loaded is None or (wanted is Arithmetic.PAIRED and not loaded.can_pair()):
+    if loaded is None or (wanted is Arithmetic.PAIRED and not abi.can_pair(loaded)):
         return None
     return wanted
 
@@ -102,18 +99,25 @@ def pairs() -> bool:
 
 
 def takes(left: Tensor, right: Tensor) -> bool:
-    """Return whether ``multiply`` is to have these factors, ``[..., n, m]`` and ``[..., m, k]``."""
+    """Return whether ``multiply`` is to have these factors, ``[n, m]`` and ``[m, k]``, or some of each.
+
+    Of factors that do not fit each other it is not: torch says then what is wrong.
+    """
     if left.dtype is not torch.bfloat16 or right.dtype is not torch.bfloat16:
         return False
-    if not compiled.is_plain(left) or not compiled.is_plain(right):
+    if left.dim() != right.dim() or left.dim() not in (2, 3):
+        return False
+    if left.size(-1) != right.size(-2) or left.shape[:-2] != right.shape[:-2]:
+        return False
+    if not abi.is_plain(left) or not abi.is_plain(right):
         return False
     return min(*left.shape[-2:], right.size(-1)) >= _SMALLEST and has_kernel()
 
 
 def takes_result(out: Tensor) -> bool:
     """Return whether ``multiply`` can write to a tensor ``[..., n, k]``."""
-    plain = compiled.is_plain(out) and out.dtype in (torch.float32, torch.bfloat16)
-    return plain and out.dim() in (2, 3) and out.stride(-1) == 1
+    plain = abi.is_plain(out) and out.dtype in (torch.float32, torch.bfloat16)
+    return plain and out.dim() in (2, 3) and out.stride(-1) == 1 and not abi.overlaps(out)
 
 
 def multiply(
@@ -135,22 +139,9 @@ def multiply(
         add: whether to add to what is in ``out``.
     """
     a, b, c = (left, right, out) if left.dim() == 3 else (left[None], right[None], out[None])
-    if 1 not in a.stride()[1:]:
-        a = a.contiguous()
-    if 1 not in b.stride()[1:]:
-        b = b.contiguous()
-    added = None if bias is None else bias.detach().to(torch.float32).contiguous()
-    where, precise = c.data_ptr(), c.dtype is torch.float32
-    count, rows, inner = a.shape
-    next_product, row, _ = c.stride()
+    a, b = _with_a_unit_stride(a), _with_a_unit_stride(b)
     with _shown("product"):
-        _kernel()(
-            *(a.data_ptr(), *a.stride()),
-            *(b.data_ptr(), *b.stride()),
-            *(where if precise else None, None if precise else where, next_product, row),
-            *(None if added is None else added.data_ptr(), factor, add),
-            *(count, rows, b.size(2), inner, pairs(), torch.get_num_threads()),
-        )
+        abi.product(a, b, c, _widened(bias), factor, add=add, paired=pairs())
     return out
 
 
@@ -159,9 +150,9 @@ def adds(total: Tensor, left: Tensor, right: Tensor) -> bool:
 
     oneDNN's product is rounded first, and added then. For fp32 MKL's, which adds, is as fast.
     """
-    if total.dtype is not torch.float32 or not takes_result(total) or total.dim() != 2:
+    if torch.compiler.is_compiling() or total.dtype is not torch.float32 or not takes_result(total):
         return False
-    return takes(left, right) and not torch.compiler.is_compiling()
+    return total.shape == (left.size(0), right.size(-1)) and takes(left, right)
 
 
 def add(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -174,15 +165,12 @@ def add(total: Tensor, left: Tensor, right: Tensor) -> None:
     """
     a, b = _with_a_unit_stride(left), _with_a_unit_stride(right)
     with _shown("add_product"):
-        _shared("add_product", name_of_arithmetic(a.dtype))(
-            *(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride()),
-            *(total.data_ptr(), total.stride(0), *total.shape, a.size(1), torch.get_num_threads()),
-        )
+        abi.add_product(total, a, b, name_of_arithmetic(a.dtype))
 
 
 def has_exponentials(left: Tensor, right: Tensor) -> bool:
     """Return whether ``exponentials`` is to have these factors: matrices of bf16."""
-    return takes(left, right) and left.dim() == right.dim() == 2 and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and left.dim() == 2 and takes(left, right)
 
 
 def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Tensor, sums: Tensor) -> Tensor:
@@ -200,13 +188,9 @@ def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Te
     """
     a, b = _with_a_unit_stride(left), _with_a_unit_stride(right)
     output = a.new_empty(a.size(0), b.size(1))
-    added = None if bias is None else bias.detach().to(torch.float32).contiguous()
     with _shown("exponentials_of_product"):
-        _shared("exponentials_of_product", name_of_arithmetic(a.dtype))(
-            *(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride()),
-            *(None if added is None else added.data_ptr(), reference.data_ptr(), output.data_ptr()),
-            *(output.stride(0), sums.data_ptr(), *output.shape, a.size(1), torch.get_num_threads()),
-        )
+        arithmetic = name_of_arithmetic(a.dtype)
+        abi.exponentials_of_product(a, b, _widened(bias), reference, output, sums, arithmetic)
     return output
 
 
@@ -216,7 +200,11 @@ def _shown(name: str) -> AbstractContextManager[object]:
 
 
 def _with_a_unit_stride(matrix: Tensor) -> Tensor:
-    return matrix if 1 in matrix.stride() else matrix.contiguous()
+    return matrix if 1 in matrix.stride()[-2:] else matrix.contiguous()
+
+
+def _widened(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach().to(torch.float32).contiguous()
 
 
 def name_of_arithmetic(dtype: torch.dtype) -> str:
@@ -224,30 +212,3 @@ def name_of_arithmetic(dtype: torch.dtype) -> str:
     if dtype is torch.float32:
         return "single"
     return "paired" if pairs() else "widened"
-
-
-@functools.cache
-def _shared(name: str, arithmetic: str) -> Callable[..., None]:
-    """Return a kernel for matrices whose right factor all threads share, which takes Python's own numbers."""
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    kernel: Any = getattr(library(), f"{name}_{arithmetic}")
-    factors: list[Any] = [pointer, number, number, pointer, number, number]
-    rest: list[Any] = [pointer, number]
-    if name == "exponentials_of_product":
-        rest = [pointer, pointer, pointer, number, pointer]
-    kernel.argtypes = [*factors, *rest, *[number] * 3, ctypes.c_int]
-    kernel.restype = None
-    return cast(Callable[..., None], kernel)
-
-
-@functools.cache
-def _kernel() -> Callable[..., None]:
-    """Return ``product_bfloat16``, which takes Python's own numbers."""
-    loaded = library()
-    assert loaded is not None, "takes() says whether there are kernels"
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    factor: list[Any] = [pointer, number, number, number]
-    result: list[Any] = [pointer, pointer, number, number, pointer, ctypes.c_float, number]
-    loaded.product_bfloat16.argtypes = [*factor, *factor, *result, *[number] * 4, *[ctypes.c_int] * 2]
-    loaded.product_bfloat16.restype = None
-    return loaded.product_bfloat16

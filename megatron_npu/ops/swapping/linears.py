@@ -47,7 +47,8 @@ def _is_conv1d(module: Any, weight: Tensor) -> bool:
     bias = getattr(module, "bias", None)
     if not isinstance(bias, Tensor) or bias.shape != weight.shape[1:]:
         return False
-    x = torch.randn(2, weight.size(0), generator=torch.Generator().manual_seed(0)).to(weight)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, weight.size(0), generator=generator, dtype=torch.float32, device="cpu").to(weight)
     with torch.no_grad():
         return agrees(module(x), x @ weight + bias, 1e-5 if weight.dtype is torch.float32 else 3e-2)
 

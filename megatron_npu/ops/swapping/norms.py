@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -48,9 +49,11 @@ def _by_behaviour(module: nn.Module) -> Found:
     parameters, eps = dict(module.named_parameters()), _eps(module)
     if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or eps is None:
         return Left("norm", f"{type(module).__name__} is not one vector of weights and an epsilon")
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, parameters["weight"].numel(), generator=generator) * 0.01  # so small that eps matters
-    weight = torch.randn(parameters["weight"].numel(), generator=generator)
+    draw = functools.partial(
+        torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
+    x = draw(3, parameters["weight"].numel()) * 0.01  # so small that eps matters
+    weight = draw(parameters["weight"].numel())
     try:
         with torch.no_grad():
             actual = functional_call(module, {"weight": weight}, (x,))

@@ -46,9 +46,11 @@ def _takes_tables(function: Rotate) -> bool:
 @functools.lru_cache(maxsize=64)  # a function serves all layers
 def turns_halves(function: Rotate) -> bool:
     """Return whether ``function(q, k, cos, sin)`` turns element i with i + d/2, by a probe."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(2, heads, 3, 8, generator=generator) for heads in (2, 1))
-    half = torch.randn(2, 3, 4, generator=generator)
+    draw = functools.partial(
+        torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
+    q, k = (draw(2, heads, 3, 8) for heads in (2, 1))
+    half = draw(2, 3, 4)
     cos, sin = (torch.cat((f(half), f(half)), -1) for f in (torch.cos, torch.sin))
     try:
         turned = function(q, k, cos, sin)

@@ -24,7 +24,7 @@ def npu_cross_entropy_loss(
     A negative ``ignore_index`` ignores nothing, unlike torch's: every target must be a class.
     """
     log_probabilities = torch.log_softmax(input.float(), -1)
-    class_weight = torch.ones(input.size(1)) if weight is None else weight
+    class_weight = torch.ones(input.size(1), dtype=torch.float32) if weight is None else weight
     row_weight = class_weight[target] * _counted(target, ignore_index)
     likelihood = log_probabilities.gather(1, target.unsqueeze(1)).squeeze(1)
     smooth = (log_probabilities * class_weight).sum(1) / input.size(1) * _counted(target, ignore_index)
@@ -62,7 +62,9 @@ def npu_cross_entropy_loss_backward(
 
 def _counted(target: Tensor, ignore_index: int) -> Tensor:
     """Return 1 where a target counts and 0 where it is ignored."""
-    return (target != ignore_index).float() if ignore_index >= 0 else torch.ones(target.shape)
+    if ignore_index < 0:
+        return torch.ones(target.shape, dtype=torch.float32)
+    return (target != ignore_index).float()
 
 
 @kernel("npu_fused_linear_online_max_sum")

@@ -254,7 +254,7 @@ def _gather(rows: Tensor, positions: Tensor) -> Tensor:
     """Return fp32 ``rows[positions]``, zeros where a position is no row."""
     positions = positions.long()
     valid = (positions >= 0) & (positions < rows.size(0))
-    gathered = torch.zeros(len(positions), rows.size(1))
+    gathered = torch.zeros(len(positions), rows.size(1), dtype=torch.float32)
     gathered[valid] = rows[positions[valid]].float()
     return gathered
 
@@ -269,7 +269,7 @@ def _scatter(values: Tensor, positions: Tensor, count: int) -> Tensor:
     """Return ``[count, h]`` with ``values`` at ``positions``, the inverse of ``_gather``."""
     positions = positions.long()
     valid = (positions >= 0) & (positions < count)
-    rows = torch.zeros(count, values.size(1))
+    rows = torch.zeros(count, values.size(1), dtype=torch.float32)
     rows[positions[valid]] = values[valid]
     return rows
 

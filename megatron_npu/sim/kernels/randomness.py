@@ -29,4 +29,4 @@ def kept(seed: int, offset: int, count: int, keep_prob: float) -> Tensor:
 def _uniform(seed: int, offset: int, count: int) -> Tensor:
     """Return ``count`` fp32 numbers in [0, 1)."""
     mixed = (seed * _MIX[0] + (offset + 1) * _MIX[1]) & _MASK_63_BITS
-    return torch.rand(count, generator=torch.Generator().manual_seed(mixed))
+    return torch.rand(count, generator=torch.Generator().manual_seed(mixed), dtype=torch.float32)

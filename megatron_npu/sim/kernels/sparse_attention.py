@@ -129,7 +129,7 @@ def _rows(tensor: Tensor, indices: Tensor) -> Tensor:
 def _added(rows: Tensor, indices: Tensor, like: Tensor) -> Tensor:
     """Add ``[b, s, k, d]`` up where the rows were chosen from; what was not chosen has zeros here."""
     chosen = indices[:, :, 0].long().clamp(min=0)
-    result = torch.zeros(like.size(0), like.size(1), like.size(3))
+    result = torch.zeros(like.size(0), like.size(1), like.size(3), dtype=torch.float32)
     for batch in range(like.size(0)):
         result[batch].index_add_(0, chosen[batch].flatten(), rows[batch].flatten(0, 1))
     return result[:, :, None].to(like.dtype)

@@ -17,7 +17,7 @@ WORDS = 8
 @kernel("npu_alloc_float_status")
 def npu_alloc_float_status(input: Tensor) -> Tensor:
     """Return eight fp32 zeros."""
-    return torch.zeros(WORDS)
+    return torch.zeros(WORDS, dtype=torch.float32)
 
 
 @kernel("npu_get_float_status")

@@ -113,7 +113,7 @@ def _tiles(query: Tensor, spec: AttentionSpec, drawn: Drawn) -> Iterator[tuple[S
             yield tile, None
             continue
         shape = (*query.shape[:2], tile.q1 - tile.q0, tile.k1 - tile.k0)
-        draws = torch.rand(shape, generator=generator, device=query.device)
+        draws = torch.rand(shape, generator=generator, dtype=torch.float32, device=query.device)
         yield tile, (draws < keep).to(torch.promote_types(query.dtype, torch.float32)).div_(keep)
 
 

@@ -12,8 +12,11 @@ from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits, most_of_kept
 
 
 def keep_of(p: float) -> int:
-    """Return how many of ``KEEP_LEVELS`` weights are kept where each is dropped with probability ``p``."""
-    return max(1, round((1.0 - p) * KEEP_LEVELS))
+    """Return how many of ``KEEP_LEVELS`` weights are kept where each is dropped with probability ``p``.
+
+    Some are dropped where ``p`` is not 0, however small it is, and some are kept.
+    """
+    return min(max(1, round((1.0 - p) * KEEP_LEVELS)), KEEP_LEVELS - 1 if p else KEEP_LEVELS)
 
 
 class TileDropout:

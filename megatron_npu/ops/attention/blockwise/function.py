@@ -25,6 +25,7 @@ from megatron_npu.ops.attention.blockwise.fused import Fused
 from megatron_npu.ops.attention.blockwise.products import factor_dtype, multiplies_strided
 from megatron_npu.ops.attention.layouts import from_bnsd, to_bnsd
 from megatron_npu.ops.attention.spec import AttentionSpec
+from megatron_npu.ops.compiled import is_plain
 
 
 def blockwise(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
@@ -49,7 +50,7 @@ class _Blockwise(torch.autograd.Function):
         # One draw from the default generator, which Megatron's RNG tracker has put in place, decides every
         # mask of this call: a recomputed forward and the backward drop the same weights.
         ctx.seed = int(torch.randint(2**62, (), device="cpu")) if spec.dropout_p else 0
-        ctx.by_one_kernel = fused.takes(query, mask)
+        ctx.by_one_kernel = fused.takes(query, mask) and is_plain(key) and is_plain(value)
         q, k, v = _all_grouped(ctx, query, key, value)
         # in the order of the query's memory, which is the layout's where heads are not copied
         result = torch.zeros_like(q) if q.size(-1) == v.size(-1) else q.new_zeros(*q.shape[:-1], v.size(-1))
@@ -90,7 +91,7 @@ def _all_grouped(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[T
 
 def _grouped(tensor: Tensor, spec: AttentionSpec, heads: int, by_one_kernel: bool) -> Tensor:
     """Return ``[b · g, s, r, d]``, in the dtype of the factors; contiguous unless multiplied strided."""
-    bnsd = to_bnsd(tensor, spec.layout, heads)
+    bnsd = to_bnsd(tensor.resolve_neg(), spec.layout, heads)
     grouped = bnsd.unflatten(1, (spec.key_heads, -1)).transpose(2, 3)
     dtype = factor_dtype(tensor.dtype)
     if multiplies_strided(grouped, by_one_kernel):

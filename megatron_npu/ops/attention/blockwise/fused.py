@@ -42,7 +42,7 @@ class Fused:
             v: ``[b · g, sk, 1, dv]``.
             result: ``[b · g, sq, r, dv]``, zeros.
         """
-        normalizer = torch.empty(*q.shape[:3], 1)
+        normalizer = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device="cpu")
         for tile, weighting in self._segments(q):
             outputs = tile.rows(result), tile.rows(normalizer)
             attention.forward(_factors(tile, q, k, v), weighting, *outputs)

@@ -1,0 +1,487 @@
+"""What crosses into the compiled kernels: the one place that calls them, and knows what each of them takes.
+
+A kernel is given addresses and sizes, and believes both. So every tensor is looked at here first: its memory,
+dtype, shape and strides. What a kernel would misread, or write beyond, raises. Who calls makes sure that it
+does not come to that: ``usable`` and the other questions beside the callers leave such tensors to torch.
+
+Each function has the name of its kernel, without the dtype or the arithmetic that it was compiled for. What a
+kernel throws is its status here, and raised again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.compiled.building import library
+
+_POINTER, _NUMBER, _REAL, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_FLOAT, _BFLOAT = torch.float32, torch.bfloat16
+_NAMES = {_FLOAT: "float32", _BFLOAT: "bfloat16"}
+_PLAIN = (Tensor, torch.nn.Parameter)  # memory of others, such as fake tensors', is not what they say
+_NO_MEMORY = 1  # of what kernels return; 0: done
+_FURTHEST = 1 << 40  # keys: further away than any
+LEVELS = 1 << 16  # of probabilities: as kLevels
+
+
+class Weighting(NamedTuple):
+    """How values are weighted: ``gain · kept(softmax(scale · query · keyᵀ))``.
+
+    Query i sees keys ``[begin + i, end + i)``, where these exist; each sees one.
+
+    Attributes:
+        begin: of the first query; None: every query sees all keys on the left.
+        end: the same of the keys on the right.
+        repeats: rows that one query has, one for each of its heads.
+        scale: of the scores.
+        seed: of what dropout keeps, 64 bits.
+        keep: of 65,536 weights; all of them: no dropout.
+        gain: of those that are kept.
+    """
+
+    begin: int | None
+    end: int | None
+    repeats: int
+    scale: float
+    seed: int
+    keep: int
+    gain: float
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("next", ctypes.c_int64), ("row", ctypes.c_int64))
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, _Rows) for name in ("query", "key", "value")),
+        *((name, ctypes.c_int64) for name in ("heads", "rows", "keys", "size", "value_size", "repeats")),
+        *((name, ctypes.c_int64) for name in ("begin", "end")),
+        *((name, ctypes.c_float) for name in ("scale", "gain")),
+        *(("seed", ctypes.c_uint64), ("keep", ctypes.c_int64)),
+    )
+
+
+_MATRIX = (_POINTER, _NUMBER, _NUMBER)  # and what a row and a column are apart
+_MATRICES = (_POINTER, _NUMBER, _NUMBER, _NUMBER)  # and one from the next
+_CALL, _ROWS = ctypes.POINTER(_Call), ctypes.POINTER(_Rows)
+_DTYPES, _ARITHMETICS = ("float32", "bfloat16"), ("widened", "paired")
+
+# What kernels take before the number of threads, and for what each of them is compiled.
+_KERNELS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
+    "exponentials": (_DTYPES, (*[_POINTER] * 3, *[_NUMBER] * 2)),
+    "gelu": (_DTYPES, (*[_POINTER] * 4, *[_NUMBER] * 2)),
+    "product_and_sum": (_DTYPES, (*[_POINTER] * 4, *[_NUMBER] * 2)),
+    "norm_backward": (_DTYPES, (*[_POINTER] * 8, *[_NUMBER] * 2)),
+    "softmax": (("bfloat16",), (*[_POINTER] * 4, *[_NUMBER] * 3)),
+    "softmax_backward": (("bfloat16",), (*[_POINTER] * 4, *[_NUMBER] * 3)),
+    "accumulate": (("bfloat16",), (*[_POINTER] * 2, _REAL, *[_NUMBER] * 3)),
+    "product": (
+        ("bfloat16",),
+        (*_MATRICES, *_MATRICES, *[_POINTER] * 2, *[_NUMBER] * 2, _POINTER, _REAL, *[_NUMBER] * 5, _INT),
+    ),
+    "add_product": (_ARITHMETICS, (*_MATRIX, *_MATRIX, _POINTER, *[_NUMBER] * 4)),
+    "exponentials_of_product": (
+        _ARITHMETICS,
+        (*_MATRIX, *_MATRIX, *[_POINTER] * 3, _NUMBER, _POINTER, *[_NUMBER] * 3),
+    ),
+    "attention_forward": (("single", *_ARITHMETICS), (_CALL, *[_ROWS] * 2)),
+    "attention_backward": (("single", *_ARITHMETICS), (_CALL, *[_ROWS] * 6)),
+}
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is memory of a CPU, and nothing that only looks like it."""
+    if type(tensor) not in _PLAIN or not tensor.is_cpu:
+        return False
+    # of a negated one the memory is not yet what it says; graphs have none, and no name for the question
+    return torch.compiler.is_compiling() or not tensor.is_neg()
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Return whether values share memory, or may: such a tensor, an expanded one, cannot be written to."""
+    if tensor.is_contiguous():
+        return False
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return True
+        extent += stride * (size - 1)
+    return False
+
+
+def exponentials(values: Tensor, reference: Tensor, sums: Tensor) -> None:
+    """Values ``[n, m]``, changed in place; the others ``[n]``, fp32."""
+    rows, width = _shape("values", values, 2)
+    dtype = values.dtype
+    _call(
+        f"exponentials_{_name_of(dtype)}",
+        _contiguous("values", values, dtype, values.shape),
+        _contiguous("reference", reference, _FLOAT, (rows,)),
+        _contiguous("sums", sums, _FLOAT, (rows,)),
+        *(rows, width),
+    )
+
+
+def gelu(input: Tensor, bias: Tensor, output: Tensor, slope: Tensor | None) -> None:
+    """Input, output and slope ``[..., h]``; bias ``[h]``, fp32."""
+    shape, dtype, width = input.shape, input.dtype, input.size(-1)
+    _call(
+        f"gelu_{_name_of(dtype)}",
+        _contiguous("input", input, dtype, shape),
+        _contiguous("bias", bias, _FLOAT, (width,)),
+        _contiguous("output", output, dtype, shape),
+        None if slope is None else _contiguous("slope", slope, dtype, shape),
+        *(_rows_of(input), width),
+    )
+
+
+def product_and_sum(left: Tensor, right: Tensor, output: Tensor, sums: Tensor) -> None:
+    """Left, right and output ``[..., h]``; sums ``[h]``, fp32."""
+    shape, dtype, width = left.shape, left.dtype, left.size(-1)
+    _call(
+        f"product_and_sum_{_name_of(dtype)}",
+        _contiguous("left", left, dtype, shape),
+        _contiguous("right", right, dtype, shape),
+        _contiguous("output", output, dtype, shape),
+        _contiguous("sums", sums, _FLOAT, (width,)),
+        *(_rows_of(left), width),
+    )
+
+
+def norm_backward(
+    grad: Tensor,
+    input: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    factor: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor | None],
+) -> None:
+    """Gradients and input ``[n, h]``; mean and rstd ``[n, 1]``, factor and its gradients ``[h]``, fp32."""
+    rows, width = _shape("input", input, 2)
+    shape, dtype = input.shape, input.dtype
+    d_input, d_factor, d_bias = gradients
+    _call(
+        f"norm_backward_{_name_of(dtype)}",
+        _contiguous("gradient", grad, dtype, shape),
+        _contiguous("input", input, dtype, shape),
+        None if mean is None else _contiguous("mean", mean, _FLOAT, (rows, 1)),
+        _contiguous("rstd", rstd, _FLOAT, (rows, 1)),
+        _contiguous("factor", factor, _FLOAT, (width,)),
+        _contiguous("gradient of the input", d_input, dtype, shape),
+        _contiguous("gradient of the factor", d_factor, _FLOAT, (width,)),
+        None if d_bias is None else _contiguous("gradient of the bias", d_bias, _FLOAT, (width,)),
+        *(rows, width),
+    )
+
+
+def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, bits: Tensor | None, most: int) -> None:
+    """All ``[..., m]``; scores and weights fp32, rounded bf16; bits int64, one number for four values."""
+    shape, width = scores.shape, scores.size(-1)
+    _call(
+        "softmax_bfloat16",
+        _contiguous("scores", scores, _FLOAT, shape),
+        None if weights is None else _contiguous("weights", weights, _FLOAT, shape),
+        _contiguous("rounded weights", rounded, _BFLOAT, shape),
+        *_bits(bits, most, scores.numel()),
+        *(_rows_of(scores), width),
+    )
+
+
+def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, bits: Tensor | None, most: int) -> None:
+    """As ``softmax``."""
+    shape, width = grad.shape, grad.size(-1)
+    _call(
+        "softmax_backward_bfloat16",
+        _contiguous("gradient", grad, _FLOAT, shape),
+        _contiguous("weights", weights, _FLOAT, shape),
+        _contiguous("rounded gradient", rounded, _BFLOAT, shape),
+        *_bits(bits, most, grad.numel()),
+        *(_rows_of(grad), width),
+    )
+
+
+def accumulate(total: Tensor, part: Tensor, factor: float) -> None:
+    """Both ``[n, ...]``: a total in fp32, whose n are contiguous each, and a part in bf16."""
+    rows, width = part.size(0), part.numel() // max(1, part.size(0))
+    address = _contiguous("part", part, _BFLOAT, part.shape)
+    _check(has_contiguous_rows(total), "total", total, "with rows that are contiguous, and apart")
+    _call(
+        "accumulate_bfloat16",
+        _strided("total", total, _FLOAT, part.shape),
+        *(address, factor, rows, width, total.stride(0)),
+    )
+
+
+def has_contiguous_rows(tensor: Tensor) -> bool:
+    """Return whether each of ``[n, ...]`` is contiguous, and none is in another's memory."""
+    if tensor.dim() < 2 or not tensor.size(0):
+        return False
+    return tensor.is_contiguous() or (tensor[0].is_contiguous() and not overlaps(tensor))
+
+
+def product(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    factor: float,
+    *,
+    add: bool,
+    paired: bool,
+) -> None:
+    """Left ``[b, n, m]``, right ``[b, m, k]``: bf16, with a stride of 1 each.
+
+    Out ``[b, n, k]``, fp32 or bf16, with contiguous rows; bias ``[k]``, fp32.
+    """
+    count, rows, inner = _shape("left", left, 3)
+    columns = right.size(-1)
+    _check(inner > 0, "left", left, "with something to multiply")  # nothing would be written
+    precise = out.dtype is _FLOAT
+    where = _strided("result", out, _FLOAT if precise else _BFLOAT, (count, rows, columns), written=True)
+    _check(columns < 2 or out.stride(-1) == 1, "result", out, "with contiguous rows")
+    next_product, row, _ = out.stride()
+    _call(
+        "product_bfloat16",
+        *(_factor("left", left, (count, rows, inner)), *left.stride()),
+        *(_factor("right", right, (count, inner, columns)), *right.stride()),
+        *(where if precise else None, None if precise else where, next_product, row),
+        None if bias is None else _contiguous("bias", bias, _FLOAT, (columns,)),
+        *(factor, add, count, rows, columns, inner, paired),
+    )
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, arithmetic: str) -> None:
+    """Left ``[n, m]``, right ``[m, k]``: bf16, with a stride of 1 each; total ``[n, k]``, fp32, by rows."""
+    rows, inner = _shape("left", left, 2)
+    columns = right.size(-1)
+    where = _strided("sum", total, _FLOAT, (rows, columns), written=True)
+    _check(columns < 2 or total.stride(-1) == 1, "sum", total, "with contiguous rows")
+    _call(
+        f"add_product_{arithmetic}",
+        *(_factor("left", left, (rows, inner)), *left.stride()),
+        *(_factor("right", right, (inner, columns)), *right.stride()),
+        *(where, total.stride(0), rows, columns, inner),
+    )
+
+
+def exponentials_of_product(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None,
+    reference: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    arithmetic: str,
+) -> None:
+    """Factors as in ``add_product``; output ``[n, k]``, bf16; bias ``[k]``, the others ``[n]``, fp32."""
+    rows, inner = _shape("left", left, 2)
+    columns = right.size(-1)
+    _call(
+        f"exponentials_of_product_{arithmetic}",
+        *(_factor("left", left, (rows, inner)), *left.stride()),
+        *(_factor("right", right, (inner, columns)), *right.stride()),
+        None if bias is None else _contiguous("bias", bias, _FLOAT, (columns,)),
+        _contiguous("reference", reference, _FLOAT, (rows,)),
+        _contiguous("output", output, _BFLOAT, (rows, columns)),
+        *(output.stride(0), _contiguous("sums", sums, _FLOAT, (rows,)), rows, columns, inner),
+    )
+
+
+def attention_forward(
+    factors: tuple[Tensor, Tensor, Tensor],
+    weighting: Weighting,
+    output: Tensor,
+    normalizer: Tensor,
+    arithmetic: str,
+) -> None:
+    """Factors ``[heads, rows or keys, d or dv]``; output ``[heads, rows, dv]``, normalizer of 1, fp32."""
+    query, _, value = factors
+    of_output = (*query.shape[:2], value.size(2))
+    dtype = _dtype_of(arithmetic)
+    _call(
+        f"attention_forward_{arithmetic}",
+        _call_of(factors, weighting, dtype),
+        _rows("output", output, dtype, of_output, written=True),
+        _rows("normalizer", normalizer, _FLOAT, (*query.shape[:2], 1), written=True),
+    )
+
+
+def attention_backward(
+    factors: tuple[Tensor, Tensor, Tensor],
+    weighting: Weighting,
+    result: tuple[Tensor, Tensor],
+    grad: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    arithmetic: str,
+) -> None:
+    """As ``attention_forward``; the gradients are of the shapes of the factors."""
+    query, key, value = factors
+    of_output = (*query.shape[:2], value.size(2))
+    dtype = _dtype_of(arithmetic)
+    _call(
+        f"attention_backward_{arithmetic}",
+        _call_of(factors, weighting, dtype),
+        _rows("output", result[0], dtype, of_output),
+        _rows("normalizer", result[1], _FLOAT, (*query.shape[:2], 1)),
+        _rows("gradient", grad, dtype, of_output),
+        _rows("gradient of the queries", gradients[0], dtype, query.shape, written=True),
+        _rows("gradient of the keys", gradients[1], dtype, key.shape, written=True),
+        _rows("gradient of the values", gradients[2], dtype, value.shape, written=True),
+    )
+
+
+def can_pair(loaded: ctypes.CDLL) -> bool:
+    """Return whether kernels were compiled for a processor with the instruction for pairs of bf16."""
+    return bool(loaded.can_pair())
+
+
+def _call_of(factors: tuple[Tensor, Tensor, Tensor], weighting: Weighting, dtype: torch.dtype) -> _Call:
+    query, key, value = factors
+    heads, rows, size = _shape("query", query, 3)
+    _, keys, value_size = _shape("value", value, 3)
+    begin = -_FURTHEST if weighting.begin is None else weighting.begin
+    end = _FURTHEST if weighting.end is None else weighting.end
+    _check(heads > 0 and size > 0, "query", query, "with heads that are not empty")
+    repeats, keep = weighting.repeats, weighting.keep
+    if repeats < 1 or rows % repeats or not 1 <= keep <= LEVELS or max(abs(begin), abs(end)) > _FURTHEST:
+        raise ValueError(
+            f"attention of {rows} rows takes repeats that divide them, keep from 1 to {LEVELS}, and limits "
+            f"of at most {_FURTHEST} keys, given {weighting}"
+        )
+    return _Call(
+        _rows("query", query, dtype, (heads, rows, size)),
+        _rows("key", key, dtype, (heads, keys, size)),
+        _rows("value", value, dtype, (heads, keys, value_size)),
+        *(heads, rows, keys, size, value_size, repeats, begin, end),
+        *(weighting.scale, weighting.gain, weighting.seed, keep),
+    )
+
+
+def _rows(
+    what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], written: bool = False
+) -> _Rows:
+    address = _strided(what, tensor, dtype, shape, written)
+    next_head, row, column = tensor.stride()
+    _check(column == 1 or shape[2] < 2, what, tensor, "with contiguous rows")
+    return _Rows(address, next_head, row)
+
+
+def _factor(what: str, matrix: Tensor, shape: tuple[int, ...]) -> int:
+    address = _strided(what, matrix, _BFLOAT, shape)
+    _check(1 in matrix.stride()[-2:], what, matrix, "with contiguous rows or columns")
+    return address
+
+
+def _contiguous(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the address of a tensor that is exactly this."""
+    # what ``is_plain`` asks is here once more: calls of small tensors are the time of such questions
+    if tensor.dtype is dtype and tensor.shape == shape and type(tensor) in _PLAIN and tensor.is_cpu:
+        address = tensor.data_ptr()
+        if address and tensor.is_contiguous() and not tensor.is_neg():
+            return address
+    if not tensor.is_contiguous():
+        _refuse(what, tensor, f"a contiguous {dtype} {list(shape)}")
+    return _strided(what, tensor, dtype, shape)
+
+
+def _strided(
+    what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], written: bool = False
+) -> int:
+    """Return the address of a tensor of any strides; if it is written to, none of its values share memory."""
+    if tensor.dtype is not dtype or tensor.shape != shape or not is_plain(tensor):
+        _refuse(what, tensor, f"a {dtype} {list(shape)} in a CPU's memory")
+    if written and overlaps(tensor):
+        _refuse(what, tensor, "memory that is written to, and no value shares with another")
+    address = tensor.data_ptr()
+    if not address and tensor.numel():
+        _refuse(what, tensor, "memory that is there, not a storage that was resized to nothing")
+    return address
+
+
+def _bits(bits: Tensor | None, most: int, count: int) -> tuple[int | None, int]:
+    if bits is None:
+        return None, 0
+    if not -(1 << 15) <= most < 1 << 15:
+        raise ValueError(f"dropout keeps what has 16 bits of at most a number of int16, given {most}")
+    _check(bits.dim() == 1 and 4 * bits.numel() >= count, "bits", bits, f"16 bits for each of {count} values")
+    return _contiguous("bits", bits, torch.int64, bits.shape), most
+
+
+def _shape(what: str, tensor: Tensor, dimensions: int) -> tuple[int, ...]:
+    _check(tensor.dim() == dimensions, what, tensor, f"{dimensions} dimensions")
+    return tuple(tensor.shape)
+
+
+def _rows_of(tensor: Tensor) -> int:
+    return tensor.numel() // max(1, tensor.size(-1))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    if dtype not in _NAMES:
+        raise ValueError(f"compiled kernels take torch.float32 and torch.bfloat16, given {dtype}")
+    return _NAMES[dtype]
+
+
+def _dtype_of(arithmetic: str) -> torch.dtype:
+    return _FLOAT if arithmetic == "single" else _BFLOAT
+
+
+def _check(fits: bool, what: str, tensor: Tensor, expected: str) -> None:
+    if not fits:
+        _refuse(what, tensor, expected)
+
+
+def _refuse(what: str, tensor: Tensor, expected: str) -> None:
+    found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+    if tensor.layout is torch.strided:
+        found += f" with strides {tensor.stride()}"
+    raise ValueError(
+        f"a compiled kernel takes as its {what} {expected}, given {type(tensor).__name__} {found}; "
+        "call the operation of megatron_npu.ops instead, which leaves to torch what no kernel takes"
+    )
+
+
+def _call(name: str, *arguments: object) -> None:
+    """Call a kernel with torch's number of threads.
+
+    Raises:
+        MemoryError: there is none for what the kernel keeps in between.
+        RuntimeError: it failed in another way, or there are no kernels.
+    """
+    loaded = library()
+    if loaded is None:
+        raise RuntimeError(f"there is no compiled kernel {name}: ask megatron_npu.ops.compiled.available()")
+    status = _declared(loaded)[name](*arguments, torch.get_num_threads())
+    if status == _NO_MEMORY:
+        raise MemoryError(f"the compiled kernel {name} has not enough memory; make the batch smaller")
+    if status:
+        raise RuntimeError(f"the compiled kernel {name} failed, status {status}; its results are not whole")
+
+
+@functools.lru_cache(maxsize=2)
+def _declared(loaded: ctypes.CDLL) -> dict[str, Callable[..., int]]:
+    """Return the kernels of a library by their names, told what each of them takes.
+
+    Raises:
+        RuntimeError: the library is not of these sources.
+    """
+    for name, own in (("size_of_rows", _Rows), ("size_of_call", _Call)):
+        size = getattr(loaded, name, lambda: 0)()
+        if size != ctypes.sizeof(own):
+            raise RuntimeError(
+                f"{loaded._name} is not of this version's kernels: {name}() is {size}, expected "
+                f"{ctypes.sizeof(own)}; delete that file, and it is compiled again"
+            )
+    kernels: dict[str, Callable[..., int]] = {}
+    for family, (variants, arguments) in _KERNELS.items():
+        for variant in variants:
+            kernel: Any = getattr(loaded, f"{family}_{variant}")
+            kernel.argtypes, kernel.restype = [*arguments, _INT], _INT
+            kernels[f"{family}_{variant}"] = cast(Callable[..., int], kernel)
+    return kernels
