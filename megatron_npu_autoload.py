@@ -17,7 +17,7 @@ def arm() -> None:
     if os.environ.get("MEGATRON_NPU_AUTOLOAD", "").strip() == "0":
         return
     try:
-        from megatron_npu import settings
+        from megatron_npu.base import settings
 
         settings.AUTOLOAD.get()  # a value that is neither 0 nor 1 is said, not taken for either
     except Exception:

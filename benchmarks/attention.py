@@ -60,7 +60,8 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    from megatron_npu import devices, upstream
+    from megatron_npu import devices
+    from megatron_npu.upstream import megatrons as upstream
 
     upstream.start_megatron()
     torch.set_num_threads(1)  # processor time is time only then

@@ -22,7 +22,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from megatron_npu import checksums
+from megatron_npu.checkpoint_files import checksums
 
 TENSORS = 48
 

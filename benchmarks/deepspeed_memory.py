@@ -180,7 +180,7 @@ def compare(tree: Path, ranks: int, schemes: list[str], top: Path) -> dict[str, 
 
 def write_dataset(prefix: Path) -> None:
     """Write documents of numbers that count up."""
-    from megatron_npu.preprocessing import indexed_dataset
+    from megatron_npu.data.preprocessing import indexed_dataset
 
     with indexed_dataset.Writer(str(prefix), np.dtype(np.uint16)) as writer:
         for start in range(100):

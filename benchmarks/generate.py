@@ -203,9 +203,9 @@ def _transformers(folder: Path) -> Draw:
 
 def _ours(folder: Path, recompute: bool) -> Draw:
     """Return what draws with this project."""
-    from megatron_npu.evaluation import trained_model
-    from megatron_npu.generation.options import Options
-    from megatron_npu.training.restore import restored
+    from megatron_npu.generation import trained_model
+    from megatron_npu.generation.sampling.options import Options
+    from megatron_npu.pretrain.checkpoint.restore import restored
 
     args, model, _ = _HELD.enter_context(restored(str(folder / "megatron")))
     endless = SimpleNamespace(eod=-1, vocab_size=VOCABULARY)  # no token ends a text

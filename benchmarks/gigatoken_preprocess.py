@@ -30,7 +30,7 @@ def main() -> None:
     import numpy as np
     from tokenizers import ByteLevelBPETokenizer
 
-    from megatron_npu.preprocessing import indexed_dataset
+    from megatron_npu.data.preprocessing import indexed_dataset
 
     slow = ByteLevelBPETokenizer(arguments.vocab_file, arguments.merge_file)
     end = slow.token_to_id("<|endoftext|>")

@@ -38,7 +38,7 @@ WRONG = re.compile(rb"comparisons, [1-9]\d* beyond the limit")  # as verify mode
 WRITE_DATA = """
 import sys
 from pathlib import Path
-from tests.adaptors.megatron_lm import runs
+from tests.support import stock_lm as runs
 folder = Path(sys.argv[1])
 folder.mkdir(exist_ok=True)
 runs.write_vocabulary(folder)

@@ -28,10 +28,10 @@ from torch.nn import functional as F
 
 from megatron_npu import devices
 from megatron_npu.ops import activation, dispatch, norm
-from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.ops.attention import attention
 from megatron_npu.ops.cross_entropy import cross_entropy
 from megatron_npu.ops.linear_cross_entropy import linear_cross_entropy
+from megatron_npu.ops.optimizers.adam import FusedAdam
 
 RESULT = report.RESULTS / "gpu" / "operations.json"
 EAGER = "torch"

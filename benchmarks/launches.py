@@ -199,12 +199,12 @@ def main() -> None:
             ratios["te_names_launches"] = costs["te-names"].launches / ours.launches
         result["styles"][style] = {**{name: asdict(cost) for name, cost in costs.items()}, "ratios": ratios}
         show(style, costs, ratios)
-    from megatron_npu import upstream
+    from megatron_npu.upstream import megatrons
 
     name = "launches-megatron-lm.json" if arguments.megatron else "launches.json"
     if list(arguments.styles) != list(STYLES):
         name = f"launches-{'-'.join(arguments.styles)}.json"
-    report.write(report.RESULTS / name, result, megatron=upstream.find(arguments.megatron).version)
+    report.write(report.RESULTS / name, result, megatron=megatrons.find(arguments.megatron).version)
 
 
 def show(style: str, costs: dict[str, Cost], ratios: dict[str, float]) -> None:
@@ -228,7 +228,7 @@ def layer_cost(style: str, variant: str, arguments: argparse.Namespace) -> Cost:
 
 def write_optimizers(arguments: argparse.Namespace) -> None:
     """Measure every way to keep what Adam needs, and write the result."""
-    from megatron_npu import upstream
+    from megatron_npu.upstream import megatrons
 
     costs = {name: optimizer_cost(name, arguments) for name in OPTIMIZERS}
     result = {"upstream": "megatron_core", "hidden": HIDDEN, "dtype": "bf16", "optimizers": costs}
@@ -237,7 +237,7 @@ def write_optimizers(arguments: argparse.Namespace) -> None:
     }
     print(result["launches_by_layers"])
     report.write(
-        report.RESULTS / "optimizer-memory.json", result, megatron=upstream.find(arguments.megatron).version
+        report.RESULTS / "optimizer-memory.json", result, megatron=megatrons.find(arguments.megatron).version
     )
 
 
@@ -251,7 +251,7 @@ def optimizer_cost(name: str, arguments: argparse.Namespace) -> dict[str, float]
 
 def write_options(arguments: argparse.Namespace) -> None:
     """Measure single options, without and with each, and write the result, beside the rows not measured."""
-    from megatron_npu import upstream
+    from megatron_npu.upstream import megatrons
 
     names = arguments.options or list(OPTIONS)
     project = in_child(arguments, "--measured-options", "project", *names)
@@ -262,7 +262,7 @@ def write_options(arguments: argparse.Namespace) -> None:
     if arguments.options and path.exists():
         rows = json.loads(path.read_text())["options"] | rows
     result = {"upstream": "megatron_core", "hidden": HIDDEN, "dtype": "bf16", "options": rows}
-    report.write(path, result, megatron=upstream.find(arguments.megatron).version)
+    report.write(path, result, megatron=megatrons.find(arguments.megatron).version)
 
 
 def option_row(name: str, costs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -350,7 +350,7 @@ def measure_optimizer(name: str, sequence: int) -> dict[str, float]:
     megatron_npu.install()
     import torch
 
-    from megatron_npu.ops.adam import FusedAdam
+    from megatron_npu.ops.optimizers.adam import FusedAdam
 
     options = {
         option: getattr(torch, value) if isinstance(value, str) else value
@@ -466,10 +466,11 @@ def measure_option(option: Option, options: dict[str, Any]) -> dict[str, Any]:
 
 def keep_only_what_is_needed() -> None:
     """Leave out every patch that makes Megatron faster and not just run."""
-    from megatron_npu import adaptors, upstream
+    from megatron_npu import adaptors
     from megatron_npu.patching.registry import registry
+    from megatron_npu.upstream import megatrons
 
-    for name in upstream.NAMES:
+    for name in megatrons.NAMES:
         adaptors.register(name)
     registry.keep(
         lambda patch: (
@@ -622,7 +623,7 @@ def _spec(style: str, config: Any) -> Any:
     """Return upstream's layers: its local ones, or those under TransformerEngine's names."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from megatron_npu import settings
+    from megatron_npu.base import settings
 
     if settings.TE.get() == "local":
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()

@@ -146,7 +146,7 @@ def output_layer() -> Callable[..., Any]:
     """Return the product as Megatron's linear layer with --gradient-accumulation-fusion makes it."""
     import torch
 
-    from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
+    from megatron_npu.ops.products.weight_gradient import accumulate_weight_gradient
 
     class Product(torch.autograd.Function):
         @staticmethod

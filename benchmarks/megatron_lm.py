@@ -74,14 +74,16 @@ def main() -> None:
 
 def run_script(variant: str, *command: str) -> None:
     """Run a stock script as ``megatron-npu run`` does; without the operations for "redirection"."""
-    from megatron_npu import adaptors, runner, settings
+    from megatron_npu import adaptors
+    from megatron_npu.base import settings
+    from megatron_npu.commands import run
     from megatron_npu.patching.registry import registry
 
     if variant == "redirection":
         os.environ[settings.KEEP_MEMORY.name] = "0"
         adaptors.register("megatron_lm")
         registry.keep(lambda patch: not patch.target.startswith(OPERATIONS))
-    sys.exit(runner.main(list(command)))
+    sys.exit(run.main(list(command)))
 
 
 def measure(variant: str, folder: Path, arguments: argparse.Namespace) -> dict:
@@ -157,7 +159,7 @@ def write_data(folder: Path) -> None:
     """Write a vocabulary of GPT-2's size, and documents whose words are as unequal as those of a language."""
     import numpy as np
 
-    from megatron_npu.preprocessing import indexed_dataset
+    from megatron_npu.data.preprocessing import indexed_dataset
 
     write_vocabulary(folder, VOCABULARY)
     generator = np.random.default_rng(1)

@@ -73,14 +73,14 @@ def main() -> None:
     if arguments.rank is not None:
         print(json.dumps(measure(LAYOUTS[arguments.layouts[0]], arguments.rank, arguments.store)), flush=True)
         return
-    from megatron_npu import upstream
+    from megatron_npu.upstream import megatrons
 
     rows = {name: whole(run_ranks(name, LAYOUTS[name].ranks)) for name in arguments.layouts}
     for name, row in rows.items():
         print("\n".join(table(name, row)), flush=True)
     result = {"sequence": SEQUENCE, "hidden": HIDDEN, "micro_batches": MICRO_BATCHES, "layouts": rows}
     name = "messages.json" if arguments.layouts == list(LAYOUTS) else "messages-some.json"
-    report.write(report.RESULTS / name, result, megatron=upstream.find(None).version)
+    report.write(report.RESULTS / name, result, megatron=megatrons.find(None).version)
 
 
 def run_ranks(name: str, ranks: int) -> list[dict[str, Any]]:

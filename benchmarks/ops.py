@@ -58,7 +58,8 @@ def main() -> None:
         return
     import torch
 
-    from megatron_npu import devices, upstream
+    from megatron_npu import devices
+    from megatron_npu.upstream import megatrons as upstream
 
     upstream.start_megatron()
     torch.set_num_threads(1)  # processor time is time only then
@@ -271,7 +272,7 @@ def parameters() -> list[Any]:
 def adam() -> Work:
     import torch
 
-    from megatron_npu.ops.adam import FusedAdam
+    from megatron_npu.ops.optimizers.adam import FusedAdam
 
     options = {"lr": 1e-4, "weight_decay": 0.1}
     optimizers = {
@@ -286,7 +287,7 @@ def adam() -> Work:
 def sgd() -> Work:
     import torch
 
-    from megatron_npu.ops.sgd import FusedSGD
+    from megatron_npu.ops.optimizers.sgd import FusedSGD
 
     options = {"lr": 1e-4, "weight_decay": 0.1, "momentum": 0.9}
     optimizers = {
@@ -301,7 +302,7 @@ def l2norm() -> Work:
     import torch
     from megatron.core.utils import local_multi_tensor_l2_norm
 
-    from megatron_npu.ops.multi_tensor import multi_tensor_l2norm
+    from megatron_npu.ops.optimizers.multi_tensor import multi_tensor_l2norm
 
     grads = [p.grad for p in parameters()]
     calls = {
@@ -316,7 +317,7 @@ def scale() -> Work:
     import torch
     from megatron.core.utils import local_multi_tensor_scale
 
-    from megatron_npu.ops.multi_tensor import multi_tensor_scale
+    from megatron_npu.ops.optimizers.multi_tensor import multi_tensor_scale
 
     grads, flag = [p.grad for p in parameters()], torch.zeros(1, dtype=torch.int32)
     calls = {
@@ -460,7 +461,7 @@ def draw(rows: list[dict]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from megatron_npu import files
+    from megatron_npu.base import files
 
     short = {"float32": "fp32", "bfloat16": "bf16"}
     labels = [f"{r['operation']} {short[r['dtype']]} {r['pass']}" for r in rows]

@@ -121,7 +121,7 @@ def processor_seconds() -> float:
 
 def write(arguments: argparse.Namespace, found: dict[str, dict], programs: list[turns.Program]) -> None:
     """Print the ratios to one process, and write all with the machine as JSON."""
-    from megatron_npu import upstream
+    from megatron_npu.upstream import megatrons
 
     alone = next((one for one in programs if one.name == ALONE), None)
     ratios = {one.name: turns.ratio(one, alone) for one in programs if alone and one is not alone}
@@ -132,7 +132,7 @@ def write(arguments: argparse.Namespace, found: dict[str, dict], programs: list[
         "over_one_process": ratios,
     }
     default = report.RESULTS / f"ranks-{arguments.model}-{arguments.dtype}-cpu.json"
-    report.write(arguments.output or default, results, megatron_core=upstream.find().version)
+    report.write(arguments.output or default, results, megatron_core=megatrons.find().version)
     for name, ratio in ratios.items():
         print(f"{name:<37} / {ALONE} {ratio:.2f}")
 

@@ -58,7 +58,9 @@ def _positions(length: str) -> list[str]:
 
 def measure(data: str, folder: Path, gigabytes: float, steps: int, more: list[str]) -> dict[str, float]:
     """Return the metrics of the tree that this process has imported."""
-    from megatron_npu.training import arguments, checkpoint, pretrain
+    from megatron_npu.pretrain.checkpoint import checkpoints
+    from megatron_npu.pretrain.flags import arguments
+    from megatron_npu.pretrain.run import pretrain
 
     def train(*flags: str, stamps: list[float] | None = None) -> None:
         def note(*_: object) -> None:
@@ -76,8 +78,8 @@ def measure(data: str, folder: Path, gigabytes: float, steps: int, more: list[st
     ]
     saves: list[float] = []
     loads: list[float] = []
-    checkpoint.save = _timed(checkpoint.save, saves)
-    checkpoint.load = _timed(checkpoint.load, loads)
+    checkpoints.save = _timed(checkpoints.save, saves)
+    checkpoints.load = _timed(checkpoints.load, loads)
     layers = str(max(1, round(gigabytes * 1e9 / BYTES_OF_A_LAYER)))
     large = [*LARGE.split(), *_positions("16"), "--num-layers", layers, "--global-batch-size", "1"]
     large += ["--train-iters", str(SAVES)]
@@ -101,7 +103,7 @@ def _dataset(folder: Path) -> str:
     """Write tokens that count up; return their prefix."""
     import numpy as np
 
-    from megatron_npu.preprocessing import indexed_dataset
+    from megatron_npu.data.preprocessing import indexed_dataset
 
     with indexed_dataset.Writer(str(folder / "numbers"), np.dtype(np.uint16)) as writer:
         for _ in range(400):

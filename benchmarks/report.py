@@ -22,7 +22,7 @@ def write(path: Path, results: dict[str, Any], **versions: str) -> None:
     """
     import torch
 
-    from megatron_npu import files
+    from megatron_npu.base import files
     from megatron_npu.doctor.hardware import processor
 
     content = {

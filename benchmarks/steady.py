@@ -116,8 +116,8 @@ def command_of(variant: str, event: str, folder: Path, last: int, arguments: arg
 def train(variant: str, event: str, folder: Path, last: int, arguments: argparse.Namespace) -> list:
     """Train, each step in its turn; return the switches and the milliseconds of processors of each."""
     from megatron_npu.devices import gloo
-    from megatron_npu.training import arguments as flags
-    from megatron_npu.training import pretrain
+    from megatron_npu.pretrain.flags import arguments as flags
+    from megatron_npu.pretrain.run import pretrain
 
     if variant == "uncured":
         gloo.copy_with_one_thread = lambda: None
@@ -170,7 +170,7 @@ def usage() -> tuple[int, float]:
 
 def write(arguments: argparse.Namespace, measured: dict) -> None:
     """Print the ratio of the later stretches to the first, and write all as JSON."""
-    from megatron_npu import upstream
+    from megatron_npu.upstream import megatrons
 
     ratios, processor_ratios = (
         after_over_before(measured, "ratio"),
@@ -184,7 +184,7 @@ def write(arguments: argparse.Namespace, measured: dict) -> None:
         "processor_after_over_before": processor_ratios,
     }
     report.write(
-        report.RESULTS / f"steady-{arguments.dtype}-cpu.json", results, megatron_core=upstream.find().version
+        report.RESULTS / f"steady-{arguments.dtype}-cpu.json", results, megatron_core=megatrons.find().version
     )
     for name, ratio in ratios.items():
         print(f"after / before, {name:<20} {ratio:.3f}, of processor time {processor_ratios[name]:.3f}")

@@ -103,7 +103,7 @@ def subject_of(event: Any) -> str:
 
 def write(arguments: argparse.Namespace, programs: list[turns.Program]) -> None:
     """Print and write the milliseconds of each subject."""
-    from megatron_npu import upstream
+    from megatron_npu.upstream import megatrons
 
     found = {
         one.name: {
@@ -123,7 +123,7 @@ def write(arguments: argparse.Namespace, programs: list[turns.Program]) -> None:
     }
     length = f"-{arguments.seq_length}-tokens" if arguments.seq_length else ""
     path = report.RESULTS / f"profile-{arguments.model}-{arguments.dtype}{length}-cpu.json"
-    report.write(path, results, megatron_core=upstream.find().version)
+    report.write(path, results, megatron_core=megatrons.find().version)
 
 
 if __name__ == "__main__":

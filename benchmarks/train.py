@@ -172,7 +172,8 @@ def write(arguments: argparse.Namespace, groups: list[list[turns.Program]]) -> N
     """Print the ratios and write all, with the machine, as JSON."""
     import transformers
 
-    from megatron_npu import devices, upstream
+    from megatron_npu import devices
+    from megatron_npu.upstream import megatrons
 
     model = shape_of(arguments)
     rates: dict[str, list[float]] = {}
@@ -196,7 +197,7 @@ def write(arguments: argparse.Namespace, groups: list[list[turns.Program]]) -> N
     if not device.is_host:
         medians = {variant: statistics.median(values) for variant, values in rates.items()}
         results |= {"device": device_name(), "mfu": shares_of_peak(medians, model)}
-    versions = {"megatron_core": upstream.find().version, "transformers": transformers.__version__}
+    versions = {"megatron_core": megatrons.find().version, "transformers": transformers.__version__}
     length = f"-{arguments.seq_length}-tokens" if arguments.seq_length else ""
     default = report.RESULTS / f"train-{arguments.model}-{arguments.dtype}{length}-{device.name}.json"
     report.write(arguments.output or default, results, **versions)
@@ -249,11 +250,11 @@ def trained(
     on_step: Callable[..., None] | None = None,
 ) -> list[dict[str, float]]:
     """Train with the embedded driver; return what it has logged of each step (on the ranks that do)."""
-    from megatron_npu import collector
+    from megatron_npu.process import collector
 
     collector.rest()  # as the command does
-    from megatron_npu.training import arguments as flags
-    from megatron_npu.training import pretrain
+    from megatron_npu.pretrain.flags import arguments as flags
+    from megatron_npu.pretrain.run import pretrain
 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "metrics.jsonl"
@@ -304,7 +305,8 @@ def measure_redirection(model: dict, arguments: argparse.Namespace) -> float:
 
 def only_redirect() -> None:
     """Leave out, in this process, every patch that Megatron runs without."""
-    from megatron_npu import adaptors, settings
+    from megatron_npu import adaptors
+    from megatron_npu.base import settings
     from megatron_npu.patching.registry import registry
 
     os.environ[settings.KEEP_MEMORY.name] = "0"

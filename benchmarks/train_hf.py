@@ -157,8 +157,8 @@ def _by_us(
     import torch
 
     from megatron_npu import devices
-    from megatron_npu.acceleration.prepare import prepare
-    from megatron_npu.switches import Switches
+    from megatron_npu.finetune.model.prepare import prepare
+    from megatron_npu.options.switches import Switches
 
     devices.current().prepare()
     switches = Switches(

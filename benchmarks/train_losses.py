@@ -105,9 +105,6 @@ def _import_once() -> None:
     import transformers.models.gpt2.modeling_gpt2
     import transformers.trainer  # noqa: F401
 
-    import megatron_npu.acceleration.command
-    import megatron_npu.acceleration.templates  # noqa: F401
-
 
 def compare(model: str, precision: str, steps: int, seeds: int) -> dict[str, Any]:
     """Return how far the losses of a model are apart without dropout, and by how much with it."""
@@ -159,7 +156,7 @@ def _ours(place: Path, model: str, precision: str, steps: int, dropout: float, s
     """Train by the command; leave model, samples and their order in ``place``."""
     import torch
 
-    from megatron_npu import cli
+    from megatron_npu.commands import cli
 
     _model(model, dropout).save_pretrained(place / model)
     torch.save(_samples(model), place / "samples.pt")

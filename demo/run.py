@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fetch import fetch
 
-from megatron_npu import files
+from megatron_npu.base import files
 
 PROJECT = Path(__file__).resolve().parent.parent
 RUN = PROJECT / "runs" / "demo"

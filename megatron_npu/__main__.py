@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_npu.cli import main
+from megatron_npu.commands.cli import main
 
 if __name__ == "__main__":  # spawned checkpoint writers import this module again
     sys.exit(main())

@@ -12,23 +12,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_npu import (
-    adaptors,
-    deepspeed_device,
-    early_import,
-    one_line_end,
-    settings,
-    spawned_processes,
-    stacks,
-    stock_tools,
-    upstream,
-)
-from megatron_npu.errors import LoaderWorkerError, UsageError
+from megatron_npu import adaptors
+from megatron_npu.base import settings
+from megatron_npu.base.errors import LoaderWorkerError, UsageError
 from megatron_npu.patching import banner
 from megatron_npu.patching.engine import Engine
 from megatron_npu.patching.module_patch import Context, DriftError
 from megatron_npu.patching.pins import PinError, Pins
 from megatron_npu.patching.registry import registry
+from megatron_npu.process import deepspeed_device, one_line_end, spawned_processes, stacks
+from megatron_npu.upstream import early_import, megatrons, stock_tools
 
 if TYPE_CHECKING:
     from megatron_npu.devices import Device
@@ -140,7 +133,7 @@ def announce() -> None:
 
 def _guard_files(name: str) -> None:
     """Let no checkpoint run code when torch reads it, unless the user trusts them all."""
-    from megatron_npu import torch_readers
+    from megatron_npu.safe_files import torch_readers
 
     if settings.TRUST_FILES.enabled():
         variable = settings.TRUST_FILES.name
@@ -167,15 +160,15 @@ def _kept_environment(*names: str) -> Iterator[None]:
 def _activate() -> Context:
     """Find the upstream, select the device, redirect torch, and let upstream's adaptors record patches."""
     from megatron_npu import standins
+    from megatron_npu.checkpoint_files.replicas import ReplicasDifferError
     from megatron_npu.ops import dispatch
-    from megatron_npu.replicas import ReplicasDifferError
 
     kinds = UsageError, DriftError, PinError, ReplicasDifferError, LoaderWorkerError
     _undoing.callback(one_line_end.arm(*kinds).disarm)
     settings.check()
     _undoing.callback(stacks.leave_signal)
     stacks.print_on_signal()
-    found = upstream.find()
+    found = megatrons.find()
     found.require_supported()
     stock_tools.refuse(Path(getattr(sys.modules["__main__"], "__file__", None) or ""))
     device = _redirect_torch()

@@ -42,7 +42,7 @@ def tables() -> str:
 
 def draw_pictures() -> None:
     """Draw the tables that have a number and no picture."""
-    from megatron_npu.benching import plot
+    from megatron_npu.measuring import plot
 
     for path in sorted(RESULTS.glob("*.json")):
         table = json.loads(path.read_text(encoding="utf-8"))

@@ -15,10 +15,11 @@ from pathlib import Path
 from marked import finish
 from packaging.version import Version
 
-from megatron_npu import patch_commands, upstream
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
+from megatron_npu.commands import patches
 from megatron_npu.patching.pins import Verdict, by_target
-from megatron_npu.upstream import Upstream
+from megatron_npu.upstream import megatrons
+from megatron_npu.upstream.megatrons import Upstream
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 HEAD = """# Compatibility
@@ -45,9 +46,9 @@ def main() -> None:
     parser.add_argument("roots", nargs="+", metavar="ROOT")
     parser.add_argument("--tree", nargs=2, action="append", default=[], metavar=("VERSION", "TREE"))
     args = parser.parse_args()
-    found = [upstream.find(root) for root in args.roots]
+    found = [megatrons.find(root) for root in args.roots]
     found.sort(key=lambda one: Version(one.version))
-    reached = {one.version: patch_commands.verdicts(one) for one in found}
+    reached = {one.version: patches.verdicts(one) for one in found}
     lines = [HEAD, *_table(found, reached), *_details(reached, dict(args.tree))]
     finish({PAGE: "\n".join(lines) + "\n"}, check=False)
 

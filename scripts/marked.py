@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_npu import files
+from megatron_npu.base import files
 
 
 def inserted(page: str, begin: str, text: str, end: str) -> str:

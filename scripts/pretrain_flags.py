@@ -12,8 +12,8 @@ from pathlib import Path
 
 from marked import finish
 
-from megatron_npu.arg_parser import default_of, metavar_of
-from megatron_npu.training.arguments import parser
+from megatron_npu.base.arg_parser import default_of, metavar_of
+from megatron_npu.pretrain.flags.arguments import parser
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "pretrain-flags.md"
 

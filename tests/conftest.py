@@ -17,11 +17,11 @@ import hypothesis
 import psutil
 import pytest
 
-from megatron_npu import upstream
-from megatron_npu.errors import UsageError
-from tests import skipped
-from tests.adaptors.megatron_core.upstream_tests.trees import core_tag
+from megatron_npu.base.errors import UsageError
+from megatron_npu.upstream import megatrons
+from tests.support import skipped
 from tests.support.processes import LONGEST
+from tests.support.trees import core_tag
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -148,7 +148,7 @@ def checkout(name: str, version: str) -> Path:
     named = os.environ.get("MEGATRON_LM_PATH")
     for path in [*([Path(named)] if named else []), *sorted((ROOT / "checkouts").glob("*"))]:
         try:
-            found = upstream.find(path)
+            found = megatrons.find(path)
         except UsageError:
             continue
         if (found.name, found.version) == (name, version) and (path / "pretrain_gpt.py").is_file():

@@ -92,7 +92,7 @@ detect_devices() {
     if [ "$device" = auto ] || [ -z "$devices" ]; then # else there is nothing to ask
         found=$("$python" -c '
 import sys
-from megatron_npu import devices, errors
+from megatron_npu import devices; from megatron_npu.base import errors
 try:
     device = devices.current()
     print(device.name, device.count())

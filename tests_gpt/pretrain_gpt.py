@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 PROJECTS = [HERE.parent, HERE / "megatron_npu"]
 sys.path[1:1] = [str(folder) for folder in PROJECTS if (folder / "megatron_npu" / "__init__.py").is_file()]
 
-from megatron_npu import stock_script  # noqa: E402
+from megatron_npu.commands import stock_script  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(stock_script.main(__file__, "pretrain_gpt.py"))

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import config
-from megatron_npu.errors import UsageError
 
 TOKENIZER = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "

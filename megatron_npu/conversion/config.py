@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 NAME = "config.json"
 _LONGEST = 200  # characters of a value in a message

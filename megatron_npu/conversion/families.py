@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import hf_gpt2, hf_llama, hf_moe, unsupported
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.family import Family, traits_of
-from megatron_npu.errors import UsageError
 
 FAMILIES: dict[str, Family] = {
     family.MODEL_TYPE: family for family in (*hf_gpt2.KINDS, *hf_llama.KINDS, *hf_moe.KINDS)

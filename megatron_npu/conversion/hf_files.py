@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu import files
-from megatron_npu.errors import UsageError
-from megatron_npu.installed_packages import is_installed
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.base.installed_packages import is_installed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Older files. torch reads them without running what they contain (weights_only).

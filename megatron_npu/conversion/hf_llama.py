@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import rotary, unsupported
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.family import QK_NORM, QKV_BIAS, WINDOW, Family
@@ -27,7 +28,6 @@ from megatron_npu.conversion.weight_map import (
     qk_norm,
     qkv,
 )
-from megatron_npu.errors import UsageError
 
 _FREQUENCIES = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 

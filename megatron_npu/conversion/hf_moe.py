@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.family import EXPERTS, QKV_BIAS, SHARED_EXPERT
 from megatron_npu.conversion.hf_llama import Kind
 from megatron_npu.conversion.unsupported import must_be
 from megatron_npu.conversion.weight_map import WeightMapping, concatenated, direct
-from megatron_npu.errors import UsageError
-from megatron_npu.training.derive import expert_layers
+from megatron_npu.pretrain.flags.derive import expert_layers
 
 # What changes the logits and has no key, with the only value that can be converted.
 _ONLY: tuple[tuple[str, object], ...] = (

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_npu import files
-from megatron_npu.training.checkpoint_description import CheckpointInfo
-from megatron_npu.training.checkpoint_files import RELEASE
+from megatron_npu.base import files
+from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
+from megatron_npu.pretrain.checkpoint.checkpoint_files import RELEASE
 
 NAME = "README.md"
 _MODEL = """

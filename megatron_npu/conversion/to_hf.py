@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_npu import files
+from megatron_npu.base import files
 from megatron_npu.conversion import families, hf_files, model_card, tokenizer_files, verify, weights
 from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.family import Family
-from megatron_npu.training import model, stock_checkpoints
-from megatron_npu.training.restore import restored
+from megatron_npu.pretrain.checkpoint import stock_checkpoints
+from megatron_npu.pretrain.checkpoint.restore import restored
+from megatron_npu.pretrain.model import gpt
 
 
 def convert(given: Namespace, part: Path) -> Iterator[str]:
@@ -31,7 +32,7 @@ def convert(given: Namespace, part: Path) -> Iterator[str]:
         kind = str(weights.DTYPES[dtype]).removeprefix("torch.")
         named = {**extra_keys, **values, "dtype": kind, "torch_dtype": kind}  # transformers 5, and before
         files.write(part / CONFIG, json.dumps(named, indent=2, sort_keys=True) + "\n")
-        parameters = dict(model.unwrap(module).named_parameters())
+        parameters = dict(gpt.unwrap(module).named_parameters())
         _write(part, parameters, family, args, dtype, given.max_shard_gb, given.hf_weights)
         model_card.write(part, stock_checkpoints.existing(root), args, values, dtype)
     del module, parameters

@@ -11,25 +11,23 @@ from pathlib import Path
 
 import torch
 
-from megatron_npu import checksums, files
+from megatron_npu.base import files
+from megatron_npu.checkpoint_files import checksums
 from megatron_npu.conversion import carried_files, families, tokenizer_files, verify, weights
 from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.config import Config, read
 from megatron_npu.conversion.family import Family
-from megatron_npu.training import (
-    arguments,
-    checkpoint,
+from megatron_npu.pretrain.checkpoint import (
     checkpoint_description,
     checkpoint_files,
-    host_memory,
-    initialize,
-    model,
+    checkpoints,
     sharded_weights,
-    stock_arguments,
     torch_format,
-    validation,
 )
-from megatron_npu.training.frozen_flags import Flags
+from megatron_npu.pretrain.flags import arguments, stock_arguments, validation
+from megatron_npu.pretrain.flags.frozen_flags import Flags
+from megatron_npu.pretrain.model import gpt as model
+from megatron_npu.pretrain.run import host_memory, initialize
 
 FLAGS = "flags.txt"
 
@@ -103,10 +101,10 @@ def _save(args: Namespace, family: Family, found: weights.Weights, part: Path, f
     """Save the model as the driver does."""
     with initialize.session(args):
         # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
-        path = checkpoint.save(
+        path = checkpoints.save(
             args,
-            checkpoint.State([sharded_weights.GivenAway(_filled(args, family, found))], None, None),
-            checkpoint.Position(),
+            checkpoints.State([sharded_weights.GivenAway(_filled(args, family, found))], None, None),
+            checkpoints.Position(),
             {"args": stock_arguments.to_stock(args)},
         )
         checkpoint_files.release(args.save, path)

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_npu import files
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import carried_files, config, tokenizer_proof, verify
-from megatron_npu.errors import UsageError
-from megatron_npu.tokenization import hf
-from megatron_npu.tokenization.gpt2_bpe import END_OF_TEXT, GPT2Tokenizer
-from megatron_npu.tokenization.hf import HuggingFaceTokenizer
-from megatron_npu.training import checkpoint_files, tokenizers
+from megatron_npu.data.tokenization import hf
+from megatron_npu.data.tokenization.gpt2_bpe import END_OF_TEXT, GPT2Tokenizer
+from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
+from megatron_npu.pretrain.checkpoint import checkpoint_files
+from megatron_npu.pretrain.data import tokenizers
 
 KINDS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 _UNPROVEN = 'transformers is not installed: the tokenizer was NOT compared (pip install "megatron_npu[hf]")'

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import tokenizer_corpus, verify
-from megatron_npu.errors import UsageError
-from megatron_npu.tokenization.gpt2_bpe import END_OF_TEXT, GPT2Tokenizer
-from megatron_npu.tokenization.hf import HuggingFaceTokenizer
+from megatron_npu.data.tokenization.gpt2_bpe import END_OF_TEXT, GPT2Tokenizer
+from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
 
 Tokenizer = GPT2Tokenizer | HuggingFaceTokenizer
 _DECODED_AT_ONCE = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 
 def must_be(args: Namespace, flag: str, value: object, *, name: str = "", shown: str = "") -> None:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.conversion import fp32, weights
 from megatron_npu.conversion.family import Family
-from megatron_npu.errors import UsageError
-from megatron_npu.installed_packages import is_installed
-from megatron_npu.training.model import unwrap
-from megatron_npu.training.restore import restored
+from megatron_npu.pretrain.checkpoint.restore import restored
+from megatron_npu.pretrain.model.gpt import unwrap
 
 # Of the largest logit. fp32 has 6e-8; sums of thousands of terms through dozens of layers leave about 1e-5.
 BOUND = 1e-4

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion.family import Family
 from megatron_npu.conversion.hf_files import Source
 from megatron_npu.conversion.weight_map import WeightMapping
-from megatron_npu.errors import UsageError
 
 # What --dtype may say, by Megatron's names.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

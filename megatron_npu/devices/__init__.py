@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from megatron_npu import settings
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
 from megatron_npu.devices.base import Device, MemoryStatistics
 from megatron_npu.devices.cpu import CpuDevice
 from megatron_npu.devices.cuda import CudaDevice
 from megatron_npu.devices.npu import NpuDevice
-from megatron_npu.errors import UsageError
 
 __all__ = [
     "CpuDevice",

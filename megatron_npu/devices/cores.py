@@ -18,8 +18,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatron_npu import elastic_agent, settings
+from megatron_npu.base import settings
 from megatron_npu.devices import gloo
+from megatron_npu.process import elastic_agent
 
 _THREADS = "OMP_NUM_THREADS"
 _PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")

@@ -14,10 +14,10 @@ from typing import Any
 from torch.utils.data import _utils, dataloader
 from torch.utils.data._utils import signal_handling, worker
 
+from megatron_npu.base.errors import LoaderWorkerError
+from megatron_npu.base.replaced import Replaced
 from megatron_npu.devices import nameless_sharing
 from megatron_npu.devices.base import Replacement
-from megatron_npu.errors import LoaderWorkerError
-from megatron_npu.replaced import Replaced
 
 _UNTIL_SEEN = 2.0  # seconds
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_npu import settings
+from megatron_npu.base import settings
 from megatron_npu.devices.shared_memory import Segment
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 
-from megatron_npu import settings
+from megatron_npu.base import settings
 
 logger = logging.getLogger(__name__)
 

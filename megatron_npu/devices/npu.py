@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from megatron_npu import settings
+from megatron_npu.base import settings
+from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.devices import device_monitor
 from megatron_npu.devices.base import Device, MemoryStatistics
 from megatron_npu.devices.cuda_types import tensor_types
 from megatron_npu.devices.device_names import names_cuda
-from megatron_npu.installed_packages import is_installed
 
 # The names of torch.cuda that Megatron uses and torch.npu has too.
 _SAME_NAME = (

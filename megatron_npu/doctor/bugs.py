@@ -6,7 +6,9 @@ import json
 import textwrap
 from dataclasses import asdict
 
-from megatron_npu import known_bugs, settings, upstream
+from megatron_npu.adaptors import known_bugs
+from megatron_npu.base import settings
+from megatron_npu.upstream import megatrons
 
 
 def tell(megatron: str | None, *, as_json: bool) -> int:
@@ -19,7 +21,7 @@ def tell(megatron: str | None, *, as_json: bool) -> int:
         UsageError: there is no Megatron, or a ``MEGATRON_NPU_*`` variable is malformed.
     """
     settings.check()
-    found = upstream.find(*upstream.named(megatron))
+    found = megatrons.find(*megatrons.named(megatron))
     present = [bug for bug in known_bugs.bugs(found.name) if bug.is_in(found.version)]
     wanted = settings.BACKPORT.enabled()
     if as_json:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from megatron_npu import settings
-from megatron_npu.arg_parser import Parser
+from megatron_npu.base import settings
+from megatron_npu.base.arg_parser import Parser
+from megatron_npu.base.errors import UsageError
 from megatron_npu.doctor import bugs, copies, environment, others, software
 from megatron_npu.doctor.advice import Report, advice
-from megatron_npu.errors import UsageError
 
 
 def main(argv: list[str]) -> int:

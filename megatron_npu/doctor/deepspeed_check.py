@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import json
 
-from megatron_npu import deepspeed_device, devices
+from megatron_npu import devices
+from megatron_npu.process import deepspeed_device
 
 
 def answer() -> dict[str, str]:

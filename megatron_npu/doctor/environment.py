@@ -8,8 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megatron_npu import patch_commands, upstream
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
+from megatron_npu.commands import patches
+from megatron_npu.upstream import megatrons
 
 # Beginnings of the environment variables that decide how a run behaves.
 PREFIXES = (
@@ -24,9 +25,9 @@ def put_on_path(path: str | None) -> None:
     Raises:
         UsageError: there is no Megatron in ``path``.
     """
-    path, given_by = upstream.named(path)
+    path, given_by = megatrons.named(path)
     if path:
-        sys.path.insert(0, str(upstream.find(path, given_by).root))
+        sys.path.insert(0, str(megatrons.find(path, given_by).root))
 
 
 def megatron(*, pins: bool = True) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def megatron(*, pins: bool = True) -> dict[str, Any]:
     ``pins`` compares each patch with the sources, which takes torch, because adaptors import it.
     """
     try:
-        found = upstream.find()
+        found = megatrons.find()
     except UsageError as error:
         return {"error": str(error), **_here(None)}
     result: dict[str, Any] = {
@@ -47,7 +48,7 @@ def megatron(*, pins: bool = True) -> dict[str, Any]:
     }
     try:
         found.require_supported()
-        verdicts = patch_commands.verdicts(found) if pins else []
+        verdicts = patches.verdicts(found) if pins else []
     except UsageError as error:
         return result | {"error": str(error)}
     result["pins"] = dict(Counter(verdict.status for verdict in verdicts))
@@ -58,7 +59,7 @@ def megatron(*, pins: bool = True) -> dict[str, Any]:
 def _here(used: Path | None) -> dict[str, str]:
     """Return the Megatron in the working directory if it is another one: a script started here has it."""
     try:
-        found = upstream.find(Path.cwd())
+        found = megatrons.find(Path.cwd())
     except UsageError:
         return {}
     return {} if found.root == used else {"working_directory": f"{found.version} in {found.root}"}

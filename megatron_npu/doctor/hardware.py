@@ -11,9 +11,10 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_npu import devices, settings
+from megatron_npu import devices
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
 from megatron_npu.devices import Device
-from megatron_npu.errors import UsageError
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import packages_distributions, version
 
-from megatron_npu import early_import, settings
-from megatron_npu.installed_packages import spec_of
+from megatron_npu.base import settings
+from megatron_npu.base.installed_packages import spec_of
+from megatron_npu.upstream import early_import
 
 _LAYERS = f"megatron-core takes its layers where it is there; {settings.TE.name}=local changes nothing"
 _PATCHES = "in a script that imports it its patches win: it sets them after those of this package"

@@ -12,8 +12,9 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 import megatron_npu
-from megatron_npu import extension_locks, settings
-from megatron_npu.installed_packages import is_installed
+from megatron_npu.base import settings
+from megatron_npu.base.installed_packages import is_installed
+from megatron_npu.process import extension_locks
 
 # As pip calls them. PyPI's "apex" is not NVIDIA's; see ``advice``.
 PACKAGES = (

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_npu import devices, early_import, settings
+from megatron_npu import devices
+from megatron_npu.base import settings
 from megatron_npu.doctor import collectives
+from megatron_npu.upstream import early_import
 
 TIMEOUT = 300  # seconds for one check; on an idle machine a few are enough
 # The rank of this process in a job must not leak into a check of two processes.

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices, files
-from megatron_npu.arg_parser import Parser, positive
-from megatron_npu.attention_flags import AttentionFlags, add_attention_flags
-from megatron_npu.errors import UsageError
-from megatron_npu.evaluation import trained_model
-from megatron_npu.training import initialize, layout
-from megatron_npu.training.restore import restored
-from megatron_npu.training.tokenizers import Tokenizer, continuation
+from megatron_npu import devices
+from megatron_npu.base import files
+from megatron_npu.base.arg_parser import Parser, positive
+from megatron_npu.base.errors import UsageError
+from megatron_npu.generation import trained_model
+from megatron_npu.options.attention_flags import AttentionFlags, add_attention_flags
+from megatron_npu.pretrain.checkpoint.restore import restored
+from megatron_npu.pretrain.data.tokenizers import Tokenizer, continuation
+from megatron_npu.pretrain.run import initialize, layout
 
 
 class Example(NamedTuple):

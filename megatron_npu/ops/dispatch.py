@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_npu import devices, settings
-from megatron_npu.errors import UsageError
+from megatron_npu import devices
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops import verify
 
 logger = logging.getLogger(__name__)

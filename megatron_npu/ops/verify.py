@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megatron_npu import settings
+from megatron_npu.base import settings
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_npu.generation.sampler import Sample
+from megatron_npu.data.tokenization.tokenizer import Tokenizer
+from megatron_npu.generation.sampling.sampler import Sample
 from megatron_npu.serving.completion_request import BadRequestError, CompletionRequest
 from megatron_npu.serving.engine import Job, Piece
-from megatron_npu.tokenization.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 

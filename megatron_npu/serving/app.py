@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from megatron_npu.errors import UsageError
-from megatron_npu.generation.options import Options
+from megatron_npu.base.errors import UsageError
+from megatron_npu.generation.sampling.options import Options
 from megatron_npu.serving import answers, completion_request
 from megatron_npu.serving.answers import Completion
 from megatron_npu.serving.completion_request import BadRequestError, CompletionRequest, in_words

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron_npu.arg_parser import Number, Parser, byte_size, positive
-from megatron_npu.evaluation import trained_model
-from megatron_npu.evaluation.trained_model import TrainedModel
-from megatron_npu.generation import leader
-from megatron_npu.generation.leader import Leader
+from megatron_npu.base.arg_parser import Number, Parser, byte_size, positive
+from megatron_npu.generation import trained_model
+from megatron_npu.generation.sampling import leader
+from megatron_npu.generation.sampling.leader import Leader
+from megatron_npu.generation.trained_model import TrainedModel
 from megatron_npu.serving.engine import Engine
 from megatron_npu.web.address import Address, listening, require_packages
 

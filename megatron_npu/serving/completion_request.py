@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 MAX_STOPS, MAX_LOGPROBS = 4, 5  # as OpenAI
 _MAX_STOP_LENGTH = 200  # characters

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from megatron_npu import watchdog
-from megatron_npu.errors import UsageError
-from megatron_npu.evaluation.trained_model import TrainedModel
-from megatron_npu.generation.growing_text import GrowingText
-from megatron_npu.generation.leader import Leader
-from megatron_npu.generation.options import Options
-from megatron_npu.generation.sampler import Sample
+from megatron_npu.base.errors import UsageError
+from megatron_npu.generation.sampling.growing_text import GrowingText
+from megatron_npu.generation.sampling.leader import Leader
+from megatron_npu.generation.sampling.options import Options
+from megatron_npu.generation.sampling.sampler import Sample
+from megatron_npu.generation.trained_model import TrainedModel
 from megatron_npu.serving.completion_request import BadRequestError, in_words
 from megatron_npu.serving.stops import Stops
 

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.sim import cache, elf, site
 
 SOURCES = Path(__file__).resolve().parent / "csrc"

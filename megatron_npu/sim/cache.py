@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_npu import files, settings, user_cache
-from megatron_npu.errors import UsageError
+from megatron_npu.base import files, settings
+from megatron_npu.base.errors import UsageError
+from megatron_npu.process import user_cache
 
 _REMEDY = f"Name another one with {settings.SIM_CACHE.name}."
 _LIBRARIES = ".libraries"  # the file that lists those of a folder

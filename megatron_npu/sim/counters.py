@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from megatron_npu import files, settings
+from megatron_npu.base import files, settings
 from megatron_npu.sim import build
 
 # Counted beside the launches by compute.cpp: copies between host and device, and tensor.item().

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 _NEEDED = re.compile(r"\(NEEDED\).*\[(.+)\]")
 # number, value, size and type; binding (three words where it is a GNU extension), visibility, section, name

@@ -9,9 +9,9 @@ import signal
 import sys
 from pathlib import Path
 
-from megatron_npu import settings
-from megatron_npu.arg_parser import Parser
-from megatron_npu.errors import UsageError
+from megatron_npu.base import settings
+from megatron_npu.base.arg_parser import Parser
+from megatron_npu.base.errors import UsageError
 from megatron_npu.sim import build, cache, site
 from megatron_npu.sim.settings import simulator_values
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_npu import settings, visible_devices
+from megatron_npu.base import settings
+from megatron_npu.process import visible_devices
 
 _TOLD = {
     "devices": settings.SIM_DEVICES,

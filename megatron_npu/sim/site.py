@@ -13,9 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_npu import settings
-from megatron_npu.errors import UsageError
-from megatron_npu.installed_packages import spec_of
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
+from megatron_npu.base.installed_packages import spec_of
 from megatron_npu.sim import cache
 
 # torch_npu imports these at start without torch being able to do without them.

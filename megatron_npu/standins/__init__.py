@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy
 
-from megatron_npu import early_import, settings
-from megatron_npu.replaced import Replaced
-from megatron_npu.upstream import Upstream
+from megatron_npu.base import settings
+from megatron_npu.base.replaced import Replaced
+from megatron_npu.upstream import early_import
+from megatron_npu.upstream.megatrons import Upstream
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_npu import cached_library, settings, user_cache
-from megatron_npu.errors import UsageError
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
+from megatron_npu.process import cached_library, user_cache
 
 SOURCE = Path(__file__).with_name("dataset_indices.cpp")
 # Nothing is fused: the rounding of each product decides which dataset is next.

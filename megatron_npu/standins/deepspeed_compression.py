@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 
 def init_compression(*args: Any, **kwargs: Any) -> NoReturn:

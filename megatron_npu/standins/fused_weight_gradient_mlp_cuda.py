@@ -1,6 +1,6 @@
 """Stand-in for apex's extension of the same name, on any device."""
 
-from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
+from megatron_npu.ops.products.weight_gradient import accumulate_weight_gradient
 
 # Upstream chooses by the dtype of main_grad; the operation sees that for itself.
 wgrad_gemm_accum_fp32 = accumulate_weight_gradient

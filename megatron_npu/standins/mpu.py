@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_npu import devices, upstream
+from megatron_npu import devices
+from megatron_npu.upstream import megatrons
 
 NAME = "megatron.mpu"
 _PLACES = ("megatron.core.parallel_state", "megatron.core.tensor_parallel")
@@ -24,7 +25,7 @@ def is_needed() -> bool:
     Raises:
         UsageError: there is no Megatron.
     """
-    package = upstream.find().root / "megatron"
+    package = megatrons.find().root / "megatron"
     return not ((package / "mpu" / "__init__.py").is_file() or (package / "mpu.py").is_file())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 
 def qsa_sparse_attention_from_indices(*_: Any, **__: Any) -> NoReturn:

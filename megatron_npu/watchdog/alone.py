@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megatron_npu import stacks
+from megatron_npu.process import stacks
 from megatron_npu.watchdog.stillness import Stillness
 
 _PERIOD = 1.0  # seconds between two looks

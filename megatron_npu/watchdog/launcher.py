@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
-from megatron_npu import elastic_agent
+from megatron_npu.process import elastic_agent
 
 _EXIT = 1
 _PATIENCE = 2.0  # seconds from the end of a launcher's store to its own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from megatron_npu import settings, stacks
+from megatron_npu.base import settings
+from megatron_npu.process import stacks
 from megatron_npu.watchdog import place, prompt
 from megatron_npu.watchdog.alone import Alone
 from megatron_npu.watchdog.board import Beat, Board, Process, connect

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 _REMEDY = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 

@@ -6,9 +6,9 @@ import ipaddress
 import socket
 from typing import NamedTuple
 
-from megatron_npu.arg_parser import Unfit
-from megatron_npu.errors import UsageError
-from megatron_npu.installed_packages import is_installed
+from megatron_npu.base.arg_parser import Unfit
+from megatron_npu.base.errors import UsageError
+from megatron_npu.base.installed_packages import is_installed
 
 LOOPBACK = "127.0.0.1"
 _WAITING = 128  # connections that wait to be taken

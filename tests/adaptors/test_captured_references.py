@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from tests import warm
 from tests.conftest import ROOT
-from tests.end_to_end import tiny
+from tests.support import tiny, warm
 
 CORE = ["megatron_core-0.12.1", "megatron_core-0.19.2"]
 DEEPSPEED = ["8387ae17", "4efb479d"]

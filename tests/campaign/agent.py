@@ -18,7 +18,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megatron_npu import stacks, watchdog
+from megatron_npu import watchdog
+from megatron_npu.process import stacks
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 

@@ -17,8 +17,8 @@ import time
 import warnings
 from pathlib import Path
 
-from megatron_npu.errors import UsageError
-from tests.unit import plain_readers
+from megatron_npu.base.errors import UsageError
+from tests.support import plain_readers
 from tests.unit import test_hostile_files as hostile
 
 TOKENS = re.compile(rb'"[^"]*"|-?[0-9.]+|[\[\]{}:,]|\w+')

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 
-from megatron_npu import checksums
-from megatron_npu.training import checkpoint_files
+from megatron_npu.checkpoint_files import checksums
+from megatron_npu.pretrain.checkpoint import checkpoint_files
 from tests.campaign.trial import FaultError, Trial
 from tests.campaign.ways import EVALUATION, INTERVAL, ITERATIONS
-from tests.payload import Runs
+from tests.support.payload import Runs
 
 PHASES = ("starting", "training", "saving", "evaluating", "going on")
 _DEAD = r"rank {0} \([^)]*\) ended without a word|\({0}, -9\)"  # said by the others, or by the agent

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from tests import warm
 from tests.campaign.ways import Way
-from tests.end_to_end import tiny
+from tests.support import tiny, warm
 
 PATIENCE = 120.0  # seconds until what does not end counts as hung, on a machine with a core for each
 SETTLING = 15.0  # seconds in which children may end behind their parents

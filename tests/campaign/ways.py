@@ -13,17 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_npu import checksums
-from megatron_npu.training import checkpoint_files, whole_checkpoints
-from tests import warm
-from tests.acceleration import runs as train_runs
-from tests.adaptors.megatron_core import stock as core
-from tests.adaptors.megatron_lm import runs as lm
+from megatron_npu.checkpoint_files import checksums
+from megatron_npu.pretrain.checkpoint import checkpoint_files, whole_checkpoints
 from tests.campaign import agent
-from tests.end_to_end import tiny
+from tests.support import stock_core as core
+from tests.support import stock_lm as lm
+from tests.support import tiny, train_runs, warm
 
 ITERATIONS, INTERVAL, EVALUATION = 12, 4, 6
-SCRIPT = tiny.ROOT / "tests/acceleration/scripts/dropout.py"
+SCRIPT = tiny.ROOT / "tests/finetune/scripts/dropout.py"
 WHEELS = ("0.12.1", "0.19.2")  # the oldest and the newest megatron-core, besides the installed one
 ASYNCHRONOUSLY = ("--async-save", "--use-persistent-ckpt-worker")
 _TRAIN = f"--log-interval 1 --save-interval {INTERVAL} --eval-interval {EVALUATION}"
@@ -239,7 +237,9 @@ def _preprocess(data: Path) -> Way:
         return ["preprocess", *files.split(), "--workers", "2", "--output-prefix", str(folder / "save/text")]
 
     names = "text_text_document.bin", "text_text_document.idx"
-    return Way("preprocess", 1, arguments, _digests(*names), None, ("megatron_npu.preprocessing.command",))
+    return Way(
+        "preprocess", 1, arguments, _digests(*names), None, ("megatron_npu.data.preprocessing.command",)
+    )
 
 
 def _copied(checkpoint: Callable[[], Path], folder: Path) -> str:
@@ -303,7 +303,7 @@ def _prune(checkpoint: Callable[[], Path]) -> Way:
     def outcome(folder: Path) -> object:
         return checkpoint_files.iterations(folder / "save") if (folder / "save").is_dir() else []
 
-    modules = ("megatron_npu.training.checkpoint_command",)
+    modules = ("megatron_npu.pretrain.checkpoint.checkpoint_command",)
     return Way("prune", 1, arguments, outcome, modules=modules, workers=False)
 
 

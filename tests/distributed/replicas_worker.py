@@ -12,7 +12,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from megatron_npu import cli, replicas
+from megatron_npu.checkpoint_files import replicas
+from megatron_npu.commands import cli
 
 number = itertools.count(1)
 

@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 
-from megatron_npu.training import arguments, pretrain
+from megatron_npu.pretrain.flags import arguments
+from megatron_npu.pretrain.run import pretrain
 
 
 def kill(iteration: int, model: object) -> None:

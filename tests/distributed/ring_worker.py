@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices, settings
+from megatron_npu import devices
+from megatron_npu.base import settings
 from megatron_npu.ops.attention.context_parallel.ring import ring_attention
 from megatron_npu.ops.attention.context_parallel.visible import Document
 from megatron_npu.ops.attention.spec import Window
-from tests.ops.tolerances import assert_near
+from tests.support.tolerances import assert_near
 
 BATCH, HEADS, GROUPS, SIZE, CHUNK, SCALE = 2, 4, 2, 16, 5, 0.25
 

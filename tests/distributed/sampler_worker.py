@@ -13,18 +13,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_npu import plugin
-from megatron_npu.generation.options import Options
-from megatron_npu.generation.sampler import Sample, Sampler
-from megatron_npu.training import (
-    checkpoint,
-    checkpoint_files,
-    derive,
-    initialize,
-    layout,
-    model,
-    stock_checkpoints,
-    tokenizers,
-)
+from megatron_npu.generation.sampling.options import Options
+from megatron_npu.generation.sampling.sampler import Sample, Sampler
+from megatron_npu.pretrain.checkpoint import checkpoint_files, checkpoints, stock_checkpoints
+from megatron_npu.pretrain.data import tokenizers
+from megatron_npu.pretrain.flags import derive
+from megatron_npu.pretrain.model import gpt
+from megatron_npu.pretrain.run import initialize, layout
 
 PROMPTS = [[1, 2, 3], [7], [9, 12, 15, 18, 21, 24], [1, 2, 3]]
 
@@ -55,8 +50,8 @@ def texts(args: Namespace, path: Path) -> list[list]:
         args.virtual_pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
     )
-    chunks = model.build(args, model.transformer_config(args))
-    checkpoint.load_weights(chunks, path)
+    chunks = gpt.build(args, gpt.transformer_config(args))
+    checkpoints.load_weights(chunks, path)
     sampler = Sampler(chunks, tokenizers.build(args), args.tokenizer_vocab_size)
     ways = [
         (Options(num_tokens=12, seed=5, top_p=0.9), None),

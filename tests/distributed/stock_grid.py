@@ -18,9 +18,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_npu import files
-from tests.adaptors.megatron_core import stock
-from tests.end_to_end import tiny
+from megatron_npu.base import files
+from tests.support import stock_core, tiny
 
 STEPS = 20
 # Four layers, so that two stages can be interleaved.
@@ -86,7 +85,7 @@ class Grid:
         self.tree, self.folder = tree, folder
         self.data = tiny.write_dataset(folder / "text")
         save = ["--save", str(folder / "start"), "--save-interval", "1", "--exit-interval", "1"]
-        stock.losses(stock.pretrain(tree, folder, *MODEL, *save, data=self.data))
+        stock_core.losses(stock_core.pretrain(tree, folder, *MODEL, *save, data=self.data))
 
     def run(self, device: str, layout: str) -> Result:
         """Train in a layout on a device; the initial weights are the checkpoint's.
@@ -98,12 +97,12 @@ class Grid:
         load = ["--load", str(self.folder / "start"), "--finetune", "--no-load-optim", "--no-load-rng"]
         changes = [*MODEL, *load, *flags]
         began = time.monotonic()
-        done = stock.pretrain(
+        done = stock_core.pretrain(
             self.tree, self.folder, *changes, processes=processes, device=device, data=self.data
         )
-        losses = stock.losses(done)
+        losses = stock_core.losses(done)
         assert {"cpu": "· cpu/gloo", "npu": "· simulated npu/hccl"}[device] in done.stdout
-        return Result(device, layout, losses, stock.norms(done), round(time.monotonic() - began, 1))
+        return Result(device, layout, losses, stock_core.norms(done), round(time.monotonic() - began, 1))
 
 
 def main() -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed import curves
-from tests.distributed.curves import deviation
-from tests.end_to_end import tiny
+from tests.support import curves, tiny
+from tests.support.curves import deviation
 
 MODEL = (
     "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_npu import elastic_agent, watchdog
+from megatron_npu import watchdog
+from megatron_npu.process import elastic_agent
 from tests.conftest import LONGEST
 
 MODULE = Path(__file__).resolve().parents[2] / "megatron_npu" / "watchdog" / "launcher.py"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.adaptors.megatron_core import on_version
-from tests.distributed import curves
-from tests.distributed.curves import Curve, deviation
-from tests.end_to_end import tiny
+from tests.support import curves, on_version, tiny
+from tests.support.curves import Curve, deviation
 
 STEPS = 10
 MODEL = (

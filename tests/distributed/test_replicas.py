@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
-from tests.acceleration.test_resume import SCRIPT
-from tests.adaptors.megatron_core import stock
 from tests.conftest import LONGEST, checkout
-from tests.end_to_end import tiny
+from tests.finetune.test_resume import SCRIPT
+from tests.support import stock_core, tiny, warm
 
 WORKER = Path(__file__).parent / "replicas_worker.py"
 FLAG = ["--check-weight-hash-across-dp-replicas-interval", "2"]
@@ -64,7 +62,7 @@ def test_training_a_users_model_ends_there_too() -> None:
 
 def test_stock_scripts_name_it(tmp_path) -> None:
     tree = checkout("megatron_core", "0.16.1")
-    flags = ["--mock-data", *stock.FLAGS, *FLAG]
+    flags = ["--mock-data", *stock_core.FLAGS, *FLAG]
     argv = [sys.executable, *tiny.torchrun(2), WORKER, "weight", "run", tree / "pretrain_gpt.py", *flags]
     done = warm.run(
         [str(word) for word in argv],

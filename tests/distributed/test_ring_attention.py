@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.end_to_end import tiny
-from tests.support import processes
+from tests.support import processes, tiny
 
 RANKS = tiny.ROOT / "tests" / "sim" / "ranks.py"
 WORKER = tiny.ROOT / "tests" / "distributed" / "ring_worker.py"

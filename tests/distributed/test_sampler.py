@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end import tiny
+from tests.support import tiny
 
 pytest.importorskip("megatron.core")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed import curves
-from tests.distributed.curves import Curve
-from tests.end_to_end import tiny
+from tests.support import curves, tiny
+from tests.support.curves import Curve
 
 FLAGS = "--attention-dropout 0 --hidden-dropout 0 --train-iters 20 --log-interval 1 --eval-iters 1 --no-plot"
 FP32 = {

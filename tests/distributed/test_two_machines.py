@@ -7,10 +7,8 @@ import sys
 
 import pytest
 
-from tests import warm
-from tests.adaptors.megatron_core.upstream_tests import ports
 from tests.conftest import LONGEST
-from tests.end_to_end import tiny
+from tests.support import ports, tiny, warm
 
 pytest.importorskip("megatron.core")
 

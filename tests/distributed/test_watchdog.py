@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 
 from megatron_npu import watchdog
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.watchdog import rank as ranks_watchdog
-from tests import warm
-from tests.adaptors.megatron_core.upstream_tests.ports import free_port
 from tests.conftest import LONGEST
-from tests.end_to_end import tiny
-from tests.support import processes
+from tests.support import processes, tiny, warm
+from tests.support.ports import free_port
 
 RANKS = 3
 LIMIT = 6  # seconds, instead of the 300 of a user: enough for ranks to say a word on a busy machine

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_npu import devices, plugin
-from megatron_npu.training import arguments, initialize, pretrain
+from megatron_npu.pretrain.flags import arguments
+from megatron_npu.pretrain.run import initialize, pretrain
 
 
 def first_layer_norms(chunks: list) -> dict[str, float]:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import cli
-from megatron_npu.training import arguments, pretrain
-from tests.end_to_end.tiny import flags_for, write_dataset
+from megatron_npu.commands import cli
+from megatron_npu.pretrain.flags import arguments
+from megatron_npu.pretrain.run import pretrain
+from tests.support.tiny import flags_for, write_dataset
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from megatron_npu.errors import UsageError
-from megatron_npu.training import checkpoint, pretrain
-from megatron_npu.training.async_saves import AsyncSaves
-from megatron_npu.training.checkpoint_failures import UnsavedError
-from megatron_npu.training.checks import output
-from megatron_npu.training.divergence import DivergedError
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.checkpoint import checkpoints
+from megatron_npu.pretrain.checkpoint.async_saves import AsyncSaves
+from megatron_npu.pretrain.checkpoint.checkpoint_failures import UnsavedError
+from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.run import pretrain
+from megatron_npu.pretrain.run.divergence import DivergedError
 
 pytest.importorskip("megatron.core")
 SAVING = "--save-interval 2 --async-save --no-plot --eval-iters 0".split()
@@ -49,12 +50,12 @@ def killed() -> None:
 
 
 def test_a_writer_that_dies_ends_the_run(train, tmp_path, monkeypatch) -> None:
-    begin = checkpoint.begin_async
+    begin = checkpoints.begin_async
 
     def with_death(*args: Any) -> Any:
         return begin(*args)._replace(async_fn=lambda *_, **__: killed())
 
-    monkeypatch.setattr(checkpoint, "begin_async", with_death)
+    monkeypatch.setattr(checkpoints, "begin_async", with_death)
     with pytest.raises(UnsavedError, match="iteration 2"):
         train("--save", tmp_path, *SAVING)
     assert names(tmp_path) == []

@@ -7,8 +7,9 @@ import shutil
 
 import pytest
 
-from megatron_npu import checksums, cli
-from tests.end_to_end import tiny
+from megatron_npu.checkpoint_files import checksums
+from megatron_npu.commands import cli
+from tests.support import tiny
 from tests.unit.test_upstream import make_legacy
 
 pytest.importorskip("megatron.core")

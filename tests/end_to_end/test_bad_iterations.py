@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_npu.training import bad_iterations, data, divergence, loop
-from megatron_npu.training.divergence import DivergedError
-from tests.end_to_end import tiny
+from megatron_npu.pretrain.data import datasets as data
+from megatron_npu.pretrain.run import bad_iterations, divergence, loop
+from megatron_npu.pretrain.run.divergence import DivergedError
+from tests.support import tiny
 
 pytest.importorskip("megatron.core")
 

@@ -12,14 +12,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_npu.benching import command, ranks
-from megatron_npu.benching.job import Job
-from megatron_npu.benching.schemes import SUITES
-from megatron_npu.benching.sizes import BERT, GPT, parameters
-from megatron_npu.training import host_memory
-from tests import warm
-from tests.end_to_end import tiny
-from tests.payload import Runs
+from megatron_npu.measuring import command, ranks
+from megatron_npu.measuring.job import Job
+from megatron_npu.measuring.schemes import SUITES
+from megatron_npu.measuring.sizes import BERT, GPT, parameters
+from megatron_npu.pretrain.run import host_memory
+from tests.support import tiny, warm
+from tests.support.payload import Runs
 
 SIZE = "--model 2x32x4 --seq-length 16 --vocab-size 256".split()
 

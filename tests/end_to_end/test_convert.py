@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_npu import cli
+from megatron_npu.commands import cli
 from megatron_npu.conversion import verify
 from megatron_npu.conversion.weight_map import Heads
-from megatron_npu.evaluation.generate import generate
-from megatron_npu.training.restore import restored
-from tests.end_to_end import tiny
-from tests.unit.conversion.tokenizers_made import byte_level, write_gpt2_files, write_json
+from megatron_npu.generation.generate import generate
+from megatron_npu.pretrain.checkpoint.restore import restored
+from tests.support import tiny
+from tests.support.tokenizers_made import byte_level, write_gpt2_files, write_json
 
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_npu.conversion import to_megatron
-from megatron_npu.training import host_memory
-from tests.end_to_end import tiny
+from megatron_npu.pretrain.run import host_memory
+from tests.support import tiny
 
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
@@ -31,7 +31,7 @@ LARGE = {**TINY, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_laye
 MEASURE = """
 import json, sys
 from pathlib import Path
-from megatron_npu import cli
+from megatron_npu.commands import cli
 
 def resident(name):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))

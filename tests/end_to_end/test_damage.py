@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import checksums, cli
-from megatron_npu.training import checkpoint_files
-from tests.end_to_end import tiny
+from megatron_npu.checkpoint_files import checksums
+from megatron_npu.commands import cli
+from megatron_npu.pretrain.checkpoint import checkpoint_files
+from tests.support import tiny
 
 pytest.importorskip("megatron.core")
 

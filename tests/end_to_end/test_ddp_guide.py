@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
-from tests.adaptors.megatron_core.upstream_tests.ports import free_port
 from tests.conftest import LONGEST, ROOT
 from tests.end_to_end.plain_losses import losses
 from tests.sim.conftest import unavailable
-from tests.support import processes
+from tests.support import processes, warm
+from tests.support.ports import free_port
 
 PAGE = ROOT / "docs" / "guides" / "ddp-from-scratch.md"
 HEADING = re.compile(r"^###? (.+?)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)

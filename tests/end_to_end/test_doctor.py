@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import cli
+from megatron_npu.commands import cli
 from megatron_npu.doctor import collectives, command, operations, software
 from megatron_npu.doctor.advice import advice
 from megatron_npu.ops import dispatch
 from tests.conftest import LONGEST
-from tests.end_to_end import tiny
-from tests.support import processes
+from tests.support import processes, tiny
 
 pytest.importorskip("megatron.core")
 

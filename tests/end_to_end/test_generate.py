@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import cli
-from megatron_npu.evaluation import conversation
-from megatron_npu.evaluation.generate import generate
-from tests.end_to_end import tiny
+from megatron_npu.commands import cli
+from megatron_npu.generation import conversation
+from megatron_npu.generation.generate import generate
+from tests.support import tiny
 
 pytest.importorskip("megatron.core")
 KINDS = {

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from tests.conftest import LONGEST, wait_until
-from tests.end_to_end import tiny
-from tests.support import processes
+from tests.support import processes, tiny
 
 
 @contextmanager

@@ -10,8 +10,7 @@ import pytest
 
 from megatron_npu.adaptors.shared import start
 from megatron_npu.ops.compiled import building
-from tests.acceleration import runs
-from tests.end_to_end import tiny
+from tests.support import tiny, train_runs
 
 SOURCE = "kernels.cpp"
 TRAINED = """
@@ -70,7 +69,9 @@ def test_one_rank_of_the_driver_compiles_before_the_first_step(dataset, tmp_path
 def test_one_rank_of_train_compiles_before_the_first_step(tmp_path, compilations):
     script = tmp_path / "mine.py"
     script.write_text(TRAINED)
-    result = runs.train("--user-script", script, "--train-iters", 1, processes=2, RUN=str(tmp_path / "run"))
+    result = train_runs.train(
+        "--user-script", script, "--train-iters", 1, processes=2, RUN=str(tmp_path / "run")
+    )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
     assert compilations.read_text().split() == ["early"]

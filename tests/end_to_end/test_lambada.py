@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import cli
-from megatron_npu.evaluation.generate import generate
+from megatron_npu.commands import cli
 from megatron_npu.evaluation.lambada import accuracy
-from tests.end_to_end import tiny
+from megatron_npu.generation.generate import generate
+from tests.support import tiny
 
 pytest.importorskip("megatron.core")
 PASSAGES = ["1 2 3 4", "10 12 14 16 18", "7 7 7", "20 21 22 23 24 25", "5 9", "100 103 106 109"]

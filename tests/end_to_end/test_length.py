@@ -6,8 +6,10 @@ import itertools
 
 import pytest
 
-from megatron_npu.training import arguments, data, initialize, pretrain, validation
-from tests.end_to_end import tiny
+from megatron_npu.pretrain.data import datasets
+from megatron_npu.pretrain.flags import arguments, validation
+from megatron_npu.pretrain.run import initialize, pretrain
+from tests.support import tiny
 
 pytest.importorskip("megatron.core")
 
@@ -69,7 +71,7 @@ def test_megatrons_dataset_has_the_samples_of_one_epoch(flags, few, tmp_path, ki
             del argv[at : at + 2]
     args = validation.check(arguments.parse(argv))
     with initialize.session(args):
-        built = len(data.datasets(args).train)
+        built = len(datasets.datasets(args).train)
     if kind == "weighted":
         assert args.epoch_samples <= built <= args.epoch_samples + 2  # each part is rounded up
     else:
@@ -83,7 +85,7 @@ def test_each_epoch_has_all_samples_in_an_order_of_its_own(flags, few):
     at = argv.index("--train-iters")
     args = validation.check(arguments.parse([*argv[:at], *argv[at + 2 :]]))
     with initialize.session(args):
-        (batches,) = data.training_batches(args, data.datasets(args).train, 0)
+        (batches,) = datasets.training_batches(args, datasets.datasets(args).train, 0)
         epochs = [
             [
                 tuple(batch["tokens"].flatten().tolist())

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_npu import cli
-from megatron_npu.evaluation.generate import generate
-from tests.adaptors.megatron_lm import runs
-from tests.end_to_end import tiny
+from megatron_npu.commands import cli
+from megatron_npu.generation.generate import generate
+from tests.support import stock_lm, tiny
 
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
@@ -21,8 +20,8 @@ pytest.importorskip("safetensors")
 def trained(tmp_path_factory) -> Path:
     """A GPT that has learned to count letters."""
     folder = tmp_path_factory.mktemp("trained")
-    runs.write_vocabulary(folder)
-    runs.write_dataset(folder / "letters")
+    stock_lm.write_vocabulary(folder)
+    stock_lm.write_dataset(folder / "letters")
     line = (
         f"{' '.join(tiny.flags_for(folder / 'letters'))} --tokenizer-type GPT2BPETokenizer --no-plot "
         f"--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt --save {folder}/run "

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.conftest import LONGEST, wait_until
-from tests.end_to_end import tiny
+from tests.support import tiny
 
 pytest.importorskip("megatron.core")
 
@@ -132,7 +132,7 @@ def test_an_overflow_is_skipped_and_said(train, tmp_path, capsys):
 
 
 def test_a_diverged_run_ends_without_a_checkpoint(train, tmp_path):
-    from megatron_npu.training.loop import DivergedError
+    from megatron_npu.pretrain.run.loop import DivergedError
 
     with pytest.raises(DivergedError, match="norm of the gradient"):
         train("--save", tmp_path, "--lr", 1e30, "--clip-grad", 0)

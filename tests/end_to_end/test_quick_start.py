@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import upstream
-from tests import walk, warm
-from tests.adaptors.megatron_lm import runs
+from megatron_npu.upstream import megatrons
 from tests.conftest import LONGEST, checkout
-from tests.end_to_end import tiny
-from tests.support import processes
+from tests.support import processes, stock_lm, tiny, walk, warm
 
 PAGE = tiny.ROOT / "docs" / "quick-start-cpu.md"
 BLOCKS = walk.blocks_of_page(PAGE.read_text(encoding="utf-8"))
@@ -24,7 +21,7 @@ INSTALL, DATA, DRIVER, STOCK, OLD = range(5)
 def walking(tmp_path_factory) -> walk.Walk:
     trees = {
         "core_v0.16.1": checkout("megatron_core", "0.16.1"),
-        "": checkout("megatron_lm", upstream.LEGACY_VERSION),
+        "": checkout("megatron_lm", megatrons.LEGACY_VERSION),
     }
 
     def run(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -58,13 +55,13 @@ def test_every_command_trains_from_the_beginning(walking, block, runs_of_20):
     """The one with two processes, too: it must not find the checkpoint of the one before it."""
     output = walking.output(block)
     assert output.count("iteration       20/      20 |") == runs_of_20
-    losses = runs.losses(output)
+    losses = stock_lm.losses(output)
     assert losses[20] < 0.8 * losses[5]
 
 
 @pytest.mark.parametrize("block", [DRIVER, OLD])
 def test_lambada_counts_every_passage(walking, block):
-    assert runs.accuracy(walking.output(block))[1] == len(walk.LINES)
+    assert stock_lm.accuracy(walking.output(block))[1] == len(walk.LINES)
 
 
 def test_the_line_before_the_first_iteration_is_the_one_that_is_shown(walking):

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu.errors import UsageError
-from tests.distributed import curves
-from tests.end_to_end import tiny
+from megatron_npu.base.errors import UsageError
+from tests.support import curves, tiny
 
 pytest.importorskip("megatron.core")
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from megatron_npu import cli
-from tests import browser, warm
+from megatron_npu.commands import cli
 from tests.conftest import LONGEST, wait_until
-from tests.end_to_end import tiny
+from tests.support import browser, tiny, warm
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("starlette")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONGEST
-from tests.end_to_end import tiny
+from tests.support import tiny
 
 pytest.importorskip("megatron.core")
 # What each process runs at its start: to bring a shard to the disk takes longer than a run may stand still.

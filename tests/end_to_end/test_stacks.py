@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONGEST, ROOT, on_a_leash
-from tests.end_to_end import tiny
+from tests.support import tiny
 
 SCRIPT = ROOT / "checkouts" / "core_v0.16.1" / "pretrain_gpt.py"
 FOR_EVER = [

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import cli
-from megatron_npu.evaluation.generate import generate
-from tests.adaptors.megatron_core.stock import losses, pretrain
+from megatron_npu.commands import cli
+from megatron_npu.generation.generate import generate
 from tests.conftest import checkout
-from tests.end_to_end import tiny
+from tests.support import tiny
+from tests.support.stock_core import losses, pretrain
 
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_npu import checksums, cli
-from tests.adaptors.megatron_core import stock
-from tests.adaptors.megatron_lm import runs
+from megatron_npu.checkpoint_files import checksums
+from megatron_npu.commands import cli
 from tests.conftest import checkout
-from tests.end_to_end import tiny
+from tests.support import stock_core, stock_lm, tiny
 
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
@@ -24,12 +23,12 @@ pytest.importorskip("safetensors")
 def source(tmp_path) -> Path:
     """A GPT-2 of Hugging Face with 257 tokens."""
     config = transformers.GPT2Config(
-        vocab_size=runs.END + 1, n_positions=32, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3
+        vocab_size=stock_lm.END + 1, n_positions=32, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3
     )
     torch.manual_seed(0)
     folder = tmp_path / "source"
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
-    runs.write_vocabulary(folder)
+    stock_lm.write_vocabulary(folder)
     return folder
 
 
@@ -109,7 +108,7 @@ def test_training_goes_on_where_a_stock_script_saved(version, dataset, tmp_path,
     retains = version != "0.12.1"  # which has no such flag
     words = f"{model} {run} {saving} {'--save-retain-interval 2' * retains}".split()
     tree = checkout("megatron_core", version)
-    expected = stock.losses(stock.pretrain(tree, tmp_path, *words, processes=2, data=dataset))
+    expected = stock_core.losses(stock_core.pretrain(tree, tmp_path, *words, processes=2, data=dataset))
     tracker = saved / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == "3"
     kept = [f"iter_000000{number}" for number in (1, 2, 3) if number > 1 or not retains]

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_npu import checksums, cli
-from tests.adaptors.megatron_core import stock
+from megatron_npu.checkpoint_files import checksums
+from megatron_npu.commands import cli
 from tests.conftest import checkout
-from tests.end_to_end import tiny
-from tests.payload import Runs
+from tests.support import stock_core, tiny
+from tests.support.payload import Runs
 
 pytest.importorskip("megatron.core")
 
@@ -147,7 +147,7 @@ def test_stock_scripts_run_nothing(version, put, saved, tmp_path, dataset):
     line = [*size, *f"--load {saved.parent} --ckpt-format {form}".split()]
     if put is not in_values:  # states of random generators, which a finetuning begins anew
         line.append("--finetune")
-    done = stock.pretrain(tree, tmp_path, *line, data=dataset)
+    done = stock_core.pretrain(tree, tmp_path, *line, data=dataset)
     assert done.returncode == 2, done.stderr[-3000:]
     assert "it names posix.mkdir" in done.stderr.splitlines()[-1]
     assert not (tmp_path / "mark").exists()

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import upstream
-from megatron_npu.errors import UsageError
-from tests.end_to_end import tiny
-from tests.support import processes
+from megatron_npu.base.errors import UsageError
+from megatron_npu.upstream import megatrons
+from tests.support import processes, tiny
 from tests.unit.test_upstream import make_core
 
 
@@ -65,7 +64,7 @@ def test_two_megatrons(script: Path, tmp_path: Path) -> None:
 def drifted(tmp_path: Path) -> Path:
     """A copy of the installed megatron-core in which one patched function has another signature."""
     try:
-        root = upstream.find().root
+        root = megatrons.find().root
     except UsageError:
         pytest.skip("no Megatron is installed")
     copy = tmp_path / "drifted"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONGEST
-from tests.end_to_end import tiny
+from tests.support import tiny
 
 pytest.importorskip("megatron.core")
 QUESTION = ">>> "

@@ -12,10 +12,12 @@ import socket
 
 import pytest
 
-from megatron_npu.evaluation.generate import generate
-from megatron_npu.training import arguments, history, pretrain
+from megatron_npu.generation.generate import generate
+from megatron_npu.pretrain.flags import arguments
+from megatron_npu.pretrain.report import history
+from megatron_npu.pretrain.run import pretrain
 from tests.conftest import LONGEST
-from tests.end_to_end import tiny
+from tests.support import tiny
 
 pytest.importorskip("megatron.core")
 

@@ -23,9 +23,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_npu import files
-from tests.adaptors.megatron_lm import runs
-from tests.end_to_end import tiny
+from megatron_npu.base import files
+from tests.support import stock_lm, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUTS = ROOT / "checkouts"
@@ -133,7 +132,7 @@ def cases(folder: Path, tree: Path | None, layouts: dict[str, tuple[int, str]]) 
     if tree is not None and tree.name != OLD:  # a mask's values say which tokens are one document
         words.append("--no-create-attention-mask-in-dataloader")
     if tree is not None and tree.name == OLD:
-        vocabulary, merges = runs.write_vocabulary(folder)
+        vocabulary, merges = stock_lm.write_vocabulary(folder)
         words += ["--vocab-file", str(vocabulary), "--merge-file", str(merges)]
     else:
         words += NUMBERS

@@ -18,12 +18,13 @@ from tests.fake_cuda import library
 if __name__ == "__main__":
     library.load()
 
-from megatron_npu import cli, plugin
+from megatron_npu import plugin
+from megatron_npu.commands import cli
 from megatron_npu.doctor import operations
 from megatron_npu.ops import dispatch
 from tests.fake_cuda import machine
 from tests.fake_cuda.observer import Observer
-from tests.warm import newer_typing  # noqa: F401  (scripts of 0.18 and 0.19 under Python 3.11)
+from tests.support.warm import newer_typing  # noqa: F401  (scripts of 0.18 and 0.19 under Python 3.11)
 
 OPERATIONS = ["operations"]  # the words of the case that calls each operation
 

@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tests import bytecode, warm
-from tests.end_to_end import tiny
-from tests.support import processes
+from tests.support import bytecode, processes, tiny, warm
 
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?^```bash\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -87,7 +85,7 @@ def _environment(folder: Path, changes: Mapping[str, str]) -> dict[str, str]:
     programs.mkdir()
     # what pip writes for a command: unlike -m it does not look into the current folder
     entry = programs / "entry.py"
-    entry.write_text("import sys\nfrom megatron_npu.cli import main\nsys.exit(main())\n")
+    entry.write_text("import sys\nfrom megatron_npu.commands.cli import main\nsys.exit(main())\n")
     python = shlex.quote(env["PYTHON"])
     for name, before in (
         ("python", ""),

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import upstream
-from tests.adaptors.megatron_core.upstream_tests import ports
-from tests.adaptors.megatron_lm import runs
+from megatron_npu.upstream import megatrons
 from tests.conftest import ROOT, checkout
 from tests.guides import page as pages
+from tests.support import ports, stock_lm
 
 PAGE = ROOT / "docs" / "guides" / "codeparrot.md"
 
@@ -20,7 +19,7 @@ PAGE = ROOT / "docs" / "guides" / "codeparrot.md"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tree of Megatron-LM, where a reader types."""
-    tree = checkout("megatron_lm", upstream.LEGACY_VERSION)
+    tree = checkout("megatron_lm", megatrons.LEGACY_VERSION)
     copy = tmp_path_factory.mktemp("codeparrot") / "Megatron-LM"
     return shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".git", "__pycache__"))
 
@@ -50,7 +49,7 @@ def test_the_data_and_the_model_are_python(outputs: dict[int, str], folder: Path
     assert len(json.loads((folder / "vocab.json").read_text())) == 400
     shown = pages.output_of(PAGE, outputs, "torch.distributed.launch")
     assert "megatron_lm 285068c8 · cpu/gloo" in shown
-    losses = runs.losses(shown)
+    losses = stock_lm.losses(shown)
     assert list(losses) == [10, 20, 30, 40]
     assert losses[40] < losses[10] - 0.5
     assert "validation loss at the end of training" in shown

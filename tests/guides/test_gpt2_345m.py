@@ -8,11 +8,10 @@ import shutil
 
 import pytest
 
-from megatron_npu import upstream
-from tests.adaptors.megatron_core.upstream_tests import ports
-from tests.adaptors.megatron_lm import runs
+from megatron_npu.upstream import megatrons
 from tests.conftest import ROOT, checkout
 from tests.guides import page as pages
+from tests.support import ports, stock_lm
 
 PAGE = ROOT / "docs" / "guides" / "gpt2-345m.md"
 FLAGS = """
@@ -27,10 +26,10 @@ FLAGS = """
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """What each block of the page prints, in a tree with a vocabulary of bytes and documents of one line."""
-    tree = checkout("megatron_lm", upstream.LEGACY_VERSION)
+    tree = checkout("megatron_lm", megatrons.LEGACY_VERSION)
     folder = tmp_path_factory.mktemp("gpt2") / "Megatron-LM"
     shutil.copytree(tree, folder, ignore=shutil.ignore_patterns(".git", "__pycache__"))
-    vocab_file, merge_file = runs.write_vocabulary(folder)
+    vocab_file, merge_file = stock_lm.write_vocabulary(folder)
     vocab_file.rename(folder / "gpt2-vocab.json")
     merge_file.rename(folder / "gpt2-merges.txt")
     lines = [{"text": f"Line {number} of a text, and what follows. " * 8} for number in range(60)]
@@ -55,7 +54,7 @@ def test_one_card(outputs: dict[int, str]) -> None:
     """Started by torch.distributed.launch, with the guide's flags, the model learns."""
     shown = pages.output_of(PAGE, outputs, "nohup sh ./pretrain_gpt2.sh")
     assert "megatron_lm 285068c8 · cpu/gloo" in shown
-    losses = runs.losses(shown)
+    losses = stock_lm.losses(shown)
     assert list(losses) == [10, 20]
     assert losses[20] < losses[10] - 0.5
     assert "validation loss at the end of training" in shown
@@ -77,4 +76,4 @@ def test_several_cards(outputs: dict[int, str]) -> None:
     assert "The module torch.distributed.launch is deprecated" in shown
     assert "using world size: 2, data-parallel-size: 2" in shown
     assert "setting number of micro-batches to constant 2" in shown
-    assert list(runs.losses(shown)) == [1, 2, 3, 4]
+    assert list(stock_lm.losses(shown)) == [1, 2, 3, 4]

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests import warm
 from tests.conftest import ROOT
-from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
+from tests.support import tiny, warm
 
 LIBRARIES = {"mbridge": "mbridge", "mcore_bridge": "mcore_bridge", "megatron_bridge": "megatron.bridge"}
 WITH_LORA = ("mcore_bridge", "megatron_bridge")  # the third offers none

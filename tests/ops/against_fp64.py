@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_npu.settings import SIM
-from tests.ops.tolerances import assert_near
+from megatron_npu.base.settings import SIM
+from tests.support.tolerances import assert_near
 
 # A simulated NPU takes ten times as long for one, and its kernels have tests of their own (tests/sim).
 EXAMPLES = 6 if SIM.enabled() else 15

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_npu import devices, settings
+from megatron_npu import devices
+from megatron_npu.base import settings
 from megatron_npu.ops import dispatch
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron_npu import devices
 from megatron_npu.doctor.operations import examples
-from megatron_npu.ops.adam import FusedAdam
 from megatron_npu.ops.attention import attention, cpu
 from megatron_npu.ops.compiled import abi, library, products
 from megatron_npu.ops.compiled.products import Arithmetic
-from megatron_npu.ops.multi_tensor import multi_tensor_l2norm
+from megatron_npu.ops.optimizers.adam import FusedAdam
+from megatron_npu.ops.optimizers.multi_tensor import multi_tensor_l2norm
 
 _TIMES = 6  # of attention: so often, and the heap that it had written over ended the process
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_npu.ops import adam
-from megatron_npu.ops.adam import FusedAdam
-from megatron_npu.ops.sgd import FusedSGD
+from megatron_npu.ops.optimizers import adam
+from megatron_npu.ops.optimizers.adam import FusedAdam
+from megatron_npu.ops.optimizers.sgd import FusedSGD
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 SHAPES = ((5, 3), (7,), (1,), (33, 17))

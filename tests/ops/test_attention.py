@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_npu.ops.attention import PackedSequences, attention
 from tests.ops.against_fp64 import EXAMPLES
 from tests.ops.attention_formula import LAYOUTS, formula, in_layout, packed_formula, visible
-from tests.ops.tolerances import assert_near
+from tests.support.tolerances import assert_near
 
 RELAXED = settings(max_examples=EXAMPLES)
 SCALE = 0.3

@@ -13,7 +13,7 @@ from megatron_npu.ops.attention.context_parallel import ring
 from megatron_npu.ops.attention.context_parallel.visible import Document, union, visible_parts, within
 from megatron_npu.ops.attention.spec import AttentionSpec, Segment, dense_segments, forbidden_pairs
 from tests.ops.against_fp64 import RELAXED
-from tests.ops.tolerances import assert_near
+from tests.support.tolerances import assert_near
 
 SCALE = 0.3
 SHAPES = st.fixed_dictionaries(

@@ -24,7 +24,7 @@ from megatron_npu.ops.attention.spec import (
 from megatron_npu.ops.compiled import attention as kernel
 from tests.ops.against_fp64 import assert_as_exact
 from tests.ops.attention_formula import formula, visible
-from tests.ops.tolerances import assert_near
+from tests.support.tolerances import assert_near
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from megatron_npu.ops.attention import PackedSequences, attention, cuda, referen
 from megatron_npu.ops.attention.cuda import Kernel, choose
 from megatron_npu.ops.attention.spec import AttentionSpec, dense_segments, packed_segments
 from tests.ops.attention_formula import formula, packed_formula, visible
-from tests.ops.tolerances import assert_near
+from tests.support.tolerances import assert_near
 
 
 def choice(

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_npu.ops.attention import PackedSequences, attention
 from tests.ops.attention_formula import visible
-from tests.ops.tolerances import assert_near
+from tests.support.tolerances import assert_near
 
 SIZE = 24  # of a head, and of a sequence: so that the identity can be the values
 CASES = {

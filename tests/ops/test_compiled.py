@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_npu import settings
-from megatron_npu.ops import activation, compiled, dispatch, linear_cross_entropy, norm, weight_gradient
+from megatron_npu.base import settings
+from megatron_npu.ops import activation, compiled, dispatch, linear_cross_entropy, norm
 from megatron_npu.ops.compiled import building
 from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits, most_of_kept
+from megatron_npu.ops.products import weight_gradient
 from tests.ops.test_norm import EPS, layer_formula, rms_formula, spread
-from tests.ops.tolerances import assert_near
+from tests.support.tolerances import assert_near
 
 HERE = torch.empty(0)
 needs_kernels = pytest.mark.skipif(not compiled.usable(HERE), reason="no g++, or threads not of libgomp")

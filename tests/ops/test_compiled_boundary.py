@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_npu.ops import activation, compiled, cross_entropy, dispatch, dropout, linear, norm
+from megatron_npu.ops import activation, compiled, cross_entropy, dispatch, dropout, norm
 from megatron_npu.ops.attention import attention, cpu
 from megatron_npu.ops.compiled import abi, library, products
 from megatron_npu.ops.compiled.products import Arithmetic
-from tests.ops.tolerances import assert_near
+from megatron_npu.ops.products import linear
+from tests.support.tolerances import assert_near
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no g++, or threads not of libgomp")
 BF16, FP32 = torch.bfloat16, torch.float32

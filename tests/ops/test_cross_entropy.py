@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_npu.ops import dispatch, tiling
 from megatron_npu.ops.cross_entropy import cross_entropy, vocab_parallel_cross_entropy
 from tests.ops.test_linear_cross_entropy import check_split_vocabulary
-from tests.ops.tolerances import assert_near
+from tests.support.tolerances import assert_near
 
 
 def formula(logits, target, smoothing):

@@ -18,7 +18,7 @@ from megatron_npu.ops.dropout import (
     keep_mask_bits,
 )
 from tests.ops.against_fp64 import RELAXED, check, rows_of
-from tests.ops.tolerances import TOLERANCE, assert_near
+from tests.support.tolerances import TOLERANCE, assert_near
 
 widths = st.integers(1, 40)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_npu.ops.expert_routing import Routing, balancing_loss, route_tokens, routing_scores
+from megatron_npu.ops.experts.expert_routing import Routing, balancing_loss, route_tokens, routing_scores
 from tests.ops.against_fp64 import RELAXED, check
 
 SCORES = {

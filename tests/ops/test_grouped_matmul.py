@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_npu.ops.grouped_matmul import grouped_linear, grouped_matmul
+from megatron_npu.ops.experts.grouped_matmul import grouped_linear, grouped_matmul
 from tests.ops.against_fp64 import RELAXED, check
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_npu.ops import linear as room
 from megatron_npu.ops.compiled import abi, library, products
-from megatron_npu.ops.linear import linear
+from megatron_npu.ops.products import linear as room
+from megatron_npu.ops.products.linear import linear
 from tests.ops.against_fp64 import check
-from tests.ops.tolerances import assert_near
+from tests.support.tolerances import assert_near
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["Linear", "Conv1D"])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.ops.linear_cross_entropy import blocks, kept, linear_cross_entropy
-from tests.ops.tolerances import assert_near
+from tests.support.tolerances import assert_near
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_npu.ops.multi_tensor import (
+from megatron_npu.ops.optimizers.multi_tensor import (
     CopiesTogether,
     MultiTensorApply,
     multi_tensor_l2norm,

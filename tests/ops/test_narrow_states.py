@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_npu.ops import narrow_states, remainders
-from megatron_npu.ops.adam import FusedAdam
+from megatron_npu.ops.optimizers import narrow_states, remainders
+from megatron_npu.ops.optimizers.adam import FusedAdam
 from tests.ops.test_adam import BETAS, DECAY, LR, SHAPES, give_gradients, parameters, written_out
 
 REMAINDERS = {"master_weights": True, "use_decoupled_grad": True, "store_param_remainders": True}

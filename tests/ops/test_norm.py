@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_npu.ops import norm, tiling
 from tests.ops.against_fp64 import RELAXED, check, rows_of
-from tests.ops.tolerances import TOLERANCE, assert_near
+from tests.support.tolerances import TOLERANCE, assert_near
 
 EPS = 1e-5
 widths = st.integers(2, 70)

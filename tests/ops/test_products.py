@@ -9,13 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_npu.ops import linear
 from megatron_npu.ops.attention import attention
 from megatron_npu.ops.compiled import library, products
 from megatron_npu.ops.compiled.products import Arithmetic
-from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
+from megatron_npu.ops.products import linear
+from megatron_npu.ops.products.weight_gradient import accumulate_weight_gradient
 from tests.ops.against_fp64 import check
-from tests.ops.tolerances import assert_near
+from tests.support.tolerances import assert_near
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="no g++, or threads not of libgomp")
 # of each side: one row or vector of registers, several with a rest, more than a block of cache

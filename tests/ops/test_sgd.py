@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_npu.ops import sgd
-from megatron_npu.ops.sgd import FusedSGD
+from megatron_npu.ops.optimizers import sgd
+from megatron_npu.ops.optimizers.sgd import FusedSGD
 from tests.ops.test_adam import give_gradients, parameters
 
 LR = 0.05

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu.ops.token_permutation import permute_tokens, unpermute_tokens
+from megatron_npu.ops.experts.token_permutation import permute_tokens, unpermute_tokens
 from tests.ops.against_fp64 import RELAXED, check
 
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megatron_npu import devices, settings
-from megatron_npu.errors import UsageError
+from megatron_npu import devices
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops import dispatch, verify
 from megatron_npu.ops.dispatch import Operation
 from megatron_npu.ops.linear_cross_entropy import linear_cross_entropy

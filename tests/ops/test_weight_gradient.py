@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_npu.ops import dispatch
-from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
+from megatron_npu.ops.products.weight_gradient import accumulate_weight_gradient
 
 
 def one_product(device: str, dtype: torch.dtype) -> bool:

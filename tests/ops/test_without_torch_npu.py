@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_npu import settings
+from megatron_npu.base import settings
 from tests.support import processes
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.ops.tolerances import assert_near
+from tests.support.tolerances import assert_near
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -16,10 +16,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 import megatron_npu
-from megatron_npu import hccl_buffers
 from megatron_npu.adaptors.shared import communicators
-from megatron_npu.training import arguments, initialize, pretrain
-from tests.end_to_end import tiny
+from megatron_npu.options import hccl_buffers
+from megatron_npu.pretrain.flags import arguments
+from megatron_npu.pretrain.run import initialize, pretrain
+from tests.support import tiny
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 NAMES = {

@@ -18,12 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import settings
-from megatron_npu.errors import UsageError
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
 from megatron_npu.sim import site
-from tests import warm
 from tests.conftest import LONGEST
-from tests.support import processes
+from tests.support import processes, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTCOMES = "SIMULATED_TEST_OUTCOMES"  # inside: the file to which the outcomes are written

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 import megatron_npu
-from megatron_npu import hccl_buffers
-from megatron_npu.adaptors.megatron_core.tensor_parallel_overlap import refuse_arguments
-from megatron_npu.errors import UsageError
+from megatron_npu.adaptors.megatron_core.layers.tensor_parallel_overlap import refuse_arguments
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops import dispatch
+from megatron_npu.options import hccl_buffers
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 PRODUCTS = ("npu::npu_all_gather_base_mm", "npu::npu_mm_reduce_scatter_base")

@@ -80,7 +80,7 @@ def main() -> None:
     store = torch.distributed.TCPStore("localhost", 0, 1, is_master=True)
     torch.distributed.init_process_group("nccl", rank=0, world_size=1, store=store)
     parallel_state.initialize_model_parallel()
-    from megatron_npu.adaptors.megatron_core import sparse_attention
+    from megatron_npu.adaptors.megatron_core.attention import sparse_attention
 
     first = train()
     said = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.acceleration import stacks, training
 from tests.conftest import LONGEST
+from tests.support import stacks, train_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMES = ("zero-1", "zero-2", "zero-3", "fsdp, cpu offload", "checkpoint activations")
@@ -20,7 +20,7 @@ SCHEMES = ("zero-1", "zero-2", "zero-3", "fsdp, cpu offload", "checkpoint activa
 @functools.cache
 def plain(kind: str, steps: int, lora_rank: int = 0) -> list[float]:
     """Return the losses of plain torch in this process, made once."""
-    return training.plain(kind, steps, lora_rank)
+    return train_script.plain(kind, steps, lora_rank)
 
 
 @pytest.fixture(scope="module")

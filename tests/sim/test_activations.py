@@ -132,7 +132,7 @@ def requested() -> int:
 
 
 def test_it_is_kept_from_upstreams_check_alone():
-    from megatron_npu.adaptors.megatron_core import activation_offloading
+    from megatron_npu.adaptors.megatron_core.layers import activation_offloading
 
     args = Namespace(fine_grained_activation_offloading=True)
     with activation_offloading.unseen_by_upstream(args):

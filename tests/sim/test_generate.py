@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.end_to_end import tiny
 from tests.end_to_end.conftest import dataset
+from tests.support import tiny
 
 __all__ = ["dataset"]
 pytest.importorskip("megatron.core")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.sim.conftest import ROOT
+from tests.support import warm
 
 WORKER = Path(__file__).parent / "gpt_worker.py"
 

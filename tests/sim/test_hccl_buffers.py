@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from tests.conftest import ROOT
-from tests.end_to_end import tiny
 from tests.end_to_end.conftest import dataset
+from tests.support import tiny
 
 __all__ = ["dataset"]
 

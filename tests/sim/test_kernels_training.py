@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.tolerances import assert_near
 from tests.sim.against_fp64 import DTYPES, compare
+from tests.support.tolerances import assert_near
 
 pytestmark = pytest.mark.simulated
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import deepspeed_device
+from megatron_npu.process import deepspeed_device
 from megatron_npu.sim import activate, site
 from tests.support import processes
 

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.distributed import curves
-from tests.distributed.curves import Curve, deviation
-from tests.end_to_end import tiny
 from tests.end_to_end.conftest import dataset
+from tests.support import curves, tiny
+from tests.support.curves import Curve, deviation
 
 __all__ = ["dataset"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.end_to_end import tiny
+from tests.support import tiny
 
 pytestmark = pytest.mark.simulated
 FLAGS = "--mixed-precision --attention-dropout 0 --hidden-dropout 0 --train-iters 4 --eval-iters 0 --no-plot"
@@ -17,7 +17,8 @@ def flags(tmp_path_factory):
 
 
 def train(log, *flags: str) -> list[dict]:
-    from megatron_npu.training import arguments, pretrain
+    from megatron_npu.pretrain.flags import arguments
+    from megatron_npu.pretrain.run import pretrain
 
     pretrain.train(arguments.parse([*flags, "--json-log", str(log)]))
     return tiny.rows(log)
@@ -40,8 +41,8 @@ def test_an_offloaded_optimizer_trains_as_one_on_the_device(flags, tmp_path):
     ],
 )
 def test_where_it_has_no_place_it_is_refused(flags, changes, said):
-    from megatron_npu.errors import UsageError
-    from megatron_npu.training import arguments, validation
+    from megatron_npu.base.errors import UsageError
+    from megatron_npu.pretrain.flags import arguments, validation
 
     args = arguments.parse([*flags, "--cpu-offload", *changes.split()])
     if said is None:

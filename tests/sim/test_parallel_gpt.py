@@ -10,11 +10,9 @@ import json
 
 import pytest
 
-from tests import warm
-from tests.distributed import curves
-from tests.distributed.curves import Curve
-from tests.end_to_end import tiny
 from tests.end_to_end.conftest import dataset
+from tests.support import curves, tiny, warm
+from tests.support.curves import Curve
 
 __all__ = ["dataset"]
 

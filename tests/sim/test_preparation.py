@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from megatron_npu import files
-from megatron_npu.errors import UsageError
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
 from megatron_npu.sim import build, cache, elf
 from tests.conftest import wait_until
 from tests.support import processes

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end import tiny
+from tests.support import tiny
 
 # one process tells everything: the driver's run, then the ledger in both forms
 PROGRAM = """
 import sys
-from megatron_npu import cli, ledger
+from megatron_npu.commands import cli; from megatron_npu import ledger
 code = cli.main(sys.argv[1:])
 print("LEDGER", ledger().json().replace("\\n", " "))
 print(ledger().text())

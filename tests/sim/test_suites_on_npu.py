@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests import warm
 from tests.conftest import LONGEST
+from tests.support import warm
 
 CORE = "tests/adaptors/megatron_core"
 # these start processes of their own, and those for the simulator, too, where they are for it

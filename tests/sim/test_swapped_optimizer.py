@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.end_to_end import tiny
+from tests.support import tiny
 
 pytestmark = pytest.mark.simulated
 FLAGS = "--bf16 --attention-dropout 0 --hidden-dropout 0 --train-iters 4 --eval-iters 0 --no-plot".split()
@@ -14,14 +14,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @pytest.fixture
 def swapping(monkeypatch):
-    from megatron_npu.ops.adam import FusedAdam
+    from megatron_npu.ops.optimizers.adam import FusedAdam
 
     monkeypatch.setattr(FusedAdam, "swap_moments", True)
 
 
 def stepped(saved=None, steps=3, **options):
     """Return the weights and the optimizer after some steps from given seeds."""
-    from megatron_npu.ops.adam import FusedAdam
+    from megatron_npu.ops.optimizers.adam import FusedAdam
 
     torch.manual_seed(1)
     weights = [torch.nn.Parameter(torch.randn(shape).npu()) for shape in ((300, 257), (5,), (0, 4))]
@@ -42,8 +42,8 @@ def bits(optimizer):
 
 @pytest.mark.parametrize("options", [{}, {"bias_correction": False}, {"adam_w_mode": False}])
 def test_equal_to_the_bit_and_not_on_the_device(options, monkeypatch):
-    from megatron_npu.ops import swapped_memory
-    from megatron_npu.ops.adam import FusedAdam
+    from megatron_npu.ops.optimizers import swapped_memory
+    from megatron_npu.ops.optimizers.adam import FusedAdam
     from megatron_npu.sim import counting
 
     with counting() as before:
@@ -67,8 +67,8 @@ def test_equal_to_the_bit_and_not_on_the_device(options, monkeypatch):
 @pytest.mark.parametrize("to_swapped", [True, False])
 def test_a_state_goes_from_one_to_the_other(from_swapped, to_swapped, monkeypatch, tmp_path):
     """As it is, and through a file, of which torch makes tensors of the host."""
-    from megatron_npu.ops import swapped_memory
-    from megatron_npu.ops.adam import FusedAdam
+    from megatron_npu.ops.optimizers import swapped_memory
+    from megatron_npu.ops.optimizers.adam import FusedAdam
 
     monkeypatch.setattr(FusedAdam, "swap_moments", from_swapped)
     _, first = stepped()
@@ -87,9 +87,10 @@ def test_a_state_goes_from_one_to_the_other(from_swapped, to_swapped, monkeypatc
 def test_the_driver_trains_and_resumes_to_the_bit(tmp_path):
     """Two runs of two iterations, of the plain and of the distributed optimizer."""
     pytest.importorskip("megatron.core")
-    from megatron_npu.ops.adam import FusedAdam
+    from megatron_npu.ops.optimizers.adam import FusedAdam
+    from megatron_npu.pretrain.flags import arguments
+    from megatron_npu.pretrain.run import pretrain
     from megatron_npu.sim import counting
-    from megatron_npu.training import arguments, pretrain
 
     flags = [*tiny.flags_for(tiny.write_dataset(tmp_path / "numbers")), *FLAGS]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu.ops.parallel_linear import RANKS
+from megatron_npu.ops.products.parallel_linear import RANKS
 
 HERE = Path(__file__).resolve().parent
 

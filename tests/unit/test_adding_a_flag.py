@@ -53,7 +53,7 @@ def test_the_page_adds_a_flag(tmp_path: Path) -> None:
     (code,) = CODE.findall(page)
     (tmp_path / "test_flag.py").write_text(code, encoding="utf-8")
     assert {diff["file"] for diff in diffs} == {
-        "megatron_npu/attention_flags.py",
+        "megatron_npu/options/attention_flags.py",
         "megatron_npu/ops/attention/npu.py",
     }
     assert "1 passed" in run(tmp_path, "-m", "pytest", "-q", "test_flag.py")

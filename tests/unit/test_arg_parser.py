@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from megatron_npu import cli
-from megatron_npu.arg_parser import Parser, default_of, integer, number, positive, whole
-from megatron_npu.errors import UsageError
+from megatron_npu.base.arg_parser import Parser, default_of, integer, number, positive, whole
+from megatron_npu.base.errors import UsageError
+from megatron_npu.commands import cli
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from megatron_npu.arg_parser import Parser
-from megatron_npu.attention_flags import AttentionFlags, add_attention_flags
+from megatron_npu.base.arg_parser import Parser
+from megatron_npu.options.attention_flags import AttentionFlags, add_attention_flags
 
 
 def parse(*flags: str) -> AttentionFlags:

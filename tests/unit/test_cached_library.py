@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import cached_library, user_cache
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
+from megatron_npu.process import cached_library, user_cache
 from tests.conftest import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

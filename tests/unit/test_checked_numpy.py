@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import serialization
 
-from megatron_npu import safe_load
+from megatron_npu.safe_files import safe_load
 
 KINDS = "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 c8 c16 >i4 >f8".split()
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import checksums
-from megatron_npu.adaptors.megatron_core import checksums as core
+from megatron_npu.adaptors.megatron_core.checkpoints import checksums as core
 from megatron_npu.adaptors.shared import checksums as of_scripts
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import checksums
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
-from megatron_npu.training.arguments import parser
-from tests.end_to_end.tiny import ROOT
+from megatron_npu.pretrain.flags.arguments import parser
+from tests.support.tiny import ROOT
 
 _FLAG = r"--[a-z][a-z0-9-]+"
 _NUMBER = re.compile(r"\d[\d,.]*\d|\d")

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from megatron_npu import upstream
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
+from megatron_npu.upstream import megatrons
 from tests.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -17,7 +17,7 @@ import compatibility
 
 def test_a_changed_function_is_listed(tmp_path, monkeypatch):
     try:
-        root = upstream.find().root
+        root = megatrons.find().root
     except UsageError:
         pytest.skip("no Megatron is installed")
     shutil.copytree(root / "megatron" / "core", tmp_path / "megatron" / "core")
@@ -29,7 +29,7 @@ def test_a_changed_function_is_listed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["compatibility.py", str(tmp_path)])
     compatibility.main()
     page = (tmp_path / "page.md").read_text()
-    version = upstream.find(tmp_path).version
+    version = megatrons.find(tmp_path).version
     assert f"\n## {version}\n" in page
     assert "random:_set_cuda_rng_state` | replace | fails | signature changed" in page
     (row,) = [line for line in page.splitlines() if line.startswith(f"| {version} | yes |")]

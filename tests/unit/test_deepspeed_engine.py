@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_npu import deepspeed_half
-from megatron_npu.adaptors.shared import deepspeed, deepspeed_engine
+from megatron_npu.adaptors.deepspeed import deepspeed_engine, deepspeed_half, flags_and_runs
 
 
 def test_the_loss_scale_is_where_upstream_reads_it():
@@ -99,7 +98,7 @@ def test_an_engine_saves_as_before_when_it_was_given_the_name_of_a_save(tmp_path
     if own:
         engine.save_checkpoint = lambda *args, **kwargs: calls.append({"own": True, **kwargs})
     before = dict(vars(engine))
-    with deepspeed._tagged_afterwards(engine, str(tmp_path)) as tag:
+    with flags_and_runs._tagged_afterwards(engine, str(tmp_path)) as tag:
         engine.save_checkpoint(str(tmp_path))
     assert calls == [{**({"own": True} if own else {}), "tag": tag, "save_latest": False}]
     assert vars(engine) == before

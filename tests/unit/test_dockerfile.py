@@ -61,6 +61,6 @@ def test_what_is_copied_installs(tmp_path: Path) -> None:
     processes.run([*command, "--wheel-dir", str(tmp_path), str(place)], check=True)
     [wheel] = tmp_path.glob("megatron_npu-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "megatron_npu/cli.py" in names
+    assert "megatron_npu/commands/cli.py" in names
     assert "megatron_npu_autoload.py" in names
     assert any(name.endswith("megatron_lm-285068c8.json") for name in names), "the pins are in the wheel"

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 import megatron_npu
-from megatron_npu import attention_flags, cli, settings, upstream
-from megatron_npu.errors import UsageError
-from tests import warm
-from tests.end_to_end import tiny
-from tests.support import processes
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
+from megatron_npu.commands import cli
+from megatron_npu.options import attention_flags
+from megatron_npu.upstream import megatrons
+from tests.support import processes, tiny, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -251,7 +252,7 @@ def test_quoted_code_is_what_the_file_says(page):
 
 def test_the_worked_adaptor_runs(tmp_path):
     try:
-        upstream.find()
+        megatrons.find()
     except UsageError:
         pytest.skip("no Megatron is installed")
     steps = [block["text"] for block in blocks(GUIDE, "python") if not block["source"]]

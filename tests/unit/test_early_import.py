@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import early_import
-from megatron_npu.errors import UsageError
-from megatron_npu.upstream import Upstream
-from tests.end_to_end import tiny
-from tests.support import processes
+from megatron_npu.base.errors import UsageError
+from megatron_npu.upstream import early_import
+from megatron_npu.upstream.megatrons import Upstream
+from tests.support import processes, tiny
 
 LIBRARY = """
 import importlib.util

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 ERROR = UsageError("--fp8 on the cpu device", "bf16", "Leave out --fp8.")
 

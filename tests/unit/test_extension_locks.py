@@ -9,10 +9,13 @@ import pytest
 from torch.utils.cpp_extension import _get_build_directory
 from torch.utils.file_baton import FileBaton
 
-from megatron_npu import deepspeed_device, extension_locks, plugin, runner
-from megatron_npu.adaptors.shared import deepspeed, rendezvous
-from megatron_npu.errors import UsageError
-from megatron_npu.training import pretrain
+from megatron_npu import plugin
+from megatron_npu.adaptors.deepspeed import flags_and_runs
+from megatron_npu.adaptors.shared import rendezvous
+from megatron_npu.base.errors import UsageError
+from megatron_npu.commands import run
+from megatron_npu.pretrain.run import pretrain
+from megatron_npu.process import deepspeed_device, extension_locks
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def test_a_stock_script_finds_none(cache, monkeypatch, capsys, tmp_path):
     for rank in ("1", "0"):
         left.touch()
         monkeypatch.setenv("LOCAL_RANK", rank)
-        assert runner.main([str(script)]) == 0
+        assert run.main([str(script)]) == 0
         assert left.exists() == (rank == "1")
     assert capsys.readouterr().err == f"megatron-npu run: removed the stale lock {left}\n"
 
@@ -84,7 +87,7 @@ def test_megatron_deepspeed_waits_for_none(cache, monkeypatch, rank):
     monkeypatch.setattr(rendezvous, "provide_address", lambda: None)
     monkeypatch.setattr(deepspeed_device, "compile_nothing", lambda: None)
     there = []
-    deepspeed.meet(lambda: there.append(left.exists()))
+    flags_and_runs.meet(lambda: there.append(left.exists()))
     assert there == [rank != "0"]
 
 

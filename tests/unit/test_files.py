@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import cli, files
-from megatron_npu.evaluation import sample_files
+from megatron_npu.base import files
+from megatron_npu.commands import cli
+from megatron_npu.generation import sample_files
 
 
 @pytest.mark.parametrize("content", ["Grüße\n", b"\x00\xff"])

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import folder_lock
 from megatron_npu.adaptors.shared import start
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import folder_lock
 
 
 def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:

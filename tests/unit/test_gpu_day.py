@@ -8,10 +8,9 @@ import sys
 import psutil
 import pytest
 
-from megatron_npu import cli
+from megatron_npu.commands import cli
 from tests.conftest import ROOT, wait_until
-from tests.end_to_end import tiny
-from tests.support import processes
+from tests.support import processes, tiny
 
 
 @pytest.fixture

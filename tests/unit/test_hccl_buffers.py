@@ -6,8 +6,9 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_npu import devices, hccl_buffers
-from megatron_npu.errors import UsageError
+from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+from megatron_npu.options import hccl_buffers
 
 LLAMA_8B = {
     "hccl_group_buffer_adaptive": True,

@@ -23,11 +23,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_npu import safe_load, torch_readers
-from megatron_npu.adaptors.shared import safe_numpy, safe_pickle
-from megatron_npu.errors import UsageError
-from tests.payload import Calls
-from tests.unit import plain_readers
+from megatron_npu.base.errors import UsageError
+from megatron_npu.safe_files import safe_load, safe_numpy, safe_pickle, torch_readers
+from tests.support import plain_readers
+from tests.support.payload import Calls
 
 reached: list[object] = []
 

@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from megatron_npu import early_import
 from megatron_npu.adaptors.shared.decorators import installed
-from megatron_npu.installed_packages import is_installed, spec_of
+from megatron_npu.base.installed_packages import is_installed, spec_of
+from megatron_npu.upstream import early_import
 from tests.conftest import checkout
 
 CODE = """

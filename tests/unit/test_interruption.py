@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_npu import interruption
+from megatron_npu.process import interruption
 
 
 class _Garbage:

@@ -6,8 +6,9 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_npu import devices, memory_flags
-from megatron_npu.errors import UsageError
+from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+from megatron_npu.options import memory_flags
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron_npu.acceleration import model_card
+from megatron_npu.finetune.run import model_card
 
 
 def test_a_flag_whose_value_is_nought_is_listed() -> None:

@@ -164,7 +164,7 @@ def test_few_names_of_modules_change() -> None:
 
 def test_attributes_of_classes_and_other_modules_are_set_by_few() -> None:
     source = """
-from megatron_npu.ops.adam import FusedAdam
+from megatron_npu.ops.optimizers.adam import FusedAdam
 from elsewhere import Other
 class Own: pass
 def f(own):

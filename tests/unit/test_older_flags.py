@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
-from megatron_npu import older_flags
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
+from megatron_npu.options import older_flags
 
 
 def parsed(*words: str) -> argparse.Namespace:

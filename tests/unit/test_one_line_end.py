@@ -8,11 +8,10 @@ import sys
 
 import pytest
 
-from megatron_npu import cli, one_line_end
-from megatron_npu.errors import UsageError
-from tests import warm
-from tests.end_to_end import tiny
-from tests.support import processes
+from megatron_npu.base.errors import UsageError
+from megatron_npu.commands import cli
+from megatron_npu.process import one_line_end
+from tests.support import processes, tiny, warm
 
 
 @pytest.fixture
@@ -47,8 +46,8 @@ def test_the_exit_code_of_a_mistake_is_2_also_behind_the_hook_of_torchs_ranks() 
     code = """
 import atexit
 import torch.distributed as dist
-from megatron_npu import one_line_end
-from megatron_npu.errors import UsageError
+from megatron_npu.process import one_line_end
+from megatron_npu.base.errors import UsageError
 one_line_end.arm(UsageError)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 atexit.register(print, "the end of a process")
@@ -93,7 +92,7 @@ def test_a_line_is_written_in_one_piece(unbuffered: list[str]) -> None:
     """As ranks of ``torchrun`` do, which share the pipe and are started with -u."""
     code = """
 import os
-from megatron_npu import cli
+from megatron_npu.commands import cli
 cli.main(["sim"])
 print("whole", "line", flush=True)
 print("a part", end="")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import runner, stock_tools
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
+from megatron_npu.commands import run
+from megatron_npu.upstream import stock_tools
 from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +90,7 @@ def test_the_converter_of_checkpoints_is_refused_with_the_way_round_it(tree: Pat
         pytest.skip("the case: TransformerEngine is installed: the converter is upstream's own")
     script = script_in(tree, "tools/checkpoint/convert.py")
     with pytest.raises(UsageError, match=r"without TransformerEngine; .*`megatron-npu convert`"):
-        runner.main([str(script)])
+        run.main([str(script)])
     stock_tools.refuse(script_in(tree, "tools/checkpoint/other.py"))
     (tree / "megatron/core/package_info.py").unlink()  # 285068c8 has no such tool, and no such package
     stock_tools.refuse(script)

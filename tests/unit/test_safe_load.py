@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import serialization
 
-from megatron_npu import safe_load
+from megatron_npu.safe_files import safe_load
 
 
 @pytest.fixture

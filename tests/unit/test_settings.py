@@ -7,11 +7,10 @@ import sys
 
 import pytest
 
-from megatron_npu import settings
-from megatron_npu.arg_parser import Unfit, byte_size
-from megatron_npu.errors import UsageError
-from tests.end_to_end import tiny
-from tests.support import processes
+from megatron_npu.base import settings
+from megatron_npu.base.arg_parser import Unfit, byte_size
+from megatron_npu.base.errors import UsageError
+from tests.support import processes, tiny
 
 
 def test_settings_in_force_are_accepted(monkeypatch):

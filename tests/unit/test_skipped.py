@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import skipped
 from tests.conftest import ROOT
+from tests.support import skipped
 
 
 @pytest.mark.parametrize(

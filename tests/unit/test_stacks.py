@@ -12,7 +12,7 @@ from tests.conftest import LONGEST, on_a_leash
 
 WAITS = """
 import signal, sys, threading
-from megatron_npu import stacks
+from megatron_npu.process import stacks
 if sys.argv[1] == "handled":
     signal.signal(signal.SIGUSR1, lambda *_: print("own handler"))
 registered = stacks.print_on_signal()
@@ -69,7 +69,7 @@ def test_the_signal_is_left_again() -> None:
     """Whoever has asked for the stacks, once or twice: afterwards the signal ends the process as before."""
     code = """
 import os, signal
-from megatron_npu import stacks
+from megatron_npu.process import stacks
 stacks.print_on_signal(); stacks.print_on_signal(); stacks.leave_signal()
 assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 os.kill(os.getpid(), signal.SIGUSR1)

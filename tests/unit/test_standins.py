@@ -13,7 +13,7 @@ import torch
 
 from megatron_npu import standins
 from megatron_npu.standins import mpu
-from megatron_npu.upstream import Upstream
+from megatron_npu.upstream.megatrons import Upstream
 
 LM = Upstream("megatron_lm", "285068c8", Path())
 CORE = Upstream("megatron_core", "0.16.1", Path())

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import bytecode
-from tests.end_to_end import tiny
-from tests.support import processes
+from tests.support import bytecode, processes, tiny
 
 SCRIPTS = tiny.ROOT / "tests_gpt"
 STOCK = "import sys\nprint(__name__, *sys.argv[1:])\n"

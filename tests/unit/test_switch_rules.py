@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from megatron_npu import switch_rules
-from megatron_npu.acceleration import command
-from megatron_npu.errors import UsageError
-from megatron_npu.switch_rules import DEVICES, Place
-from megatron_npu.switches import FULLY, SHARDINGS, Switches
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.run import command
+from megatron_npu.options import switch_rules
+from megatron_npu.options.switch_rules import DEVICES, Place
+from megatron_npu.options.switches import FULLY, SHARDINGS, Switches
 from tests.conftest import ROOT
 
 

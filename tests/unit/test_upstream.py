@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import upstream
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
+from megatron_npu.upstream import megatrons
 
 
 def make_core(root: Path, version: str, namespace: bool = True) -> Path:
@@ -39,7 +39,7 @@ def path(monkeypatch):
 def test_finds_the_version_unimported(tmp_path, path, namespace):
     root = make_core(tmp_path, "0.15.3", namespace)
     path(root)
-    found = upstream.find()
+    found = megatrons.find()
     assert (found.name, found.version, found.root) == ("megatron_core", "0.15.3", root)
     found.require_supported()
 
@@ -54,18 +54,18 @@ def make_legacy(root: Path) -> Path:
 
 
 def test_finds_the_legacy_tree(tmp_path):
-    found = upstream.find(make_legacy(tmp_path))
+    found = megatrons.find(make_legacy(tmp_path))
     assert (found.name, found.version) == ("megatron_lm", "unknown"), "its files are not those of the commit"
 
 
 def test_both_megatron_deepspeeds_are_known(tmp_path):
     root = make_legacy(tmp_path)
     (root / "megatron" / "model" / "gpt_model.py").write_text("from deepspeed.pipe import PipelineModule\n")
-    found = upstream.find(root)
+    found = megatrons.find(root)
     assert (found.name, found.version) == ("megatron_deepspeed", "unknown")
     found.require_supported()  # the pins tell what differs
     (root / "megatron" / "core").mkdir()
-    found = upstream.find(root)
+    found = megatrons.find(root)
     assert (found.name, found.version) == ("megatron_deepspeed_core", "unknown")
     found.require_supported()
 
@@ -74,7 +74,7 @@ def test_the_legacy_tree_wins_wherever_it_is_on_the_path(tmp_path, path):
     """As for Python: a regular package before every portion of a namespace; so nothing can mix."""
     core, legacy = make_core(tmp_path / "core", "0.16.1"), make_legacy(tmp_path / "legacy")
     path(core, legacy)
-    found = upstream.find()
+    found = megatrons.find()
     assert (found.name, found.root) == ("megatron_lm", legacy)
     found.require_supported()
 
@@ -83,40 +83,40 @@ def test_none_at_all(tmp_path, path, monkeypatch):
     monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
     path(tmp_path)
     with pytest.raises(UsageError, match=r"no Megatron on the Python path;.*pip install megatron-core"):
-        upstream.find()
+        megatrons.find()
 
 
 def test_the_variable_is_named_where_it_leads_nowhere(tmp_path, path, monkeypatch):
     path(tmp_path)
     monkeypatch.setenv("MEGATRON_LM_PATH", "/no/such")
     with pytest.raises(UsageError, match=r"on the Python path, nor in /no/such \(MEGATRON_LM_PATH\)"):
-        upstream.find()
+        megatrons.find()
 
 
 @pytest.mark.parametrize(("given_by", "told"), [("", "the path"), ("--megatron", "--megatron")])
 def test_a_named_folder_without_a_megatron(tmp_path, given_by, told):
     """Installing another is no help to who has named one."""
     with pytest.raises(UsageError, match=f"no Megatron in .*Correct {told}") as caught:
-        upstream.find(tmp_path, given_by)
+        megatrons.find(tmp_path, given_by)
     assert "pip install" not in str(caught.value)
     with pytest.raises(UsageError, match=f"no folder .*absent.*Correct {told}"):
-        upstream.find(tmp_path / "absent", given_by)
+        megatrons.find(tmp_path / "absent", given_by)
 
 
 @pytest.mark.parametrize(("version", "age"), [("0.11.0", "old"), ("0.20.0", "new"), ("1.0.0", "new")])
 def test_unsupported_versions(tmp_path, version, age):
-    found = upstream.find(make_core(tmp_path, version))
+    found = megatrons.find(make_core(tmp_path, version))
     with pytest.raises(UsageError, match=f"{version} in .* is too {age}; expected a version from 0.12"):
         found.require_supported()
 
 
 def test_a_newer_version_by_request(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MEGATRON_NPU_DRIFT", "warn")
-    upstream.find(make_core(tmp_path / "new", "0.20.0")).require_supported()
+    megatrons.find(make_core(tmp_path / "new", "0.20.0")).require_supported()
     assert "0.20.0" in caplog.text
     assert "newer than what was tested" in caplog.text
     with pytest.raises(UsageError, match="too old"):
-        upstream.find(make_core(tmp_path / "old", "0.11.0")).require_supported()
+        megatrons.find(make_core(tmp_path / "old", "0.11.0")).require_supported()
 
 
 @pytest.mark.parametrize("namespace", [True, False])
@@ -124,7 +124,7 @@ def test_two_megatrons(tmp_path, path, monkeypatch, namespace):
     first = make_core(tmp_path / "a", "0.16.1", namespace)
     second = make_core(tmp_path / "b", "0.12.1")
     path(first, second)
-    found = upstream.find()
+    found = megatrons.find()
     assert found.shadowed == ((second, "0.12.1"),)
     with pytest.raises(UsageError, match=r"two Megatrons.*0\.16\.1 in .*a \(first\) and 0\.12\.1 in .*b"):
         found.require_supported()
@@ -135,7 +135,7 @@ def test_two_megatrons(tmp_path, path, monkeypatch, namespace):
 def test_a_checkout_beside_a_wheel_of_the_same_version(tmp_path, path):
     first, second = make_core(tmp_path / "checkout", "0.16.1"), make_core(tmp_path / "wheel", "0.16.1")
     path(first, second)
-    found = upstream.find()
+    found = megatrons.find()
     assert (found.version, found.shadowed) == ("0.16.1", ((second, "0.16.1"),))
     found.require_supported()
 
@@ -148,5 +148,5 @@ def test_the_installed_megatron_core():
         installed = version("megatron-core")
     except PackageNotFoundError:
         pytest.skip("megatron-core is not installed")
-    assert upstream.find().version == installed
+    assert megatrons.find().version == installed
     assert "megatron.core" not in sys.modules or hasattr(sys.modules["megatron.core"], "__version__")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_npu import settings, visible_devices
+from megatron_npu.base import settings
 from megatron_npu.devices import CpuDevice
+from megatron_npu.process import visible_devices
 from megatron_npu.sim.settings import simulator_values
 
 

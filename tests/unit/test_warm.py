@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.conftest import LONGEST, wait_until
-from tests.end_to_end import tiny
-from tests.support import processes
+from tests.support import processes, tiny, warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 

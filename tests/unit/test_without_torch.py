@@ -12,8 +12,9 @@ from typing import Any
 import packaging
 import pytest
 
-from megatron_npu import cli, upstream
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
+from megatron_npu.commands import cli
+from megatron_npu.upstream import megatrons
 from tests.conftest import ROOT
 from tests.support import processes
 
@@ -23,7 +24,7 @@ import every_python
 MINORS = (10, 11, 12, 13)
 HELPS = """
 import contextlib, io, json
-from megatron_npu import cli
+from megatron_npu.commands import cli
 
 def helps():
     texts = {}
@@ -96,7 +97,7 @@ def test_a_help_text_is_the_same_with_torch(megatron: Path) -> None:
 def megatron() -> Path:
     """Where the Megatron lies that is installed."""
     try:
-        return upstream.find().root
+        return megatrons.find().root
     except UsageError as error:
         pytest.skip(f"no Megatron is installed: {error}")
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu import hccl_buffers, memory_flags
 from megatron_npu.adaptors.megatron_lm.decorators import around
 from megatron_npu.adaptors.shared.arguments import (
     WHY_FLAGS,
@@ -16,7 +15,8 @@ from megatron_npu.adaptors.shared.arguments import (
     declaring,
 )
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
-from megatron_npu.ops.adam import FusedAdam
+from megatron_npu.ops.optimizers.adam import FusedAdam
+from megatron_npu.options import hccl_buffers, memory_flags
 
 around("megatron.arguments:_add_training_args", why=WHY_FLAGS)(add_attention_flags)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_npu.adaptors.megatron_lm.decorators import around, records, replace
 from megatron_npu.adaptors.shared import core_attention
 from megatron_npu.adaptors.shared.core_attention import attend
-from megatron_npu.attention_flags import AttentionFlags
+from megatron_npu.options.attention_flags import AttentionFlags
 
 _MODULE = "megatron.model.transformer"
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from megatron_npu import checksums, files, watchdog
+from megatron_npu import watchdog
 from megatron_npu.adaptors.megatron_lm.decorators import around
 from megatron_npu.adaptors.shared import checksums as of_scripts
-from megatron_npu.adaptors.shared.checkpoint_values import data_only
-from megatron_npu.errors import UsageError
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import checksums
+from megatron_npu.safe_files.checkpoint_values import data_only
 
 
 @around(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu import hccl_buffers
 from megatron_npu.adaptors.megatron_lm.decorators import around
 from megatron_npu.adaptors.shared import communicators
+from megatron_npu.options import hccl_buffers
 
 # The sizes that the arguments tell, and the names that megatron-core has given the groups since.
 _GROUPS = {

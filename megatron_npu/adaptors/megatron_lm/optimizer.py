@@ -11,7 +11,7 @@ import torch
 from megatron_npu.adaptors.megatron_lm.decorators import around, replace
 from megatron_npu.adaptors.shared import optimizer
 from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
-from megatron_npu.ops import multi_tensor
+from megatron_npu.ops.optimizers import multi_tensor
 
 replace(
     "megatron.optimizer.optimizer:_multi_tensor_copy_this_to_that",

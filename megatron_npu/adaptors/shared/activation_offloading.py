@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu import memory_flags
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops.activation_offload import Offload
+from megatron_npu.options import memory_flags
 from megatron_npu.patching.registry import Recorder
 
 # The words of --offload-modules, and where a layer has such a module: in megatron-core, and in 285068c8.

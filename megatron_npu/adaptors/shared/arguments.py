@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu import attention_flags
+from megatron_npu.options import attention_flags
 from megatron_npu.patching.registry import Recorder
 
 WHY_FLAGS = "--pre-tockens, --next-tockens and --shape-order of the fused attention"

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_npu import checksums, files
+from megatron_npu.base import files
+from megatron_npu.checkpoint_files import checksums
 
 WHY = "upstream loads files with flipped bits without a word, and trains on with other weights"
 WHY_VERIFY = "--no-verify-checkpoint: neither write nor compare checksums"

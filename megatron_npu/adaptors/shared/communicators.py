@@ -7,8 +7,8 @@ import logging
 
 from torch.distributed import ProcessGroup
 
-from megatron_npu import hccl_buffers
 from megatron_npu.devices import hccl
+from megatron_npu.options import hccl_buffers
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.attention_flags import DEFAULTS, AttentionFlags
 from megatron_npu.ops import softmax
 from megatron_npu.ops.attention import attention
+from megatron_npu.options.attention_flags import DEFAULTS, AttentionFlags
 from megatron_npu.patching.registry import Recorder
 
 _WHY_SOFTMAX = "upstream's kernels are CUDA extensions that it compiles at start"

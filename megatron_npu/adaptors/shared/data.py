@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_npu.adaptors.shared import safe_numpy, safe_pickle
 from megatron_npu.adaptors.shared.start import compile_no_helpers
 from megatron_npu.patching.registry import Recorder
+from megatron_npu.safe_files import safe_numpy, safe_pickle
 
 WHY_EMBEDDINGS = (
     "upstream unpickles the embeddings of REALM's blocks, which runs whatever code the file holds"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_npu import settings
-from megatron_npu.installed_packages import is_installed
+from megatron_npu.base import settings
+from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.patching.registry import NotAsked, Patch, Recorder, registry
 
 WITHOUT_CUDA = ("npu", "cpu")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
-from megatron_npu.ops.multi_tensor import group_by_dtypes
+from megatron_npu.ops.optimizers.multi_tensor import group_by_dtypes
 
 WHY = (
     "it adds the gradient of every bias and norm to the buffer in a launch, eight a layer, and the words' "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_npu.ops import linear
+from megatron_npu.ops.products import linear
 from megatron_npu.patching.registry import Recorder
 
 _FUNCTION = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
-from megatron_npu.ops.multi_tensor import CopiesTogether
+from megatron_npu.ops.optimizers.multi_tensor import CopiesTogether
 
 WHY = "upstream copies or casts in a launch for each parameter" + LAUNCHES_COUNTED
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu import files
+from megatron_npu.base import files
 
 WHY = (
     "checkpoints, curves and indices of a script that nobody started with `megatron-npu run` are open to all"

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_npu import folder_lock, watchdog
+from megatron_npu import watchdog
 from megatron_npu.adaptors.shared import private_files
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
+from megatron_npu.checkpoint_files import folder_lock
 from megatron_npu.ops.compiled import building
 from megatron_npu.patching import banner
 from megatron_npu.patching.registry import Recorder

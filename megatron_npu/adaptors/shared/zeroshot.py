@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 KEEPS_NO_END = (
     "a passage with more tokens than --seq-length is not cut, and its batch ends with an IndexError or a "

@@ -10,6 +10,7 @@ of every attribute of torch that it replaces. It sees what the modules before it
 
 from __future__ import annotations
 
+from megatron_npu.base.replaced import Replaced
 from megatron_npu.devices.base import Device
 from megatron_npu.devices.redirect import (
     autocast,
@@ -21,7 +22,6 @@ from megatron_npu.devices.redirect import (
     namespace,
     tensors,
 )
-from megatron_npu.replaced import Replaced
 
 _SUBJECTS = (namespace, factories, tensors, device_arguments, autocast, collectives, generators, loaders)
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops import compiled
 from megatron_npu.ops.activation import native, reference
-from megatron_npu.ops.bias_gradient import bias_gradient
+from megatron_npu.ops.products.bias_gradient import bias_gradient
 from megatron_npu.ops.tiling import scratch_buffers
 
 # Values of a tile, for all threads together: it is worth the start of fifteen steps on it, and three buffers

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.activation import reference
-from megatron_npu.ops.bias_gradient import bias_gradient
+from megatron_npu.ops.products.bias_gradient import bias_gradient
 
 
 def with_bias(input: Tensor, bias: Tensor | None) -> Tensor:

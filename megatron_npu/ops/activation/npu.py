@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.activation import reference
 from megatron_npu.ops.activation.native import with_bias
-from megatron_npu.ops.bias_gradient import bias_gradient
 from megatron_npu.ops.dispatch import unsupported_dtype
+from megatron_npu.ops.products.bias_gradient import bias_gradient
 
 
 class _Gelu(torch.autograd.Function):

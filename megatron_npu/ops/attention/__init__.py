@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.attention_flags import DEFAULTS, AttentionFlags
 from megatron_npu.ops.attention import checks, cpu, cuda, npu  # noqa: F401  (devices register themselves)
 from megatron_npu.ops.attention.layouts import bnsd_shape, from_tokens, to_tokens
 from megatron_npu.ops.attention.reference import operation, unfused
@@ -24,6 +23,7 @@ from megatron_npu.ops.attention.spec import (
     dense_segments,
     packed_segments,
 )
+from megatron_npu.options.attention_flags import DEFAULTS, AttentionFlags
 
 __all__ = ["Offset", "PackedSequences", "Window", "attention"]
 

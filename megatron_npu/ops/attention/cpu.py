@@ -10,7 +10,7 @@ from megatron_npu.ops.attention.blockwise import blockwise, fused, multiplies_bf
 from megatron_npu.ops.attention.layouts import bnsd_shape, from_bnsd, to_bnsd
 from megatron_npu.ops.attention.reference import operation
 from megatron_npu.ops.attention.spec import AttentionSpec
-from megatron_npu.ops.linear import faster_than_torch
+from megatron_npu.ops.products.linear import faster_than_torch
 
 _FEWEST_QUERIES = 32  # of a call that tiles are worth their start for
 

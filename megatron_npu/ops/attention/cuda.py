@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_npu.installed_packages import is_installed
+from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.ops.attention.layouts import bnsd_shape, from_bnsd, to_bnsd
 from megatron_npu.ops.attention.reference import operation
 from megatron_npu.ops.attention.spec import (

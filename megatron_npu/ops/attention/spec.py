@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_npu.attention_flags import DEFAULTS, AttentionFlags
 from megatron_npu.ops.caching import lru_cache_tensors
+from megatron_npu.options.attention_flags import DEFAULTS, AttentionFlags
 
 Window = tuple[int | None, int | None]  # (window_left, window_right), in tokens; None does not limit
 Offset = int | Literal["end"]

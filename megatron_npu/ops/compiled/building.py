@@ -8,9 +8,11 @@ import logging
 import platform
 from pathlib import Path
 
-from megatron_npu import cached_library, devices, settings, user_cache
-from megatron_npu.errors import UsageError
+from megatron_npu import devices
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops.dispatch import report_fallback
+from megatron_npu.process import cached_library, user_cache
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp", "attention.cpp"))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))

@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.cross_entropy import reduce_over_ranks
 from megatron_npu.ops.exponential import exponential_of_difference_
-from megatron_npu.ops.linear import add_product, product
 from megatron_npu.ops.linear_cross_entropy.part import Part
-from megatron_npu.ops.weight_gradient import accumulate_weight_gradient
+from megatron_npu.ops.products.linear import add_product, product
+from megatron_npu.ops.products.weight_gradient import accumulate_weight_gradient
 
 # Logits of a block: on a cpu as many as stay in its caches, elsewhere enough to fill the device.
 _LOGITS, _LOGITS_ON_CPU = 1 << 24, 1 << 21

@@ -12,7 +12,6 @@ from megatron_npu.ops import compiled
 from megatron_npu.ops.compiled import products
 from megatron_npu.ops.cross_entropy import reduce_over_ranks
 from megatron_npu.ops.exponential import exponential_of_difference_
-from megatron_npu.ops.linear import product
 from megatron_npu.ops.linear_cross_entropy.blocks import (
     Gradients,
     part_of,
@@ -20,6 +19,7 @@ from megatron_npu.ops.linear_cross_entropy.blocks import (
     vocabulary_blocks,
 )
 from megatron_npu.ops.linear_cross_entropy.part import Part
+from megatron_npu.ops.products.linear import product
 
 # Exponentials are taken of logits minus the largest of the first words, before the others are known. If the
 # whole sum is further than that from it (e⁴⁰; bf16 and fp32 reach e⁸⁸), they are taken again.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_npu import devices
 from megatron_npu.ops.dropout import dropout, dropout_in_a_graph
-from megatron_npu.ops.linear import faster_than_torch, in_a_graph, linear, looks_for_dead_rows
+from megatron_npu.ops.products.linear import faster_than_torch, in_a_graph, linear, looks_for_dead_rows
 from megatron_npu.ops.swapping.found import (
     Found,
     Replacement,

@@ -1,6 +1,6 @@
 """Stand-in for ``apex.multi_tensor_apply``."""
 
-from megatron_npu.ops.multi_tensor import MultiTensorApply
+from megatron_npu.ops.optimizers.multi_tensor import MultiTensorApply
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 

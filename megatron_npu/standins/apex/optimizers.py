@@ -1,6 +1,6 @@
 """Stand-in for ``apex.optimizers``."""
 
-from megatron_npu.ops.adam import FusedAdam
-from megatron_npu.ops.sgd import FusedSGD
+from megatron_npu.ops.optimizers.adam import FusedAdam
+from megatron_npu.ops.optimizers.sgd import FusedSGD
 
 __all__ = ["FusedAdam", "FusedSGD"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 __version__ = "0.0+megatron.npu"  # Transformers takes other names of it from 0.2.2 on
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops.state_space import causal_convolution
 from megatron_npu.standins.fla import lengths_of, refuse_states
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 
 class DotProductAttention(torch.nn.Module):

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 
 def checkpoint(

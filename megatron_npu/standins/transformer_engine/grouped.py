@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_npu.ops.grouped_matmul import grouped_linear
+from megatron_npu.ops.experts.grouped_matmul import grouped_linear
 from megatron_npu.standins.transformer_engine.layers import Initializer, Linear
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops import norm, residual_norm
 from megatron_npu.standins.transformer_engine import parallel
 

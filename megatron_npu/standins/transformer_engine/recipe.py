@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any, NoReturn
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 
 def refuse(asked: str) -> NoReturn:

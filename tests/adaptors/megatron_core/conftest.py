@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.adaptors.comparison import here
+from tests.support.comparison import here
 
 pytest.importorskip("torch")
 if importlib.util.find_spec("megatron") is None:

@@ -23,10 +23,11 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_npu import devices, settings  # noqa: E402
-from megatron_npu.attention_flags import AttentionFlags  # noqa: E402
+from megatron_npu import devices  # noqa: E402
+from megatron_npu.base import settings  # noqa: E402
 from megatron_npu.ops import dispatch  # noqa: E402
 from megatron_npu.ops.attention.context_parallel.packed import token_indices  # noqa: E402
+from megatron_npu.options.attention_flags import AttentionFlags  # noqa: E402
 
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 torch.set_default_device(devices.current().torch_device())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_npu.attention_flags import AttentionFlags
-from tests.adaptors.comparison import here, load_stock
+from megatron_npu.options.attention_flags import AttentionFlags
 from tests.adaptors.megatron_core.conftest import make_config
+from tests.support.comparison import here, load_stock
 
 
 def attention_pair(layer=1, **changes):

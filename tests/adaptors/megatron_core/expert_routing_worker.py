@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_npu.adaptors.megatron_core import expert_routing as adaptor
+from megatron_npu.adaptors.megatron_core.experts import expert_routing as adaptor
 from megatron_npu.ops import dispatch
-from tests.adaptors.comparison import here, same_gradients
+from tests.support.comparison import here, same_gradients
 
 EXPERTS, TOPK = 16, 4
 # arguments of topk_routing_with_score_function

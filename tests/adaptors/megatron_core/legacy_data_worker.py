@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 
 import megatron_npu
-from megatron_npu.errors import UsageError
-from tests.payload import Runs
+from megatron_npu.base.errors import UsageError
+from tests.support.payload import Runs
 
 
 def refuses(read, *given) -> str:

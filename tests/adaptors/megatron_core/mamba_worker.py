@@ -105,7 +105,7 @@ def run(folder: Path) -> None:
 
 def compare_launches(_: Path) -> None:
     """Demand upstream's numbers, with biases in products and sums that come with the norms that read them."""
-    from megatron_npu.adaptors.megatron_core import transformer_layer
+    from megatron_npu.adaptors.megatron_core.layers import transformer_layer
     from megatron_npu.sim import counting
 
     found: list[Any] = []

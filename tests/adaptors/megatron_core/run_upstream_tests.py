@@ -35,8 +35,8 @@ from upstream_tests import baseline, exclusions, page, prepare, trees, world, wo
 from upstream_tests.results import FAILED, PASSED, SKIPPED, FileResult, Result  # noqa: E402
 
 import megatron_npu  # noqa: E402, F401  spawned children (checkpoint writers) import this file: patched, too
-from megatron_npu import settings  # noqa: E402
-from megatron_npu.errors import UsageError  # noqa: E402
+from megatron_npu.base import settings  # noqa: E402
+from megatron_npu.base.errors import UsageError  # noqa: E402
 
 
 def main(argv: list[str]) -> int:

@@ -135,9 +135,9 @@ def main() -> None:
     megatron_npu.install()
     from packaging.version import Version
 
-    from megatron_npu import upstream
+    from megatron_npu.upstream import megatrons
 
-    retro = RETRO_SAME if Version(upstream.find().version) < Version("0.16") else []
+    retro = RETRO_SAME if Version(megatrons.find().version) < Version("0.16") else []
     for case in [*SAME, *retro]:
         asked = heard()
         mine, local = asked_and_local(case)

@@ -186,7 +186,7 @@ def alone(folder: Path) -> None:
     from megatron.core.transformer.enums import ModelType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_npu.errors import UsageError
+    from megatron_npu.base.errors import UsageError
 
     assert ModelType.encoder_or_decoder != ModelType.encoder_and_decoder, "mbridge reads it"
     cross_attention_takes_a_mask_of_each_side()

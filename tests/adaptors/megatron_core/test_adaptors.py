@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import megatron_npu
-from megatron_npu.adaptors.megatron_core import fusions, loss_and_embedding
-from tests.adaptors.comparison import here, leaf, load_stock, same_gradients
+from megatron_npu.adaptors.megatron_core.layers import fusions, loss_and_embedding
 from tests.adaptors.megatron_core.conftest import make_config
+from tests.support.comparison import here, leaf, load_stock, same_gradients
 
 pytestmark = pytest.mark.usefixtures("single_process")
 core = "megatron.core"
@@ -67,7 +67,7 @@ def test_every_local_spec_has_our_norm():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import transformer_block
 
-    from megatron_npu.adaptors.megatron_core.norm import Norm
+    from megatron_npu.adaptors.megatron_core.layers.norm import Norm
 
     for normalization in ("LayerNorm", "RMSNorm"):
         spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization=normalization).submodules
@@ -156,7 +156,7 @@ def test_bias_dropout_add(fused, with_bias):
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 def test_norm_of_a_residual_in_fp32(normalization: str) -> None:
     """--fp32-residual-connection: 16-bit products take what is normed, and its gradient is fp32."""
-    from megatron_npu.adaptors.megatron_core.norm import Norm
+    from megatron_npu.adaptors.megatron_core.layers.norm import Norm
 
     x = leaf(4, 2, 32)
     norm = Norm(make_config(normalization=normalization), 32).to(device=x.device, dtype=torch.bfloat16)
@@ -390,7 +390,7 @@ def make_optimizer(distributed, dtype=torch.float32):
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_optimizer_is_the_fused_one(distributed):
-    from megatron_npu.ops.adam import FusedAdam
+    from megatron_npu.ops.optimizers.adam import FusedAdam
 
     model, optimizer = make_optimizer(distributed)
     inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
@@ -464,10 +464,10 @@ def test_main_parameters_are_copied_at_once(flagged):
 
 def test_functions_keep_upstreams_signatures():
     """Callers may pass by name: every replacement of a function has the parameters of the original."""
-    from megatron_npu import upstream
     from megatron_npu.patching.registry import admits, registry
+    from megatron_npu.upstream import megatrons
 
-    version = upstream.find().version
+    version = megatrons.find().version
     checked = 0
     for patch in registry.patches:
         if not admits(patch.versions, version):

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron_npu.adaptors.megatron_core import activation_offloading, arguments
-from megatron_npu.errors import UsageError
+from megatron_npu.adaptors.megatron_core.layers import activation_offloading
+from megatron_npu.adaptors.megatron_core.options import arguments
+from megatron_npu.base.errors import UsageError
 from megatron_npu.patching.registry import registry
-from tests.adaptors.comparison import here
+from tests.support.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -9,10 +9,9 @@ import types
 import pytest
 import torch
 
-from megatron_npu.attention_flags import AttentionFlags
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops.attention import packed_mask
-from tests.adaptors.comparison import here, same_gradients
+from megatron_npu.options.attention_flags import AttentionFlags
 from tests.adaptors.megatron_core.conftest import make_config
 from tests.adaptors.megatron_core.core_attention import (
     attention_pair,
@@ -21,6 +20,7 @@ from tests.adaptors.megatron_core.core_attention import (
     positional_attention,
     qkv,
 )
+from tests.support.comparison import here, same_gradients
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

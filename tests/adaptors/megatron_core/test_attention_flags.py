@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron_npu.adaptors.megatron_core.attention.layer_options import flags_of
-from megatron_npu.attention_flags import AttentionFlags
-from tests.adaptors.comparison import here, same_gradients
+from megatron_npu.options.attention_flags import AttentionFlags
 from tests.adaptors.megatron_core.conftest import make_config
 from tests.adaptors.megatron_core.core_attention import (
     attention_pair,
@@ -20,6 +19,7 @@ from tests.adaptors.megatron_core.core_attention import (
     positional_attention,
     qkv,
 )
+from tests.support.comparison import here, same_gradients
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

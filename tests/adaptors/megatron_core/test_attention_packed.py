@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_npu.adaptors.megatron_core.attention import attention_mask, context_parallel
-from megatron_npu.errors import UsageError
-from tests.adaptors.comparison import here, same_gradients
+from megatron_npu.base.errors import UsageError
 from tests.adaptors.megatron_core.conftest import make_config
 from tests.adaptors.megatron_core.core_attention import attention_pair, leaves_of, packed_params, qkv
+from tests.support.comparison import here, same_gradients
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

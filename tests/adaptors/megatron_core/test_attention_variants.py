@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.standins.fla import convolution, gated_delta_rule
-from tests.adaptors.megatron_core import on_version
+from tests.support import on_version
 
 
 @pytest.mark.parametrize(("version", "most"), [("0.16.1", 1), ("0.19.2", 2)])

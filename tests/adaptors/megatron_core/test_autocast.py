@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_npu.ops import linear
+from megatron_npu.ops.products import linear
 from tests.adaptors.megatron_core.conftest import make_config
 
 pytestmark = pytest.mark.usefixtures("single_process")

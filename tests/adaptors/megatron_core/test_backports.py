@@ -11,12 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_npu import cli, known_bugs, settings
+from megatron_npu.adaptors import known_bugs
 from megatron_npu.adaptors.megatron_core.backports import parallel
+from megatron_npu.base import settings
+from megatron_npu.commands import cli
 from megatron_npu.patching.registry import registry
-from tests import warm
 from tests.adaptors.megatron_core.test_versions import environment_of, wheel
 from tests.conftest import ROOT, checkout
+from tests.support import warm
 
 WORKER = Path(__file__).with_name("backports_worker.py")
 VERSIONS = ["0.12.1", "0.16.1", "0.17.1", "0.19.2"]

@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 
-from megatron_npu.adaptors.megatron_core import persistent_worker
-from megatron_npu.adaptors.megatron_core.checkpoint_writers import ResultsFile, results_or_reason
+from megatron_npu.adaptors.megatron_core.checkpoints import persistent_worker
+from megatron_npu.adaptors.megatron_core.checkpoints.checkpoint_writers import ResultsFile, results_or_reason
 
 LARGE = b"x" * 1_000_000  # more than a pipe holds
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_npu import checksums
-from megatron_npu.adaptors.megatron_core import checksums as core_checksums
-from megatron_npu.adaptors.megatron_core import persistent_worker
-from megatron_npu.adaptors.megatron_core.checkpointing import with_other_experts
+from megatron_npu.adaptors.megatron_core.checkpoints import checksums as core_checksums
+from megatron_npu.adaptors.megatron_core.checkpoints import persistent_worker
+from megatron_npu.adaptors.megatron_core.checkpoints.checkpointing import with_other_experts
 from megatron_npu.adaptors.shared import checksums as of_scripts
-from megatron_npu.errors import UsageError
-from tests.adaptors.comparison import here
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import checksums
+from tests.support.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_npu.adaptors.megatron_core import communicators
-from megatron_npu.errors import UsageError
+from megatron_npu.adaptors.megatron_core.run import communicators
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.dispatch import FallbackForbiddenError
 

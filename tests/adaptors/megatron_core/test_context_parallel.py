@@ -12,14 +12,12 @@ import torch
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.attention.layer_options import comm_type
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.attention.context_parallel.packed import token_indices
-from tests import warm
-from tests.adaptors.megatron_core import on_version
 from tests.adaptors.megatron_core.conftest import make_config
-from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
+from tests.support import on_version, tiny, warm
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")
 CASES = 6 + 5  # masks of a batch, and packed documents

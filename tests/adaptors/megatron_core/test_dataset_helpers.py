@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_npu import upstream
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.standins import compiled_dataset_indices as indices
 from megatron_npu.standins import core_dataset_helpers as ours
+from megatron_npu.upstream import megatrons
 
 
 @pytest.fixture(params=["compiled", "python"], autouse=True)
@@ -30,7 +30,7 @@ def way(request, monkeypatch):
 def compiled():
     """The extension that the installed wheel ships."""
     try:
-        root = upstream.find().root
+        root = megatrons.find().root
     except UsageError:
         pytest.skip("no Megatron is installed")
     files = list((root / "megatron/core/datasets").glob("helpers_cpp*.so"))
@@ -138,7 +138,7 @@ def test_it_is_needed_only_where_nothing_is_compiled(tmp_path, monkeypatch):
     (standin,) = (item for item in standins.STAND_INS if item.name.endswith("helpers_cpp"))
     folder = tmp_path / "megatron" / "core" / "datasets"
     folder.mkdir(parents=True)
-    checkout = upstream.Upstream("megatron_core", "0.16.1", tmp_path)
+    checkout = megatrons.Upstream("megatron_core", "0.16.1", tmp_path)
     assert standins.is_needed(standin, checkout)
     (folder / "helpers_cpp.cpython-27-other.so").touch()  # another Python's
     assert standins.is_needed(standin, checkout)

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_npu.errors import UsageError
-from tests.adaptors.megatron_core.stock import losses, pretrain
+from megatron_npu.base.errors import UsageError
 from tests.conftest import checkout
-from tests.end_to_end import tiny
+from tests.support import tiny
+from tests.support.stock_core import losses, pretrain
 
 # no document of five for validation and test
 SPLIT = "998,1,1"

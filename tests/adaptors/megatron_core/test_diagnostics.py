@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_npu.errors import LoaderWorkerError
-from tests.adaptors.comparison import here
+from megatron_npu.base.errors import LoaderWorkerError
+from tests.support.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
 MEBIBYTE = 2**20

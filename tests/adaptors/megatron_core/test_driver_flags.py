@@ -8,11 +8,10 @@ import sys
 
 import pytest
 
-from megatron_npu.arg_parser import default_of
-from megatron_npu.training.arguments import parser
+from megatron_npu.base.arg_parser import default_of
+from megatron_npu.pretrain.flags.arguments import parser
 from tests.conftest import ROOT, checkout
-from tests.end_to_end import tiny
-from tests.support import processes
+from tests.support import processes, tiny
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from pretrain_flags import LATER, OTHERWISE, OWN

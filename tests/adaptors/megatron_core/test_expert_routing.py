@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_npu.ops import dispatch
-from tests.adaptors.comparison import here, same_gradients
 from tests.adaptors.megatron_core import expert_routing_worker as worker
-from tests.adaptors.megatron_core import on_version
 from tests.adaptors.megatron_core.test_experts import moe_layer
+from tests.support import on_version
+from tests.support.comparison import here, same_gradients
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

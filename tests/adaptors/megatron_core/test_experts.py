@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_npu.adaptors.megatron_core import grouped_linear
+from megatron_npu.adaptors.megatron_core.experts import grouped_linear
 from megatron_npu.ops import dispatch
-from tests.adaptors.comparison import here, load_stock, same_gradients
 from tests.adaptors.megatron_core.conftest import make_config
+from tests.support.comparison import here, load_stock, same_gradients
 
 pytestmark = pytest.mark.usefixtures("single_process")
 MIXTURE = {
@@ -99,7 +99,7 @@ def moe_layer(**changes):
 
 def test_fused_permutation_is_the_plain_one(monkeypatch):
     """A whole layer with --moe-permute-fusion, and one without: the same numbers, by our operation."""
-    from megatron_npu.adaptors.megatron_core import token_permutation
+    from megatron_npu.adaptors.megatron_core.experts import token_permutation
 
     calls = []
     ours = token_permutation.permute_tokens
@@ -140,7 +140,7 @@ def test_shared_experts_overlapped_are_the_plain_ones(fused):
 
 def test_the_counts_of_newer_versions_are_handed_through():
     """0.17's permutation returns two values more; a map that carries no number of experts is upstream's."""
-    from megatron_npu.adaptors.megatron_core import token_permutation
+    from megatron_npu.adaptors.megatron_core.experts import token_permutation
 
     tokens, counts = torch.randn(3, 4, device=here()), torch.tensor([2, 1])
     routing = torch.tensor([[True, False], [False, True], [True, False]], device=here())

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
-from tests.adaptors.megatron_core.stock import NEWER_TYPING, losses, needs_newer_typing, norms
 from tests.conftest import checkout
-from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
+from tests.support import tiny, warm
+from tests.support.stock_core import NEWER_TYPING, losses, needs_newer_typing, norms
 
 WORKER = Path(__file__).with_name("hybrid_batches_worker.py")
 EVERY = ["0.16.1", "0.17.1", "0.18.2", "0.19.1"]

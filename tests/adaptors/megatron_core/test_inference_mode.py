@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.adaptors.comparison import here
 from tests.adaptors.megatron_core.conftest import make_config
+from tests.support.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
 LENGTH = 24  # which no other test has: what is kept per shape is made here

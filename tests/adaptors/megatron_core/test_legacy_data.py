@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.adaptors.megatron_core import on_version
+from tests.support import on_version
 
 
 def test_what_it_reads_runs_nothing(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.standins.mamba_ssm import layernorm_gated, ssd_combined
-from tests.adaptors.megatron_core import on_version
+from tests.support import on_version
 
 SIMULATED = ["0.19.2"]  # a HybridStack; up to 0.17 a MambaStack
 if os.environ.get("TEST_EVERY_VERSION") == "1":

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_npu.adaptors.shared import optimizer
-from tests.adaptors.comparison import here
 from tests.adaptors.megatron_core.conftest import make_ddp
+from tests.support.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -11,14 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
-from tests.adaptors.megatron_core import on_version
 from tests.adaptors.megatron_core.test_versions import EXACT, environment_of, wheel
 from tests.conftest import ROOT, on_a_leash
-from tests.distributed import curves
-from tests.distributed.curves import Curve, deviation
-from tests.end_to_end import tiny
-from tests.support import processes
+from tests.support import curves, on_version, processes, tiny, warm
+from tests.support.curves import Curve, deviation
 
 WORKER = Path(__file__).with_name("muon_worker.py")
 INSTALLED = "0.16.1"

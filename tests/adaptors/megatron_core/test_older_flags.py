@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.adaptors.megatron_core.stock import losses, pretrain
 from tests.conftest import checkout
-from tests.end_to_end import tiny
+from tests.support import tiny
+from tests.support.stock_core import losses, pretrain
 
 OLDER = "--data-impl mmap --distributed-backend nccl --checkpoint-activations --mmap-warmup".split()
 SAID = ("--data-impl mmap", "--distributed-backend nccl", "--checkpoint-activations", "--mmap-warmup")

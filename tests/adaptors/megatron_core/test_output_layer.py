@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_npu import devices, settings
-from megatron_npu.adaptors.megatron_core import output_layer
+from megatron_npu import devices
+from megatron_npu.adaptors.megatron_core.layers import output_layer
 from megatron_npu.adaptors.shared import output_layer as shared
-from megatron_npu.errors import UsageError
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops import dispatch
-from tests.adaptors.comparison import here
 from tests.adaptors.megatron_core.conftest import make_config
+from tests.support.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_npu import memory_flags
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
+from megatron_npu.options import memory_flags
 from tests.adaptors.megatron_core.conftest import make_ddp
-from tests.adaptors.megatron_core.stock import losses, norms, pretrain
 from tests.conftest import checkout
+from tests.support.stock_core import losses, norms, pretrain
 
 FLAGS = "--bf16 --use-distributed-optimizer --eval-iters 0 --no-gradient-accumulation-fusion".split()
 

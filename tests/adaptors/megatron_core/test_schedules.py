@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_npu.adaptors.megatron_core.pipeline_parallel import refuse_batched_p2p
-from megatron_npu.errors import UsageError
+from megatron_npu.adaptors.megatron_core.run.pipeline_parallel import refuse_batched_p2p
+from megatron_npu.base.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.adaptors.comparison import here
+from tests.support.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
 on_a_cpu = pytest.mark.skipif(

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from megatron_npu.adaptors.megatron_core.start import allow_no_cuda
-from tests.adaptors.comparison import here
+from megatron_npu.adaptors.megatron_core.run.start import allow_no_cuda
+from tests.support.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

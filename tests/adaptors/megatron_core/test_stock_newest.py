@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.adaptors.megatron_core.stock import final_loss, learns_from_sentences, losses, norms, pretrain
 from tests.conftest import checkout
-from tests.end_to_end import tiny
 from tests.sim.conftest import unavailable
-from tests.support import processes
+from tests.support import processes, tiny
+from tests.support.stock_core import final_loss, learns_from_sentences, losses, norms, pretrain
 
 VERSIONS = ["0.17.1", "0.18.2", "0.19.1"]
 # Since 0.18 the end of document is one of the --vocab-size tokens of NullTokenizer, before it was one more;

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.adaptors.megatron_core.stock import losses, pretrain
 from tests.conftest import checkout
+from tests.support.stock_core import losses, pretrain
 
 
 @pytest.fixture(scope="module")

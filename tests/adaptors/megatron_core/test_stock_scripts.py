@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import checksums
-from tests.adaptors import private
-from tests.adaptors.megatron_core.stock import FLAGS, final_loss, losses, norms, pretrain
+from megatron_npu.checkpoint_files import checksums
 from tests.conftest import ROOT, checkout
-from tests.end_to_end import tiny
-from tests.support import processes
+from tests.support import private, processes, tiny
+from tests.support.stock_core import FLAGS, final_loss, losses, norms, pretrain
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_npu.adaptors.megatron_core import fsdp
-from tests.adaptors.megatron_core.stock import losses, norms, pretrain
+from megatron_npu.adaptors.megatron_core.optimizers import fsdp
 from tests.conftest import checkout
+from tests.support.stock_core import losses, norms, pretrain
 
 FLAGS = [
     *"--train-iters 3 --eval-iters 0 --untie-embeddings-and-output-weights".split(),

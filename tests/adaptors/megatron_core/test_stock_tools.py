@@ -13,15 +13,14 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_npu.evaluation import generate, lambada
-from megatron_npu.preprocessing import command as preprocess
-from tests import warm
-from tests.adaptors.megatron_core.stock import learns_from_sentences, losses, pretrain, run_script
-from tests.adaptors.megatron_core.upstream_tests.ports import free_port
+from megatron_npu.data.preprocessing import command as preprocess
+from megatron_npu.evaluation import lambada
+from megatron_npu.generation import generate
 from tests.conftest import LONGEST, checkout, on_a_leash, wait_until
-from tests.end_to_end import tiny
 from tests.sim.conftest import unavailable
-from tests.support import processes
+from tests.support import processes, tiny, warm
+from tests.support.ports import free_port
+from tests.support.stock_core import learns_from_sentences, losses, pretrain, run_script
 
 MODEL = [
     *"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32".split(),

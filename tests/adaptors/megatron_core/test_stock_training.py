@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
-from tests.adaptors.megatron_core.stock import FLAGS, Run, losses, pretrain
 from tests.conftest import checkout, on_a_leash
-from tests.end_to_end import tiny
 from tests.sim.conftest import unavailable
+from tests.support import tiny, warm
+from tests.support.stock_core import FLAGS, Run, losses, pretrain
 
 # constant: the losses do not depend on --train-iters
 COMMON = "--attention-dropout 0.1 --hidden-dropout 0.1 --lr-decay-style constant".split()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops.dispatch import FallbackForbiddenError
-from tests.adaptors.comparison import here
-from tests.adaptors.megatron_core import on_version
 from tests.adaptors.megatron_core import te_fallback_worker as worker
 from tests.adaptors.megatron_core.conftest import make_config
+from tests.support import on_version
+from tests.support.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron_npu import standins
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.standins import transformer_engine_torch
 from megatron_npu.standins.transformer_engine import pytorch, recipe
-from tests.adaptors.megatron_core import on_version
+from tests.support import on_version
 
 VERSIONS = ["0.12.1", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"]
 SIMULATED = VERSIONS if os.environ.get("TEST_EVERY_VERSION") == "1" else ["0.12.1", "0.19.2"]

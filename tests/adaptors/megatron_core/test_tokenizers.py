@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_npu.adaptors.megatron_core import tokenizers
-from megatron_npu.errors import UsageError
+from megatron_npu.adaptors.megatron_core.data import tokenizers
+from megatron_npu.base.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

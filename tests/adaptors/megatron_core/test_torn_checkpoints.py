@@ -9,9 +9,9 @@ from zipfile import BadZipFile
 
 import pytest
 
-from megatron_npu.adaptors.megatron_core.untrusted_checkpoints import load_data_only
+from megatron_npu.adaptors.megatron_core.checkpoints.untrusted_checkpoints import load_data_only
 from megatron_npu.adaptors.shared import checksums as of_scripts
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 pytest.importorskip("megatron.core")
 ARGS = Namespace(ckpt_step=None, non_persistent_ckpt_type=None)

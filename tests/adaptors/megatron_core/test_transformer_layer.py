@@ -7,8 +7,8 @@ import torch
 
 from megatron_npu.adaptors.shared import biased_product, residual_norms
 from megatron_npu.ops import residual_norm
-from tests.adaptors.comparison import here
 from tests.adaptors.megatron_core.conftest import make_config
+from tests.support.comparison import here
 
 pytestmark = [
     pytest.mark.usefixtures("single_process"),

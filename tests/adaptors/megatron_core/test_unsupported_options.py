@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu.adaptors.megatron_core import refused_options, unsupported_options
-from megatron_npu.errors import UsageError
+from megatron_npu.adaptors.megatron_core.options import refused_options, unsupported_options
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.dispatch import FallbackForbiddenError
-from tests.adaptors.comparison import here
 from tests.adaptors.megatron_core.conftest import make_config
-from tests.adaptors.megatron_core.stock import losses, norms, pretrain
 from tests.conftest import checkout
+from tests.support.comparison import here
+from tests.support.stock_core import losses, norms, pretrain
 
 GRAPHS = [
     {"enable_cuda_graph": True},

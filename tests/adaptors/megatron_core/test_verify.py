@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests import warm
 from tests.sim.conftest import run_simulated, unavailable
+from tests.support import warm
 
 PROGRAM = """
 import os, tempfile

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.conftest import ROOT
-from tests.distributed import curves
-from tests.distributed.curves import Curve
-from tests.end_to_end import tiny
+from tests.support import curves, tiny, warm
+from tests.support.curves import Curve
 
 VERSIONS = ["0.12.1", "0.13.1", "0.14.0", "0.15.3"]
 NEWER = ["0.17.1", "0.18.2", "0.19.2"]  # than the installed one

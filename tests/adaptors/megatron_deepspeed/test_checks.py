@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.adaptors.megatron_lm.test_checks import on_cpu, on_npu
-from tests.end_to_end.tiny import ROOT
+from tests.support.tiny import ROOT
 
 pytest.importorskip("deepspeed")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.adaptors.megatron_deepspeed.pretraining import samples
-from tests.adaptors.megatron_lm import runs
+from tests.support import stock_lm
+from tests.support.deepspeed_pretraining import samples
 
 pytest.importorskip("deepspeed")
 
@@ -18,7 +18,7 @@ def test_a_cache_changes_no_text(checkout, data, tmp_path):
     for name, flags in (("cached", ""), ("anew", "--recompute")):
         file = tmp_path / f"{name}.json"
         script, *words = samples(checkout, data, file, flags)
-        runs.succeeded(runs.run(Path(script), words))
+        stock_lm.succeeded(stock_lm.run(Path(script), words))
         texts.append([json.loads(line) for line in file.read_text().splitlines()])
     assert texts[0] == texts[1]
     assert max(sample["length"] for sample in texts[0]) == 12

@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_npu import checksums, patch_commands, upstream
-from tests.adaptors.megatron_deepspeed.pretraining import (
+from megatron_npu.checkpoint_files import checksums
+from megatron_npu.commands import patches
+from megatron_npu.upstream import megatrons
+from tests.conftest import checkout as find_or_skip
+from tests.support import stock_lm
+from tests.support.deepspeed_pretraining import (
     ITERATIONS,
     RARELY,
     TP2,
@@ -18,9 +22,7 @@ from tests.adaptors.megatron_deepspeed.pretraining import (
     train,
     train_sentences,
 )
-from tests.adaptors.megatron_lm import runs
-from tests.conftest import checkout as find_or_skip
-from tests.payload import Runs
+from tests.support.payload import Runs
 
 pytest.importorskip("deepspeed")
 
@@ -28,7 +30,7 @@ SAVED = 4
 
 
 def test_every_patch_fits(checkout):
-    verdicts = patch_commands.verdicts(upstream.find(checkout))
+    verdicts = patches.verdicts(megatrons.find(checkout))
     assert verdicts
     assert {verdict.status for verdict in verdicts} == {"same"}
 
@@ -48,10 +50,10 @@ def test_it_trains_like_megatron_lm(checkout, data, expected, changes, stage, pr
     assert train(checkout, data, changes, processes=processes) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("script", [pytest.param(runs.BERT, marks=RARELY), runs.T5])
+@pytest.mark.parametrize("script", [pytest.param(stock_lm.BERT, marks=RARELY), stock_lm.T5])
 def test_bert_and_t5_train_like_those_of_megatron_lm(checkout, data, script):
-    runs.write_sentences(data)
-    of_lm = find_or_skip("megatron_lm", upstream.LEGACY_VERSION)
+    stock_lm.write_sentences(data)
+    of_lm = find_or_skip("megatron_lm", megatrons.LEGACY_VERSION)
     expected = train_sentences(of_lm, data, script, "--train-iters 4")
     found = train_sentences(checkout, data, script, f"--train-iters 4 {TP2}", processes=2)
     assert found == pytest.approx(expected, rel=1e-5)
@@ -76,11 +78,11 @@ def test_it_goes_on_from_its_checkpoint(checkout, data, expected, stage, place, 
     file = max((tmp_path / place).rglob("*.pt"), key=lambda path: path.stat().st_size)
     torch.save({"args": Runs(tmp_path / "mark")}, file)
     if stage is not None:  # both trackers lead to the same comparison
-        damaged = runs.run(Path(script), flags)
+        damaged = stock_lm.run(Path(script), flags)
         assert damaged.returncode == 2, damaged.stderr
         assert f"is damaged: {file.relative_to(tmp_path / place)}" in damaged.stderr.splitlines()[-1]
     (tmp_path / place / checksums.NAME).unlink()
-    refused = runs.run(Path(script), flags)
+    refused = stock_lm.run(Path(script), flags)
     assert refused.returncode == 2, refused.stderr
     assert "it names posix.mkdir" in refused.stderr.splitlines()[-1]
     assert not (tmp_path / "mark").exists()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests import bytecode, warm
-from tests.adaptors.megatron_deepspeed.pretraining import RARELY, TP2, engine, steps
-from tests.adaptors.megatron_lm import runs
-from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
+from tests.support import bytecode, stock_lm, tiny, warm
+from tests.support.deepspeed_pretraining import RARELY, TP2, engine, steps
 
 pytest.importorskip("deepspeed")
 
@@ -35,4 +33,4 @@ def test_trains_like_the_cpu(checkout, data, expected, changes, stage, tmp_path)
     assert "· simulated npu/hccl ·" in result.stdout
     assert "| simulated npu |" in result.stdout
     limit = 1e-4 if half else 1e-5
-    assert runs.losses(result.stdout) == pytest.approx(expected, rel=limit)
+    assert stock_lm.losses(result.stdout) == pytest.approx(expected, rel=limit)

@@ -9,10 +9,10 @@ import json
 import pytest
 
 from megatron_npu import devices
-from megatron_npu.adaptors.megatron_deepspeed import unsupported_options
-from megatron_npu.adaptors.shared.deepspeed import refuse_flags_of_other_trees
-from megatron_npu.adaptors.shared.deepspeed_engine import refuse_other_models
-from megatron_npu.errors import UsageError
+from megatron_npu.adaptors.deepspeed.deepspeed_engine import refuse_other_models
+from megatron_npu.adaptors.deepspeed.flags_and_runs import refuse_flags_of_other_trees
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed import unsupported_options
+from megatron_npu.base.errors import UsageError
 
 
 def arguments(**changes: object) -> argparse.Namespace:

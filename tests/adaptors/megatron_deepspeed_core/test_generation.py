@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import bytecode
-from tests.adaptors.megatron_deepspeed.pretraining import RARELY, samples
-from tests.adaptors.megatron_lm import runs
-from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
+from tests.support import bytecode, stock_lm, tiny
+from tests.support.deepspeed_pretraining import RARELY, samples
 
 pytest.importorskip("deepspeed")
 
@@ -27,8 +25,8 @@ def test_a_cache_changes_no_text(checkout, data, tmp_path, device):
         if device == "npu":
             result = run_simulated(*tiny.command("run", script, *words), **bytecode.elsewhere())
         else:
-            result = runs.run(Path(script), words)
-        runs.succeeded(result)
+            result = stock_lm.run(Path(script), words)
+        stock_lm.succeeded(result)
         texts.append([json.loads(line) for line in file.read_text().splitlines()])
     assert texts[0] == texts[1]
     assert max(sample["length"] for sample in texts[0]) == 12

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_npu.adaptors.megatron_deepspeed_core import random
-from tests import bytecode
-from tests.adaptors.megatron_deepspeed.pretraining import RARELY, engine, steps
-from tests.adaptors.megatron_lm import runs
-from tests.end_to_end import tiny
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core import random
 from tests.sim.conftest import run_simulated, unavailable
+from tests.support import bytecode, stock_lm, tiny
+from tests.support.deepspeed_pretraining import RARELY, engine, steps
 
 
 @pytest.mark.parametrize("draw", [torch.nn.init.normal_, torch.nn.init.uniform_])
@@ -31,5 +29,5 @@ def test_zero_3_begins_on_an_npu_as_on_the_cpu(checkout, data, expected, tmp_pat
     flags = f"{engine(tmp_path, 3)} --no-pipeline-parallel --train-iters 2"
     result = run_simulated(*tiny.command("run", *steps(checkout, data, flags)), **bytecode.elsewhere())
     assert result.returncode == 0, result.stdout[-5000:]
-    found = runs.losses(result.stdout)
+    found = stock_lm.losses(result.stdout)
     assert found == pytest.approx({i: expected[i] for i in found}, rel=1e-5)

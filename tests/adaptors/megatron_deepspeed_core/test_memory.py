@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from tests import bytecode
 from tests.conftest import LONGEST
-from tests.end_to_end.tiny import ROOT
 from tests.sim.conftest import run_simulated, unavailable
+from tests.support import bytecode
+from tests.support.tiny import ROOT
 
 pytest.importorskip("deepspeed")
 

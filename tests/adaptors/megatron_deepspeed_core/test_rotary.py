@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_npu.adaptors.megatron_deepspeed_core import rotary
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core import rotary
 from megatron_npu.ops.rotary import rotary as by_angles
 
 S, B, N, D = 6, 2, 3, 8

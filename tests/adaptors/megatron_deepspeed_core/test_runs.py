@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import patch_commands, upstream
-from tests.adaptors.megatron_deepspeed.pretraining import (
+from megatron_npu.commands import patches
+from megatron_npu.upstream import megatrons
+from tests.conftest import checkout as find_or_skip
+from tests.support import stock_lm
+from tests.support.deepspeed_pretraining import (
     RARELY,
     TP2,
     call_in_tree,
@@ -16,8 +19,6 @@ from tests.adaptors.megatron_deepspeed.pretraining import (
     train,
     train_sentences,
 )
-from tests.adaptors.megatron_lm import runs
-from tests.conftest import checkout as find_or_skip
 
 pytest.importorskip("deepspeed")
 
@@ -27,7 +28,7 @@ ANEW = "--finetune --no-load-optim --no-load-rng"
 
 
 def test_every_patch_fits(checkout):
-    verdicts = patch_commands.verdicts(upstream.find(checkout))
+    verdicts = patches.verdicts(megatrons.find(checkout))
     assert verdicts
     assert {verdict.status for verdict in verdicts} == {"same"}
 
@@ -65,14 +66,14 @@ def test_ranks_of_a_sequence_train_like_one_process(checkout, data, expected, ro
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("script", [pytest.param(runs.BERT, marks=RARELY), runs.T5])
+@pytest.mark.parametrize("script", [pytest.param(stock_lm.BERT, marks=RARELY), stock_lm.T5])
 def test_bert_and_t5_train_like_those_of_megatron_lm(checkout, data, script, tmp_path):
     """One process and two tensor-parallel ranks, from the same weights: those after a step with rate 0."""
-    runs.write_sentences(data)
+    stock_lm.write_sentences(data)
     saved = f"--train-iters 4 --save {tmp_path}/saved --save-interval 1"
     found = train_sentences(checkout, data, script, saved)
     to_megatron_lm(checkout, tmp_path)
-    of_lm = find_or_skip("megatron_lm", upstream.LEGACY_VERSION)
+    of_lm = find_or_skip("megatron_lm", megatrons.LEGACY_VERSION)
     changes = f"--train-iters 4 --load {tmp_path}/other {ANEW}"
     assert train_sentences(of_lm, data, script, changes) == pytest.approx(found, rel=1e-5)
 
@@ -82,10 +83,10 @@ def test_bert_and_t5_train_like_those_of_megatron_lm(checkout, data, script, tmp
 
 
 @RARELY
-@pytest.mark.parametrize("script", [runs.BERT, runs.T5])
+@pytest.mark.parametrize("script", [stock_lm.BERT, stock_lm.T5])
 def test_bert_and_t5_train_in_parts_like_one_process(checkout, data, script, tmp_path):
     """Stage 3 of ZeRO steps with each of their two groups by itself."""
-    runs.write_sentences(data)
+    stock_lm.write_sentences(data)
     expected = train_sentences(checkout, data, script, "--train-iters 4")
     parts = f"{engine(tmp_path, 3)} {WHOLE} --train-iters 4"
     assert train_sentences(checkout, data, script, parts, processes=2) == pytest.approx(expected, rel=1e-5)
@@ -94,7 +95,7 @@ def test_bert_and_t5_train_in_parts_like_one_process(checkout, data, script, tmp
 def test_a_universal_checkpoint_goes_on_with_another_layout(checkout, data, tmp_path):
     """Of ranks whose rows of the fused projection are queries, keys and values, as in one process."""
     # an even number of tokens: rows of padding would begin anew
-    vocabulary, merges = runs.write_vocabulary(tmp_path, merges=["a b"])
+    vocabulary, merges = stock_lm.write_vocabulary(tmp_path, merges=["a b"])
     flags = f"{engine(tmp_path, 1)} --vocab-file {vocabulary} --merge-file {merges}"
     saved = f"--save {tmp_path} --save-interval 3"
     expected = train(checkout, data, flags, saved, f"{TP2} --make-vocab-size-divisible-by 1", processes=2)
@@ -133,7 +134,7 @@ def test_the_same_weights_train_alike_in_ranks_and_in_megatron_lm(checkout, data
     assert found == pytest.approx(expected, rel=1e-5)
 
     to_megatron_lm(checkout, tmp_path)
-    of_lm = find_or_skip("megatron_lm", upstream.LEGACY_VERSION)
+    of_lm = find_or_skip("megatron_lm", megatrons.LEGACY_VERSION)
     assert train(of_lm, data, f"--load {tmp_path}/other {ANEW}") == pytest.approx(expected, rel=1e-5)
 
 

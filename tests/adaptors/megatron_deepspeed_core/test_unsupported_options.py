@@ -8,8 +8,8 @@ import contextlib
 import pytest
 
 from megatron_npu import devices
-from megatron_npu.adaptors.megatron_deepspeed_core import unsupported_options
-from megatron_npu.errors import UsageError
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core import unsupported_options
+from megatron_npu.base.errors import UsageError
 
 
 def arguments(**changes: object) -> argparse.Namespace:

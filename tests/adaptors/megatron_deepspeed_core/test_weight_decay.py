@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron_npu.adaptors.megatron_deepspeed_core.optimizer import does_without_decay, group_by_whole_shapes
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.optimizer import (
+    does_without_decay,
+    group_by_whole_shapes,
+)
 
 
 def in_parts(module: nn.Module) -> nn.Module:

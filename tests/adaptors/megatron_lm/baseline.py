@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import sys
 
-from megatron_npu import adaptors, runner
+from megatron_npu import adaptors
+from megatron_npu.commands import run
 from megatron_npu.patching.registry import registry
 
 OPERATIONS = (
@@ -28,7 +29,7 @@ OPERATIONS = (
 def main() -> None:
     adaptors.register("megatron_lm")
     registry.keep(lambda patch: patch.module not in OPERATIONS)
-    sys.exit(runner.main(sys.argv[1:]))
+    sys.exit(run.main(sys.argv[1:]))
 
 
 if __name__ == "__main__":

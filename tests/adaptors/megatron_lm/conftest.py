@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import upstream
-from tests.adaptors.megatron_lm import runs
+from megatron_npu.upstream import megatrons
 from tests.conftest import checkout as find_or_skip
-from tests.support import processes
+from tests.support import processes, stock_lm
 
 
 def status(checkout: Path) -> str:
@@ -21,7 +20,7 @@ def status(checkout: Path) -> str:
 
 @pytest.fixture(scope="session")
 def checkout() -> Iterator[Path]:
-    found = find_or_skip("megatron_lm", upstream.LEGACY_VERSION)
+    found = find_or_skip("megatron_lm", megatrons.LEGACY_VERSION)
     before = status(found)
     yield found
     assert status(found) == before, "the checkout was written to"
@@ -30,4 +29,4 @@ def checkout() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
     """A folder with a vocabulary and a GPT dataset."""
-    return runs.write_data(tmp_path_factory.mktemp("data"))
+    return stock_lm.write_data(tmp_path_factory.mktemp("data"))

@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_npu.preprocessing import indexed_dataset
-from tests import walk
-from tests.adaptors.megatron_lm import runs
+from megatron_npu.data.preprocessing import indexed_dataset
 from tests.adaptors.megatron_lm.test_runs import load
-from tests.end_to_end.tiny import ROOT
+from tests.support import stock_lm, walk
+from tests.support.tiny import ROOT
 
 DOCUMENT = next(iter((ROOT.parent / "shared" / "seeds").glob("003_*.txt")), None)  # the guide's own text
 PAGE = ROOT / "docs" / "guides" / "ascend-gpt.md"
@@ -127,12 +126,12 @@ def check(walking: walk.Walk, number: int, device: str, iterations: int = 30) ->
     if "pretrain_gpt_" in command or "pretrain_t5_" in command:
         assert f"Tiny preset on 1 x {device}" in output
         assert "megatron_lm 285068c8" in output
-        losses = runs.losses(output)
+        losses = stock_lm.losses(output)
         assert sorted(losses) == list(range(1, 1 + iterations)), "no step is skipped"
         last = sorted(losses[number] for number in range(iterations - 4, iterations + 1))
         assert last[2] < 0.6 * losses[1]
     elif "test_gpt_" in command:
-        check_figures(runs.accuracy(output))
+        check_figures(stock_lm.accuracy(output))
     elif "dataset_preprocess" in command:
         made = sorted(path.name for path in (project_in(walking.home) / "dataset" / "en_wiki").iterdir())
         assert made == ["bert-large-uncased-vocab.txt", "my-t5_text_sentence.bin", "my-t5_text_sentence.idx"]
@@ -147,4 +146,4 @@ def check_figures(figures: tuple[int, int]) -> None:
 
 def losses_of(walking: walk.Walk, *words: str) -> list[dict[int, float]]:
     """Return the losses of each training command that has all of ``words`` in it."""
-    return list(map(runs.losses, walking.outputs(*words)))
+    return list(map(stock_lm.losses, walking.outputs(*words)))

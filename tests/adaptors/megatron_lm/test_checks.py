@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import bytecode, warm
-from tests.adaptors.megatron_lm import runs
-from tests.end_to_end.tiny import ROOT
 from tests.sim.conftest import run_simulated, unavailable
+from tests.support import bytecode, stock_lm, warm
+from tests.support.tiny import ROOT
 
 CHECKS = Path(__file__).parent / "checks"
 PYTEST = [
@@ -28,7 +27,7 @@ def on_cpu(file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return warm.run(
         [*PYTEST, str(file)],
         cwd=ROOT,
-        env=runs.environment(**environment),
+        env=stock_lm.environment(**environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.standins import compiled_dataset_indices as compiled
 from megatron_npu.standins import dataset_helpers as ours
 from megatron_npu.standins import wide_dataset_helpers

@@ -6,10 +6,9 @@ import subprocess
 
 import pytest
 
-from tests import walk, warm
-from tests.adaptors.megatron_lm import guide, runs
+from tests.adaptors.megatron_lm import guide
 from tests.conftest import LONGEST
-from tests.support import processes
+from tests.support import processes, stock_lm, walk, warm
 
 # longer than the window of 2,048 tokens, which else is no window
 ITERATIONS = 14
@@ -24,7 +23,7 @@ def walking(checkout, tmp_path_factory) -> walk.Walk:
     def run(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
         return processes.run(
             command,
-            env=warm.for_scripts(runs.environment(**changes)),
+            env=warm.for_scripts(stock_lm.environment(**changes)),
             capture_output=True,
             text=True,
             timeout=LONGEST,

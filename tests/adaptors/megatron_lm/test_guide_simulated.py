@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from tests import walk, warm
 from tests.adaptors.megatron_lm import guide
 from tests.conftest import LONGEST
 from tests.sim.conftest import run_simulated, unavailable
+from tests.support import walk, warm
 
 
 @pytest.fixture(scope="module")

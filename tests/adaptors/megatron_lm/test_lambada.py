@@ -15,23 +15,21 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_npu.data.preprocessing import indexed_dataset
+from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.evaluation import lambada
-from megatron_npu.preprocessing import indexed_dataset
-from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
-from megatron_npu.training.restore import restored
-from tests import bytecode, warm
-from tests.adaptors.megatron_lm import runs
+from megatron_npu.pretrain.checkpoint.restore import restored
 from tests.adaptors.megatron_lm.test_runs import load, tensors
 from tests.conftest import LONGEST
-from tests.end_to_end import tiny
 from tests.sim.conftest import ROOT, run_simulated, unavailable
+from tests.support import bytecode, stock_lm, tiny, warm
 
 LEARNED, EXAMPLES = 12, 28  # passages
 ENDING, LENGTH = 12, 128  # tokens: of the ending that is learned, of the longest passage
 MODEL = (
     f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 4 --global-batch-size 4 "
     f"--seq-length {LENGTH} --max-position-embeddings {LENGTH} --tokenizer-type GPT2BPETokenizer "
-    f"{runs.TOOL_MULTIPLE}"
+    f"{stock_lm.TOOL_MULTIPLE}"
 )
 STEPS = 150
 TRAINING = (
@@ -72,7 +70,7 @@ def folder(gpt2_vocab, passages, tmp_path_factory) -> Path:
 
 def flags(folder: Path) -> list[str]:
     """Return the flags of the model."""
-    return [*runs.flags(folder), *MODEL.split()]
+    return [*stock_lm.flags(folder), *MODEL.split()]
 
 
 class Checkpoints:
@@ -81,15 +79,15 @@ class Checkpoints:
     def __init__(self, checkout: Path, folder: Path) -> None:
         self.checkout, self.folder = checkout, folder
         command = [*flags(folder), *f"{TRAINING} --save {folder}/1x1".split()]
-        trained = runs.run(checkout / "pretrain_gpt.py", command, timeout=LONGEST)
-        losses = runs.losses(runs.succeeded(trained))
+        trained = stock_lm.run(checkout / "pretrain_gpt.py", command, timeout=LONGEST)
+        losses = stock_lm.losses(stock_lm.succeeded(trained))
         assert losses[STEPS] < 1, losses
 
     def path(self, tensor: int, pipeline: int) -> Path:
         """Return the checkpoint folder of a layout."""
         path = self.folder / f"{tensor}x{pipeline}"
         if not path.exists():
-            runs.change_layout(self.checkout, self.folder / "1x1", path, tensor, pipeline)
+            stock_lm.change_layout(self.checkout, self.folder / "1x1", path, tensor, pipeline)
         return path
 
 
@@ -109,14 +107,14 @@ def ask(checkpoints: Checkpoints, device: str, layout: tuple[int, int], strict: 
     command += ["--strict-lambada"] if strict else []
     script, processes = checkpoints.checkout / "tasks" / "main.py", tensor * pipeline
     if device == "cpu":
-        result = runs.run(script, command, processes=processes, timeout=LONGEST)
-        return runs.accuracy(runs.succeeded(result))
+        result = stock_lm.run(script, command, processes=processes, timeout=LONGEST)
+        return stock_lm.accuracy(stock_lm.succeeded(result))
     line = tiny.command("run", str(script), *command, processes=processes)
     named = {"MEGATRON_NPU_DEVICE": "npu", **bytecode.elsewhere()}  # no other device will do
     modules, tree = warm.STOCK, checkpoints.checkout
     result = run_simulated(*line, timeout=LONGEST, modules=modules, tree=tree, **named)
     assert result.returncode == 0, result.stdout[-5000:]
-    return runs.accuracy(result.stdout)
+    return stock_lm.accuracy(result.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +145,7 @@ def test_figures_do_not_depend_on_layout_and_device(checkpoints, expected, devic
 def test_changing_the_layout_there_and_back_changes_no_bit(checkpoints):
     """Two tensor parts in two stages, and again one: the weights are those that were trained."""
     back = checkpoints.folder / "back"
-    runs.change_layout(checkpoints.checkout, checkpoints.path(2, 2), back, 1, 1)
+    stock_lm.change_layout(checkpoints.checkout, checkpoints.path(2, 2), back, 1, 1)
     name = Path(f"iter_{STEPS:07d}", "mp_rank_00", "model_optim_rng.pt")
     trained, returned = (dict(tensors(load(path / name)["model"])) for path in (checkpoints.path(1, 1), back))
     assert len(trained) > 20
@@ -163,7 +161,7 @@ def test_our_command_knows_the_same_examples(checkpoints, strict, monkeypatch):
     data = f"--valid-data {folder}/asked.json --load {checkpoints.path(1, 1)}"
     command = [*flags(folder), *f"{task} {data}".split(), *(["--strict-lambada"] if strict else [])]
     script = Path(__file__).parent / "each_example.py"
-    output = runs.succeeded(runs.run(script, command, MEGATRON_LM_PATH=str(checkpoints.checkout)))
+    output = stock_lm.succeeded(stock_lm.run(script, command, MEGATRON_LM_PATH=str(checkpoints.checkout)))
     told = [json.loads(line) for line in re.findall(r"passage: (.*)", output)]
     files = str(folder / "vocab.json"), str(folder / "merges.txt")
     with restored(str(checkpoints.path(2, 2)), *files) as (args, gpt, tokenizer):
@@ -190,8 +188,8 @@ def test_a_checkpoint_that_is_not_there_is_not_evaluated(checkout, data, tmp_pat
     passages = tmp_path / "asked.json"
     passages.write_text('{"text": "a b c d"}\n')
     task = f"--task LAMBADA --valid-data {passages} --no-load-optim --no-load-rng --load {tmp_path / load}"
-    command = [*runs.flags(data), *task.split(), "--tokenizer-type", "GPT2BPETokenizer"]
-    done = runs.run(checkout / "tasks" / "main.py", command)
+    command = [*stock_lm.flags(data), *task.split(), "--tokenizer-type", "GPT2BPETokenizer"]
+    done = stock_lm.run(checkout / "tasks" / "main.py", command)
     assert done.returncode == 2
     assert f"error: --load {tmp_path / load}: no checkpoint there" in done.stderr
     assert "Traceback" not in done.stderr

@@ -9,10 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import walk
-from tests.adaptors.megatron_lm import runs
-from tests.end_to_end.tiny import ROOT
-from tests.support import processes
+from tests.support import processes, stock_lm, walk
+from tests.support.tiny import ROOT
 
 TEXTS = [
     "It's a test: 1,024 tokens… “quoted”, naïve café, 東京, and    blanks.\n\nA second paragraph.",
@@ -30,9 +28,11 @@ def test_gives_the_bytes_that_our_tool_gives(checkout, gpt2_vocab, tmp_path):
     script = checkout / "tools" / "preprocess_data.py"
     theirs = ["--output-prefix", str(tmp_path / "theirs"), "--dataset-impl", "mmap"]
     theirs += ["--chunk-size", "25", "--workers", "2"]
-    runs.succeeded(runs.run(script, [*common, *theirs]))
+    stock_lm.succeeded(stock_lm.run(script, [*common, *theirs]))
     command = [sys.executable, "-m", "megatron_npu", "preprocess", *common]
-    processes.run([*command, "--output-prefix", str(tmp_path / "ours")], env=runs.environment(), check=True)
+    processes.run(
+        [*command, "--output-prefix", str(tmp_path / "ours")], env=stock_lm.environment(), check=True
+    )
     for suffix in ("bin", "idx"):
         content = [(tmp_path / f"{name}_text_document.{suffix}").read_bytes() for name in ("theirs", "ours")]
         assert len(content[0]) > 1000
@@ -54,11 +54,11 @@ def test_gives_the_bytes_that_our_tool_gives_for_bert(checkout, tmp_path, kind):
     common += ["--split-sentences", "--chunk-size", "25", "--workers", "2"]
     data = {"NLTK_DATA": str(tmp_path / "nltk")}
     script = checkout / "tools" / "preprocess_data.py"
-    theirs = runs.run(script, [*common, "--output-prefix", str(tmp_path / "theirs")], **data)
-    runs.succeeded(theirs)
+    theirs = stock_lm.run(script, [*common, "--output-prefix", str(tmp_path / "theirs")], **data)
+    stock_lm.succeeded(theirs)
     command = [sys.executable, "-m", "megatron_npu", "preprocess", *common]
     command += ["--output-prefix", str(tmp_path / "ours")]
-    processes.run(command, env=runs.environment(**data), check=True)
+    processes.run(command, env=stock_lm.environment(**data), check=True)
     for suffix in ("bin", "idx"):
         content = [(tmp_path / f"{name}_text_sentence.{suffix}").read_bytes() for name in ("theirs", "ours")]
         assert len(content[0]) > 1000
@@ -88,12 +88,12 @@ def test_script_of_t5_splits_sentences(checkout, tmp_path):
     }
     result = processes.run(
         ["bash", str(ROOT / "tests" / "dataset_preprocess_t5.sh")],
-        env=runs.environment(**{name: str(value) for name, value in changes.items()}),
+        env=stock_lm.environment(**{name: str(value) for name, value in changes.items()}),
         capture_output=True,
         text=True,
         check=False,
     )
-    runs.succeeded(result)
+    stock_lm.succeeded(result)
     number = {word: len(special) + position for position, word in enumerate(words)}
     sentences = ["mr . cat sat .", "a dog ran home .", "the cat ran ."]
     expected = [number[word] for sentence in sentences for word in sentence.split()]

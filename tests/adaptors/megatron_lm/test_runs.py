@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_npu import checksums, safe_load
-from tests.adaptors.megatron_lm import runs
+from megatron_npu.checkpoint_files import checksums
+from megatron_npu.safe_files import safe_load
+from tests.support import stock_lm
 
 ITERATIONS = 10
 LENGTH = f"--train-iters {ITERATIONS} --lr-decay-iters {ITERATIONS} --lr 3e-3 --lr-warmup-iters 1"
@@ -29,9 +30,9 @@ LAYOUTS = {
 
 def train(checkout: Path, data: Path, *changes: str, processes: int = 1, **kwargs) -> dict[int, float]:
     """Return the losses of a run of the stock script."""
-    flags = [*runs.flags(data), *" ".join([LENGTH, *changes]).split()]
-    result = runs.run(checkout / "pretrain_gpt.py", flags, processes=processes, **kwargs)
-    return runs.losses(runs.succeeded(result))
+    flags = [*stock_lm.flags(data), *" ".join([LENGTH, *changes]).split()]
+    result = stock_lm.run(checkout / "pretrain_gpt.py", flags, processes=processes, **kwargs)
+    return stock_lm.losses(stock_lm.succeeded(result))
 
 
 def deviation(found: dict[int, float], expected: dict[int, float]) -> float:
@@ -113,12 +114,12 @@ def test_interleaved_pipeline(checkout, data):
 def test_fp16_skips_overflows(checkout, data, layout):
     """The first steps overflow on every rank alike; what follows is the fp32 curve, late."""
     fp16 = "--fp16 --initial-loss-scale 2097152 --train-iters 12 --lr-decay-iters 12"
-    flags = [*runs.flags(data), *f"{fp16} {layout}".split()]
-    result = runs.run(checkout / "pretrain_gpt.py", flags, processes=2 if layout else 1)
-    output = runs.succeeded(result)
+    flags = [*stock_lm.flags(data), *f"{fp16} {layout}".split()]
+    result = stock_lm.run(checkout / "pretrain_gpt.py", flags, processes=2 if layout else 1)
+    output = stock_lm.succeeded(result)
     skipped = output.count("number of skipped iterations:   1")
     assert 1 <= skipped <= 8, output[-3000:]
-    found = runs.losses(output)
+    found = stock_lm.losses(output)
     assert len(found) == 12 - skipped
     assert found[12] < next(iter(found.values())) - 0.05
 
@@ -141,8 +142,8 @@ def test_resume_to_the_bit(checkout, data, tmp_path):
     content = bytearray(spoilt.read_bytes())
     content[len(content) // 2] ^= 1
     spoilt.write_bytes(content)
-    loading = [*runs.flags(data), *f"{common} --load {parts}".split()]
-    refused = runs.run(checkout / "pretrain_gpt.py", loading)
+    loading = [*stock_lm.flags(data), *f"{common} --load {parts}".split()]
+    refused = stock_lm.run(checkout / "pretrain_gpt.py", loading)
     assert refused.returncode == 2
     assert f"{spoilt.name} has other content than was saved" in refused.stderr.splitlines()[-1]
     train(checkout, data, common, f"--save {parts} --load {parts} --load-last-good", processes=2)

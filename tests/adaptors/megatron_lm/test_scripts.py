@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import upstream
-from tests import walk, warm
-from tests.adaptors.megatron_lm import guide, runs
+from megatron_npu.upstream import megatrons
+from tests.adaptors.megatron_lm import guide
 from tests.conftest import LONGEST
-from tests.end_to_end.tiny import ROOT
-from tests.support import processes
+from tests.support import processes, stock_lm, walk, warm
+from tests.support.tiny import ROOT
 
 SCRIPTS = ROOT / "tests_gpt"
 OPTIONS = ["--pre=16", "--next=0", "--shape_order=BSH"]
@@ -40,7 +39,7 @@ def script(data, tmp_path):
         settings = {name: str(value) for name, value in {**own, **changes}.items()}
         return processes.run(
             ["bash", str(SCRIPTS / name), *options],
-            env=warm.for_scripts(runs.environment(**settings)),
+            env=warm.for_scripts(stock_lm.environment(**settings)),
             capture_output=True,
             text=True,
             timeout=LONGEST,
@@ -56,15 +55,15 @@ def test_trains_and_evaluates(checkout, script, tmp_path):
     Layout and sizes of the evaluation are the checkpoint's own; most passages are longer than its positions.
     """
     train = {"MEGATRON_LM_PATH": checkout, "NPUS_PER_NODE": 2, "TP": 2}
-    output = runs.succeeded(script("pretrain_gpt_distributed_bf16.sh", *OPTIONS, **train))
+    output = stock_lm.succeeded(script("pretrain_gpt_distributed_bf16.sh", *OPTIONS, **train))
     assert "Small preset on 2 x cpu, TP 2, PP 1: 2 layers of 64, 64 tokens, 4 iterations" in output
     assert "megatron_lm 285068c8" in output
-    assert sorted(runs.losses(output)) == [1, 2, 3, 4]
+    assert sorted(stock_lm.losses(output)) == [1, 2, 3, 4]
     lambada = tmp_path / "lambada.json"
     passages = ["a b c d 0 e f", *("a b c d" + " e" * 60 + f" {n} f" for n in range(4))]
     lambada.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
     other = {"MEGATRON_LM_PATH": checkout, "NPUS_PER_NODE": 1, "SEQ_LENGTH": 4096, "LAMBADA_FILE": lambada}
-    output = runs.succeeded(script("test_gpt_distributed_bf16.sh", *OPTIONS, **other))
+    output = stock_lm.succeeded(script("test_gpt_distributed_bf16.sh", *OPTIONS, **other))
     assert "on 2 x cpu (TP 2, PP 1, as it was trained)" in output
     assert " > 4 passages are longer than 64 tokens: the last ones of each are read" in output
     assert "total examples: 5.0000E+00 | avg accuracy: " in output
@@ -85,7 +84,7 @@ def test_a_checkpoint_tells_its_layout(script, tmp_path, layout, parts):
     (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("4")
     tree = fake_checkout(tmp_path, "tasks/main.py")
     own = {"LAMBADA_FILE": tree / "pretrain_gpt.py", "MEGATRON_LM_PATH": tree, "TP": 4, "NPUS_PER_NODE": 1}
-    output = runs.succeeded(script("test_gpt_distributed.sh", **own))
+    output = stock_lm.succeeded(script("test_gpt_distributed.sh", **own))
     tensor, pipeline = layout.split("x")
     assert (
         output.count(f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}") == 2
@@ -129,7 +128,7 @@ def test_the_full_batch_fits_the_copies(script, tmp_path):
     """64 samples in batches of 4 on 3 copies of 2 parts: 72 are the next that fit."""
     tree = fake_checkout(tmp_path)
     full = {"PRESET": "full", "NPUS_PER_NODE": 6, "MEGATRON_LM_PATH": tree}
-    output = runs.succeeded(script("pretrain_gpt_distributed.sh", **full))
+    output = stock_lm.succeeded(script("pretrain_gpt_distributed.sh", **full))
     assert output.count("--micro-batch-size 4 --global-batch-size 72 ") == 6
 
 
@@ -137,9 +136,9 @@ def test_each_command_has_a_checkpoint_of_its_own(alone):
     """And the evaluation looks where the training of its name has saved, else it names that training."""
     tree = fake_checkout(alone.scripts.parent, "tasks/main.py")
     own = {"MEGATRON_LM_PATH": tree}
-    output = runs.succeeded(alone("pretrain_gpt_distributed_bf16.sh", *OPTIONS, **own))
+    output = stock_lm.succeeded(alone("pretrain_gpt_distributed_bf16.sh", *OPTIONS, **own))
     assert f"--save {alone.scripts}/checkpoint/bf16-pre16-next0-BSH " in output
-    output = runs.succeeded(alone("pretrain_gpt_distributed.sh", **own))
+    output = stock_lm.succeeded(alone("pretrain_gpt_distributed.sh", **own))
     assert f"--save {alone.scripts}/checkpoint/fp16 " in output
     walk.write_lambada(alone.scripts / "lambada_test.json")
     other = [*OPTIONS[:2], "--shape_order=SBH"]
@@ -191,7 +190,7 @@ def test_bad_settings(script, changes, said):
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_help_is_what_the_script_begins_with(script, option):
-    output = runs.succeeded(script("pretrain_gpt_distributed_bf16.sh", option))
+    output = stock_lm.succeeded(script("pretrain_gpt_distributed_bf16.sh", option))
     assert output.startswith("Pre-train a GPT in bf16 with fused attention:\n  bash pretrain_")
     assert "set -euo" not in output
 
@@ -208,11 +207,11 @@ def test_a_finished_checkpoint_is_not_trained_again(script, tmp_path):
     assert done.returncode == 2
     assert "nothing left to train: the checkpoint in " in done.stderr
     assert "has 4 of 4 iterations; set FRESH=1 to keep it and start anew, CHECKPOINT_PATH" in done.stderr
-    output = runs.succeeded(train(TRAIN_ITERS=5))
+    output = stock_lm.succeeded(train(TRAIN_ITERS=5))
     assert "Going on from iteration 4 in " in output
     assert output.endswith("trained\n")
     (tmp_path / "checkpoint.1").mkdir()
-    output = runs.succeeded(train(FRESH=1))
+    output = stock_lm.succeeded(train(FRESH=1))
     assert f"The former checkpoints are now in {tmp_path}/checkpoint.2\n" in output
     assert "Going on" not in output
     assert (tmp_path / "checkpoint.2" / tracker.name).read_text() == "4"
@@ -234,7 +233,7 @@ def test_a_vocabulary_is_taken_from_where_the_guide_downloads_it(tmp_path, scrip
     own = {"PYTHON": sys.executable, "MEGATRON_LM_PATH": "/nowhere", "NLTK_DATA": str(tmp_path)}
     command = ["bash", str(ROOT / "tests" / script)]
     done = processes.run(
-        command, cwd=tmp_path, env=runs.environment(**own), capture_output=True, text=True, check=False
+        command, cwd=tmp_path, env=stock_lm.environment(**own), capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     for name in names:
@@ -267,7 +266,7 @@ def alone(tmp_path):
         own = {**guide.SIZES, **elsewhere, **changes}
         return processes.run(
             ["bash", str(scripts / name), *options],
-            env=warm.for_scripts(runs.environment(**{name: str(value) for name, value in own.items()})),
+            env=warm.for_scripts(stock_lm.environment(**{name: str(value) for name, value in own.items()})),
             capture_output=True,
             text=True,
             timeout=LONGEST,
@@ -281,15 +280,15 @@ def alone(tmp_path):
 def test_without_a_checkout_megatron_core_trains_and_evaluates(alone):
     """No network either: the same commands on the embedded driver, and LAMBADA of what it has trained."""
     pytest.importorskip("megatron.core")
-    output = runs.succeeded(alone("pretrain_gpt_distributed_bf16.sh", *OPTIONS))
+    output = stock_lm.succeeded(alone("pretrain_gpt_distributed_bf16.sh", *OPTIONS))
     assert "No network: git clone https://github.com/NVIDIA/Megatron-LM" in output
     assert "running the embedded driver on megatron-core" in output
-    losses = runs.losses(output)
+    losses = stock_lm.losses(output)
     assert len(losses) == 30
     assert losses[30] < 0.5 * losses[1]
     walk.write_lambada(alone.scripts / "lambada_test.json")
-    output = runs.succeeded(alone("test_gpt_distributed_bf16.sh", *OPTIONS))
-    guide.check_figures(runs.accuracy(output))
+    output = stock_lm.succeeded(alone("test_gpt_distributed_bf16.sh", *OPTIONS))
+    guide.check_figures(stock_lm.accuracy(output))
     refused(alone("test_gpt_distributed_bf16.sh", *OPTIONS, LAMBADA_FILE="/nowhere"), "no file /nowhere")
 
 
@@ -307,32 +306,32 @@ def test_fetches_one_tree(checkout, tmp_path):
     if not (checkout / ".git").exists():
         pytest.skip("the checkout is a plain copy, from which nothing can be cloned")
     command = ["bash", str(ROOT / "scripts" / "get_megatron.sh"), str(tmp_path), "285068c8"]
-    done = processes.run(command, env=runs.environment(MEGATRON_LM_URL=str(checkout)), check=False)
+    done = processes.run(command, env=stock_lm.environment(MEGATRON_LM_URL=str(checkout)), check=False)
     assert done.returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["285068c8"]
-    assert upstream.find(tmp_path / "285068c8").version == upstream.LEGACY_VERSION
+    assert megatrons.find(tmp_path / "285068c8").version == megatrons.LEGACY_VERSION
 
 
 def test_the_released_model_lies_where_the_guide_says(checkout, alone):
     """A checkpoint as NVIDIA's of 345M: old names, old order of query, key and value, no arguments."""
     train = {"MEGATRON_LM_PATH": checkout}
-    runs.succeeded(alone("pretrain_gpt_distributed.sh", **train))
+    stock_lm.succeeded(alone("pretrain_gpt_distributed.sh", **train))
     guide.write_release(alone.scripts)
     walk.write_lambada(alone.scripts / "lambada_test.json")
-    output = runs.succeeded(alone("test_gpt_distributed_sample.sh", **train))
+    output = stock_lm.succeeded(alone("test_gpt_distributed_sample.sh", **train))
     assert "Full preset: 1 layers of 32, 64 tokens" in output, "its sizes are those of the environment"
     assert "checkpoint version 0" in output
-    guide.check_figures(runs.accuracy(output))
+    guide.check_figures(stock_lm.accuracy(output))
 
 
 def test_each_passage_is_counted_once_on_several_devices(checkout, alone, tmp_path):
     """Three passages with the word that a model learns first, on two copies of it: not four are right."""
     own = {"MEGATRON_LM_PATH": checkout, "LAMBADA_FILE": tmp_path / "passages"}
-    runs.succeeded(alone("pretrain_gpt_distributed.sh", **own))
+    stock_lm.succeeded(alone("pretrain_gpt_distributed.sh", **own))
     (tmp_path / "passages").write_text('{"text": "a a a a"}\n' * 3)
-    output = runs.succeeded(alone("test_gpt_distributed.sh", **own, NPUS_PER_NODE=2))
+    output = stock_lm.succeeded(alone("test_gpt_distributed.sh", **own, NPUS_PER_NODE=2))
     assert "on 2 x cpu (TP 1, PP 1, as it was trained)" in output
-    assert runs.accuracy(output) == (3, 3)
+    assert stock_lm.accuracy(output) == (3, 3)
 
 
 def test_shellcheck_finds_nothing():

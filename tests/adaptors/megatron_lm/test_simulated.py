@@ -6,11 +6,9 @@ import json
 
 import pytest
 
-from tests import bytecode, warm
-from tests.adaptors.megatron_lm import runs
 from tests.adaptors.megatron_lm.test_runs import TP2, deviation
-from tests.end_to_end import tiny
 from tests.sim.conftest import run_simulated, unavailable
+from tests.support import bytecode, stock_lm, tiny, warm
 
 SBH, BSH = (f"--use-flash-attn --shape-order {order}" for order in ("SBH", "BSH"))
 CAUSAL, WINDOW = "--pre-tockens 65536 --next-tockens 65536", "--pre-tockens 8 --next-tockens 0"
@@ -19,7 +17,11 @@ STEPS = 6
 
 def steps(checkout, data, layout: str) -> list[str]:
     """Return script and flags of a short run."""
-    return [str(checkout / "pretrain_gpt.py"), *runs.flags(data), *f"--train-iters {STEPS} {layout}".split()]
+    return [
+        str(checkout / "pretrain_gpt.py"),
+        *stock_lm.flags(data),
+        *f"--train-iters {STEPS} {layout}".split(),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def on_cpu(checkout, data) -> dict[str, dict[int, float]]:
     curves = {}
     for window in (CAUSAL, WINDOW):
         script, *flags = steps(checkout, data, window)
-        curves[window] = runs.losses(runs.succeeded(runs.run(script, flags)))
+        curves[window] = stock_lm.losses(stock_lm.succeeded(stock_lm.run(script, flags)))
     return curves
 
 
@@ -65,4 +67,4 @@ def test_trains_like_the_cpu(checkout, data, on_cpu, processes, window, layout, 
     # what TensorBoard calls the run
     assert [path.name for path in (tmp_path / "board").iterdir()] == ["simulated-npu"]
     check_buffers(json.loads(report.with_name("report.rank0.json").read_text())["groups"])
-    assert deviation(runs.losses(result.stdout), on_cpu[window]) < limit
+    assert deviation(stock_lm.losses(result.stdout), on_cpu[window]) < limit

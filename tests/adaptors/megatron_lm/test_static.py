@@ -6,10 +6,12 @@ import shutil
 
 import pytest
 
-from megatron_npu import adaptors, cli, upstream
+from megatron_npu import adaptors
+from megatron_npu.commands import cli
 from megatron_npu.patching.registry import registry
+from megatron_npu.upstream import megatrons
 from tests.adaptors.megatron_lm.appendix import LISTED
-from tests.end_to_end.tiny import ROOT
+from tests.support.tiny import ROOT
 
 KINDS = ("replace(", "around(", "wrap(", "constant(", "watch(")
 
@@ -59,7 +61,7 @@ def test_an_altered_function_is_named(checkout, tmp_path, capsys):
     old = "def forward(self, query_layer, key_layer,\n                value_layer, attention_mask):"
     assert text.count(old) == 1
     file.write_text(text.replace(old, old.replace("attention_mask)", "attention_mask, bias=None)")))
-    assert upstream.find(tmp_path).version == "unknown"
+    assert megatrons.find(tmp_path).version == "unknown"
     assert cli.main(["check", "--megatron", str(tmp_path)]) == 1
     failing = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILS")]
     assert len(failing) == 1

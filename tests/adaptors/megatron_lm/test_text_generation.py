@@ -15,11 +15,10 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_npu.preprocessing import indexed_dataset
-from tests.adaptors.megatron_lm import runs
+from megatron_npu.data.preprocessing import indexed_dataset
 from tests.conftest import LONGEST, wait_until
-from tests.end_to_end import tiny
 from tests.sim.conftest import unavailable
+from tests.support import stock_lm, tiny
 
 PORT = 5000  # upstream gives no way to choose another
 URL = f"http://127.0.0.1:{PORT}/api"
@@ -32,7 +31,7 @@ SCRIPT = Path("tools", "run_text_generation_server.py")
 def spelled(checkout, tmp_path_factory) -> tuple[Path, list[str]]:
     """A model that has learned one sentence by heart, at TP 1; its folder and flags."""
     folder = tmp_path_factory.mktemp("spelled")
-    runs.write_vocabulary(folder)
+    stock_lm.write_vocabulary(folder)
     text = b"abc def ghi jkl "
     names = json.loads((folder / "vocab.json").read_text())
     ids = np.array([names["\u0120" if letter == 32 else chr(letter)] for letter in text], np.uint16)
@@ -43,9 +42,9 @@ def spelled(checkout, tmp_path_factory) -> tuple[Path, list[str]]:
         writer.finish()
         indexed_dataset.publish([writer])
     training = "--train-iters 120 --lr 3e-3 --lr-decay-iters 120 --eval-iters 0"
-    flags = [*runs.flags(folder), *f"{training} {runs.TOOL_MULTIPLE}".split()]
+    flags = [*stock_lm.flags(folder), *f"{training} {stock_lm.TOOL_MULTIPLE}".split()]
     saving = ["--save", str(folder / "saved"), "--save-interval", "120"]
-    runs.succeeded(runs.run(checkout / "pretrain_gpt.py", [*flags, *saving]))
+    stock_lm.succeeded(stock_lm.run(checkout / "pretrain_gpt.py", [*flags, *saving]))
     return folder, flags
 
 
@@ -56,8 +55,8 @@ def expected(checkout, spelled) -> list[str]:
     length = len(PROMPTS[0]) + NEW  # the server gives every prompt so many tokens; here a letter is a token
     asked = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     command = [*flags, "--load", str(folder / "saved"), *asked, "--tokens-in-all", str(length)]
-    output = runs.succeeded(
-        runs.run(Path(__file__).parent / "greedy.py", command, MEGATRON_LM_PATH=str(checkout))
+    output = stock_lm.succeeded(
+        stock_lm.run(Path(__file__).parent / "greedy.py", command, MEGATRON_LM_PATH=str(checkout))
     )
     texts = json.loads(output.splitlines()[-1])
     assert texts[0] == "abc def ghi jkl abc def ghi jkl"
@@ -73,7 +72,7 @@ def server(checkout: Path, flags: list[str], device: str, processes: int, log: P
         process = subprocess.Popen(
             [*simulated, *command],
             # a device that is named and not there would be an error
-            env=runs.environment(MEGATRON_NPU_DEVICE=device, PYTHONUNBUFFERED="1"),
+            env=stock_lm.environment(MEGATRON_NPU_DEVICE=device, PYTHONUNBUFFERED="1"),
             stdout=stream,
             stderr=subprocess.STDOUT,
         )
@@ -118,7 +117,7 @@ def test_server(checkout, spelled, expected, tmp_path, device, tensor):
     saved, layout = folder / "saved", ""
     if tensor > 1:
         saved, layout = folder / "saved-tp2", "--tensor-model-parallel-size 2"
-        runs.change_layout(checkout, folder / "saved", saved, tensor, 1)
+        stock_lm.change_layout(checkout, folder / "saved", saved, tensor, 1)
     flags = [*flags, "--load", str(saved), *layout.split()]
     with server(checkout, flags, device, tensor, tmp_path / "log"):
         assert ask(prompts=PROMPTS, tokens_to_generate=NEW, top_k=1)["text"] == expected

@@ -8,34 +8,32 @@ import sys
 
 import pytest
 
-from tests import warm
-from tests.adaptors.megatron_lm import runs
 from tests.adaptors.megatron_lm.test_runs import TP2, deviation
 from tests.conftest import LONGEST, on_a_leash, wait_until
-from tests.end_to_end import tiny
+from tests.support import stock_lm, tiny, warm
 
 
-@pytest.mark.parametrize(("script", "own"), [(runs.BERT, ""), (runs.T5, "--use-flash-attn")])
+@pytest.mark.parametrize(("script", "own"), [(stock_lm.BERT, ""), (stock_lm.T5, "--use-flash-attn")])
 def test_bert_and_t5(checkout, data, script, own):
     """Masks of padding, cross-attention, samples of sentences: as with upstream's operations, and at TP 2."""
-    runs.write_sentences(data)
-    flags = [*runs.sentence_flags(data, script), "--train-iters", "6"]
-    stock = runs.run(checkout / script, flags, with_operations=False)
-    expected = runs.losses(runs.succeeded(stock))
+    stock_lm.write_sentences(data)
+    flags = [*stock_lm.sentence_flags(data, script), "--train-iters", "6"]
+    stock = stock_lm.run(checkout / script, flags, with_operations=False)
+    expected = stock_lm.losses(stock_lm.succeeded(stock))
     for processes, layout in ((1, ""), (2, TP2)):
-        result = runs.run(checkout / script, [*flags, *f"{own} {layout}".split()], processes=processes)
-        assert deviation(runs.losses(runs.succeeded(result)), expected) < 1e-4
+        result = stock_lm.run(checkout / script, [*flags, *f"{own} {layout}".split()], processes=processes)
+        assert deviation(stock_lm.losses(stock_lm.succeeded(result)), expected) < 1e-4
 
 
 def test_a_termination_signal_saves(checkout, data, tmp_path):
     """--exit-signal-handler: SIGTERM to torchrun, which passes it on, saves and ends the training."""
-    flags = [*runs.flags(data), *"--train-iters 100000 --lr-decay-iters 100000".split()]
+    flags = [*stock_lm.flags(data), *"--train-iters 100000 --lr-decay-iters 100000".split()]
     flags += ["--exit-signal-handler", "--save", str(tmp_path), "--save-interval", "100000"]
     entry = ["-m", "megatron_npu", "run", str(checkout / "pretrain_gpt.py")]
     log = tmp_path / "log"
     command, env = warm.ready(
         [sys.executable, "-u", *tiny.torchrun(1), *entry, *flags],
-        runs.environment(PYTHONUNBUFFERED="1"),
+        stock_lm.environment(PYTHONUNBUFFERED="1"),
         warm.STOCK,
         checkout,
     )

@@ -9,25 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_npu import cli
-from tests.adaptors.megatron_lm import runs
+from megatron_npu.commands import cli
+from tests.support import stock_lm
 
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from megatron_npu.training.restore import restored  # noqa: E402
+from megatron_npu.pretrain.checkpoint.restore import restored  # noqa: E402
 
-MODEL = f"{runs.TOOL_MULTIPLE} --tokenizer-type GPT2BPETokenizer"
+MODEL = f"{stock_lm.TOOL_MULTIPLE} --tokenizer-type GPT2BPETokenizer"
 TRAINING = "--train-iters 10 --lr 5e-3 --eval-iters 0 --save-interval 10"
-VOCABULARY = runs.END + 1
+VOCABULARY = stock_lm.END + 1
 
 
 def stock_logits(checkout: Path, folder: Path, flags: list[str], load: Path) -> torch.Tensor:
     """Return the logits [1, s, V] of 285068c8 itself on the numbers from 0 on."""
     file = folder / "logits.pt"
     line = [*flags, "--load", str(load), "--logits", str(file)]
-    runs.succeeded(runs.run(Path(__file__).parent / "logits.py", line, MEGATRON_LM_PATH=str(checkout)))
+    stock_lm.succeeded(
+        stock_lm.run(Path(__file__).parent / "logits.py", line, MEGATRON_LM_PATH=str(checkout))
+    )
     return torch.load(file)[..., :VOCABULARY]
 
 
@@ -49,15 +51,15 @@ def trained(checkout, data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     for name in ("vocab.json", "merges.txt"):
         shutil.copyfile(data / name, folder / name)
-    command = [*runs.flags(data), *f"{MODEL} {TRAINING} --save {folder}/1x1".split()]
-    runs.succeeded(runs.run(checkout / "pretrain_gpt.py", command))
-    runs.change_layout(checkout, folder / "1x1", folder / "2x2", 2, 2)
+    command = [*stock_lm.flags(data), *f"{MODEL} {TRAINING} --save {folder}/1x1".split()]
+    stock_lm.succeeded(stock_lm.run(checkout / "pretrain_gpt.py", command))
+    stock_lm.change_layout(checkout, folder / "1x1", folder / "2x2", 2, 2)
     return folder
 
 
 def test_what_it_saves_has_the_same_logits_here(checkout, data, trained, tmp_path, capsys):
     """From one process, and from two tensor ranks in two stages; and as Hugging Face's model."""
-    expected = stock_logits(checkout, tmp_path, [*runs.flags(data), *MODEL.split()], trained / "1x1")
+    expected = stock_logits(checkout, tmp_path, [*stock_lm.flags(data), *MODEL.split()], trained / "1x1")
     for layout in ("1x1", "2x2"):
         found = our_logits(trained / layout, data)
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -88,13 +90,13 @@ def test_what_is_written_here_it_loads(checkout, data, tmp_path, capsys):
     assert cli.main(line) == 0, capsys.readouterr().err
     assert "logits of both models" in capsys.readouterr().out
     shutil.copyfile(data / "vocab.json", tmp_path / "vocab.json")
-    runs.change_layout(checkout, tmp_path / "2x2", tmp_path / "1x1", 1, 1)
+    stock_lm.change_layout(checkout, tmp_path / "2x2", tmp_path / "1x1", 1, 1)
     (tmp_path / "1x1" / "iter_0000000").rename(tmp_path / "1x1" / "release")  # which no run has trained
     (tmp_path / "1x1" / "latest_checkpointed_iteration.txt").write_text("release")
     flags = shlex.split((tmp_path / "2x2" / "flags.txt").read_text())
     one = [
         *"--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1".split(),
-        *runs.TOOL_MULTIPLE.split(),
+        *stock_lm.TOOL_MULTIPLE.split(),
     ]
     training = "--micro-batch-size 1 --global-batch-size 1".split()
     expected = model(torch.arange(64)[None]).logits

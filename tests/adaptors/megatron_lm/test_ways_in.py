@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adaptors import private
-from tests.adaptors.megatron_lm import runs
-from tests.support import processes
+from tests.support import private, processes, stock_lm
 
 
 def entry_point(checkout: Path, folder: Path) -> tuple[list[str], str]:
@@ -35,7 +33,7 @@ def first_line(checkout: Path, folder: Path) -> tuple[list[str], str]:
 @pytest.mark.parametrize("way", [entry_point, first_line])
 def test_way_in(checkout, data, tmp_path, way):
     command, on_path = way(checkout, tmp_path)
-    environment = runs.environment()
+    environment = stock_lm.environment()
     environment["PYTHONPATH"] = os.pathsep.join([on_path, environment["PYTHONPATH"]])
     written = tmp_path / "written"
     written.mkdir(mode=0o750)
@@ -50,7 +48,7 @@ def test_way_in(checkout, data, tmp_path, way):
         "--tensorboard-dir",
         str(written / "board"),
     ]
-    flags = [*runs.flags(written), "--train-iters", "3", *save]
+    flags = [*stock_lm.flags(written), "--train-iters", "3", *save]
     result = processes.run(
         [sys.executable, *command, *flags],
         env=environment,
@@ -59,7 +57,7 @@ def test_way_in(checkout, data, tmp_path, way):
         check=False,
         umask=0o022,
     )
-    output = runs.succeeded(result)
+    output = stock_lm.succeeded(result)
     assert "megatron_lm 285068c8 · cpu/gloo" in output
-    assert sorted(runs.losses(output)) == [1, 2, 3]
+    assert sorted(stock_lm.losses(output)) == [1, 2, 3]
     private.assert_all(set(written.rglob("*")) - before, "*.pt", "events.out.*", "*.npy")

@@ -9,9 +9,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import families
 from megatron_npu.conversion.config import Config, read
-from megatron_npu.errors import UsageError
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 32, "n_embd": 8, "n_layer": 2, "n_head": 2}
 LLAMA = {

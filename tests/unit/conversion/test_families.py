@@ -8,6 +8,7 @@ from argparse import Namespace
 
 import pytest
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import families, hf_llama
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.family import (
@@ -19,7 +20,6 @@ from megatron_npu.conversion.family import (
     WINDOW,
     Family,
 )
-from megatron_npu.errors import UsageError
 from tests.conftest import ROOT
 
 LLAMA = {

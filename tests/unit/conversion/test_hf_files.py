@@ -12,9 +12,9 @@ import torch
 pytest.importorskip("safetensors")
 pytest.importorskip("huggingface_hub")
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import hf_files
-from megatron_npu.errors import UsageError
-from tests.payload import Runs
+from tests.support.payload import Runs
 
 TENSORS = {"b": torch.arange(6.0), "a": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.zeros(3)}
 

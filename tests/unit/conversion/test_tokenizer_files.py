@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import carried_files, tokenizer_files, tokenizer_proof, verify
-from megatron_npu.errors import UsageError
-from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
-from megatron_npu.tokenization.hf import HuggingFaceTokenizer
-from tests.unit.conversion.tokenizers_made import GPT2_CONFIG, byte_level, write_gpt2_files, write_json
+from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
+from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
+from tests.support.tokenizers_made import GPT2_CONFIG, byte_level, write_gpt2_files, write_json
 
 transformers = pytest.importorskip("transformers")
 

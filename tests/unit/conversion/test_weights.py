@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("safetensors")
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import hf_files, verify, weights
 from megatron_npu.conversion.families import FAMILIES
-from megatron_npu.errors import UsageError
 
 GPT2, LLAMA = FAMILIES["gpt2"], FAMILIES["llama"]
 ARGS = Namespace(

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_npu import devices, settings
+from megatron_npu import devices
+from megatron_npu.base import settings
 from megatron_npu.devices import Device
 from megatron_npu.devices.redirect import Redirection
 

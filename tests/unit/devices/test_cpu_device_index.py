@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 
-from megatron_npu import devices, settings
+from megatron_npu import devices
+from megatron_npu.base import settings
 from megatron_npu.devices.cpu_device_index import CpuDeviceIndex
 from megatron_npu.devices.redirect import Redirection
 

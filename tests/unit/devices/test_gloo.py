@@ -140,7 +140,7 @@ if sys.argv[1] == "uncured":
 torch.set_num_threads(2)
 if sys.argv[2] == "train":
     from argparse import Namespace
-    from megatron_npu.acceleration import engine
+    from megatron_npu.finetune.rapidformer import engine
 
     engine.join(Namespace(world_size=1, distributed_timeout_minutes=1))
 else:

@@ -23,8 +23,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_npu.base.errors import LoaderWorkerError
 from megatron_npu.devices import loader_workers, nameless_sharing
-from megatron_npu.errors import LoaderWorkerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memfd_create")
 _IN_CREATE, _IN_MOVED_TO = 0x100, 0x80  # inotify(7)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_npu import devices, settings
+from megatron_npu import devices
+from megatron_npu.base import settings
 from megatron_npu.devices.redirect import Redirection
 
 DEVICE = devices.NpuDevice() if settings.SIM.enabled() else devices.CpuDevice()

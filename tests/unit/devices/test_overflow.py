@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from megatron_npu import devices, settings
+from megatron_npu import devices
+from megatron_npu.base import settings
 from tests.support import processes
 
 

@@ -9,8 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from megatron_npu.devices.rows import Rows
-from tests import warm
-from tests.end_to_end import tiny
+from tests.support import tiny, warm
 
 BIG, STEPS = 4_000_000, 30  # bytes of what each step makes and frees
 GROWTH = f"""

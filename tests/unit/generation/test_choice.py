@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from megatron_npu.errors import UsageError
-from megatron_npu.generation import choice
-from megatron_npu.generation.options import Options
+from megatron_npu.base.errors import UsageError
+from megatron_npu.generation.sampling import choice
+from megatron_npu.generation.sampling.options import Options
 
 LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.25, 0.15]))
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu.generation.growing_text import GrowingText
-from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
-from megatron_npu.training.tokenizers import NullTokenizer
+from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
+from megatron_npu.generation.sampling.growing_text import GrowingText
+from megatron_npu.pretrain.data.tokenizers import NullTokenizer
 
 
 def pieces(tokenizer, prompt: list[int], tokens: list[int]) -> list[str]:

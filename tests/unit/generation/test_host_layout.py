@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_npu.generation.host_layout import lay_out_for_vectors
+from megatron_npu.generation.sampling.host_layout import lay_out_for_vectors
 
 
 def test_matrices_stand_by_columns_and_nothing_else_changes():

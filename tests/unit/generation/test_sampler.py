@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_npu.errors import UsageError
-from megatron_npu.generation.options import Options
-from megatron_npu.generation.sampler import Sampler
-from tests.adaptors.comparison import here
+from megatron_npu.base.errors import UsageError
+from megatron_npu.generation.sampling.options import Options
+from megatron_npu.generation.sampling.sampler import Sampler
 from tests.adaptors.megatron_core.conftest import make_config, single_process
+from tests.support.comparison import here
 
 __all__ = ["single_process"]
 pytestmark = pytest.mark.usefixtures("single_process")

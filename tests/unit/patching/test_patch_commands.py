@@ -9,22 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu import cli, patch_commands, plugin, upstream
-from megatron_npu.errors import UsageError
+from megatron_npu import plugin
+from megatron_npu.base.errors import UsageError
+from megatron_npu.commands import cli
+from megatron_npu.commands import patches as patch_commands
 from megatron_npu.patching.pins import Pins
+from megatron_npu.upstream import megatrons
 from tests.support import processes
 
 
 @pytest.fixture(scope="module")
-def found() -> upstream.Upstream:
+def found() -> megatrons.Upstream:
     try:
-        return upstream.find()
+        return megatrons.find()
     except UsageError:
         pytest.skip("no Megatron is installed")
 
 
 @pytest.fixture
-def tree(found: upstream.Upstream, tmp_path: Path) -> Path:
+def tree(found: megatrons.Upstream, tmp_path: Path) -> Path:
     """The patched modules of the installed Megatron, nothing else."""
     patches = patch_commands._shipped(patch_commands._records(found), found)
     files = {found.root / "megatron/core/package_info.py"}
@@ -92,7 +95,7 @@ def test_drift(tree: Path, pins: Path, capsys: pytest.CaptureFixture, new: str, 
 
 
 def test_the_text_says_what_was_compared_and_each_target_once(
-    tree: Path, pins: Path, found: upstream.Upstream, capsys: pytest.CaptureFixture
+    tree: Path, pins: Path, found: megatrons.Upstream, capsys: pytest.CaptureFixture
 ) -> None:
     edit(tree, "def _set_cuda_rng_state(", "def _set_cuda_rng_state(extra, ")
     assert patch_commands.check(["--megatron", str(tree)]) == 1
@@ -110,7 +113,7 @@ def test_the_text_says_what_was_compared_and_each_target_once(
 
 
 def test_a_version_without_pins_says_with_which_it_was_compared(
-    tree: Path, pins: Path, found: upstream.Upstream, capsys: pytest.CaptureFixture
+    tree: Path, pins: Path, found: megatrons.Upstream, capsys: pytest.CaptureFixture
 ) -> None:
     info = tree / "megatron/core/package_info.py"
     major, minor, patch = found.version.split(".")[:3]
@@ -121,7 +124,7 @@ def test_a_version_without_pins_says_with_which_it_was_compared(
     assert lines[2].endswith(f"(as in {found.version})")
 
 
-def test_pins_are_compared_with_in_a_stated_order(pins: Path, found: upstream.Upstream) -> None:
+def test_pins_are_compared_with_in_a_stated_order(pins: Path, found: megatrons.Upstream) -> None:
     (path,) = pins.iterdir()
     for version in ("0.9.0", "0.10.0"):
         content = json.loads(path.read_text()) | {"version": version}
@@ -131,7 +134,7 @@ def test_pins_are_compared_with_in_a_stated_order(pins: Path, found: upstream.Up
 
 
 def test_the_ledger_of_a_drifted_tree_shows_what_failed_first(
-    found: upstream.Upstream, tmp_path: Path
+    found: megatrons.Upstream, tmp_path: Path
 ) -> None:
     shutil.copytree(found.root / "megatron" / "core", tmp_path / "megatron" / "core")
     edit(tmp_path, "def _set_cuda_rng_state(", "def _set_cuda_rng_state(extra, ")
@@ -160,7 +163,7 @@ def test_it_is_static(tree: Path, pins: Path, capsys: pytest.CaptureFixture) -> 
 
 
 def test_pins_of_modules_that_this_megatron_lacks_are_kept(
-    tree: Path, pins: Path, found: upstream.Upstream, capsys: pytest.CaptureFixture
+    tree: Path, pins: Path, found: megatrons.Upstream, capsys: pytest.CaptureFixture
 ) -> None:
     (path,) = pins.iterdir()
     data = json.loads(path.read_text())
@@ -176,7 +179,7 @@ def test_pins_of_modules_that_this_megatron_lacks_are_kept(
 
 
 def test_static_ledger_shows_every_record_as_pending(
-    found: upstream.Upstream, capsys: pytest.CaptureFixture
+    found: megatrons.Upstream, capsys: pytest.CaptureFixture
 ) -> None:
     assert patch_commands.ledger(["--static", "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)["counts"]
@@ -203,7 +206,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     assert "--output" in error
 
 
-def test_a_reader_that_has_seen_enough_is_no_traceback(found: upstream.Upstream) -> None:
+def test_a_reader_that_has_seen_enough_is_no_traceback(found: megatrons.Upstream) -> None:
     command = f"{sys.executable} -m megatron_npu check | head -c 1"
     done = processes.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout
@@ -220,7 +223,7 @@ def test_the_variable_that_names_no_folder_is_told(
 
 
 def test_an_upstream_that_there_is_not_is_told_those_there_are(
-    found: upstream.Upstream, capsys: pytest.CaptureFixture
+    found: megatrons.Upstream, capsys: pytest.CaptureFixture
 ) -> None:
     assert cli.main(["check", "--upstream", "rendezvous"]) == 2
     assert "megatron_core or megatron_lm" in capsys.readouterr().err
@@ -232,7 +235,7 @@ def test_an_upstream_that_there_is_not_is_told_those_there_are(
 )
 @pytest.mark.parametrize("command", ["check", "pin", "ledger"])
 def test_bad_usage_is_one_line(
-    found: upstream.Upstream, command: str, arguments: list[str], capsys: pytest.CaptureFixture
+    found: megatrons.Upstream, command: str, arguments: list[str], capsys: pytest.CaptureFixture
 ) -> None:
     assert cli.main([command, *arguments]) == 2
     error = capsys.readouterr().err
@@ -240,7 +243,7 @@ def test_bad_usage_is_one_line(
     assert arguments[1] in error
 
 
-def test_a_module_that_there_is_not_is_one_line(found: upstream.Upstream) -> None:
+def test_a_module_that_there_is_not_is_one_line(found: megatrons.Upstream) -> None:
     command = [sys.executable, "-m", "megatron_npu", "ledger", "--import", "megatron.core.nowhere"]
     done = processes.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from megatron_npu.preprocessing import command
+from megatron_npu.data.preprocessing import command
 from tests.conftest import ROOT, Vocabulary, checkout
 from tests.support import processes
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu import upstream
-from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing import command, indexed_dataset
-from megatron_npu.tokenization.bert_wordpiece import BertWordPieceTokenizer
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import command, indexed_dataset
+from megatron_npu.data.tokenization.bert_wordpiece import BertWordPieceTokenizer
+from megatron_npu.upstream import megatrons
 from tests.conftest import checkout
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -51,7 +51,7 @@ def vocab_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def theirs() -> ModuleType:
     """Upstream's module, which imports nothing of upstream."""
     file = (
-        checkout("megatron_lm", upstream.LEGACY_VERSION) / "megatron" / "tokenizer" / "bert_tokenization.py"
+        checkout("megatron_lm", megatrons.LEGACY_VERSION) / "megatron" / "tokenizer" / "bert_tokenization.py"
     )
     spec = importlib.util.spec_from_file_location("their_bert_tokenization", file)
     assert spec is not None

@@ -23,11 +23,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_npu import cli, files
-from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing import encoder, indexed_dataset, jsonl
-from megatron_npu.preprocessing.tokenizer_files import GPT2Files
-from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.commands import cli
+from megatron_npu.data.preprocessing import encoder, indexed_dataset, jsonl
+from megatron_npu.data.preprocessing.tokenizer_files import GPT2Files
+from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from tests.conftest import LONGEST, ROOT, Vocabulary, on_a_leash, wait_until
 from tests.support import processes
 from tests.unit.preprocessing.conftest import SAMPLE

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing import plain_text
-from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import plain_text
+from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from tests.conftest import Vocabulary
 from tests.unit.preprocessing.conftest import SAMPLE
 from tests.unit.preprocessing.test_command import contents, texts

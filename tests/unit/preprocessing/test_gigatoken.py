@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu.tokenization import gigatoken_bpe
-from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
+from megatron_npu.data.tokenization import gigatoken_bpe
+from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from tests.conftest import Vocabulary
 from tests.unit.preprocessing.conftest import SAMPLE
 from tests.unit.preprocessing.test_command import ODD, contents

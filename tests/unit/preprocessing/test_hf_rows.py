@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing import command, hf_rows
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import command, hf_rows
 from tests.conftest import Vocabulary
 from tests.unit.preprocessing.conftest import SAMPLE
 from tests.unit.preprocessing.test_command import contents

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from megatron_npu import cli
-from megatron_npu.preprocessing import command, indexed_dataset
+from megatron_npu.commands import cli
+from megatron_npu.data.preprocessing import command, indexed_dataset
 from tests.unit.preprocessing.conftest import SAMPLE
 
 TEXTS = ["a b", SAMPLE, ["a b", "", "c"], [], "", "</s> in a <s>text"]

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing import indexed_dataset
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import indexed_dataset
 
 LENGTHS = np.array([3, 1, 4], dtype=np.int32)
 SEQUENCES = np.array([1, 0, 2], dtype=np.int64)  # sequences of each of three documents

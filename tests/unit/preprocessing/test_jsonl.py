@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing import compressed, jsonl
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import compressed, jsonl
 
 LINES = b"".join(b'{"text": "line %d"}\n' % number for number in range(50))
 

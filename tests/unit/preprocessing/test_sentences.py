@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing.sentences import Sentences
-from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
-from tests import walk
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing.sentences import Sentences
+from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from tests.conftest import Vocabulary
+from tests.support import walk
 from tests.unit.preprocessing.test_command import contents, texts
 
 Write, Run = Callable[..., Path], Callable[..., Path]

@@ -11,8 +11,8 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu.errors import UsageError
-from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from tests.conftest import Vocabulary
 from tests.unit.preprocessing.conftest import SAMPLE
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_npu.errors import UsageError
-from megatron_npu.preprocessing import indexed_dataset
-from megatron_npu.preprocessing.windows import Windows
-from megatron_npu.tokenization.gpt2_bpe import GPT2Tokenizer
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import indexed_dataset
+from megatron_npu.data.preprocessing.windows import Windows
+from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from tests.conftest import Vocabulary
 from tests.unit.preprocessing.conftest import SAMPLE
 from tests.unit.preprocessing.test_command import texts

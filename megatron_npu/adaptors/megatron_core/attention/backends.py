@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megatron_npu.adaptors.megatron_core.decorators import around, installed, transformer_engine_present
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from megatron_npu.adaptors.megatron_core.attention.attention_mask import (
     visible,
 )
 from megatron_npu.adaptors.megatron_core.attention.call import CoreAttentionCall
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops.attention.context_parallel.packed import (
     PackedSharding,
     packed_sharding,

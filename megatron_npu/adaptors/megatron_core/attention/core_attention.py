@@ -19,7 +19,7 @@ from megatron_npu.adaptors.megatron_core.decorators import around
 from megatron_npu.adaptors.shared import core_attention
 from megatron_npu.adaptors.shared.core_attention import dropout_generator
 from megatron_npu.adaptors.shared.decorators import MEMORY_COUNTED
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops.dispatch import report_fallback
 
 _TARGET = "megatron.core.transformer.dot_product_attention:DotProductAttention"

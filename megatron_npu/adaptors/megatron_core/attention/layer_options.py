@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_npu.adaptors.megatron_core.script_arguments import script_arguments
-from megatron_npu.attention_flags import DEFAULTS, AttentionFlags
-from megatron_npu.errors import UsageError
+from megatron_npu.adaptors.megatron_core.options.script_arguments import script_arguments
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops.attention import Window
+from megatron_npu.options.attention_flags import DEFAULTS, AttentionFlags
 
 CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 

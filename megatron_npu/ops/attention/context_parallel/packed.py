@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_npu.errors import UsageError
+from megatron_npu.base.errors import UsageError
 from megatron_npu.ops.attention.context_parallel.visible import Document
 from megatron_npu.ops.attention.spec import PackedSequences
 

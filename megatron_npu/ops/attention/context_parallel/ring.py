@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_npu.attention_flags import DEFAULTS, AttentionFlags
 from megatron_npu.ops.attention.block import Residuals, attention_block, attention_block_backward
 from megatron_npu.ops.attention.context_parallel.visible import (
     Document,
@@ -29,6 +28,7 @@ from megatron_npu.ops.attention.context_parallel.visible import (
 from megatron_npu.ops.attention.sink import absorb, gradient
 from megatron_npu.ops.attention.spec import AttentionSpec, Window
 from megatron_npu.ops.caching import lru_cache_tensors
+from megatron_npu.options.attention_flags import DEFAULTS, AttentionFlags
 
 
 def ring_attention(

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_npu import files
+from megatron_npu.base import files
 
 from . import exclusions
 from .results import COLLECTION, EXCLUDED, FAILED, PASSED, SKIPPED, FileResult, Result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_npu import files
+from megatron_npu.base import files
 
 from . import trees
 from .baseline import FOLDER, Baseline

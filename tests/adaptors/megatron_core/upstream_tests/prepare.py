@@ -14,7 +14,9 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from megatron_npu import plugin, settings, upstream
+from megatron_npu import plugin
+from megatron_npu.base import settings
+from megatron_npu.upstream import megatrons
 
 # Imported once before the fork: otherwise it takes seconds for each rank of each file.
 PRELOADED = """torch torch.distributed.checkpoint torch._dynamo transformers megatron.core megatron.training
@@ -43,7 +45,9 @@ def environment(device: str, checkout: Path, scratch: Path) -> None:
         settings.MEGATRON_PATH.name: str(checkout),
         settings.AUTOLOAD.name: "1",
         settings.SIM_HCCL_TIMEOUT.name: "60",
-        **({} if sys.pycache_prefix else {"PYTHONDONTWRITEBYTECODE": "1"}),  # as tests/bytecode.py says
+        **(
+            {} if sys.pycache_prefix else {"PYTHONDONTWRITEBYTECODE": "1"}
+        ),  # as tests/support/bytecode.py says
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "TMPDIR": str(scratch / "tmp"),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -78,7 +82,7 @@ def preload(checkout: Path, scratch: Path) -> None:
     runpy.run_path(str(NEWER_TYPING))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in PRELOADED if upstream.find(checkout).name == "megatron_core" else PRELOADED_DEEPSPEED:
+        for name in PRELOADED if megatrons.find(checkout).name == "megatron_core" else PRELOADED_DEEPSPEED:
             try:
                 importlib.import_module(name)
             except ImportError as error:

@@ -23,8 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_npu import upstream
 from megatron_npu.devices.redirect import callers
+from megatron_npu.upstream import megatrons
 
 from .results import FAILED, PASSED, SKIPPED
 
@@ -226,7 +226,7 @@ def main(
     faulthandler.register(signal.SIGUSR1, file=output)  # the runner asks where a test hangs
     forbid_downloads()
     let_asyncio_wait_for_coroutines()
-    if upstream.find().name == "megatron_deepspeed_core":
+    if megatrons.find().name == "megatron_deepspeed_core":
         lend_group()
     show_device_to_tests()
     note_groups()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from megatron_npu import extension_locks
+from megatron_npu.process import extension_locks
 
 from . import worlds
 from .ports import free_port

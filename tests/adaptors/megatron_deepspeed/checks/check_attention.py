@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.adaptors.comparison import here, leaf, same_gradients
+from tests.support.comparison import here, leaf, same_gradients
 
 LENGTH, BATCH, HIDDEN, HEADS = 12, 2, 64, 4
 
@@ -111,7 +111,7 @@ def check_cached_keys(position, args):
 
 
 def check_a_window_with_alibi_is_refused(args):
-    from megatron_npu.errors import UsageError
+    from megatron_npu.base.errors import UsageError
 
     layer = build("causal", args, pre_tokens=3)
     with pytest.raises(UsageError, match="alibi"):

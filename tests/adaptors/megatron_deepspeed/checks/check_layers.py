@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.adaptors.comparison import here, leaf, same_gradients
+from tests.support.comparison import here, leaf, same_gradients
 
 GATED = {"geglu": F.gelu, "liglu": lambda gate: gate, "reglu": F.relu, "swiglu": F.silu}
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from megatron_npu.attention_flags import AttentionFlags
-from tests.adaptors.comparison import here, leaf, load_stock, same_gradients
+from megatron_npu.options.attention_flags import AttentionFlags
+from tests.support.comparison import here, leaf, load_stock, same_gradients
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.adaptors.comparison import here, leaf, load_stock, same_gradients
+from tests.support.comparison import here, leaf, load_stock, same_gradients
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -258,7 +258,7 @@ def check_what_layers_save_rests_on_the_host(args):
     from megatron.model.enums import AttnMaskType
     from megatron.model.utils import init_method_normal
 
-    from megatron_npu.memory_flags import OFFLOADED
+    from megatron_npu.options.memory_flags import OFFLOADED
     from megatron_npu.sim import counting
 
     args(model_type=ModelType.encoder_or_decoder, min_offloaded_tensor_size=1)

@@ -14,12 +14,12 @@ import torch
 
 from megatron_npu import devices
 from megatron_npu.adaptors.shared import mixed_precision as shared_precision
-from megatron_npu.attention_flags import AttentionFlags
-from megatron_npu.errors import UsageError
-from megatron_npu.ops.adam import FusedAdam
-from tests.adaptors.comparison import here, leaf
-from tests.adaptors.megatron_lm import runs
-from tests.payload import Runs
+from megatron_npu.base.errors import UsageError
+from megatron_npu.ops.optimizers.adam import FusedAdam
+from megatron_npu.options.attention_flags import AttentionFlags
+from tests.support import stock_lm
+from tests.support.comparison import here, leaf
+from tests.support.payload import Runs
 
 DATA = Path(os.environ["CHECK_DATA"])
 
@@ -32,7 +32,7 @@ def parse(monkeypatch):
     from megatron.arguments import parse_args
 
     def with_flags(*flags):
-        monkeypatch.setattr(sys, "argv", ["check", *runs.flags(DATA), *flags])
+        monkeypatch.setattr(sys, "argv", ["check", *stock_lm.flags(DATA), *flags])
         return parse_args()
 
     return with_flags
@@ -62,7 +62,7 @@ def check_decoder_layers_and_connections(parse, monkeypatch):
     from megatron.arguments import validate_args
 
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert validate_args(parse()).decoder_num_layers == runs.LAYERS
+    assert validate_args(parse()).decoder_num_layers == stock_lm.LAYERS
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
@@ -265,18 +265,20 @@ def check_step_of_the_stock_schedule(training, args, capsys):
     from megatron import schedules
 
     model, optimizer = training()
-    tokens = torch.randint(250, (2, runs.LENGTH), device=here())
-    mask = torch.ones(1, 1, runs.LENGTH, runs.LENGTH, dtype=torch.bool, device=here()).triu(1)
+    tokens = torch.randint(250, (2, stock_lm.LENGTH), device=here())
+    mask = torch.ones(1, 1, stock_lm.LENGTH, stock_lm.LENGTH, dtype=torch.bool, device=here()).triu(1)
 
     def step(iterator, chunk):
-        output = chunk(tokens, torch.arange(runs.LENGTH, device=here()).expand(2, -1), mask, labels=tokens)
+        output = chunk(
+            tokens, torch.arange(stock_lm.LENGTH, device=here()).expand(2, -1), mask, labels=tokens
+        )
         return output, lambda losses: (losses.mean(), {"lm loss": losses.mean()})
 
     run = schedules.get_forward_backward_func()
     assert "megatron_lm 285068c8" in capsys.readouterr().out
     model[0].zero_grad_buffer()
     losses = run(step, None, model, optimizer, None, forward_only=False)
-    assert len(losses) == runs.BATCH // 2
+    assert len(losses) == stock_lm.BATCH // 2
     whole = [parameter.main_grad.clone() for parameter in model[0].parameters()]
     model[0].zero_grad_buffer()
     (step(None, model[0])[1](step(None, model[0])[0])[0]).backward()
@@ -327,7 +329,7 @@ def check_checkpoint_loads_as_data(checkpoint, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # even where a user has asked for trust
     content, _, release = _load_base_checkpoint(str(checkpoint[0]), False)
     assert (content["iteration"], release) == (3, False)
-    assert content["args"].num_layers == runs.LAYERS
+    assert content["args"].num_layers == stock_lm.LAYERS
     assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
 
 
@@ -396,5 +398,5 @@ def check_generation_with_and_without_cache(training, args):
                 ids = torch.tensor([row[:end]], device=here())
                 mask = torch.ones(1, 1, end, end, dtype=torch.bool, device=here()).triu(1)
                 logits = chunk(ids, torch.arange(end, device=here())[None], mask)
-                said = min(logits[0, -1].argmax().item(), runs.END)  # upstream clamps padding words
+                said = min(logits[0, -1].argmax().item(), stock_lm.END)  # upstream clamps padding words
                 assert said == row[end]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.adaptors.megatron_lm import runs
+from tests.support import stock_lm
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,7 +21,7 @@ def initialised() -> Iterator[None]:
     megatron_npu.install()
     folder = Path(os.environ["CHECK_DATA"])
     # upstream's softmax kernels would be ours in its own attention too: leave them out of the comparison
-    sys.argv = ["check", *runs.flags(folder), "--no-masked-softmax-fusion"]
+    sys.argv = ["check", *stock_lm.flags(folder), "--no-masked-softmax-fusion"]
     from megatron.initialize import initialize_megatron
 
     initialize_megatron(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})

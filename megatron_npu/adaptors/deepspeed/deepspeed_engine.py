@@ -1,0 +1,130 @@
+"""DeepSpeed's engine, which trains with ``--deepspeed``, as today's DeepSpeed takes it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_npu.adaptors.deepspeed import deepspeed_half
+from megatron_npu.base.errors import UsageError
+from megatron_npu.patching.registry import Recorder
+
+
+def connect(recorder: Recorder, mpu: str) -> None:
+    """Record how a Megatron-DeepSpeed builds its engine.
+
+    Args:
+        recorder: that of the tree.
+        mpu: the module that knows its ranks and groups.
+    """
+
+    @recorder.around(
+        "megatron.training:setup_model_and_optimizer",
+        why="bigscience's hands deepspeed.initialize the configuration twice, as values and by the name of "
+        "its file, which DeepSpeed refuses since 0.7; and DeepSpeed 0.19.8 clips a pipeline's fp32 gradients "
+        "by a wrong norm, times its backward twice with wall_clock_breakdown, which is an assertion, and in "
+        "16 bits without ZeRO takes a step before the first, has the loss scale elsewhere, divides by it "
+        "without having multiplied, and steps from other weights than those it has loaded alone",
+    )
+    def initialise_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Hide the file's name from DeepSpeed, which has its values; let its pipeline clip and time."""
+        deepspeed: Any = importlib.import_module("deepspeed")
+        real = deepspeed.initialize
+
+        def initialize(*, args: Any, **given: Any) -> Any:
+            refuse_other_models(args, isinstance(given["model"], deepspeed.PipelineModule))
+            path, args.deepspeed_config = args.deepspeed_config, None
+            try:
+                engine, *others = deepspeed_half.initialize(real, args=args, **given)
+            finally:
+                args.deepspeed_config = path
+            engine.clip_fp32_gradients = lambda: clip_fp32_gradients(engine, importlib.import_module(mpu))
+            show_loss_scale(engine.optimizer)
+            if isinstance(engine.module, deepspeed.PipelineModule) and not engine.is_last_stage():
+                time_backward_once(engine)
+            return engine, *others
+
+        deepspeed.initialize = initialize
+        try:
+            return original(*args, **kwargs)
+        finally:
+            deepspeed.initialize = real
+
+
+def refuse_other_models(args: Any, pipeline: bool) -> None:
+    """Refuse a model that upstream's training loop cannot step.
+
+    Args:
+        args: upstream's, with ``--deepspeed``.
+        pipeline: the model is a pipeline.
+
+    Raises:
+        UsageError: it is not, and upstream's loop asserts that it is.
+    """
+    # bigscience's tree has no --no-pipeline-parallel, from which deepspeedai's makes the other name
+    if pipeline or not getattr(args, "ds_pipeline_enabled", True):
+        return
+    remedy = (
+        "Add --no-pipeline-parallel." if hasattr(args, "ds_pipeline_enabled") else "Leave --deepspeed out."
+    )
+    raise UsageError(
+        "--deepspeed with a model that is no pipeline, as BERT and T5",
+        "a GPT, of which upstream makes one: its training loop calls the pipeline's engine",
+        remedy,
+    )
+
+
+def show_loss_scale(optimizer: Any) -> None:
+    """Let the loss scale be where upstream's training loop reads it: ``cur_scale``.
+
+    DeepSpeed 0.19.8's optimizers for fp16 without ZeRO keep it in ``loss_scale_config``.
+
+    Args:
+        optimizer: of DeepSpeed's engine; None where it has none of its own.
+    """
+    if hasattr(optimizer, "loss_scale_config") and not hasattr(optimizer, "cur_scale"):
+        type(optimizer).cur_scale = property(lambda one: one.loss_scale_config.cur_scale)
+
+
+def time_backward_once(engine: Any) -> None:
+    """Let the pipeline alone time the backward of this stage.
+
+    DeepSpeed 0.19.8 with ``"wall_clock_breakdown": true`` starts two timers where a stage's backward begins
+    (``PipelineEngine._exec_backward_pass``), and again in a hook of it (``_backward_prologue``).
+
+    Args:
+        engine: of DeepSpeed, of a stage that is not the last: that one's backward is timed by the hook alone.
+    """
+    engine.engine_timers.backward_timers = []
+    engine.engine_timers.backward_inner_timers = []
+
+
+@torch.no_grad()
+def clip_fp32_gradients(engine: Any, mpu: Any) -> None:
+    """Scale the gradients so that their norm over all stages is at most the configuration's.
+
+    What DeepSpeed 0.19.8 computes with ZeRO 0 (``runtime/utils.py``, ``clip_grad_norm_``) counts the tied
+    embedding once for each stage that has it, and the biases and norms of the first stage alone.
+
+    Args:
+        engine: of DeepSpeed, without an optimizer of its own (fp32, ZeRO 0).
+        mpu: upstream's module of ranks and groups.
+    """
+    parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
+    grads = [parameter.grad for parameter in parameters]
+    counted = [parameter.grad for parameter in parameters if _counts_here(parameter, mpu)]
+    # a stage of nothing but what another one counts adds zero
+    norms = torch._foreach_norm(counted) if counted else [grads[0].new_zeros(())]
+    total = torch.stack(norms).square().sum()
+    torch.distributed.all_reduce(total, group=mpu.get_model_parallel_group())
+    torch._foreach_mul_(grads, torch.clamp(engine.gradient_clipping() / (total.sqrt() + 1e-6), max=1.0))
+
+
+def _counts_here(parameter: torch.nn.Parameter, mpu: Any) -> bool:
+    """Return whether this process adds the parameter to the norm, as one of all that have it does."""
+    split = getattr(parameter, "tensor_model_parallel", False)
+    of_another_stage = getattr(parameter, "ds_pipe_replicated", False)  # tied: the embedding of the last
+    return not of_another_stage and (split or mpu.get_tensor_model_parallel_rank() == 0)

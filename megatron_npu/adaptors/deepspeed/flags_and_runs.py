@@ -1,0 +1,266 @@
+"""What the Megatrons that train with DeepSpeed's engine have in common."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import enum
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_npu import devices, watchdog
+from megatron_npu.adaptors.shared import checksums as of_scripts
+from megatron_npu.adaptors.shared import rendezvous
+from megatron_npu.adaptors.shared.start import announce_first, connect_old_tree
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.base.replaced import Replaced
+from megatron_npu.patching.registry import Recorder
+from megatron_npu.process import deepspeed_device, extension_locks
+from megatron_npu.safe_files.checkpoint_values import data_only
+
+HIGHEST_STAGE_OF_A_PIPELINE = 1  # DeepSpeed 0.19.8, PipelineEngine.__init__
+
+# --- start ------------------------------------------------------------------------------------------
+
+
+def connect_start(recorder: Recorder) -> None:
+    """Record what a tree of old needs at its start, and what DeepSpeed needs.
+
+    Args:
+        recorder: that of the tree.
+    """
+    connect_old_tree(recorder)
+    recorder.around("megatron.training:train_step", why="the place to say once what was patched")(
+        announce_first
+    )
+    recorder.around(
+        "megatron.initialize:_initialize_distributed",
+        why="DeepSpeed asks MPI who this process is unless a launcher says it, counts sockets as the devices "
+        "of a CPU, compiles a communication over shared memory for inference at the first start on one, and "
+        "waits for ever for an interrupted compilation, as of --cpu-optimizer",
+    )(meet)
+
+
+def meet(original: Callable[..., None]) -> None:
+    """Tell a process that runs alone who it is; let no compilation of DeepSpeed's stand in the way."""
+    rendezvous.provide_address()
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        os.environ.setdefault(name, value)
+    # how many devices DeepSpeed sees on a CPU: one for each process
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    deepspeed_device.compile_nothing()
+    extension_locks.remove_stale("megatron_npu")  # other ranks compile nothing before they have met the first
+    original()
+
+
+# --- checkpoints ------------------------------------------------------------------------------------
+
+
+_TAG = "latest"  # the tracker of DeepSpeed's engine: the name of a folder beside it
+_REMEDY = f"Name an older one in {of_scripts.TRACKER}, or with --deepspeed in {_TAG}."
+
+
+def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[ModuleType]]) -> None:
+    """Record that checkpoints, also of DeepSpeed's engine, run no code, have checksums, and are private.
+
+    Args:
+        recorder: that of the tree.
+        enumerations: returns the modules whose enumerations the saved arguments name.
+    """
+    recorder.around("megatron.arguments:_add_checkpointing_args", why=of_scripts.WHY_VERIFY)(
+        of_scripts.add_verify_flag
+    )
+    recorder.around(
+        "megatron.checkpointing:get_checkpoint_tracker_filename",
+        why="upstream names a checkpoint as the newest before its checksums are there",
+    )(of_scripts.tracker_to_write)
+
+    @recorder.around(
+        "megatron.checkpointing:load_checkpoint",
+        why="torch.load of today refuses argparse.Namespace, and upstream then ends the process with exit "
+        "code 0; DeepSpeed's engine, and torch.load of 2.5 and before, run whatever code the file holds; "
+        "files with flipped bits load without a word",
+    )
+    @watchdog.phase("loading")
+    def load_data_only(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+        """Read tensors, numbers and arguments, nothing that runs; say what is wrong with a bad file."""
+        from megatron import get_args
+
+        given = get_args()
+        root = getattr(given, _load_arg(*args, **kwargs))
+        kinds = [kind for module in enumerations() for kind in vars(module).values()]
+        named = [kind for kind in kinds if isinstance(kind, enum.EnumMeta)]
+        place = _newest(given, root) if getattr(given, "verify_checkpoint", True) else None
+        with of_scripts.verifying(place, _REMEDY), data_only(root, *named, *deepspeed_device.harmless()):
+            return original(*args, **kwargs)
+
+    recorder.around(
+        "megatron.checkpointing:save_checkpoint",
+        why="files are to be 640, folders 750, to have checksums, and to be named as the newest after that",
+    )(save_privately)
+
+
+def _load_arg(
+    model: Any, optimizer: Any, scheduler: Any, load_arg: str = "load", *rest: Any, **kwargs: Any
+) -> str:
+    """Return which argument names the checkpoint, of those that ``load_checkpoint`` is called with."""
+    return load_arg
+
+
+def _newest(given: argparse.Namespace, root: str) -> Path | None:
+    """Return the checkpoint that is to be loaded, None if the trackers name none."""
+    if not given.deepspeed:
+        return of_scripts.of_tracker(root)
+    # of DeepSpeed's ds_to_universal, beside the other
+    universal = getattr(given, "universal_checkpoint", False)
+    tracker = Path(root, f"{_TAG}_universal" if universal else _TAG)
+    tag = getattr(given, "load_tag", None)  # deepspeedai's --load-tag
+    if tag is None and tracker.is_file():
+        tag = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    return Path(root, tag) if tag else None
+
+
+@watchdog.phase(watchdog.SAVING)
+def save_privately(
+    original: Callable[..., None], iteration: int, model: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Save private files with their checksums, then let the tracker name them."""
+    from megatron import get_args
+
+    given = get_args()
+    verifies = getattr(given, "verify_checkpoint", True)
+    mask = files.tighten_umask()
+    try:
+        with _tagged_afterwards(model[0], given.save) if given.deepspeed else contextlib.nullcontext() as tag:
+            place = Path(given.save, tag) if tag else of_scripts.folder(given.save, iteration)
+            with of_scripts.saving(given.save, place, verifies=verifies):
+                original(iteration, model, *args, **kwargs)
+    finally:
+        os.umask(mask)
+
+
+@contextlib.contextmanager
+def _tagged_afterwards(engine: Any, root: str) -> Iterator[str]:
+    """Give the name of the folder that the engine saves into, and name it as the newest behind the block."""
+    tag = f"global_step{engine.global_steps}"
+    replaced = Replaced()  # the engine may have a method of its own, set by a program
+    replaced.set(
+        engine, "save_checkpoint", functools.partial(engine.save_checkpoint, tag=tag, save_latest=False)
+    )
+    try:
+        yield tag
+    finally:
+        replaced.undo()
+    if of_scripts.is_first():
+        files.write(Path(root, _TAG), tag)
+
+
+# --- what cannot work -------------------------------------------------------------------------------
+
+
+def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], None]) -> None:
+    """Record that options are refused as soon as they are parsed.
+
+    Args:
+        recorder: that of the tree.
+        refuse: raises a UsageError about options that cannot work.
+    """
+
+    @recorder.around(
+        "megatron.arguments:parse_args",
+        why="what DeepSpeed or this tree does not do with these flags is an assertion of every rank, after "
+        "the model is built",
+        order=2,  # what this tree is cured of lies inside
+    )
+    def parse_and_refuse(original: Callable[..., argparse.Namespace], *args: Any, **kwargs: Any) -> Any:
+        """Parse; refuse what would fail later."""
+        refuse_flags_of_other_trees(sys.argv[1:])
+        parsed = original(*args, **kwargs)
+        refuse(parsed)
+        return parsed
+
+
+# Flags that we add to the other Megatrons, and what does a similar thing here.
+_OF_OTHER_TREES = {
+    "--hccl-group-buffer-adaptive": "Set HCCL_BUFFSIZE instead: MiB for the buffers of every group.",
+    "--swap-optimizer": "Let DeepSpeed's configuration say zero_optimization.offload_optimizer instead.",
+    "--reuse-fp32-param": "Share the optimizer's state out instead: --zero-stage 1.",
+    "--fine-grained-activation-offloading": "Compute again instead: --checkpoint-activations.",
+    "--offload-modules": "Compute again instead: --checkpoint-activations.",
+    "--cross-entropy-fusion-impl": "Leave it out: this tree's loss has its logits whole.",
+}
+
+
+def refuse_flags_of_other_trees(words: Sequence[str]) -> None:
+    """Refuse by name what only the other Megatrons get from this package; their parser lists all of its own.
+
+    Args:
+        words: of the command line.
+
+    Raises:
+        UsageError: one of them is such a flag.
+    """
+    for word in words:
+        flag = word.partition("=")[0]
+        if remedy := _OF_OTHER_TREES.get(flag):
+            expected = "flags of this tree: Megatron-LM and megatron-core alone have it"
+            raise UsageError(f"{flag} with Megatron-DeepSpeed", expected, remedy)
+
+
+def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: str) -> None:
+    """Refuse what DeepSpeed's engine does not do with this configuration.
+
+    Args:
+        args: upstream's, with ``--deepspeed``.
+        pipeline: the model is a pipeline, which DeepSpeed's engine shards at stages 0 and 1 alone.
+        remedy: what to do about a higher stage.
+
+    Raises:
+        UsageError: no configuration that can be read, a stage of ZeRO that a pipeline does not have, fp16
+            on a CPU.
+    """
+    config = read_configuration(args.deepspeed_config)
+    stage = zero_stage(args, config)
+    if pipeline and stage > HIGHEST_STAGE_OF_A_PIPELINE:
+        raise UsageError(
+            f"ZeRO stage {stage} with --deepspeed, whose model is a pipeline here",
+            f"--zero-stage 0 or {HIGHEST_STAGE_OF_A_PIPELINE}, in the configuration, too: DeepSpeed's engine "
+            "for pipelines shards the optimizer's state alone",
+            remedy,
+        )
+    if (config.get("fp16") or {}).get("enabled") and devices.current().name == "cpu":
+        raise UsageError(
+            "fp16 with --deepspeed on a CPU",
+            "bf16 or fp32: DeepSpeed has no fp16 there",
+            "Train with --bf16, or without --deepspeed: the tree's own fp16 runs on a CPU.",
+        )
+
+
+def zero_stage(args: argparse.Namespace, config: dict[str, Any]) -> int:
+    """Return the higher of the stages that upstream's arguments and DeepSpeed's configuration name."""
+    return max(int(args.zero_stage), int((config.get("zero_optimization") or {}).get("stage", 0)))
+
+
+def read_configuration(path: str | None) -> dict[str, Any]:
+    """Return DeepSpeed's configuration.
+
+    Raises:
+        UsageError: there is none, or it is no JSON object.
+    """
+    expected, remedy = "a file with a JSON object", "Name DeepSpeed's configuration with --deepspeed_config."
+    if not path or not Path(path).is_file():
+        raise UsageError(f"--deepspeed_config {path}: no such file", expected, remedy)
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--deepspeed_config {path}: {error}", expected, remedy) from error
+    if not isinstance(config, dict):
+        raise UsageError(f"--deepspeed_config {path}: a {type(config).__name__}", expected, remedy)
+    return config

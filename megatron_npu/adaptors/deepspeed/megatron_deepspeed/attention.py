@@ -1,0 +1,124 @@
+"""``ParallelAttention`` of ``megatron.model.transformer``: fused attention; the softmax for alibi."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, cat
+
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed.decorators import around, records, replace
+from megatron_npu.adaptors.shared.arguments import connect_attention_flags
+from megatron_npu.adaptors.shared.core_attention import attend, more_is_masked_than_the_future, scale_of
+from megatron_npu.base.errors import UsageError
+from megatron_npu.ops import softmax
+from megatron_npu.ops.rotary import rotary_by_tables
+from megatron_npu.options.attention_flags import AttentionFlags
+
+Cache = tuple[Tensor, Tensor]  # keys and values [sk, b, n, d], before rotary embedding
+
+connect_attention_flags(records)
+
+
+@around(
+    "megatron.model.transformer:ParallelAttention.forward",
+    why="upstream materialises the scores [b, n, sq, sk]; the device has fused attention. Alibi adds a bias "
+    "to them and stays upstream's",
+)
+def forward(
+    original: Callable[..., Any],
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    layer_past: Cache | None = None,
+    get_key_value: bool = False,
+    encoder_output: Tensor | None = None,
+    alibi: Tensor | None = None,
+) -> tuple[Any, Tensor]:
+    """``[sq, b, h]`` to ``[sq, b, h]`` and the bias ``[h]``; with ``get_key_value`` the cache in a list, too.
+
+    Raises:
+        UsageError: a window with alibi.
+    """
+    from megatron import get_args, mpu
+
+    flags = AttentionFlags.from_args(get_args())
+    if alibi is not None:
+        if flags.window != (None, None):
+            raise UsageError(
+                "--pre-tockens or --next-tockens with --position-embedding-type alibi",
+                "a window with another position embedding",
+                "Leave the window out: attention with alibi is upstream's own.",
+            )
+        cached = {"layer_past": layer_past, "get_key_value": get_key_value}
+        return original(
+            self, hidden_states, attention_mask, encoder_output=encoder_output, alibi=alibi, **cached
+        )
+    crossing = self.attention_type.name == "cross_attn"
+    causal = self.attn_mask_type.name == "causal"
+    query, key, value = _project(self, hidden_states, encoder_output if crossing else None)
+    if layer_past is not None:
+        key, value = (
+            cat([past.type_as(new), new]) for past, new in zip(layer_past, (key, value), strict=True)
+        )
+    present = key, value
+    queries, keys = query.size(0), key.size(0)
+    if self.position_embedding_type.name == "rotary":
+        query, key = _turn(self, query, key, value)
+    if attention_mask is not None:
+        rows = slice(0, queries) if crossing else slice(keys - queries, keys)  # curriculum, cached keys
+        attention_mask = attention_mask[..., rows, :keys]
+    dropout_p = self.attention_dropout.p if self.training else 0.0
+    # heads are split, so each rank has its own masks
+    with mpu.get_cuda_rng_tracker().fork() if dropout_p else contextlib.nullcontext():
+        context = attend(
+            query,
+            key,
+            value,
+            flags=flags.without_window() if crossing else flags,
+            scale=scale_of(self),
+            causal=causal,
+            offset=0 if crossing else keys - queries,
+            mask=attention_mask if not causal or more_is_masked_than_the_future() else None,
+            dropout_p=dropout_p,
+        )
+    output, bias = self.dense(context.flatten(2))
+    return ([output, present] if get_key_value else output), bias
+
+
+def _project(self: Any, hidden: Tensor, encoded: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value, ``[s, b, n, d]``; the last two of ``[sk, b, h]`` encoded, if given."""
+    heads, size = self.num_attention_heads_per_partition, self.hidden_size_per_attention_head
+    if encoded is None:
+        mixed, _ = self.query_key_value(hidden)
+        query, key, value = mixed.unflatten(-1, (heads, 3 * size)).chunk(3, -1)
+        return query, key, value
+    query = self.query(hidden)[0].unflatten(-1, (heads, size))
+    key, value = self.key_value(encoded)[0].unflatten(-1, (heads, 2 * size)).chunk(2, -1)
+    return query, key, value
+
+
+def _turn(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return query and key by their positions; upstream cannot with a cache (it asks a tuple for numel)."""
+    keys, behind = key.size(0), key.size(0) - query.size(0)
+    cosine, sine = (table[:, None] for table in self.rotary_emb(value, seq_len=keys))
+    return (
+        rotary_by_tables(query, cosine[behind:], sine[behind:]),
+        rotary_by_tables(key, cosine, sine),
+    )
+
+
+@replace(
+    "megatron.model.fused_softmax:FusedScaleMaskSoftmax.forward",
+    why="upstream's kernels are CUDA extensions, and both its paths end in an assertion where a causal layer "
+    "has a mask, as without --deepspeed",
+)
+def forward_softmax(self: Any, input: Tensor, mask: Tensor | None) -> Tensor:
+    """``[b, n, sq, sk]`` scores to probabilities of the same shape and dtype.
+
+    A causal mask that forbids more than the future (``--reset-attention-mask``) counts; what queries behind
+    cached keys see, the mask says alone.
+    """
+    causal = self.attn_mask_type.name == "causal" and input.size(-2) == input.size(-1)
+    return softmax.scale_mask_softmax(input, mask, self.scale, causal)

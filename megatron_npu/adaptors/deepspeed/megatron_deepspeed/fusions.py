@@ -1,0 +1,62 @@
+"""Element-wise functions that upstream leaves to TorchScript's fusers, which know no NPU.
+
+Connects ``fused_bias_gelu``, ``transformer``, ``glu_activations``, ``positional_embeddings`` and ``utils`` of
+``megatron.model``.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed.decorators import constant, records, replace
+from megatron_npu.adaptors.shared import fusions
+from megatron_npu.ops import activation
+from megatron_npu.ops.rotary import rotary_by_tables
+
+fusions.connect(records)
+fusions.connect_gelu(records)
+
+
+def liglu(input: Tensor) -> Tensor:
+    """``a * b`` for ``input = [a, b]``, ``[..., 2h]`` to ``[..., h]`` (Shazeer 2020), as those below."""
+    value, gate = input.chunk(2, -1)
+    return value * gate
+
+
+def geglu(input: Tensor) -> Tensor:
+    """``a * gelu(b)``, exact form."""
+    value, gate = input.chunk(2, -1)
+    return value * activation.gelu(gate)
+
+
+def reglu(input: Tensor) -> Tensor:
+    """``a * relu(b)``."""
+    value, gate = input.chunk(2, -1)
+    return value * F.relu(gate)
+
+
+def swiglu(input: Tensor) -> Tensor:
+    """``a * silu(b)``: the gate is the second half, unlike that of ``ops.activation``."""
+    value, gate = input.chunk(2, -1)
+    return value * F.silu(gate)
+
+
+constant(
+    "megatron.model.glu_activations:GLU_ACTIVATIONS",
+    {"geglu": geglu, "liglu": liglu, "reglu": reglu, "swiglu": swiglu},
+    why=fusions.COMPILED_ANEW,
+)
+
+
+@replace("megatron.model.positional_embeddings:apply_rotary_pos_emb", why=fusions.COMPILED_ANEW)
+def apply_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Turn ``[sq, b * n, d]`` and ``[sk, b * n, d]`` by the tables ``[s, 1, d]`` from row ``offset`` on."""
+    return _turn(q, cos, sin, offset), _turn(k, cos, sin, offset)
+
+
+def _turn(input: Tensor, cosine: Tensor, sine: Tensor, offset: int) -> Tensor:
+    rows = slice(offset, offset + input.size(0))
+    return rotary_by_tables(input[:, None], cosine[rows, None], sine[rows, None]).squeeze(1)

@@ -1,0 +1,26 @@
+"""``megatron.text_generation_utils``, which ``tools/generate_samples_gpt.py`` writes text with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed.decorators import around
+
+
+@around(
+    "megatron.text_generation_utils:forward_step",
+    why="the logits of the vocabulary's padding are drawn from, too, and its tokens end in a KeyError of the "
+    "tokenizer",
+    upstream_bug=True,
+    until="8387ae17 is its last commit: for ever",
+)
+def forward_without_padding(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let tokens that the tokenizer has no text for be impossible: ``[b, s, v]`` logits, v padded."""
+    from megatron import get_tokenizer, mpu
+
+    result = original(*args, **kwargs)
+    if mpu.is_pipeline_last_stage():
+        logits = result[0] if isinstance(result, tuple) else result
+        logits[..., get_tokenizer().vocab_size :] = float("-inf")
+    return result

@@ -1,0 +1,37 @@
+"""``megatron.arguments``: what ``pretrain_gpt.py`` and ``pretrain_t5.py`` read and upstream leaves out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import UNTIL, around
+
+
+@around(
+    "megatron.arguments:parse_args",
+    why="pretrain_gpt.py reads deepspeed_config_dict, which there is with --deepspeed alone: without it ends "
+    "in an AttributeError",
+    upstream_bug=True,
+    until=UNTIL,
+)
+def without_configuration(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
+    """Let there be none without."""
+    parsed: argparse.Namespace = original(*args, **kwargs)
+    parsed.deepspeed_config_dict = None
+    return parsed
+
+
+@around(
+    "megatron.arguments:validate_args",
+    why="a T5 without --decoder-num-layers ends in a TypeError",
+    upstream_bug=True,
+    until=UNTIL,
+)
+def with_layers_of_the_decoder(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
+    """Let a decoder have as many layers as the encoder."""
+    validated: argparse.Namespace = original(*args, **kwargs)
+    if validated.decoder_num_layers is None:
+        validated.decoder_num_layers = validated.encoder_num_layers
+    return validated

@@ -1,0 +1,19 @@
+"""``megatron.checkpointing``: checkpoints, also of DeepSpeed's engine, read without running code."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from megatron_npu.adaptors.deepspeed.flags_and_runs import connect_checkpoints
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import records
+
+
+def _enumerations() -> list[ModuleType]:
+    from megatron.core import enums as of_core
+    from megatron.core.transformer import enums as of_layers
+    from megatron.model import enums as of_models
+
+    return [of_core, of_layers, of_models]
+
+
+connect_checkpoints(records, _enumerations)

@@ -1,0 +1,129 @@
+"""``megatron.optimizer``: without CUDA the same Adam and the same clipping as with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.adaptors.deepspeed.flags_and_runs import zero_stage
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import (
+    UNTIL,
+    backport,
+    constant,
+    replace,
+)
+from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED, WITHOUT_CUDA
+from megatron_npu.ops.optimizers import multi_tensor
+from megatron_npu.ops.optimizers.adam import FusedAdam
+
+
+def adam(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of ``--optimizer adam``, which decouples weight decay.
+
+    Stage 3 of ZeRO steps part by part, several times an iteration. ``FusedAdam``, as apex's, counts the steps
+    of a group; torch's AdamW those of each part.
+
+    Args:
+        groups: parameters, with ``wd_mult`` and ``lr_mult``.
+        options: ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+    """
+    return torch.optim.AdamW(groups, **options) if _in_parts() else FusedAdam(groups, **options)
+
+
+def _in_parts() -> bool:
+    from megatron import get_args
+
+    args = get_args()
+    # upstream has read the file by now, and forgotten its name
+    return bool(args.deepspeed) and zero_stage(args, args.deepspeed_config_dict) == 3
+
+
+constant(
+    "megatron.optimizer:Adam",
+    adam,
+    devices=WITHOUT_CUDA,
+    why="without CUDA upstream takes torch's Adam, which adds weight decay to the gradient; apex's, taken "
+    "with CUDA, decouples it: another training with the same flags; and under stage 3 of ZeRO apex's counts "
+    "a step for each part of the model",
+    upstream_bug=True,
+    until=UNTIL,
+)
+
+replace(
+    "megatron.optimizer.optimizer:_multi_tensor_copy_this_to_that",
+    why="upstream copies bf16, and everything without CUDA, tensor by tensor: a launch for each parameter"
+    + LAUNCHES_COUNTED,
+)(multi_tensor.copy_all)
+
+
+@backport(
+    "megatron.optimizer:get_param_groups",
+    why="under stage 3 of ZeRO a GPT is made of parts, each with one dimension: upstream takes every "
+    "weight for a bias, and --weight-decay reaches none",
+)
+def group_by_whole_shapes(
+    original: Callable[..., list[dict[str, Any]]],
+    modules: Any,
+    no_weight_decay_cond: Callable[[str, Tensor], bool] | None,
+    *scales: Any,
+) -> list[dict[str, Any]]:
+    """Let biases and what has one dimension as a whole do without decay, unless the caller says what."""
+    return original(modules, no_weight_decay_cond or does_without_decay, *scales)
+
+
+def does_without_decay(name: str, parameter: Tensor) -> bool:
+    """Return what upstream would, were the parameter whole (``ds_shape`` is DeepSpeed's, of a part)."""
+    return name.endswith(".bias") or len(getattr(parameter, "ds_shape", parameter.shape)) == 1
+
+
+@replace(
+    "megatron.optimizer.clip_grads:clip_grad_norm_fp32",
+    devices=WITHOUT_CUDA,
+    why="without CUDA it asks a Python float for .to(), and compares with a type of tensor that is not one",
+    upstream_bug=True,
+    until=UNTIL,
+)
+def clip_grad_norm_fp32(
+    parameters: Tensor | Iterable[Tensor],
+    grads_for_norm: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2,
+    model_parallel_group: Any = None,
+) -> float:
+    """Scale the fp32 gradients of ``parameters`` so that their norm is at most ``max_norm``; return the norm.
+
+    Args:
+        parameters: those whose gradients are scaled.
+        grads_for_norm: the gradients that this process adds to the norm.
+        max_norm: the largest norm that is left alone.
+        norm_type: its order; may be inf.
+        model_parallel_group: the processes whose gradients make one norm.
+    """
+    order = float(norm_type)
+    given = _listed(parameters)
+    counted = _listed(grads_for_norm)
+    if order == 2:
+        none = given[0].new_zeros(1, dtype=torch.int32)
+        total = multi_tensor.multi_tensor_l2norm(0, none, [counted])[0]
+    else:
+        norms = torch._foreach_norm(counted, order) if counted else [given[0].new_zeros(())]
+        total = torch.linalg.vector_norm(torch.stack(norms), order).reshape(1)
+    if order == torch.inf:
+        torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX, model_parallel_group)
+    else:
+        total = total**order
+        torch.distributed.all_reduce(total, group=model_parallel_group)
+        total = total ** (1 / order)
+    norm = float(total)
+    factor = max_norm / (norm + 1e-6)
+    grads = [parameter.grad for parameter in given if parameter.grad is not None]
+    if factor < 1 and grads:
+        torch._foreach_mul_(grads, factor)
+    return norm
+
+
+def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

@@ -1,0 +1,49 @@
+"""Rotary position embedding of ``megatron.model.rotary_pos_embedding``, whose tables upstream mixes up.
+
+It makes a table of cosines and one of sines, and then gives queries the first and keys the second, as if each
+were angles: whose cosine and sine it takes again. Here both are one tensor on all ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import backport
+from megatron_npu.ops.rotary import rotary_by_tables
+
+_MODULE = "megatron.model.rotary_pos_embedding"
+
+
+@backport(
+    f"{_MODULE}:RotaryEmbedding.forward",
+    why="the pipeline moves its result to the device, and text generation takes it for one table: both end "
+    "in an error, since it is a list of two",
+)
+def both_tables(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """Cosines and sines, ``[2, s, 1, 1, r]``, which still can be unpacked as two."""
+    return torch.stack(original(*args, **kwargs))
+
+
+def side_by_side(tables: Any) -> Tensor | None:
+    """Return the tables ``[s, 1, 1, 2 r]``, whose rows can be chosen, of the two that a layer is given."""
+    return None if tables is None else torch.cat([*tables], -1)
+
+
+def turn(t: Tensor, tables: Tensor) -> Tensor:
+    """Turn ``[s, b, n, d]`` by the tables of ``side_by_side``, of which there may be more rows than s."""
+    cosine, sine = tables[: t.size(0)].chunk(2, -1)
+    return rotary_by_tables(t, cosine, sine)
+
+
+@backport(
+    f"{_MODULE}:apply_rotary_pos_emb",
+    why="it takes the cosine and the sine of what is the table of cosines already, and keeps them for keys, "
+    "too: all angles lie between -1 and 1, whatever the position",
+)
+def apply_rotary_pos_emb(original: Callable[..., Tensor], t: Tensor, freqs: Tensor) -> Tensor:
+    """Turn by positions."""
+    return turn(t, freqs)

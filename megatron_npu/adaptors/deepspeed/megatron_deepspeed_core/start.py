@@ -1,0 +1,10 @@
+"""What happens once: initialisation, kernels that need not be built, the line before the first step."""
+
+from __future__ import annotations
+
+from megatron_npu.adaptors.deepspeed.flags_and_runs import connect_start
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import records
+from megatron_npu.adaptors.shared.start import keep_fusers
+
+connect_start(records)
+keep_fusers(records)

@@ -1,0 +1,49 @@
+"""T5 of ``megatron.model.t5_model``, which upstream left behind when it changed what it calls.
+
+``--decoder-num-layers`` has no default (``arguments.py``); the mask of cross-attention is given where the ids
+of a retriever are expected; and the losses of experts are returned without being asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import UNTIL, around
+
+_MASK = 6  # the position of encoder_decoder_attn_mask, as T5Model passes it
+
+
+@around(
+    "megatron.model.language_model:TransformerLanguageModel.forward",
+    why="T5 gives the mask of cross-attention by position, where the ids of a retriever have been put since: "
+    "padding is attended to",
+    upstream_bug=True,
+    until=UNTIL,
+)
+def with_mask_of_cross_attention(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, ...]:
+    """Give the mask ``[b, 1, sd, se]`` by its name."""
+    if self.add_decoder and len(args) > _MASK and not self.add_retriever:
+        kwargs["enc_dec_attn_mask"], args = args[_MASK], args[:_MASK]
+    outputs: tuple[Any, ...] = original(self, *args, **kwargs)
+    return outputs
+
+
+@around(
+    "megatron.model.t5_model:T5Model.forward",
+    why="it returns the losses of experts, too, on which pretrain_t5.py ends in an AttributeError",
+    upstream_bug=True,
+    until=UNTIL,
+)
+def without_losses_of_experts(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the losses ``[b, s]`` alone, unless the others were asked for."""
+    output = original(self, *args, **kwargs)
+    losses = isinstance(output, tuple) and self.post_process and self.add_decoder
+    if losses and not self.return_moe_loss:
+        only: Tensor = output[0]
+        return only
+    return output

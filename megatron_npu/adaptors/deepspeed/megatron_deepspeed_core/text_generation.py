@@ -1,0 +1,116 @@
+"""``tools/generate_samples_gpt.py``, which upstream left behind when it changed the model that it calls.
+
+It declares a flag that the tree has by now, and hands keys and values from step to step as bigscience's model
+takes them (``layer_past``); the GPT of this tree keeps them in the ``InferenceParams`` elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import UNTIL, around
+
+_TWICE = "--local_rank"  # of the tree, and of the tool
+
+
+@around(
+    "megatron.arguments:parse_args",
+    why="tools/generate_samples_gpt.py declares --local_rank, which the tree has by now: it ends in an "
+    "ArgumentError",
+    upstream_bug=True,
+    until=UNTIL,
+    order=1,
+)
+def with_flag_of_the_tool(
+    original: Callable[..., argparse.Namespace], extra_args_provider: Any = None, *args: Any, **kwargs: Any
+) -> argparse.Namespace:
+    """Let a script declare the flag once more; its own counts."""
+
+    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        declared = parser._option_string_actions
+        of_the_tree = declared.pop(_TWICE)
+        extended: argparse.ArgumentParser = extra_args_provider(parser)
+        declared.setdefault(_TWICE, of_the_tree)
+        return extended
+
+    return original(extra_args_provider and provide, *args, **kwargs)
+
+
+@around(
+    "megatron.text_generation_utils:forward_step",
+    why="tools/generate_samples_gpt.py hands keys and values to the model as it took them once: it ends in a "
+    "TypeError; and the logits of the vocabulary's padding are drawn from, too, whose tokens have no text",
+    upstream_bug=True,
+    until=UNTIL,
+)
+def forward_step(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give upstream's step a model that takes and returns keys and values as it wants."""
+    return original(_Remembering(model), *args, **kwargs)
+
+
+class _Remembering:
+    """A model of this tree, called as ``megatron.text_generation_utils`` calls one."""
+
+    def __init__(self, model: Any) -> None:
+        from megatron import text_generation_utils as tool
+
+        wrappers = (tool.torchDDP, tool.LocalDDP, tool.Float16Module)
+        self._model = model
+        self.set_input_tensor = tool.unwrap_model(model, wrappers).set_input_tensor
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        tokentype_ids: Tensor | None,
+        layer_past: Any,
+        get_key_value: bool | None,
+        forward_method_parallel_output: bool | None,
+    ) -> Any:
+        """Return the output ``[b, s, v]``, with ``get_key_value`` also what has been read so far.
+
+        Args:
+            tokens: ``[b, s]``, with ``get_key_value`` those that have not been read.
+            position_ids: theirs.
+            attention_mask: ``[1 or b, 1, all, all]`` of the whole text, true where nothing is seen.
+            tokentype_ids: ``[b, s]``.
+            layer_past: what the last call returned, None at first.
+            get_key_value: whether to keep keys and values.
+            forward_method_parallel_output: the model was built so.
+        """
+        if get_key_value:
+            memory = layer_past or _memory(tokens.size(0), attention_mask.size(-1))
+            end = memory.sequence_len_offset + tokens.size(1)
+            mask = attention_mask[..., memory.sequence_len_offset : end, :end]
+        else:
+            memory, mask = None, attention_mask
+        output, _ = self._model(
+            tokens, position_ids, mask, tokentype_ids=tokentype_ids, inference_params=memory
+        )
+        _forbid_padding(output)
+        if memory is None:
+            return output
+        memory.sequence_len_offset = end
+        return output, memory
+
+
+def _memory(batch: int, length: int) -> Any:
+    """Return an empty memory of keys and values: ``[length, batch, n, d]`` for each layer."""
+    from megatron.text_generation.forward_step import InferenceParams
+
+    return InferenceParams(batch, length)
+
+
+def _forbid_padding(output: Tensor) -> None:
+    """Let tokens that the tokenizer has no text for be impossible: ``[b, s, v]`` logits of the last stage."""
+    from megatron import get_tokenizer
+    from megatron.core import mpu
+
+    if mpu.is_pipeline_last_stage():
+        output[..., get_tokenizer().vocab_size :] = float("-inf")

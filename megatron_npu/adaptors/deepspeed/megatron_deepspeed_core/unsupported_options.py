@@ -1,0 +1,87 @@
+"""``megatron.arguments``: what DeepSpeed or the tree refuses with a traceback of every rank, in one line."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_npu import devices
+from megatron_npu.adaptors.deepspeed.flags_and_runs import (
+    connect_refusals,
+    read_configuration,
+    refuse_configuration,
+    zero_stage,
+)
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import records
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """Refuse options that cannot work.
+
+    Raises:
+        UsageError: ``--ds-sequence-parallel-fpdt``; ``--ds-sequence-parallel-size`` where it does not train;
+            rotary embedding where upstream's wrong one ends in an error; ``--apply-layernorm-1p`` without
+            CUDA; with ``--deepspeed``: what its configuration cannot do.
+    """
+    if args.ds_sequence_parallel_fpdt:
+        raise UsageError(
+            "--ds-sequence-parallel-fpdt, whose attention in chunks is flash-attn's for CUDA",
+            "--ds-sequence-parallel-size alone",
+            "Leave it out.",
+        )
+    if args.apply_layernorm_1p and devices.current().name != "cuda":
+        raise UsageError(
+            "--apply-layernorm-1p without CUDA, where upstream takes a layer norm that does not have it",
+            "plain layer norm, or --normalization rmsnorm",
+            "Leave it out.",
+        )
+    if args.ds_sequence_parallel_size > 1:
+        _refuse_sequence_parallel(args)
+    if args.use_rotary_position_embeddings and not settings.BACKPORT.enabled():
+        _refuse_rotary(args)
+    if args.deepspeed:
+        remedy = "Add --no-pipeline-parallel for stages 2 and 3, or take stage 1."
+        refuse_configuration(args, pipeline=not args.no_pipeline_parallel, remedy=remedy)
+
+
+def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
+    """Refuse where the ranks of a sequence would train each for itself, or upstream ends in an assertion."""
+    given = f"--ds-sequence-parallel-size {args.ds_sequence_parallel_size}"
+    if max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1:
+        raise UsageError(
+            f"{given} with --tensor-model-parallel-size or --pipeline-model-parallel-size",
+            "one of the three: upstream has no groups for more",
+            "Leave the others out.",
+        )
+    if not args.deepspeed or not args.no_pipeline_parallel:
+        raise UsageError(
+            f"{given} without --deepspeed --no-pipeline-parallel",
+            "DeepSpeed's engine, which sums the gradients of a sequence's ranks, and a model that gives each "
+            "its part of the tokens",
+            "Add both flags.",
+        )
+    config = read_configuration(args.deepspeed_config)
+    scatters = (config.get("zero_optimization") or {}).get("reduce_scatter", True)
+    if zero_stage(args, config) == 3 and scatters:
+        raise UsageError(
+            f"{given} at stage 3 of ZeRO, where DeepSpeed averages the gradients of a sequence's ranks",
+            "their sum",
+            'Add "reduce_scatter": false to "zero_optimization" in the configuration, or take stage 2.',
+        )
+
+
+def _refuse_rotary(args: argparse.Namespace) -> None:
+    """Refuse where upstream ends in an error, or trains without it; elsewhere it trains with wrong angles."""
+    ranks = args.ds_sequence_parallel_size > 1
+    if ranks or (args.deepspeed and not args.no_pipeline_parallel):
+        raise UsageError(
+            "--use-rotary-position-embeddings with "
+            + ("--ds-sequence-parallel-size" if ranks else "DeepSpeed's pipeline"),
+            "upstream's rotary embedding, which mixes up its two tables, to be cured for that",
+            f"Set {settings.BACKPORT.name}=1; or leave "
+            + ("that out." if ranks else "it to --no-pipeline-parallel."),
+        )
+
+
+connect_refusals(records, refuse)

@@ -1,0 +1,247 @@
+"""The processes that write a checkpoint: none outlives the training, and training outlives each of them.
+
+Connects ``megatron.core.dist_checkpointing.strategies.filesystem_async``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import gc
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, replace
+from megatron_npu.process import interruption
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+
+
+class ResultsFile:
+    """A queue between a process and its children, in a file without a name.
+
+    What upstream takes from the queue of a multiprocessing manager: ``put`` and ``get_nowait``. Children that
+    are forked share the file, and spawned ones are given it by pickle; nothing is left of it when the
+    last process ends, however it ends.
+    """
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._read = 0
+
+    def put(self, item: Any) -> None:
+        """Append an item."""
+        content = pickle.dumps(item)
+        record = len(content).to_bytes(8, "big") + content
+        with self._locked() as fd:
+            written, end = 0, os.fstat(fd).st_size
+            while written < len(record):
+                written += os.pwrite(fd, record[written:], end + written)
+
+    def get_nowait(self) -> Any:
+        """Return the first item that this process has not had yet.
+
+        Raises:
+            queue.Empty: there is none.
+        """
+        with self._locked() as fd:
+            length = os.pread(fd, 8, self._read)
+            if not length:
+                raise queue.Empty
+            begin, size = self._read + 8, int.from_bytes(length, "big")
+            content = os.pread(fd, size, begin)
+            self._read = begin + size
+            if self._read == os.fstat(fd).st_size:  # a run of weeks saves often
+                os.ftruncate(fd, 0)
+                self._read = 0
+        return pickle.loads(content)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        fd = self._file.fileno()
+        fcntl.lockf(fd, fcntl.LOCK_EX)  # a lock of the process: forked ones share the open file
+        try:
+            yield fd
+        finally:
+            fcntl.lockf(fd, fcntl.LOCK_UN)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"fd": reduction.DupFd(self._file.fileno()), "read": self._read}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._file = os.fdopen(state["fd"].detach(), "w+b", buffering=0)
+        self._read = state["read"]
+
+
+_of_this_process = functools.cache(ResultsFile)
+
+_queue = functools.partial(
+    replace,
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="its queue lives in a spawned process (270 MB), which outlives a training that is killed and holds "
+    "its output open; interrupted while it starts, the training hangs at its end",
+)
+
+
+@_queue(f"{_WRITER}:_get_write_results_queue", versions="<0.17")
+def results_queue() -> ResultsFile:
+    """Return the queue of this process, which needs no process of its own."""
+    return _of_this_process()
+
+
+@_queue(f"{_WRITER}:get_write_results_queue", versions=">=0.17")
+def results_queue_of_no_process(mp_mode: str = "spawn") -> ResultsFile:
+    """As ``results_queue``; how the process would be started is of no account."""
+    return results_queue()
+
+
+@replace(
+    f"{_WRITER}:FileSystemWriterAsync.write_preloaded_data_multiproc",
+    versions="<0.17",  # which writes in threads
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="it waits for ever for a writer that was killed, as the out-of-memory killer does",
+)
+def write_in_processes(*args: Any) -> None:
+    """Write each bucket in a forked process of its own; put the results by number, or the first error.
+
+    Args:
+        args: torch's transforms, from 0.13 on whether a multi-storage client writes, this process's rank, the
+            buckets (file, storage key, data), and the queue that the results are for.
+    """
+    transforms, *more, _, buckets, results = args
+    keywords = {"use_msc": True} if any(more) else {}
+    collecting = gc.isenabled()
+    gc.disable()  # as upstream does: it fails in a process that was forked from one that uses a CUDA device
+    try:
+        results.put(_written(transforms, buckets, keywords))
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@around(
+    f"{_WRITER}:FileSystemWriterAsync.retrieve_write_results",
+    versions="<0.14",  # whose writer of a whole checkpoint is one more process
+    upstream_bug=True,
+    until="0.14, which hands the error to all ranks",
+    why="where that process was killed it says 'results_queue should not be empty', with a traceback",
+)
+def results_or_reason(original: Callable[[Any], Any], self: Any) -> Any:
+    """Say what has become of the process that writes, as an error of files.
+
+    Raises:
+        OSError: it was killed, or could not write.
+    """
+    try:
+        return original(self)
+    except RuntimeError as error:
+        if isinstance(error.__context__, queue.Empty):
+            said = (
+                "the process that writes this rank's files has ended without a word: SIGKILL (out of memory?)"
+            )
+            raise ChildProcessError(said) from error
+        raise OSError(str(error)) from error
+
+
+def _written(transforms: Any, buckets: list[Any], keywords: dict[str, Any]) -> dict[int, Any] | Exception:
+    """Return the results of all buckets by number, or the first error, when every process has ended."""
+    writers: list[tuple[Any, Connection]] = []
+    try:
+        for number, bucket in enumerate(buckets):
+            with interruption.deferred():
+                writers.append(_start(number, bucket, transforms, keywords))
+        outcomes = [_received(*writer, bucket[0]) for writer, bucket in zip(writers, buckets, strict=True)]
+    except OSError as error:  # other ranks wait for word of this one: it is reported, not raised
+        return RuntimeError(f"no process could be started to write {buckets[0][0]}: {error}")
+    finally:
+        _end_all(writers)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    return failures[0] if failures else dict(enumerate(outcomes))
+
+
+def _start(number: int, bucket: Any, transforms: Any, keywords: dict[str, Any]) -> tuple[Any, Connection]:
+    """Start the process that writes a bucket; return it, and where its result comes from."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=_write, args=(number, bucket, transforms, keywords, sender), daemon=True)
+    process.start()
+    sender.close()  # its end is then the process's alone: where that dies, receiving ends
+    return process, receiver
+
+
+def _write(number: int, bucket: Any, transforms: Any, keywords: dict[str, Any], sender: Connection) -> None:
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the training decides
+    end_with_parent()  # else it fills the disk for a training that is no more
+    FileSystemWriterAsync.write_preloaded_data(
+        transforms, number, bucket, _Sender(sender), _Counter(), True, **keywords
+    )
+
+
+def _received(process: Any, receiver: Connection, path: Any) -> Any:
+    """Return what the process sent: the list of its results or its error; an error if it died without."""
+    try:
+        _, outcome = receiver.recv()
+    except EOFError:
+        process.join()
+        outcome = RuntimeError(f"the process that writes {path} {end_of(process.exitcode)}")
+    process.join()
+    return outcome
+
+
+def _end_all(writers: list[tuple[Any, Connection]]) -> None:
+    """End those that still write: after Ctrl-C, or an error, nobody wants their files."""
+    for process, receiver in writers:
+        if process.is_alive():
+            process.kill()
+            process.join()
+        receiver.close()
+
+
+def end_of(code: int) -> str:
+    """Return how a process with this exit code has ended, in words."""
+    if code >= 0:
+        return f"ended with {code}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
+
+
+class _Sender:
+    """What upstream's writer puts its result into."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.put = connection.send
+
+
+class _Counter:
+    """What upstream's writer counts itself off in; nobody waits for the count."""
+
+    def get(self) -> None:
+        """Take one off."""
+
+    def task_done(self) -> None:
+        """Count one as done."""
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the one that started it ends. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():  # it has ended before the kernel was told
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,121 @@
+"""Checkpoints: old versions on newer torch, the persistent worker, another expert parallelism.
+
+Connects ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, wrap
+from megatron_npu.base.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+
+@wrap(
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item",
+    versions="<0.13",
+    upstream_bug=True,
+    until="0.13, which passes it",
+    why="torch 2.7 gave its private function a sixth argument, the format, which 0.12 does not pass",
+)
+def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Pass the format that 0.12 has always written."""
+    if "serialization_format" not in inspect.signature(original).parameters:
+        return original
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    return functools.partial(original, serialization_format=SerializationFormat.TORCH_SAVE)
+
+
+@wrap(
+    "megatron.core.dist_checkpointing.strategies.torch:FileSystemWriter",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="remove_sharded_tensors moves the file at a path of torch's writer that newer torch does not have",
+)
+def writer_with_metadata_path(original: Any) -> type:
+    """Give torch's writer, which the module makes there alone, the path of its metadata again."""
+    if hasattr(original, "metadata_path"):
+        return original
+    return type(original.__name__, (original,), {"metadata_path": property(original._get_metadata_path)})
+
+
+@around(
+    "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.schedule_async_call",
+    devices=WITHOUT_CUDA,
+    why="it hands the training's own tensors to another process, which copies them to the host: on a cpu "
+    "that copies nothing, and the checkpoint gets the weights of later iterations; on an npu it needs the "
+    "sharing of device memory between processes",
+)
+def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, async_req: Any) -> None:
+    """Bring the tensors to the host in this process, into memory that training does not write to."""
+    if async_req.preload_fn is not None:
+        rank, _, *rest = async_req.async_fn_args
+        copies = tree_map_only(torch.Tensor, _own, async_req.preload_fn())
+        async_req = async_req._replace(async_fn_args=[rank, copies, *rest], preload_fn=None)
+    original(self, async_req)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in memory of its own; ``.cpu()`` of a cpu tensor is the tensor itself."""
+    return tensor.detach().clone()
+
+
+@around(
+    "megatron.training.checkpointing:_load_base_checkpoint",
+    versions=">=0.16",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="with another expert parallelism upstream looks for random states and optimizers that the "
+    "checkpoint does not have: 'Missing key rng_state/shard_…', "
+    "'Expected 2 entries in state dict, but got 3'",
+)
+def with_other_experts(
+    original: Callable[..., Any],
+    load_dir: str,
+    args: argparse.Namespace,
+    rank0: bool = False,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    """Do not load random states of other ranks, as upstream does not for TP and PP; refuse the rest."""
+    result = original(load_dir, args, rank0, *rest, **kwargs)
+    saved = result[0].get("args") if rank0 and isinstance(result[0], dict) else None
+    if saved is not None and not args.finetune:
+        _refuse_other_optimizers(saved, args)
+        _skip_other_random_states(saved, args)
+    return result
+
+
+def _refuse_other_optimizers(saved: argparse.Namespace, args: argparse.Namespace) -> None:
+    """Raise UsageError where one side alone has an optimizer of its own for the experts."""
+    sizes = [getattr(each, "expert_model_parallel_size", 1) for each in (saved, args)]
+    if not args.no_load_optim and (sizes[0] == 1) != (sizes[1] == 1):
+        raise UsageError(
+            f"a checkpoint of --expert-model-parallel-size {sizes[0]}, loaded with {sizes[1]}",
+            "the optimizer's state, which upstream keeps apart for experts that are spread",
+            "Add --no-load-optim --no-load-rng: the weights fit.",
+        )
+
+
+def _skip_other_random_states(saved: argparse.Namespace, args: argparse.Namespace) -> None:
+    if not args.no_load_rng and _count_random_states(saved) != _count_random_states(args):
+        logger.warning("the checkpoint is of another expert parallelism: its random states are not loaded")
+        args.no_load_rng = True
+
+
+def _count_random_states(args: argparse.Namespace) -> int:
+    """Return how many random states upstream saves for a model-parallel rank."""
+    if getattr(args, "expert_model_parallel_size", 1) == 1:
+        return 1
+    return args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)

@@ -1,0 +1,208 @@
+"""Checksums in the checkpoints of stock scripts: written with each, compared while it is loaded.
+
+Connects ``megatron.core.dist_checkpointing.serialization`` and ``megatron.training``. Those of the format
+``torch_dist`` are written when upstream declares its files complete: with its metadata, before the tracker;
+those of other formats when it has saved. The tracker gets its name after them, of asynchronous saves, too.
+The driver, which saves through the same functions, writes its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from megatron_npu import watchdog
+from megatron_npu.adaptors.megatron_core.decorators import around
+from megatron_npu.adaptors.shared import checksums as of_scripts
+from megatron_npu.checkpoint_files import checksums
+
+_OF_DIST_CHECKPOINTING = ("torch_dist", "zarr")  # what ``write_checksums`` sees, and
+_DECLARED = "metadata.json"  # which they alone have
+# Whether checksums are wanted by the stock script that saves or loads; False while none does.
+_VERIFIES: ContextVar[bool] = ContextVar("whether the script verifies", default=False)
+# Of an asynchronous save that begins: what is to be done when its files are there, and when it has ended.
+_FINISHING: ContextVar[tuple[Callable[[], None], Callable[[], None]] | None] = ContextVar(
+    "how the save that begins is finished", default=None
+)
+
+_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
+around(_ARGUMENTS, why=of_scripts.WHY_FLAGS, order=1)(of_scripts.add_flags)
+
+
+@around("megatron.training.checkpointing:save_checkpoint", why=of_scripts.WHY)
+@watchdog.phase(watchdog.SAVING)
+def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
+    """Have checksums written with what the script saves."""
+    from megatron.training.checkpointing import get_args  # what upstream's own body asks
+
+    given = get_args()
+    with _of_script() as verifies:
+        if kwargs.get("non_persistent_ckpt"):  # which has another place
+            return original(iteration, *args, **kwargs)
+        place = of_scripts.folder(given.save, iteration, release=kwargs.get("release", False))
+        declared = given.ckpt_format in _OF_DIST_CHECKPOINTING
+        wanted, retain = verifies and not declared, getattr(given, "save_retain_interval", None)
+        if getattr(given, "async_save", False):
+            with _beginning(given.save, place, wanted, retain):
+                return original(iteration, *args, **kwargs)
+        former = of_scripts.of_tracker(given.save)
+        with of_scripts.saving(given.save, place, verifies=wanted):
+            result = original(iteration, *args, **kwargs)
+        _retire(former, place, retain)
+    return result
+
+
+@contextlib.contextmanager
+def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> Iterator[None]:
+    """Let a script begin an asynchronous save in the block, and know what is to be done when it has ended.
+
+    Args:
+        verifies: whether checksums are wanted that ``write_checksums`` does not write.
+        retain: upstream's ``--save-retain-interval``.
+    """
+    with of_scripts.beginning(root, place) as save:
+
+        def sum_up() -> None:
+            if verifies:
+                checksums.write(place)
+
+        def name() -> None:
+            former = of_scripts.of_tracker(root)
+            if save.publish():
+                _retire(former, place, retain)
+
+        token = _FINISHING.set((sum_up, name))
+        try:
+            yield
+        finally:
+            _FINISHING.reset(token)
+
+
+@around(
+    "megatron.training.async_utils:schedule_async_save",
+    why="upstream opens the tracker of an asynchronous save for writing in place: killed then, it leaves an "
+    "empty one",
+)
+def finish_by_name(original: Callable[..., Any], async_request: Any) -> Any:
+    """Give the tracker its name when upstream has written it, before anybody is told of the checkpoint."""
+    finishing = _FINISHING.get()
+    if finishing is not None and async_request.finalize_fns:  # 0.19 hands them on to a second request
+        sum_up, name = finishing
+        own = async_request.finalize_fns
+        # the first is that of the files, on every rank; later ones are of some ranks
+        own[:] = [*own[:1], sum_up, *(_then(each, name) for each in own[1:])]
+    return original(async_request)
+
+
+def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def _retire(former: Path | None, place: Path, interval: int | None) -> None:
+    """Remove the checkpoint before, as upstream with the flag, which has not seen the tracker's own name."""
+    if not interval or former is None or former in (place, place.with_name(of_scripts.RELEASE)):
+        return
+    if (
+        of_scripts.is_first()
+        and not former.is_symlink()
+        and int(former.name.removeprefix("iter_")) % interval
+    ):
+        threading.Thread(target=shutil.rmtree, args=(former, True)).start()
+
+
+around(
+    "megatron.training.checkpointing:get_checkpoint_tracker_filename",
+    why="upstream names a checkpoint of the format torch as the newest before its checksums are there, and "
+    "opens the tracker for writing in place: killed then, it leaves an empty one",
+)(of_scripts.tracker_to_write)
+
+
+@around(
+    "megatron.training.wandb_utils:on_save_checkpoint_success",
+    why="it takes up the tracker, which has its name a moment later",
+)
+def log_when_named(original: Callable[..., None], checkpoint_path: str, tracker: str, *rest: Any) -> None:
+    """Wait until the tracker has its name."""
+    save, named = of_scripts.under_way(), of_scripts.named(tracker)
+    if save is None or named == tracker:
+        original(checkpoint_path, tracker, *rest)
+    else:
+        save.afterwards.append(functools.partial(original, checkpoint_path, named, *rest))
+
+
+@around("megatron.training.checkpointing:load_checkpoint", why=of_scripts.WHY)
+@watchdog.phase("loading")
+def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Have checksums compared while the script loads, and another one loaded if the flag says so."""
+    from megatron.training.checkpointing import get_args  # what upstream's own body asks
+
+    given = get_args()
+    root, step = getattr(given, kwargs.get("load_arg", "load")), getattr(given, "ckpt_step", None)
+    with _of_script() as verifies:
+        try:
+            if root and getattr(given, "load_last_good", False):
+                given.ckpt_step = checksums.newest_whole(root) or step
+            with of_scripts.verifying(_of_ranks(root, given.ckpt_step) if root and verifies else None):
+                return original(*args, **kwargs)
+        finally:
+            given.ckpt_step = step  # of this call alone: it is a flag, which checkpoints keep
+
+
+def _of_ranks(root: str, step: int | None) -> Path | None:
+    """Return the checkpoint to be loaded, None for one that ``compare_checksums`` sees.
+
+    Raises:
+        UsageError: a file of that one is damaged that a script reads before.
+    """
+    place = of_scripts.folder(root, step) if step else of_scripts.of_tracker(root)
+    if place is None or not (place / _DECLARED).is_file():
+        return place
+    checksums.require_whole(place, (_DECLARED, "common.pt", ".metadata"), of_scripts.REMEDY)
+    return None
+
+
+@contextlib.contextmanager
+def _of_script() -> Iterator[bool]:
+    """Note that a script saves or loads; give whether its checkpoints are to be verified."""
+    from megatron.training.checkpointing import get_args  # what upstream's own body asks
+
+    verifies: bool = getattr(get_args(), "verify_checkpoint", True)
+    token = _VERIFIES.set(verifies)
+    try:
+        yield verifies
+    finally:
+        _VERIFIES.reset(token)
+
+
+@around("megatron.core.dist_checkpointing.serialization:save", why=of_scripts.WHY)
+def write_checksums(
+    original: Callable[..., Any], content: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Write them when all other files are there: at once, or where an asynchronous save is finalised."""
+    request = original(content, checkpoint_dir, *args, **kwargs)
+    if _VERIFIES.get():
+        folder = Path(checkpoint_dir)
+        if request is None:
+            checksums.write(folder)
+        else:
+            request.add_finalize_fn(lambda: checksums.write(folder))
+    return request
+
+
+@around("megatron.core.dist_checkpointing.serialization:load", why=of_scripts.WHY)
+def compare_checksums(
+    original: Callable[..., Any], content: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Compare them meanwhile; a checkpoint without any is loaded as it is."""
+    with of_scripts.verifying(Path(checkpoint_dir) if _VERIFIES.get() else None):
+        return original(content, checkpoint_dir, *args, **kwargs)

@@ -1,0 +1,213 @@
+"""The persistent process that writes asynchronous checkpoints: missed when it dies, gone with the training.
+
+Connects ``PersistentAsyncCaller`` of ``megatron.core.dist_checkpointing.strategies.async_utils``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import queues, resource_tracker, synchronize
+from typing import Any
+
+from megatron_npu.adaptors.megatron_core.checkpoints.checkpoint_writers import end_of, end_with_parent
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around
+from megatron_npu.base.replaced import Replaced
+
+_CALLER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller"
+_POLL = 0.1  # seconds, as upstream
+# Attributes of the caller up to 0.16; from 0.17 on they are of its class.
+_OUTGOING = ("queue", "preload_q", "_persistent_queue", "_persistent_preload_q")
+_FINISHED = ("comp_q", "_persistent_comp_q")
+_OF_CLASS = ("_persistent_process", "_persistent_queue", "_persistent_preload_q", "_persistent_comp_q")
+
+_mended = functools.partial(around, upstream_bug=True, until=NOT_FIXED)
+
+
+@_mended(
+    f"{_CALLER}.async_loop",
+    why="the persistent worker outlives a training that is killed, and waits for its next checkpoint; 19 "
+    "names in /dev/shm outlive a machine's kill of everything",
+)
+def end_with_training(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Have the kernel end this process when the one that started it ends; take away what only it needed."""
+    end_with_parent()
+    for each in (*args, *kwargs.values()):
+        for semaphore in _semaphores(each):
+            _take_name(semaphore._semlock.name)  # type: ignore[attr-defined]
+    return original(*args, **kwargs)
+
+
+def _semaphores(value: Any) -> Iterator[synchronize.SemLock]:
+    """Yield the semaphores of a queue between processes; nothing of any other value."""
+    if isinstance(value, synchronize.SemLock):
+        yield value
+    elif isinstance(value, (queues.Queue, synchronize.Condition)):
+        for each in vars(value).values():
+            yield from _semaphores(each)
+
+
+def _take_name(name: str) -> None:
+    """Take a semaphore's name away, unless somebody has: those that have opened it go on with it."""
+    try:
+        synchronize.sem_unlink(name)  # type: ignore[attr-defined]  # typeshed does not know it
+    except FileNotFoundError:
+        return
+    resource_tracker.unregister(name, "semaphore")
+
+
+@contextlib.contextmanager
+def _names_may_go() -> Iterator[None]:
+    """Let semaphores that are made in the block be content at their end when their names have gone before."""
+    replaced = Replaced()
+    replaced.set(synchronize.SemLock, "_cleanup", staticmethod(_take_name))
+    try:
+        yield
+    finally:
+        replaced.undo()
+
+
+_WHY_NAMES = "at its end Python would complain of the names that the worker has taken away"
+
+
+@_mended(f"{_CALLER}.__init__", versions="<0.17", why=_WHY_NAMES)
+def make_queues(original: Callable[..., None], self: Any) -> None:
+    """Make the queues to the worker, whose semaphores have names until it has opened them."""
+    with _names_may_go():
+        original(self)
+
+
+@_mended(f"{_CALLER}._get_process", versions=">=0.17", why=_WHY_NAMES)
+def start_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As ``make_queues``, and start the worker."""
+    with _names_may_go():
+        return original(*args, **kwargs)
+
+
+@_mended(
+    f"{_CALLER}.is_current_async_call_done",
+    why="it polls for the word of a worker that may be dead: for ever at the end, and without a sign before",
+)
+def require_worker(
+    original: Callable[..., bool], self: Any, blocking: bool = False, no_dist: bool = False
+) -> bool:
+    """Wait for the worker's word, if ``blocking``, as long as there is a worker.
+
+    Raises:
+        RuntimeError: it has died, and the checkpoint is not whole.
+    """
+    while self.process is not None and self.cur_item is None:
+        dead = not self.process.is_alive()  # asked first: its last word may still be there
+        try:
+            [finished] = _queues(self, _FINISHED)
+            self.cur_item = finished.get_nowait()
+        except queue.Empty:
+            if dead:
+                raise _error(self) from None
+            if not blocking:
+                break
+            time.sleep(_POLL)
+    return original(self, blocking, no_dist)
+
+
+@_mended(
+    f"{_CALLER}.schedule_async_call",
+    why="it waits for ever for a dead worker to copy the tensors (where no patch copies them before); and a "
+    "training that ends with an error waits for ever for its worker (up to 0.16)",
+    order=1,  # what copies the tensors lies inside
+)
+def hand_over_to_living(original: Callable[..., None], self: Any, async_req: Any) -> None:
+    """Wait for the worker as long as it lives, and let it live no longer than this process.
+
+    Raises:
+        RuntimeError: it has died.
+    """
+    first = self.process is None
+    with _waiting_for_living(self):
+        original(self, async_req)
+    if first:
+        atexit.register(_kill, self, os.getpid())  # called before multiprocessing waits for its children
+    if _is_dead(self):
+        raise _error(self)
+
+
+@_mended(f"{_CALLER}.close", why="it waits for ever for a dead worker to end")
+def close_living(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Let the worker end; forget one that is dead: that has been told, if a checkpoint was lost with it."""
+    if _is_dead(self):
+        return _forget(self)
+    if self.process is None:  # which upstream only logs, with a rank that there may not be any more
+        return None
+    with _waiting_for_living(self):
+        return original(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _waiting_for_living(caller: Any) -> Iterator[None]:
+    """Let ``join`` of the queues to a worker return, in the block, when the worker is dead."""
+    over = threading.Event()
+
+    def release() -> None:
+        while not over.wait(_POLL):
+            if _is_dead(caller):
+                for each in _queues(caller, _OUTGOING):
+                    with contextlib.suppress(ValueError):  # all are done
+                        while True:
+                            each.task_done()
+
+    thread = threading.Thread(target=release, name="megatron_npu checkpoint worker", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _kill(caller: Any, owner: int) -> None:
+    """End the worker of a training that has not closed it: nobody will finalize what it writes."""
+    if os.getpid() == owner and caller.process is not None:
+        caller.process.kill()
+        caller.process.join()
+        _forget(caller)
+
+
+def _forget(caller: Any) -> None:
+    """Let the caller, and from 0.17 on its class, have no worker."""
+    _leave_content(caller)
+    caller.process = None
+    for name in _OF_CLASS:
+        if hasattr(type(caller), name):
+            setattr(type(caller), name, None)
+
+
+def _leave_content(caller: Any) -> None:
+    """Let this process end although nobody takes what lies in the queues to the worker."""
+    for each in _queues(caller, _OUTGOING):
+        each.cancel_join_thread()
+
+
+def _is_dead(caller: Any) -> bool:
+    process = caller.process
+    return process is not None and process.pid is not None and not process.is_alive()
+
+
+def _queues(caller: Any, names: tuple[str, ...]) -> list[Any]:
+    found = (getattr(caller, name, None) for name in names)
+    return [each for each in found if each is not None]
+
+
+def _error(caller: Any) -> RuntimeError:
+    process = caller.process
+    _leave_content(caller)
+    return RuntimeError(
+        "the persistent process that writes checkpoints (--use-persistent-ckpt-worker, "
+        f"process {process.pid}) {end_of(process.exitcode)}: its checkpoint is not whole. "
+        "Start the run again with --load: it goes on from the newest that is"
+    )

@@ -1,0 +1,195 @@
+"""Checkpoints that somebody else has written: read without running them, refused in one line.
+
+Connects ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``; what torch's own
+reader unpickles for them is the business of ``torch_readers``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around
+from megatron_npu.adaptors.shared import checksums as of_scripts
+from megatron_npu.base.errors import UsageError
+from megatron_npu.safe_files import safe_load, torch_readers
+
+_COMMON = "megatron.core.dist_checkpointing.strategies.common:TorchCommonLoadStrategy"
+
+
+# What torch and zipfile say of files that were cut short.
+_TORN = (EOFError, OSError, BadZipFile, pickle.UnpicklingError)
+_SAID_OF_TORN = (
+    "PytorchStreamReader",
+    ".metadata is broken",
+    "storage has wrong byte size",
+    "unexpected pos",
+)
+_NO_INDEX = "metadata is None"  # an assertion of torch, with why it could not read the index
+
+
+@contextlib.contextmanager
+def _data_only(what: str) -> Iterator[None]:
+    """Let torch load data in the block, and say in one line what it has refused."""
+    if not torch_readers.guarding():  # the user trusts the files
+        yield
+        return
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    torch_readers.allow_values()
+    torch_readers.last_refusal()  # of another checkpoint
+    try:
+        with safe_load.weights_only():
+            yield
+    except pickle.UnpicklingError as error:
+        raise torch_readers.refusal(what, safe_load.refused_name(error)) from error
+    except CheckpointException as error:  # torch's, of all ranks
+        raise torch_readers.last_refusal() or error from error
+
+
+@contextlib.contextmanager
+def _whole(what: str) -> Iterator[None]:
+    """Say in one line which file is torn that the block reads."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with torch_readers.without_logged_tracebacks():
+            yield
+    except (AssertionError, EOFError, BadZipFile, ValueError, CheckpointException) as error:
+        if torn := _torn(error):
+            raise torch_readers.last_refusal() or _broken(what, torn) from error
+        raise
+
+
+def _torn(error: BaseException) -> str:
+    """Return what is wrong with a file, in one line; empty: something else has failed."""
+    failures = [found[0] if isinstance(found, tuple) else found for found in _failures(error)]
+    for each in failures:
+        line = (str(each).strip() or type(each).__name__).partition("\n")[0]
+        asserted = isinstance(each, AssertionError) and line.startswith(_NO_INDEX)
+        if asserted or isinstance(each, _TORN) or any(text in line for text in _SAID_OF_TORN):
+            return line
+    return ""
+
+
+def _failures(error: BaseException) -> list[Any]:
+    """Return the errors of all ranks that one of torch's holds, or itself."""
+    return list(getattr(error, "failures", {}).values()) or [error]
+
+
+def _broken(what: str | Path, why: str) -> UsageError:
+    return UsageError(f"{what} cannot be read: {why[:1000]}", "files as they were saved", of_scripts.REMEDY)
+
+
+_common_data = partial(
+    around,
+    why="a value that torch's reader has refused ends in pages of its advice to load it all the same",
+)
+
+
+@_common_data("megatron.core.dist_checkpointing.serialization:load_common_state_dict", versions=">=0.19")
+@_common_data("megatron.core.dist_checkpointing.strategies.common:load_common", versions=">=0.17")
+def load_common_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Read ``common.pt``, or since 0.19 what lies among the sharded objects in its place, as data."""
+    with _data_only("the checkpoint's common values"):
+        return original(*args, **kwargs)
+
+
+@around(
+    f"{_COMMON}.load_common",
+    versions="<0.17",
+    why="0.12 and 0.13 load common.pt with weights_only=False, which runs what it holds; later ones end in "
+    "pages of torch's advice to do so",
+    upstream_bug=True,
+    until=NOT_FIXED,
+)
+def load_common_data(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Read ``common.pt`` as data."""
+    with _data_only("the checkpoint's common.pt"):
+        return original(self, *args, **kwargs)
+
+
+@around(
+    f"{_COMMON}.load_sharded_objects",
+    versions="<0.17",  # which has no such files
+    why="as load_common: files of objects in old checkpoints",
+    upstream_bug=True,
+    until=NOT_FIXED,
+)
+def load_objects_as_data(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Read the files of sharded objects as data."""
+    with _data_only("an object of the checkpoint"):
+        return original(self, *args, **kwargs)
+
+
+@around(
+    "megatron.core.dist_checkpointing.serialization:load",
+    why="a value that torch's reader has refused comes as an exception of all ranks, with their tracebacks",
+    order=1,
+)
+def load_or_refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Say in one line what was refused."""
+    with _data_only("the checkpoint"):
+        return original(*args, **kwargs)
+
+
+@around(
+    "megatron.training.checkpointing:_load_base_checkpoint",
+    why="the format torch is loaded with weights_only=False by 0.12, which runs what it holds; and a file "
+    "that cannot be read ends the process with exit code 0",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    order=1,
+)
+def load_data_only(
+    original: Callable[..., Any], load_dir: str, args: argparse.Namespace, *rest: Any, **kwargs: Any
+) -> Any:
+    """Read tensors, numbers and arguments, nothing that runs; say what is wrong with a bad file."""
+    if load_dir and not getattr(args, "non_persistent_ckpt_type", None):  # which may be newer, elsewhere
+        _require_described(Path(load_dir), args.ckpt_step)
+    with _whole(f"the checkpoint in {load_dir}"), _data_only(f"the checkpoint in {load_dir}"):
+        try:
+            return original(load_dir, args, *rest, **kwargs)
+        except SystemExit as stop:
+            # upstream: print(error); sys.exit()
+            cause = stop.__context__
+            if not isinstance(cause, Exception):
+                raise
+            raise torch_readers.refusal(
+                f"the checkpoint in {load_dir}", safe_load.refused_name(cause)
+            ) from cause
+
+
+def _require_described(root: Path, step: int | None) -> None:
+    """Look at the tracker and at what it names, before upstream does.
+
+    Raises:
+        UsageError: it is none, names what is not there, or that does not say what it is.
+    """
+    tracker = root / of_scripts.TRACKER
+    if not step and not tracker.is_file():  # upstream says that it begins anew
+        return
+    place = of_scripts.folder(root, step) if step else of_scripts.of_tracker(root)
+    if place is None:
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()[:80]
+        raise UsageError(
+            f"{tracker}: {text!r}", "a number of iterations, or `release`", "Write it into the file."
+        )
+    if not place.is_dir():
+        raise UsageError(
+            f"{place}: no such checkpoint", "one that --ckpt-step or the tracker names", of_scripts.REMEDY
+        )
+    description = place / "metadata.json"
+    try:
+        content = json.loads(description.read_text(encoding="utf-8")) if description.is_file() else {}
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise _broken(description, str(error).partition("\n")[0] or type(error).__name__) from error

@@ -1,0 +1,1 @@
+"""Datasets, batches and tokenizers."""

@@ -1,0 +1,105 @@
+"""Parts of the data without documents: left out where no one reads them, refused where someone does.
+
+Connects ``megatron.core.datasets.blended_megatron_dataset_builder``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around
+from megatron_npu.adaptors.megatron_core.options.script_arguments import script_arguments
+from megatron_npu.base.errors import UsageError
+
+_IN_WORDS = {"train": "training", "valid": "validation", "test": "the test at the end"}
+
+
+class Part(NamedTuple):
+    """What upstream hands to the class of a part's dataset, in its order.
+
+    Attributes:
+        source: the data, opened.
+        prefix: of its files; None for made-up data.
+        documents: numbers of the part's own ones; None where they are in an index that is there already.
+        size: samples that are asked for; None: as many as one pass gives.
+        split: upstream's enumerator ``train``, ``valid`` or ``test``.
+        config: of the dataset; ``split`` is what the flag says.
+    """
+
+    source: Any
+    prefix: str | None
+    documents: Any
+    size: int | None
+    split: Any
+    config: Any
+
+
+@around(
+    "megatron.core.datasets.blended_megatron_dataset_builder:"
+    "BlendedMegatronDatasetBuilder.build_generic_dataset",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="of a part without documents, such as 1 in 1000 of 100 documents, upstream counts the passes that "
+    "give the samples asked for, be they none: a loop without end, at 100 % of a core",
+)
+def without_empty_parts(
+    original: Callable[..., Any],
+    cls: Any,
+    is_built_on_rank: Callable[[], bool],
+    synchronize_ranks: bool,
+    *args: Any,
+) -> Any:
+    """Build nothing of an empty part that is not read; all ranks meet at upstream's barriers even so."""
+    if _is_empty(cls, args) and is_built_on_rank():
+        cls = _nothing
+    return original(cls, is_built_on_rank, synchronize_ranks, *args)
+
+
+def _is_empty(cls: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether what is to be built is an empty part, or a blend that an empty part belongs to.
+
+    Raises:
+        UsageError: the empty part is read.
+    """
+    from megatron.core.datasets.blended_dataset import BlendedDataset
+    from megatron.core.datasets.megatron_dataset import MegatronDataset
+
+    if not isinstance(cls, type):
+        return False
+    if issubclass(cls, BlendedDataset):
+        return any(dataset is None for dataset in args[0])
+    if not issubclass(cls, MegatronDataset):
+        return False
+    part = Part(*args)
+    if part.prefix is None or part.documents is None or part.size is None or len(part.documents):
+        return False
+    if _is_read(part):
+        kind: Any = cls
+        _refuse(part, kind.numel_low_level_dataset(part.source))
+    return True
+
+
+def _is_read(part: Part) -> bool:
+    if part.split.name == "train" and getattr(script_arguments(), "skip_train", False):
+        return False
+    return bool(part.size)
+
+
+def _refuse(part: Part, documents: int) -> None:
+    """Say which part of the split it is, and what to do.
+
+    Raises:
+        UsageError: always.
+    """
+    alone = part.split.name == "train" or script_arguments() is None
+    raise UsageError(
+        f"--split {part.config.split!r} leaves no document of the {documents} in {part.prefix} "
+        f"for {_IN_WORDS[part.split.name]}",
+        "at least one document in each part that is read",
+        "Give more documents or another split" + ("." if alone else ", or --eval-iters 0."),
+    )
+
+
+def _nothing(*_: Any) -> None:
+    """Stand for a dataset that is not built."""

@@ -1,0 +1,178 @@
+"""``megatron.core.datasets``: caches of indices, read without pickle, made anew where they are damaged.
+
+``megatron.legacy.data``, too, of the trees of Megatron-LM that have it: read without pickle.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch.distributed as dist
+
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, constant
+from megatron_npu.adaptors.shared import data
+from megatron_npu.safe_files import safe_numpy, safe_pickle
+from megatron_npu.safe_files.safe_numpy import DamagedIndexError
+
+logger = logging.getLogger(__name__)
+
+_PICKLES = (
+    "upstream loads index files with allow_pickle=True, which runs whatever code they hold, and writes them "
+    "in place"
+)
+for _module in ("gpt_dataset", "blended_dataset", "masked_dataset"):
+    constant(
+        f"megatron.core.datasets.{_module}:numpy",
+        safe_numpy,
+        why=_PICKLES,
+        upstream_bug=True,
+        until=NOT_FIXED,
+    )
+    constant(
+        f"megatron.core.datasets.{_module}:safe_numpy_load",
+        safe_numpy.load,
+        versions=">=0.19",
+        why="it reads index files in numpy's place, lets tensors be unpickled from them, and a file that is "
+        "truncated ends the training",
+    )
+# ICT, REALM's retriever and T5 of --use-legacy-models
+for _module in ("dataset_utils", "biencoder_dataset_utils", "realm_dataset_utils"):
+    constant(
+        f"megatron.legacy.data.{_module}:np",
+        safe_numpy,
+        versions="<0.17",
+        why=_PICKLES,
+        upstream_bug=True,
+        until="0.17, which has no such modules",
+    )
+constant(
+    "megatron.legacy.data.realm_index:pickle",
+    safe_pickle,
+    versions="<0.17",
+    why=data.WHY_EMBEDDINGS,
+    upstream_bug=True,
+    until="0.17, which has no such module",
+)
+_PART = 1 << 20  # entries that are looked at together
+
+
+@around(
+    "megatron.core.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",
+    why="a cached index that is truncated or points outside of the data ends the training in a traceback, or "
+    "trains on other tokens",
+    upstream_bug=True,
+    until=NOT_FIXED,
+)
+def sound_gpt_indices(original: Callable[[Any], Any], self: Any) -> Any:
+    """Check what was cached, and build it again if it cannot be right."""
+    return _sound(lambda: original(self), lambda indices: _check_gpt(self, *indices))
+
+
+@around(
+    "megatron.core.datasets.blended_dataset:BlendedDataset._build_indices",
+    why="the same as for the indices of a GPT's dataset",
+    upstream_bug=True,
+    until=NOT_FIXED,
+)
+def sound_blending_indices(original: Callable[[Any], Any], self: Any) -> Any:
+    """Check what was cached, and build it again if it cannot be right."""
+    return _sound(lambda: original(self), lambda indices: _check_blend(self, *indices))
+
+
+@around(
+    "megatron.core.datasets.masked_dataset:MaskedWordPieceDataset._build_sample_index",
+    why="the same as for the indices of a GPT's dataset",
+    upstream_bug=True,
+    until=NOT_FIXED,
+)
+def sound_masked_index(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build a cached index again if it cannot be read."""
+    return _sound(lambda: original(self, *args, **kwargs), lambda index: None)
+
+
+def _sound(build: Callable[[], Any], check: Callable[[Any], None]) -> Any:
+    """Return indices that upstream builds or reads; without the files of a damaged cache it builds them.
+
+    Only the first rank looks into them: upstream lets it finish before the others read.
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    try:
+        indices = build()
+        if first:
+            check(indices)
+    except DamagedIndexError as error:
+        if not first:
+            raise
+        logger.warning("%s: it is made anew", error.given)
+        for file in error.file.parent.glob(f"{error.file.name.rpartition('-')[0]}-*"):
+            file.unlink()
+        return build()
+    return indices
+
+
+def _check_gpt(dataset: Any, documents: Any, samples: Any, shuffled: Any) -> None:
+    """Check the cached indices of a ``GPTDataset``.
+
+    Args:
+        dataset: the dataset; ``indices`` are the documents of its part.
+        documents: [documents of all epochs], each the number of a document.
+        samples: [samples + 1, 2], where each begins: place in ``documents``, token in the document.
+        shuffled: [samples], each the number of a sample.
+
+    Raises:
+        DamagedIndexError: naming the file.
+    """
+    if not isinstance(samples, numpy.memmap):  # built just now, or read later
+        return
+    _require(documents, documents.ndim == 1 and documents.size > 0)
+    _require(samples, samples.ndim == 2 and samples.shape[1:] == (2,) and len(samples) > 1)
+    _require(shuffled, shuffled.ndim == 1)
+    part = numpy.asarray(dataset.indices)
+    lengths = dataset.dataset.sequence_lengths
+    for some in _parts(documents):
+        _require(documents, _within(some, part.min(), part.max()))
+    for some in _parts(samples):
+        places, tokens = some[:, 0], some[:, 1]
+        _require(samples, _within(places, 0, len(documents) - 1) and tokens.min() >= 0)
+        _require(samples, bool((tokens <= lengths[documents[places]]).all()))
+        _require(samples, bool((numpy.diff(places.astype(numpy.int64)) >= 0).all()))
+    for some in _parts(shuffled):
+        _require(shuffled, _within(some, 0, len(samples) - 2))
+
+
+def _check_blend(blend: Any, numbers: Any, samples: Any) -> None:
+    """Check the cached indices of a ``BlendedDataset``.
+
+    Args:
+        blend: it, with its ``datasets``.
+        numbers: [samples], each the number of a dataset.
+        samples: [samples], each the number of a sample in it.
+
+    Raises:
+        DamagedIndexError: naming the file.
+    """
+    if not isinstance(numbers, numpy.memmap):
+        return
+    sizes = numpy.array([len(dataset) for dataset in blend.datasets])
+    _require(numbers, numbers.ndim == 1 and (blend.size is None or len(numbers) == blend.size))
+    _require(samples, samples.shape == numbers.shape)
+    for some, those in zip(_parts(numbers), _parts(samples), strict=True):
+        _require(numbers, _within(some, 0, len(sizes) - 1))
+        _require(samples, those.min() >= 0 and bool((those < sizes[some]).all()))
+
+
+def _parts(index: numpy.ndarray) -> Iterator[numpy.ndarray]:
+    return (numpy.asarray(index[start : start + _PART]) for start in range(0, len(index), _PART))
+
+
+def _within(values: numpy.ndarray, least: int, most: int) -> bool:
+    return numpy.issubdtype(values.dtype, numpy.integer) and values.min() >= least and values.max() <= most
+
+
+def _require(index: numpy.memmap, sound: bool) -> None:
+    if not sound:
+        raise DamagedIndexError(Path(str(index.filename)), "its numbers point outside of the data")

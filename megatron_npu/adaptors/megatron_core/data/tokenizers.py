@@ -1,0 +1,200 @@
+"""What generation asks of GPT-2's and BERT's tokenizers, and what their files are read from.
+
+Connects ``datasets.megatron_tokenizer`` and, of ``tokenizers.text.libraries``, ``huggingface_tokenizer`` and
+``megatron_hf_tokenizer`` of ``megatron.core``.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, installed, replace
+from megatron_npu.base.errors import UsageError
+
+_TOKENIZER = "megatron.core.datasets.megatron_tokenizer"
+_NO_METHOD = (
+    "GPT-2's and BERT's tokenizers have no such method, and the text-generation server calls it for every "
+    "answer: HTTP 500"
+)
+
+
+@replace(
+    f"{_TOKENIZER}:MegatronTokenizer.offsets",
+    versions="<0.15",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why=_NO_METHOD,
+)
+@replace(
+    f"{_TOKENIZER}:MegatronLegacyTokenizer.offsets",
+    versions=">=0.15,<0.17",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why=_NO_METHOD,
+)
+def offsets(self: Any, ids: list[int], text: str) -> list[int]:
+    """Return the position in ``text``, which ``ids`` were detokenized to, at which each of them begins.
+
+    A token that continues a character of several bytes begins where that character does, as it is with
+    tiktoken. For tokenizers that have no method of their own.
+
+    Raises:
+        NotImplementedError: the tokenizer cannot detokenize either.
+    """
+    starts, begin = [], 0
+    for count in range(len(ids)):
+        begin = _common_length(self.detokenize(ids[:count]), text, begin)
+        starts.append(begin)
+    return starts
+
+
+def _common_length(start: str, text: str, known: int) -> int:
+    """Return how many characters two texts have in common from their beginning, at least ``known``."""
+    while known < min(len(start), len(text)) and start[known] == text[known]:
+        known += 1
+    return known
+
+
+@replace(
+    f"{_TOKENIZER}:MegatronLegacyTokenizer.bos",
+    versions=">=0.15,<0.17",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="GPT-2's tokenizer has none, and the inference engines compare it with each prompt's first token: "
+    "NotImplementedError where they look for None",
+)
+def bos(self: Any) -> None:
+    """Return None: no token begins a text. For tokenizers that have no property of their own."""
+
+
+@around(
+    "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer:MegatronHFTokenizer.__init__",
+    versions=">=0.15,<0.17",
+    why="it asks the hub of Hugging Face for them, whatever files are given; a machine without a network "
+    "gets two tracebacks that do not tell what to do",
+)
+def name_the_flag(
+    original: Callable[..., None], self: Any, tokenizer_path: str, *args: Any, **kwargs: Any
+) -> None:
+    """Say which flag reads the files, where the hub cannot be reached."""
+    try:
+        original(self, tokenizer_path, *args, **kwargs)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"--tokenizer-type {tokenizer_path}: {reason}",
+            "Hugging Face's files of it on this machine, or a network to fetch them",
+            "Add --legacy-tokenizer: then --vocab-file and --merge-file are read.",
+        ) from error
+
+
+class _Layout(NamedTuple):
+    """How Transformers names the files of a tokenizer, and what it is told beside them."""
+
+    files: tuple[str, ...]
+    config: dict[str, Any]
+
+
+_LAYOUTS = {
+    "GPT2BPETokenizer": _Layout(("vocab.json", "merges.txt"), {"tokenizer_class": "GPT2Tokenizer"}),
+    "BertWordPieceLowerCase": _Layout(
+        ("vocab.txt",), {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    ),
+    "BertWordPieceCase": _Layout(
+        ("vocab.txt",), {"tokenizer_class": "BertTokenizer", "do_lower_case": False}
+    ),
+}
+
+
+@around(
+    "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer:MegatronHFTokenizer.__init__",
+    versions=">=0.17",
+    why="it asks the hub of Hugging Face for GPT-2's and BERT's tokenizers, whatever --vocab-file and "
+    "--merge-file say, and the flag that read them (--legacy-tokenizer) is gone",
+)
+def read_the_files(
+    original: Callable[..., None],
+    self: Any,
+    tokenizer_path: str,
+    vocab_file: str | None = None,
+    merges_file: str | None = None,
+    **kwargs: Any,
+) -> None:
+    """Read the tokenizer from the files that are given; without them, or one of them, from the hub.
+
+    Raises:
+        UsageError: a file is not there, or the hub cannot be reached.
+    """
+    layout = _LAYOUTS.get(tokenizer_path)
+    given = (vocab_file, merges_file)[: len(layout.files)] if layout else ()
+    if layout is not None and all(given):
+        with tempfile.TemporaryDirectory() as folder:
+            _lay_out(Path(folder), layout, [Path(str(name)) for name in given])
+            _reader_of_folders()(self, folder, **kwargs)
+        return
+    try:
+        original(self, tokenizer_path, vocab_file, merges_file, **kwargs)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        raise UsageError(
+            f"--tokenizer-type {tokenizer_path}: {str(error).splitlines()[0]}",
+            "its files on this machine, or a network to fetch them",
+            "Give --vocab-file, and for GPT-2 --merge-file: then these are read.",
+        ) from error
+
+
+def _reader_of_folders() -> Callable[..., None]:
+    """Return the constructor of the class that ``MegatronHFTokenizer`` extends."""
+    from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer.__init__
+
+
+def _lay_out(folder: Path, layout: _Layout, given: list[Path]) -> None:
+    """Make ``folder`` one that Transformers reads a tokenizer from."""
+    for name, file in zip(layout.files, given, strict=True):
+        if not file.is_file():
+            flag = "--merge-file" if name == "merges.txt" else "--vocab-file"
+            raise UsageError(f"{flag} {file}: no such file", "a tokenizer's file", "Correct the path.")
+        (folder / name).symlink_to(file.resolve())
+    (folder / "tokenizer_config.json").write_text(json.dumps(layout.config), encoding="utf-8")
+
+
+@around(
+    "megatron.core.tokenizers.text.libraries.huggingface_tokenizer:HuggingFaceTokenizer.__init__",
+    versions=">=0.15",
+    why="without the package transformers it tells of a tokenizer's files, or of a name that is not defined",
+)
+def require_transformers(
+    original: Callable[..., None], self: Any, tokenizer_path: str, *args: Any, **kwargs: Any
+) -> None:
+    """Name the package where it is not installed."""
+    if installed("transformers") is None:
+        raise UsageError(
+            f"the tokenizer {tokenizer_path} without the package transformers",
+            "transformers, which reads it",
+            "Run: pip install transformers. Before 0.17, GPT-2's and BERT's are also read with "
+            "--legacy-tokenizer, from --vocab-file and --merge-file.",
+        )
+    original(self, tokenizer_path, *args, **kwargs)
+
+
+@around(
+    "megatron.core.tokenizers.text.libraries.huggingface_tokenizer:HuggingFaceTokenizer.add_special_tokens",
+    versions=">=0.15,<0.18",
+    upstream_bug=True,
+    until="0.18",
+    why="it copies the names of special tokens from Transformers, which since 5.0 has no "
+    "additional_special_tokens: an AttributeError where T5's dataset looks for its sentinels",
+)
+def keep_the_additional_tokens(
+    original: Callable[..., int], self: Any, special_tokens_dict: dict[str, Any]
+) -> int:
+    """Keep those that were given, where Transformers does not tell them; return how many were new."""
+    added = original(self, special_tokens_dict)
+    if getattr(self, "additional_special_tokens", None) is None:
+        self.additional_special_tokens = list(special_tokens_dict.get("additional_special_tokens") or [])
+    return added

@@ -1,0 +1,171 @@
+"""The experts of ``--moe-grouped-gemm`` since 0.17: upstream's grouped MLP, on grouped linear layers of ours.
+
+Connects ``models.backends``: the provider of local layers gives experts one after the other there, whatever
+is asked for. Upstream's class takes any layers of its ``GroupedLinearFc1Interface`` and ``-Fc2Interface``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from megatron_npu.adaptors.megatron_core.decorators import around
+from megatron_npu.ops.experts.grouped_matmul import grouped_linear
+
+
+class GroupedLinear(Module):
+    """One linear layer for each expert of this rank, in one grouped product.
+
+    Parameters ``weight0``, ``weight1``, … ``[o, i]`` (and ``bias0``, …), named as TransformerEngine's. They
+    are made by upstream's parallel linear layers: their sizes, first values and marks are those of experts
+    that run one after the other, and so are the names in a sharded checkpoint.
+
+    Args:
+        num_local_experts: of this rank.
+        input_size, output_size: of an expert, whole over the tensor-parallel ranks of experts.
+        config: the TransformerConfig.
+        init_method: fills a weight.
+        bias: whether there is one.
+        skip_bias_add: return the biases, do not add them.
+        is_expert: for upstream's callers; always True.
+        tp_comm_buffer_name, name: for upstream's callers.
+        pg_collection: the process groups.
+    """
+
+    split_axis = 0  # of a weight [o, i], where tensor-parallel ranks share it
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool = True,
+        tp_comm_buffer_name: str | None = None,
+        pg_collection: Any = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_local_experts, self.use_bias, self.skip_bias_add = num_local_experts, bias, skip_bias_add
+        self.groups = pg_collection
+        for expert in range(num_local_experts):
+            layer = self._expert(input_size, output_size, config=config, init_method=init_method, bias=bias)
+            self.register_parameter(f"weight{expert}", layer.weight)
+            if bias:
+                self.register_parameter(f"bias{expert}", layer.bias)
+        self.register_load_state_dict_pre_hook(_without_extra_states)
+
+    def _expert(self, *sizes: int, **options: Any) -> Any:
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+
+        group = self.groups.expt_tp
+        return ColumnParallelLinear(*sizes, gather_output=False, is_expert=True, tp_group=group, **options)
+
+    def forward(self, rows: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        """``[t, i]``, the rows of each expert together, to ``[t, o]``; and the biases that are not added."""
+        biases = self._each("bias") if self.use_bias else None
+        added = None if self.skip_bias_add else biases
+        output = grouped_linear(rows, self._each("weight"), tokens_per_expert, added)
+        return output, biases if self.skip_bias_add else None
+
+    def backward_dw(self) -> None:
+        """Do nothing: the gradients of the weights are there when the backward pass has ended."""
+
+    def get_extra_state(self) -> None:
+        """Return None: as upstream's layers, for the sake of TransformerEngine's, which have one."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignore it."""
+
+    def _each(self, kind: str) -> list[Tensor]:
+        return [getattr(self, f"{kind}{expert}") for expert in range(self.num_local_experts)]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describe the parameters of each expert as those of experts that run one after the other.
+
+        Args:
+            prefix: of the names.
+            sharded_offsets: where this layer lies among those before it.
+            metadata: how the checkpoint is cut; ``singleton_local_shards`` names each expert by itself.
+        """
+        described = metadata or {}
+        result = {}
+        for expert in range(self.num_local_experts):
+            place = self.groups.ep.rank() * self.num_local_experts + expert
+            total = self.groups.ep.size() * self.num_local_experts
+            if described.get("singleton_local_shards", False):
+                name, offsets = f"{place}.{prefix}", sharded_offsets
+            else:
+                name, offsets = prefix, (*sharded_offsets, (len(sharded_offsets), place, total))
+            for kind, tensor in self._sharded(expert, name, offsets, described).items():
+                tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
+                first_has_no_number = kind == "_extra_state" and expert == 0
+                result[f"{prefix}{kind}{'' if first_has_no_number else expert}"] = tensor
+        return result
+
+    def _sharded(
+        self, expert: int, name: str, offsets: tuple[Any, ...], metadata: dict[str, Any]
+    ) -> dict[str, Any]:
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        kinds = ("weight", "bias") if self.use_bias else ("weight",)
+        values = {kind: getattr(self, f"{kind}{expert}") for kind in kinds} | {"_extra_state": None}
+        sharded = make_sharded_tensors_for_checkpoint(
+            values,
+            name,
+            {"weight": self.split_axis, **({"bias": 0} if self.split_axis == 0 else {})},
+            offsets,
+            tp_group=self.groups.expt_tp,
+            dp_cp_group=metadata.get("dp_cp_group"),
+        )
+        return {kind: sharded[f"{name}{kind}"] for kind in values}
+
+
+def _without_extra_states(module: Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take out what a sharded checkpoint has for each expert but the first."""
+    for name in [name for name in state_dict if name.startswith(f"{prefix}_extra_state")]:
+        if name != f"{prefix}_extra_state":
+            del state_dict[name]
+
+
+class RowGroupedLinear(GroupedLinear):
+    """The second layer of the experts: tensor-parallel ranks share what it takes, ``[o, i / tp]``."""
+
+    split_axis = 1
+
+    def _expert(self, *sizes: int, **options: Any) -> Any:
+        from megatron.core.tensor_parallel import RowParallelLinear
+
+        return RowParallelLinear(
+            *sizes,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=True,
+            tp_group=self.groups.expt_tp,
+            **options,
+        )
+
+
+@around(
+    "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules",
+    versions=">=0.17",
+    why="--moe-grouped-gemm without TransformerEngine runs the experts one after the other, and says nothing",
+)
+def grouped_experts(original: Callable[..., Any], self: Any, moe_use_grouped_gemm: bool) -> Any:
+    """Give upstream's grouped experts, on layers of ours, where they are asked for."""
+    if not moe_use_grouped_gemm:
+        return original(self, moe_use_grouped_gemm)
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+
+    layers = GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=RowGroupedLinear)
+    return partial(TEGroupedMLP, submodules=layers)

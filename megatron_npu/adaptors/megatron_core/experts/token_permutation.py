@@ -1,0 +1,104 @@
+"""``--moe-permute-fusion``: tokens sorted by expert in one call, and back, without TransformerEngine.
+
+Connects ``moe.token_dispatcher``, ``moe.moe_utils`` and ``transformer_config``. Upstream's own flag is off
+for its dispatcher, which keeps the counts of tokens on the host then, where our other operations want them. A
+map of tokens to experts carries the number of each token's experts, where they all have as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import around, transformer_engine_present
+from megatron_npu.ops import dispatch
+from megatron_npu.ops.experts.token_permutation import permute_tokens, unpermute_tokens
+
+_MOE = "megatron.core.transformer.moe"
+_ASKED, _COPIES = "megatron_npu_permute_fusion", "megatron_npu_copies"  # of a configuration, of a map
+_fused = partial(
+    around,
+    condition=transformer_engine_present,
+    why="--moe-permute-fusion asks for TransformerEngine's kernels; without it a mask is selected from "
+    "twice, each time with a wait for the device, and copies are added up where they collide",
+)
+
+
+@_fused("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", order=3)
+def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> None:
+    """Note it and let upstream take the way without.
+
+    Raises:
+        FallbackForbiddenError: in strict mode, it has no place.
+    """
+    asked = bool(self.moe_permute_fusion)
+    self.moe_permute_fusion = False
+    original(self)
+    setattr(self, _ASKED, asked)
+    if asked and self.num_moe_experts and self.moe_token_dispatcher_type != "alltoall":
+        dispatch.report_fallback(
+            "moe-permute-fusion",
+            f"tokens of the dispatcher {self.moe_token_dispatcher_type} have any number of experts here",
+            "is left out",
+            "Give --moe-token-dispatcher-type alltoall",
+        )
+
+
+@_fused(f"{_MOE}.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess")
+def note_the_experts_of_a_token(original: Callable[..., Any], self: Any, routing_map: Tensor) -> Any:
+    """Note how many experts each token has, where none is dropped or added: upstream does not count then."""
+    result = original(self, routing_map)
+    if getattr(self.config, _ASKED, False) and not self.drop_and_pad:
+        if isinstance(self.num_out_tokens, int):
+            setattr(routing_map, _COPIES, self.config.moe_router_topk)
+        else:
+            reason = "tokens have any number of experts where some are dropped or padded"
+            dispatch.report_fallback("moe-permute-fusion", reason, "is left out")
+    return result
+
+
+@_fused(f"{_MOE}.moe_utils:permute", versions="<0.17")
+def permute(
+    original: Callable[..., Any],
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """``[t, h]`` and ``[t, e]`` to rows by expert, their probabilities, and where a token's copies lie."""
+    copies = getattr(routing_map, _COPIES, None)
+    if copies is None:
+        return original(tokens, routing_map, probs, *args, **kwargs)
+    return permute_tokens(tokens, routing_map.bool(), probs, copies)
+
+
+@_fused(f"{_MOE}.moe_utils:permute", versions=">=0.17")
+def permute_with_counts(
+    original: Callable[..., Any], *args: Any, tokens_per_expert: Tensor | None = None, **kwargs: Any
+) -> Any:
+    """As ``permute``; nothing is padded, and the counts of each expert's tokens are handed through."""
+    result = permute(partial(original, tokens_per_expert=tokens_per_expert), *args, **kwargs)
+    return (*result, None, tokens_per_expert) if len(result) == 3 else result  # upstream's own are five
+
+
+@_fused(f"{_MOE}.moe_utils:unpermute")
+def unpermute(
+    original: Callable[..., Tensor],
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    restore_shape: torch.Size,
+    probs: Tensor | None = None,
+    routing_map: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Rows by expert to ``[t, h]``, if they were sorted here: upstream's indices are int64, ours int32."""
+    if sorted_indices.dtype is not torch.int32:
+        return original(permuted_tokens, sorted_indices, restore_shape, probs, routing_map, *args, **kwargs)
+    chosen = None if probs is None or routing_map is None else routing_map.bool()
+    return unpermute_tokens(permuted_tokens, sorted_indices, restore_shape[0], probs, chosen)

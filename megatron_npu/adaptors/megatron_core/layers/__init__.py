@@ -1,0 +1,1 @@
+"""Layers, from the embedding to the loss."""

@@ -1,0 +1,175 @@
+"""``--fine-grained-activation-offloading`` on the local layers and on NPUs; before 0.16 ours altogether.
+
+Connects ``pipeline_parallel.fine_grained_activation_offload``, ``pipeline_parallel.utils``,
+``transformer.transformer_block``, ``models.gpt.gpt_model`` and ``extensions.transformer_engine`` of
+``megatron.core``; ``arguments`` shields the flag from upstream's check.
+"""
+
+from __future__ import annotations
+
+import weakref
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_npu.adaptors.megatron_core.decorators import (
+    WITHOUT_CUDA,
+    around,
+    constant,
+    records,
+    replace,
+    transformer_engine_present,
+)
+from megatron_npu.adaptors.megatron_core.options.script_arguments import script_arguments
+from megatron_npu.adaptors.shared import activation_offloading
+from megatron_npu.adaptors.shared.arguments import declaring
+from megatron_npu.options import memory_flags
+
+FLAG = memory_flags.OFFLOADING
+
+activation_offloading.connect(records)
+
+constant(
+    "megatron.core.extensions.transformer_engine:cpu_offload",
+    SimpleNamespace(CPUOffloadEnabled=False),
+    versions=">=0.16",
+    condition=transformer_engine_present,
+    why=f"{FLAG} tells TransformerEngine's layers that it is on, and is a RuntimeError without them; it "
+    "moves what autograd saves, of whatever layers",
+)
+
+
+@replace(
+    "megatron.core.pipeline_parallel.utils:set_ideal_affinity_for_current_gpu",
+    versions=">=0.16",
+    devices=WITHOUT_CUDA,
+    why=f"{FLAG} binds the process to the cores near its GPU, which it asks CUDA's driver for",
+)
+def stay_on_all_cores() -> None:
+    """Leave the process where the launcher has put it."""
+
+
+@around(
+    "megatron.core.pipeline_parallel.fine_grained_activation_offload:"
+    "ChunkOffloadHandler._can_manage_tensor_for_offload",
+    versions=">=0.19",
+    devices=("npu",),
+    why="it takes tensors of the device cuda alone: of an NPU nothing is moved, and nothing is said",
+)
+def manage_tensors_of_npus(original: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> bool:
+    """Take what an NPU holds as upstream takes what a GPU holds: no parameters."""
+    if tensor.device.type == "npu":
+        return not isinstance(tensor, torch.nn.Parameter)
+    return original(tensor)
+
+
+# Of each model, where the memory of its parameters begins; the model may be a chunk of a pipeline.
+_parameters: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
+
+
+@around(
+    "megatron.core.models.gpt.gpt_model:GPTModel.preprocess_for_fine_grained_offloading",
+    versions=">=0.16",
+    devices=("npu",),
+    why="it marks parameters as not to be moved, but autograd hands out others over their memory",
+)
+def note_parameters(original: Callable[[Any], None], self: Any) -> None:
+    """Note before each forward pass where they lie."""
+    _parameters[self] = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
+    original(self)
+
+
+@around(
+    "megatron.core.pipeline_parallel.fine_grained_activation_offload:"
+    "ChunkOffloadHandler.tensor_need_offloading_checker",
+    versions=">=0.16",
+    devices=("npu",),
+    why="it would move, for every layer, what stays on the device anyway: weights, and the one mask of "
+    "attention, 4 MiB; the step would then hold more than without",
+)
+def leave_what_stays(original: Callable[..., bool], self: Any, tensor: torch.Tensor) -> bool:
+    """Leave masks, the only tensors of truth values, and what lies in a parameter's memory."""
+    if tensor.dtype is torch.bool:
+        return False
+    start = tensor.untyped_storage().data_ptr()
+    return not any(start in starts for starts in _parameters.values()) and original(self, tensor)
+
+
+def refuse_on_the_host(args: Namespace) -> None:
+    """Refuse the flag on the cpu device.
+
+    Raises:
+        UsageError: activations are in the host's memory already.
+    """
+    if getattr(args, "fine_grained_activation_offloading", False):
+        memory_flags.refuse_offloading_on_the_host()
+
+
+@contextmanager
+def unseen_by_upstream(args: Namespace) -> Iterator[None]:
+    """Take the flag away while upstream validates, which wants it with TransformerEngine's layers alone.
+
+    Before 0.16 it is ours, and ``check_flags`` reads it.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    known = hasattr(TransformerConfig, "fine_grained_activation_offloading")
+    wanted = getattr(args, "fine_grained_activation_offloading", False) and known
+    wanted = wanted and not transformer_engine_present()
+    if wanted:
+        args.fine_grained_activation_offloading = False
+    try:
+        yield
+    finally:
+        if wanted:
+            args.fine_grained_activation_offloading = True
+
+
+def options_of(config: Any) -> tuple[tuple[str, ...], int]:
+    """Return the modules whose tensors move, and how large these are, before 0.16; none without the flag.
+
+    A stock script has them among its arguments; a program that builds its model from Python sets
+    ``offload_modules`` and ``min_offloaded_tensor_size`` on the configuration.
+    """
+    source = config if hasattr(config, "offload_modules") else script_arguments()
+    modules = tuple(getattr(source, "offload_modules", None) or ())
+    return modules, getattr(source, "min_offloaded_tensor_size", memory_flags.SMALLEST_OFFLOADED)
+
+
+@around(
+    "megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
+    versions="<0.16",
+    devices=("npu", "cuda"),
+    why=f"{FLAG}, which upstream has since 0.16",
+)
+def move_what_layers_save(original: Callable[[Any], None], self: Any) -> None:
+    """Attach to the layers' modules, if that is asked for."""
+    original(self)
+    modules, smallest = options_of(self.config)
+    if modules:
+        activation_offloading.attach(self.layers, modules, smallest)
+
+
+around(
+    "megatron.training.arguments:add_megatron_arguments",
+    versions="<0.16",
+    why=f"{FLAG} and --offload-modules, which upstream has since 0.16",
+    order=-1,  # in the help, before the flags of arguments.py
+)(declaring(memory_flags.add_activation_offloading))
+
+
+@around(
+    "megatron.training.arguments:validate_args",
+    versions="<0.16",
+    why=f"{FLAG} is for a device whose memory is not the host's, and modules that are not recomputed",
+    order=-1,
+)
+def check_flags(original: Callable[..., Namespace], args: Namespace, *rest: Any, **kwargs: Any) -> Namespace:
+    """Refuse what cannot be, once upstream has worked out what is recomputed."""
+    validated = original(args, *rest, **kwargs)
+    memory_flags.check_activation_offloading(validated)
+    return validated

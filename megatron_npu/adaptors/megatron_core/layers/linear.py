@@ -1,0 +1,51 @@
+"""Linear layers: their products, and less around them where there are no gradients (one token at a time).
+
+Connects ``tensor_parallel.layers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import around, records
+from megatron_npu.adaptors.shared import linear_products
+from megatron_npu.ops.products import linear
+
+linear_products.connect(records)
+
+
+@around(
+    "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
+    devices=("cpu",),
+    why="where no gradient is wanted, autograd's function and its autocast wrapper cost more than the "
+    "product of one token with a small matrix",
+)
+def without_gradients(
+    original: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """``[s, b, i]`` and a weight ``[o, i]`` to ``[s, b, o]``: upstream's own two operations, directly."""
+    if torch.is_grad_enabled() or sequence_parallel or kwargs.get("gtp_remat_size", 1) > 1:  # 0.19
+        return original(
+            input,
+            weight,
+            bias,
+            gradient_accumulation_fusion,
+            allreduce_dgrad,
+            sequence_parallel,
+            *args,
+            **kwargs,
+        )
+    output = linear.matmul(input, weight.t())
+    return output if bias is None else output + bias

@@ -1,0 +1,207 @@
+"""The output layer and the loss in one operation, between which upstream holds the logits of all tokens.
+
+On a cpu that is faster, and always done; elsewhere it saves memory where ``--cross-entropy-loss-fusion
+--cross-entropy-fusion-impl linear`` asks for it. Upstream's development branch has that value, no release up
+to 0.19 does.
+
+Connects ``models.gpt.gpt_model`` and ``models.common.language_module``: while a GPT computes a loss its
+output layer returns its two factors in place of their product, and the loss is computed from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_npu import devices
+from megatron_npu.adaptors.megatron_core.decorators import around
+from megatron_npu.adaptors.megatron_core.layers import loss_and_embedding
+from megatron_npu.adaptors.shared.output_layer import loss_of_factors
+from megatron_npu.ops import dispatch
+
+_WHY = (
+    "--cross-entropy-fusion-impl linear, which no release has: logits are never whole in memory; on a cpu, "
+    "where each block of them stays in the cache, always"
+)
+_TOKENS_AT_ONCE = 128  # of each sample
+
+
+class Factors(NamedTuple):
+    """What the logits are the product of; stands for them between output layer and loss.
+
+    Attributes:
+        layer: the output layer.
+        hidden: ``[s, b, h]``, ``[s / tp, b, h]`` under sequence parallelism.
+        weight: ``[v / tp, h]``, the layer's own or the embedding's.
+    """
+
+    layer: Any
+    hidden: Tensor
+    weight: Tensor
+
+
+@around("megatron.core.models.gpt.gpt_model:GPTModel.forward", why=_WHY)
+def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute a loss from the factors of the logits, if nothing else wants these."""
+    labels = args[4] if len(args) > 4 else kwargs.get("labels")
+    others = kwargs.get("output_processor")  # since 0.18 the caller's own, in place of logits and loss
+    if labels is None or others is not None or not self.post_process:
+        return original(self, *args, **kwargs)
+    if not _is_wanted(self, kwargs.get("runtime_gather_output")):
+        return original(self, *args, **kwargs)
+    with _product_put_off(self.output_layer):
+        return original(self, *args, **kwargs)
+
+
+def asks_for_linear(config: Any) -> bool:
+    """Return whether the flags ask for the output layer and the loss in one."""
+    return config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
+
+
+def _is_wanted(model: Any, runtime_gather_output: bool | None) -> bool:
+    asked = asks_for_linear(model.config)
+    if not asked and devices.current().name != "cpu":
+        return False
+    reason = _beyond(model, runtime_gather_output)
+    if reason and asked:
+        dispatch.report_fallback(
+            "cross-entropy-fusion-impl linear",
+            reason,
+            "is as native",
+            "Leave out --cross-entropy-fusion-impl",
+        )
+    return reason is None
+
+
+def _beyond(model: Any, runtime_gather_output: bool | None) -> str | None:
+    """Return why the logits are needed, or the layer is not the one that is known, or None."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    layer = model.output_layer
+    if type(layer) is not ColumnParallelLinear:
+        return f"the output layer is a {type(layer).__name__}"  # sharded by FSDP, or with adapters
+    if layer._forward_hooks or layer._backward_hooks:  # 0.19's distillation has one
+        return "a hook on the output layer is given the logits"
+    if "forward" in vars(layer):  # somebody has put one around it, and expects to be asked
+        return "the output layer has a forward of its own"
+    if layer.bias is not None:
+        return "the output layer has a bias"
+    if layer.gather_output or runtime_gather_output:
+        return "the logits are gathered"
+    if layer.disable_grad_reduce or layer.explicit_expert_comm:
+        return "the output layer leaves its gradients to others"
+    if model.config.defer_embedding_wgrad_compute:
+        return "--defer-embedding-wgrad-compute keeps the gradients of the logits"
+    if getattr(model.config, "use_mup", False):  # since 0.17
+        return "--use-mup scales the logits"
+    if getattr(model.config, "mtp_detach_heads", False):  # since 0.19
+        return "--mtp-detach-heads keeps gradients of some logits from the output layer"
+    if getattr(layer, "gtp_remat_size", 1) > 1:  # since 0.19
+        return "more ranks share the output layer's weight"
+    if getattr(model.config, "config_logger_dir", ""):
+        return "--config-logger-dir records the logits"
+    if torch.is_autocast_enabled(devices.current().torch_device().type):
+        return "autocast chooses the dtype of the product"
+    return None
+
+
+@contextlib.contextmanager
+def _product_put_off(layer: Any) -> Iterator[None]:
+    """Let ``layer`` return its factors; hooks on it run as ever."""
+    layer.forward = functools.partial(_factors, layer)
+    try:
+        yield
+    finally:
+        del layer.forward  # the class has its own
+
+
+def _factors(
+    layer: Any, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+) -> tuple[Any, None]:
+    weight = layer.weight if weight is None else weight
+    if weight.dtype is not input_.dtype or hasattr(weight, "__fsdp_param__"):
+        return type(layer).forward(layer, input_, weight, runtime_gather_output)
+    return Factors(layer, input_, weight), None
+
+
+@around(
+    "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss",
+    why=_WHY,
+)
+def compute_language_model_loss(
+    original: Callable[..., Tensor], self: Any, labels: Tensor, logits: Tensor | Factors
+) -> Tensor:
+    """``[b, s]`` labels, and ``[s, b, v / tp]`` logits or their factors, to the ``[b, s]`` loss, fp32."""
+    if isinstance(logits, Factors):
+        layer = logits.layer
+        return loss_of_factors(
+            _of_all_ranks(logits),
+            logits.weight,
+            labels,
+            group=_group(layer),
+            into_main_grad=layer.gradient_accumulation_fusion,
+            recompute=asks_for_linear(self.config),
+        )
+    if asks_for_linear(self.config):  # upstream knows native and te only
+        loss = loss_and_embedding.vocab_parallel_cross_entropy(logits, labels.t().contiguous())
+        return loss.t().contiguous()
+    return original(self, labels, logits)
+
+
+@around(
+    "megatron.core.transformer.multi_token_prediction:_compute_mtp_acceptance_counts",
+    versions=">=0.19",
+    why="it asks for the likeliest further token, of logits that are never whole; it ended in a TypeError",
+)
+def count_right_further_tokens(
+    original: Callable[..., tuple[Tensor, Tensor]],
+    mtp_logits: Tensor | Factors,
+    mtp_labels: Tensor,
+    loss_mask: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Of how many further tokens, ``[b, s]``, the likeliest is right, and how many there are: block by block.
+
+    The product is computed again, upstream's own has it; in blocks of the sequence, so that memory is as
+    the loss's.
+    """
+    if not isinstance(mtp_logits, Factors):
+        return original(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)
+    with torch.no_grad():
+        parts = zip(
+            _of_all_ranks(mtp_logits).split(_TOKENS_AT_ONCE),
+            mtp_labels.split(_TOKENS_AT_ONCE, dim=1),
+            loss_mask.split(_TOKENS_AT_ONCE, dim=1),
+            strict=True,
+        )
+        counts = [
+            original(hidden @ mtp_logits.weight.t(), labels, mask, *args, **kwargs)
+            for hidden, labels, mask in parts
+        ]
+    right, all_of_them = (torch.stack(column).sum(0) for column in zip(*counts, strict=True))
+    return right, all_of_them
+
+
+def _group(layer: Any) -> Any:
+    from megatron.core import parallel_state
+
+    # an argument of the layer since 0.13
+    return getattr(layer, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
+
+
+def _of_all_ranks(factors: Factors) -> Tensor:
+    """Return the whole ``[s, b, h]``, whose gradient is summed over the tensor-parallel ranks."""
+    from megatron.core.tensor_parallel import mappings
+
+    groups = {"group": factors.layer.tp_group} if getattr(factors.layer, "tp_group", None) else {}
+    if factors.layer.sequence_parallel:
+        return mappings.gather_from_sequence_parallel_region(factors.hidden, **groups)
+    if _group(factors.layer).size() == 1:
+        return factors.hidden
+    return mappings.copy_to_tensor_model_parallel_region(factors.hidden, **groups)

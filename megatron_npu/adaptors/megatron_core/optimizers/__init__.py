@@ -1,0 +1,1 @@
+"""Optimizers, the distributed one, and the sharding of weights."""

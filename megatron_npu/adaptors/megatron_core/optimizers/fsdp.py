@@ -1,0 +1,157 @@
+"""Fully sharded data parallelism: ``--use-megatron-fsdp``, ``--use-custom-fsdp`` and ``--use-torch-fsdp2``.
+
+Connects ``distributed.fsdp`` (before 0.14 ``distributed.custom_fsdp``),
+``distributed.torch_fully_sharded_data_parallel``, ``distributed.data_parallel_base`` and, for checkpoints,
+``dist_checkpointing.optimizer`` of ``megatron.core``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed import device_mesh as meshes
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_npu import devices
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, constant
+from megatron_npu.base.errors import UsageError
+
+_DISTRIBUTED = "megatron.core.distributed"
+_MEGATRON_FSDP = f"{_DISTRIBUTED}.fsdp.src.megatron_fsdp"
+_WRAPPER = "module."  # what each wrapper puts before a weight's name
+
+
+@around(
+    f"{_MEGATRON_FSDP}.param_and_grad_buffer:gradient_reduce_preprocessing",
+    versions=">=0.16",
+    devices=("cpu",),
+    why="gloo cannot multiply in a reduction (PREMUL_SUM)",
+)
+def multiply_before_reduction(
+    original: Callable[..., Any], grad_data: Tensor, scaling_factor: float | None, ddp_config: Any
+) -> Any:
+    """Let upstream multiply the gradients itself, as under ``--no-gradient-reduce-div-fusion``."""
+    config = dataclasses.replace(ddp_config, gradient_reduce_div_fusion=False)
+    return original(grad_data, scaling_factor, config)
+
+
+_WRONG_GRADIENTS = (
+    "gloo cannot multiply in a reduction, and before 0.16 upstream's own product is of the wrong buffer: "
+    "the gradients are those of one rank times the number of ranks, which Adam hides"
+)
+
+
+@around(
+    f"{_DISTRIBUTED}.custom_fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.__init__",
+    versions="<0.14",
+    devices=("cpu",),
+    until="0.16, which multiplies the right buffer",
+    why=_WRONG_GRADIENTS,
+)
+@around(
+    f"{_DISTRIBUTED}.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__",
+    versions=">=0.14,<0.16",
+    devices=("cpu",),
+    until="0.16, which multiplies the right buffer",
+    why=_WRONG_GRADIENTS,
+)
+def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Say so at once."""
+    raise UsageError(
+        "Megatron's FSDP (--use-custom-fsdp, --use-megatron-fsdp) before 0.16 on the cpu device",
+        "a reduction that multiplies, which gloo does not have",
+        "Use --use-torch-fsdp2 or --use-distributed-optimizer, or megatron-core 0.16.",
+    )
+
+
+@around(
+    f"{_MEGATRON_FSDP}.utils:get_mesh_names",
+    versions=">=0.14,<0.15",
+    upstream_bug=True,
+    until="0.15, which asks the mesh itself",
+    why="it reads a table of meshes that torch 2.13 does not have: AttributeError",
+)
+def names_from_mesh(
+    original: Callable[..., list[str]], device_mesh: meshes.DeviceMesh | None = None
+) -> list[str]:
+    """Ask the mesh itself, as upstream does since 0.15."""
+    if device_mesh is None or hasattr(meshes._mesh_resources, "child_to_root_mapping"):
+        return original(device_mesh)
+    own = list(device_mesh.mesh_dim_names or ())
+    flattened = device_mesh._get_root_mesh()._flatten_mapping
+    return [*own, *(name for name in flattened if name not in own)]
+
+
+class Mesh:
+    """In place of ``DeviceMesh``, of which upstream uses ``from_group`` alone."""
+
+    @staticmethod
+    def from_group(group: ProcessGroup | list[ProcessGroup], device_type: str, **options: Any) -> DeviceMesh:
+        """Return a mesh of this process's device, whatever ``device_type`` says."""
+        return DeviceMesh.from_group(group, devices.current().torch_device().type, **options)
+
+
+constant(
+    f"{_DISTRIBUTED}.torch_fully_sharded_data_parallel:DeviceMesh",
+    Mesh,
+    devices=WITHOUT_CUDA,
+    why="upstream names the device of the mesh cuda",
+)
+
+
+@around(
+    f"{_DISTRIBUTED}.data_parallel_base:_BaseDataParallel.finish_grad_sync",
+    versions=">=0.16",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="finalize_model_grads passes force_all_reduce, which 0.16 has forgotten here: torch's FSDP, which "
+    "has no method of its own, ends in a TypeError",
+)
+def accept_force_all_reduce(
+    original: Callable[[Any], None], self: Any, force_all_reduce: bool = False
+) -> None:
+    """Take the argument, which means nothing where nothing is reduced."""
+    original(self)
+
+
+@around(
+    "megatron.core.transformer.fsdp_dtensor_checkpoint:handle_swiglu_in_state_dict",
+    versions=">=0.16",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="it asks Megatron's FSDP for gated MLPs by names of one wrapper more or less than there are: with "
+    "--swiglu no checkpoint of the format fsdp_dtensor can be saved or loaded (AttributeError)",
+)
+def cut_whatever_the_wrappers(original: Callable[..., Any], model: Any, *state_dicts: Any) -> Any:
+    """Hand over the model as what finds a weight in any number of wrappers."""
+    return original(_Parameters(model), *state_dicts)
+
+
+class _Parameters:
+    """A model, for what asks it for its parameters."""
+
+    def __init__(self, model: Any) -> None:
+        self.config, self.named_modules = model.config, model.named_modules
+        self._found = {name.rpartition(_WRAPPER)[2]: own for name, own in model.named_parameters()}
+
+    def get_parameter(self, name: str) -> Tensor:
+        """Return a parameter by its name in any number of wrappers."""
+        return self._found[name.rpartition(_WRAPPER)[2]]
+
+
+@around(
+    "megatron.core.dist_checkpointing.optimizer:get_optim_param_to_id_map",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="parameters of torch's FSDP are found again by the identity of their shards, and since torch 2.13 "
+    "to_local makes a new parameter of a shard: an optimizer cannot be saved (ValueError)",
+)
+def know_shards_again(
+    original: Callable[[Iterable[Tensor]], dict[int, int]], optim_params_iter: Iterable[Tensor]
+) -> dict[int, int]:
+    """Hand over the shards themselves, as the weights do."""
+    return original([getattr(parameter, "_local_tensor", parameter) for parameter in optim_params_iter])

@@ -1,0 +1,97 @@
+"""``--use-precision-aware-optimizer`` with our Adam: moments and main weights in 16 bits, on every device.
+
+Connects ``optimizer.optimizer_config`` and the place in ``optimizer`` where the optimizer of a group of
+parameters is built; ``arguments`` adds ``--reuse-fp32-param`` and has ``memory_flags`` refuse what does not
+go together.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from megatron_npu.adaptors.megatron_core.decorators import around, fused_optimizer_present
+from megatron_npu.ops.optimizers.adam import FusedAdam
+from megatron_npu.options import memory_flags
+
+_around = partial(around, condition=fused_optimizer_present)
+_NAME = "transformer_engine.pytorch.optimizers"
+
+
+class _OursToKeep(int):
+    """``store_param_remainders`` that upstream switched off and our Adam keeps: false, as upstream has it.
+
+    As a field of the configuration it goes into every copy of that (``dataclasses.replace``).
+    """
+
+
+@contextmanager
+def _importable_from_transformer_engine() -> Iterator[None]:
+    """Let the body import ``FusedAdam`` from where TransformerEngine, which is absent, would have it."""
+    parts = _NAME.split(".")
+    modules = {".".join(parts[: i + 1]): ModuleType(".".join(parts[: i + 1])) for i in range(len(parts))}
+    modules[parts[0]].__version__ = "0.0.0"  # type: ignore[attr-defined]  # as 0.18 says of an absent one
+    modules[_NAME].FusedAdam = FusedAdam  # type: ignore[attr-defined]
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
+
+
+@_around(
+    "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
+    why="--use-precision-aware-optimizer asks whether TransformerEngine's FusedAdam takes four arguments, "
+    "which ours takes as well; fp8 moments it does not",
+)
+def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
+    """Let upstream look at our Adam; note whether remainders are wanted, which it forgets without theirs.
+
+    Raises:
+        UsageError: a dtype that our Adam does not keep.
+    """
+    if not self.use_precision_aware_optimizer or self.optimizer_cpu_offload:
+        original(self)
+        return
+    memory_flags.refuse_fp8_states(self)
+    asked = getattr(self, "store_param_remainders", None)  # a field since 0.13; 0.12 always does
+    with _importable_from_transformer_engine():
+        original(self)
+    if asked or isinstance(asked, _OursToKeep):
+        self.store_param_remainders = _OursToKeep()
+
+
+@_around(
+    "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
+    versions=">=0.13,<0.14",
+    upstream_bug=True,
+    until="0.14",
+    why="without a recipe of fp8 the precision-aware optimizer is built without the gradients that it is "
+    "then given: nothing is trained",
+)
+def name_a_recipe(original: Callable[[Any], None], self: Any) -> None:
+    """Take the recipe that means the same; the scripts' default."""
+    if self.use_precision_aware_optimizer and self.fp8_recipe is None:
+        self.fp8_recipe = "delayed"
+    original(self)
+
+
+@_around(
+    "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
+    why="without TransformerEngine 2.1 upstream does not ask for remainders in place of fp32 main weights "
+    "(store_param_remainders, on by default), which our Adam keeps; its checkpoints hold fp32 all the same",
+    order=1,
+)
+def ask_for_remainders(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ask for them when it is built; no state exists yet."""
+    result = original(config, *args, **kwargs)
+    adam = getattr(result, "optimizer", None)
+    if isinstance(adam, FusedAdam) and adam.use_decoupled_grad:
+        kept = getattr(config, "store_param_remainders", _OursToKeep())
+        adam.store_param_remainders = isinstance(kept, _OursToKeep)
+    return result

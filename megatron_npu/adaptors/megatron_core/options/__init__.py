@@ -1,0 +1,1 @@
+"""Flags of the stock scripts: added, refused, and read."""

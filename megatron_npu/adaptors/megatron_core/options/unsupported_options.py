@@ -1,0 +1,236 @@
+"""Options of megatron-core that need TransformerEngine or CUDA, where they are not there.
+
+They are fields of ``TransformerConfig`` and, mostly under the same names, of the scripts' arguments. What
+would change the numbers, or is asked for to hide communication, is refused in one line. What changes the
+speed of launches alone is switched off, and that is reported.
+
+Connects ``transformer.transformer_config``, ``models.mamba.mamba_model`` and ``ssm.mamba_mixer`` of
+``megatron.core``; ``arguments`` does the same for the scripts' arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+from megatron_npu import devices, standins
+from megatron_npu.adaptors.megatron_core.decorators import (
+    WITHOUT_CUDA,
+    around,
+    installed,
+    transformer_engine_present,
+)
+from megatron_npu.adaptors.megatron_core.te import redirect
+from megatron_npu.base.errors import UsageError
+from megatron_npu.ops import dispatch
+
+
+class Option(NamedTuple):
+    """An option: its flag, the names of its field, and whether what stands there asks for it.
+
+    ``remedy`` is for an option that is refused, ``off`` is what one that is not is set to.
+    """
+
+    flag: str
+    fields: tuple[str, ...]
+    asks: Callable[[Any], bool] = bool
+    remedy: str = ""
+    off: Any = False
+
+
+NEED_TRANSFORMER_ENGINE = (
+    Option("--fp8-format", ("fp8",), remedy="Leave it out and train in bf16, or install TransformerEngine."),
+    Option("--fp4-format", ("fp4",), remedy="Leave it out and train in bf16, or install TransformerEngine."),
+    Option(
+        "--te-precision-config-file",
+        ("te_precision_config_file",),
+        remedy="Leave it out: the local layers have the one precision of their parameters.",
+    ),
+    Option(
+        "--tp-comm-overlap",
+        ("tp_comm_overlap",),
+        asks=lambda value: bool(value) and devices.current().name != "npu",  # see tensor_parallel_overlap
+        remedy="Leave it out: its buffers are TransformerEngine's; --sequence-parallel works without.",
+    ),
+    Option(  # since 0.18
+        "--moe-paged-stash",
+        ("moe_paged_stash",),
+        remedy="Leave it out: it moves the memory of TransformerEngine's experts with kernels in Triton.",
+    ),
+    Option(  # since 0.18
+        "--moe-expert-rank-capacity-factor",
+        ("moe_expert_rank_capacity_factor",),
+        asks=lambda value: value is not None,
+        remedy="Leave it out: it is for experts whose memory is stashed in pages, by kernels in Triton.",
+    ),
+    Option(  # since 0.19
+        "--tensor-parallel-num-weight-shards",
+        ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+        asks=lambda value: value not in (None, 1),
+        remedy="Leave it out: its weights are gathered by TransformerEngine's layers.",
+    ),
+    Option(
+        "--cross-entropy-fusion-impl",
+        ("cross_entropy_fusion_impl",),
+        asks=lambda value: value == "te",
+        remedy="Use --cross-entropy-fusion-impl native, which is fused here.",
+    ),
+)
+DO_WITHOUT_TRANSFORMER_ENGINE = (
+    Option("--te-rng-tracker", ("te_rng_tracker", "use_te_rng_tracker")),
+    Option("--use-te-activation-func", ("use_te_activation_func",)),
+    Option(  # since 0.17; our layers under TransformerEngine's names have it
+        "--fused-residual-rmsnorm",
+        ("fused_residual_rmsnorm",),
+        asks=lambda value: bool(value) and not standins.te_layers(),
+    ),
+)
+NEED_CUDA = (
+    Option("--use-nccl-ub", ("nccl_ub",), remedy="Leave it out: it registers buffers with NCCL."),
+    Option("--use-sharp", ("use_sharp",), remedy="Leave it out: it lets InfiniBand's switches add for NCCL."),
+)
+CUDA_GRAPHS = (
+    Option("--enable-cuda-graph", ("enable_cuda_graph",)),
+    Option("--external-cuda-graph", ("external_cuda_graph",)),
+    Option(
+        "--cuda-graph-impl", ("cuda_graph_impl",), asks=lambda value: value not in (None, "none"), off="none"
+    ),
+    Option(  # since 0.18, which refuses a scope of graphs that are not captured; None is what fits
+        "--inference-cuda-graph-scope",
+        ("inference_cuda_graph_scope",),
+        asks=lambda value: getattr(value, "name", value) not in (None, "none"),
+        off=None,
+    ),
+)
+
+
+def refuse(options: Any, wanting: tuple[Option, ...], absent: str = "TransformerEngine") -> None:
+    """Raise UsageError if ``options`` ask for something that needs what is ``absent``."""
+    for option in wanting:
+        for field in option.fields:
+            value = getattr(options, field, None)
+            if option.asks(value):
+                given = option.flag if value is True else f"{option.flag} {value}"
+                raise UsageError(f"{given} without {absent}", "options that work without it", option.remedy)
+
+
+def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
+    """Switch off those of ``options`` that have no effect here, and report it.
+
+    Raises:
+        FallbackForbiddenError: in strict mode.
+    """
+    for option in harmless:
+        for field in option.fields:
+            if option.asks(getattr(options, field, None)):
+                remedy = f"Leave out {option.flag}"
+                dispatch.report_fallback(option.flag.removeprefix("--"), reason, "is left out", remedy)
+                setattr(options, field, option.off)
+
+
+def do_without_transformer_engine(options: Any) -> None:
+    """Refuse what changes the run without TransformerEngine; switch off what does not.
+
+    Args:
+        options: a ``TransformerConfig``, or the scripts' arguments.
+
+    Raises:
+        UsageError: an option is refused.
+        FallbackForbiddenError: in strict mode, one would be switched off.
+    """
+    refuse(options, NEED_TRANSFORMER_ENGINE)
+    switch_off(options, DO_WITHOUT_TRANSFORMER_ENGINE, "TransformerEngine is not installed")
+
+
+def do_without_cuda_graphs(options: Any) -> None:
+    """Switch CUDA graphs off: every kernel is launched by itself.
+
+    Args:
+        options: a ``TransformerConfig``, or the scripts' arguments.
+
+    Raises:
+        FallbackForbiddenError: in strict mode.
+    """
+    switch_off(options, CUDA_GRAPHS, f"there are no CUDA graphs on the {devices.current().name} device")
+
+
+def take_local_implementation(args: argparse.Namespace) -> None:
+    """Take the local layers, with our operations, and refuse or switch off what they do not have.
+
+    With ``MEGATRON_NPU_TE=local`` and ``--transformer-impl transformer_engine`` the layers are ours, too, but
+    under TransformerEngine's names.
+
+    Args:
+        args: the scripts' arguments.
+
+    Raises:
+        UsageError: an option is refused.
+        FallbackForbiddenError: in strict mode, the local layers were not asked for.
+    """
+    do_without_transformer_engine(args)
+    named = standins.te_layers() and args.transformer_impl == "transformer_engine"
+    if args.transformer_impl != "local" and not named:  # the default, or since 0.16 inference_optimized
+        redirect.report(f"--transformer-impl {args.transformer_impl}")
+        args.transformer_impl = "local"
+    variant = getattr(args, "experimental_attention_variant", None)
+    if variant and not named:  # since 0.16; upstream specifies such layers under those names alone
+        raise UsageError(
+            f"--experimental-attention-variant {variant} without TransformerEngine",
+            "it, or MEGATRON_NPU_TE=local, which has layers under its names",
+            "Set MEGATRON_NPU_TE=local.",
+        )
+    # On by default, and refused then without TransformerEngine; the path without it is as fused here.
+    if args.rotary_interleaved or args.multi_latent_attention:
+        args.apply_rope_fusion = False
+
+
+@around(
+    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    condition=transformer_engine_present,
+    why="without TransformerEngine fp8 is silently another precision; overlapped communication, its "
+    "cross-entropy and the fusions of experts end in an assertion, a NameError or an ImportError",
+    order=2,
+)
+def configure_without_transformer_engine(original: Callable[[Any], None], self: Any) -> None:
+    """Check the options first."""
+    do_without_transformer_engine(self)
+    original(self)
+
+
+@around(
+    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    devices=WITHOUT_CUDA,
+    why="CUDA graphs are captured from CUDA streams: the first step ends in an assertion",
+    order=2,
+)
+def configure_without_cuda_graphs(original: Callable[[Any], None], self: Any) -> None:
+    """Switch the graphs off first."""
+    do_without_cuda_graphs(self)
+    original(self)
+
+
+def _mamba_present() -> str | None:
+    """Return why Mamba's layers are not refused: mamba_ssm is there, or our scan stands under its name."""
+    ours = "MEGATRON_NPU_TE=local: the scan of megatron_npu under mamba_ssm's name"
+    return ours if standins.mamba_kernels() else installed("mamba_ssm")
+
+
+_without_mamba_ssm = partial(
+    around,
+    condition=_mamba_present,
+    why="its layers are mamba_ssm's kernels, which are CUDA's: without the package an AttributeError of None "
+    "or an ImportError in the middle of the model, by version",
+)
+
+
+@_without_mamba_ssm("megatron.core.models.mamba.mamba_model:MambaModel.__init__", versions="<0.18")
+@_without_mamba_ssm("megatron.core.ssm.mamba_mixer:MambaMixer.__init__", versions=">=0.18")  # of hybrids
+def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse before anything is built; a hybrid since 0.18, when the first of its Mamba layers is."""
+    raise UsageError(
+        "a Mamba model without the packages mamba-ssm and causal-conv1d, which are for CUDA",
+        "those, or MEGATRON_NPU_TE=local, which has its layers in plain torch",
+        "Set MEGATRON_NPU_TE=local.",
+    )

@@ -1,0 +1,1 @@
+"""A run from its start to its log: initialization, process groups, schedules, diagnostics."""

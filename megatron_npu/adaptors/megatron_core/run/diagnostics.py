@@ -1,0 +1,82 @@
+"""Diagnostics of a run: ``--log-straggler`` and ``--rerun-mode report_stats``.
+
+Connects ``megatron.core.utils:StragglerDetector`` and ``megatron.core.rerun_state_machine``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_npu import devices
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, wrap
+from megatron_npu.base.errors import LoaderWorkerError
+
+
+@around(
+    "megatron.core.utils:StragglerDetector.configure",
+    devices=WITHOUT_CUDA,
+    why="--log-straggler measures nothing where CUDA is not available, and says nothing; over HCCL it then "
+    "broadcasts a tensor of the host",
+)
+def measure_without_cuda(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Configure it as on CUDA: events, clocks and instruments of this device answer."""
+    with _claiming_cuda():
+        original(self, *args, **kwargs)
+    self.dev = devices.current().torch_device()
+
+
+@around(
+    "megatron.core.utils:StragglerDetector.__exit__",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="a Ctrl-C while a batch is loaded is logged as a Python list of the lines of its traceback",
+)
+def leave_without_a_word(
+    original: Callable[..., bool], self: Any, kind: type[BaseException] | None, *rest: Any
+) -> bool:
+    """Leave it: who ends the run tells why."""
+    if kind is None or (issubclass(kind, Exception) and not issubclass(kind, LoaderWorkerError)):
+        return original(self, kind, *rest)
+    return original(self, None, None, None)
+
+
+@contextlib.contextmanager
+def _claiming_cuda() -> Iterator[None]:
+    """Let ``torch.cuda.is_available`` answer yes inside the block."""
+    answer = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = answer
+
+
+@wrap(
+    "megatron.core.rerun_state_machine:Caller",
+    versions=">=0.14",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="its report of statistics asks for the file and line that 0.14 took out of this class, "
+    "and ends there",
+)
+def with_place(original: Any) -> type[tuple]:
+    """Let the message stand for the place: it tells the calls of ``validate_result`` apart since 0.14."""
+
+    class Caller(original):
+        __slots__ = ()
+        # ranks exchange them by pickle, which looks the class up by name
+        __module__, __qualname__ = original.__module__, original.__qualname__
+
+        @property
+        def filename(self) -> str:
+            return f"'{self.message}'"
+
+        @property
+        def lineno(self) -> Any:
+            return "unknown"
+
+    return Caller

@@ -1,0 +1,45 @@
+"""Replicas that go apart: ``--check-weight-hash-across-dp-replicas-interval`` names rank and parameter.
+
+Connects ``megatron.training.training``, which asserts that replicas are equal; libraries that ask
+``megatron.core.utils`` themselves get upstream's yes or no.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu.adaptors.megatron_core.decorators import around
+from megatron_npu.checkpoint_files import replicas
+
+
+@around(
+    "megatron.training.training:check_param_hashes_across_dp_replicas",
+    why="upstream says in the log's level INFO which parameter differs, and only where rank 0 is not the one "
+    "that is wrong; then every rank ends in the traceback of an assertion that names neither",
+)
+def name_what_differs(
+    original: Callable[..., bool], model: list[Any], cross_check: bool = False, *args: Any, **kwargs: Any
+) -> bool:
+    """Say which parameter differs on which ranks, where upstream finds that any does."""
+    same = original(model, cross_check, *args, **kwargs)
+    if not same:
+        replicas.check_megatron(model)
+    return same
+
+
+@around(
+    "megatron.training.training:finalize_model_grads",
+    why="--check-weight-hash-across-dp-replicas-interval finds a gradient that differs between replicas only "
+    "when it has spoilt the weights",
+)
+def compare_gradients(original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Compare the reduced gradients at the iterations at which upstream compares the weights."""
+    from megatron.training.global_vars import get_args
+
+    result = original(model, *args, **kwargs)
+    given = get_args()
+    interval = given.check_weight_hash_across_dp_replicas_interval
+    if interval and (given.curr_iteration + 1) % interval == 0 and hasattr(model[0], "ddp_config"):
+        replicas.check_megatron_gradients(model)
+    return result

@@ -1,0 +1,93 @@
+"""Layer specs of the models with an encoder: BERT, T5 and Retro.
+
+Connects ``models.bert.bert_layer_specs``, ``models.T5.t5_spec``, ``models.retro.encoder_spec`` and
+``models.retro.decoder_spec`` of ``megatron.core``; it has no Retro since 0.16.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, te_layers_present
+from megatron_npu.adaptors.megatron_core.layers.norm import Norm
+from megatron_npu.adaptors.megatron_core.te.redirect import force_flag_off, redirect_to_local, sibling
+
+_BERT = "megatron.core.models.bert.bert_layer_specs"
+_T5 = "megatron.core.models.T5.t5_spec"
+_RETRO = "megatron.core.models.retro"
+
+
+def _local_bert_layer() -> Any:
+    # BertModel writes into the spec that it is given.
+    return copy.deepcopy(sys.modules[_BERT].bert_layer_local_spec)
+
+
+around(
+    f"{_BERT}:get_bert_layer_with_transformer_engine_spec",
+    condition=te_layers_present,
+    why="without TransformerEngine it is an ImportError",
+)(redirect_to_local(_local_bert_layer))
+
+
+@around(
+    f"{_BERT}:__getattr__",
+    condition=te_layers_present,
+    why="pretrain_bert.py imports bert_layer_with_transformer_engine_spec whatever its flags: ImportError",
+)
+def allow_import_of_te_layer(original: Callable[[str], Any], name: str) -> Any:
+    """Let the name be imported; the flags of the script say whether it is used, and report it."""
+    return _local_bert_layer() if name == "bert_layer_with_transformer_engine_spec" else original(name)
+
+
+def _block_with_local_norm(layer: str) -> Callable[..., Any]:
+    """Return a function to record with ``around``: it makes a block whose final norm is local as well.
+
+    Args:
+        layer: the name of the function that makes its layers.
+    """
+
+    def block(original: Callable[..., Any], num_layers: int) -> Any:
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+        return TransformerBlockSubmodules([sibling(original, layer)()] * num_layers, layer_norm=Norm)
+
+    return block
+
+
+for _part in ("encoder", "decoder"):
+    around(
+        f"{_T5}:{_part}_model_with_transformer_engine_default_spec",
+        condition=te_layers_present,
+        why="without TransformerEngine it is a NameError, or gives layers of a mock or of None, by version",
+    )(redirect_to_local(f"{_part}_model_with_local_spec"))
+
+    around(
+        f"{_T5}:get_t5_{_part}_with_transformer_engine_block_spec",
+        condition=te_layers_present,
+        why="without TransformerEngine it is a NameError, or gives layers of a mock or of None, by version",
+    )(redirect_to_local(f"get_t5_{_part}_with_local_block_spec"))
+
+    around(
+        f"{_T5}:get_t5_{_part}_with_local_block_spec",
+        condition=te_layers_present,
+        upstream_bug=True,
+        until=NOT_FIXED,
+        why="its final norm is TransformerEngine's: a NameError, a mock, or silently none, by version",
+    )(_block_with_local_norm(f"{_part}_model_with_local_spec"))
+
+    around(
+        f"{_RETRO}.{_part}_spec:get_retro_{_part}_layer_te_spec",
+        versions="<0.16",
+        condition=te_layers_present,
+        why="without TransformerEngine it ends in a NameError",
+    )(redirect_to_local(f"get_retro_{_part}_layer_local_spec"))
+
+    around(
+        f"{_RETRO}.{_part}_spec:get_retro_{_part}_block_spec",
+        versions="<0.16",
+        condition=te_layers_present,
+        why="asked for TransformerEngine without it, it ends in a NameError",
+    )(force_flag_off("use_transformer_engine"))

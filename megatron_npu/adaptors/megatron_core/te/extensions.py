@@ -1,0 +1,104 @@
+"""What is asked of TransformerEngine outside the specs.
+
+Connects ``extensions.transformer_engine``, ``extensions.transformer_engine_spec_provider``, ``fp8_utils``,
+``transformer.multi_latent_attention`` and ``utils:get_te_version`` of ``megatron.core``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from packaging.version import Version
+
+from megatron_npu.adaptors.megatron_core.decorators import (
+    around,
+    constant,
+    replace,
+    te_layers_present,
+    wrap,
+)
+from megatron_npu.adaptors.megatron_core.layers.norm import Norm
+from megatron_npu.adaptors.megatron_core.te import redirect
+
+
+@replace(
+    "megatron.core.extensions.transformer_engine:TENorm",
+    versions=">=0.13",
+    condition=te_layers_present,
+    why="without TransformerEngine it is an ImportError, or a mock: models for images name it as it is",
+)
+class TENorm:
+    """Makes the norm of the local layers, and says so; like upstream's, it makes no instance of its own.
+
+    Whether a residual follows (since 0.17) is of no account: the local norm does not add it.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> Any:
+        redirect.report("TENorm()")
+        return Norm(config, hidden_size, eps)
+
+
+@wrap(
+    "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider",
+    versions=">=0.13",
+    condition=te_layers_present,
+    why="without TransformerEngine the layers that it provides are made of a mock",
+)
+def provide_local_layers(original: type) -> type:
+    """Return a provider of local layers that says so."""
+    from megatron.core.models.backends import LocalSpecProvider
+
+    class TESpecProvider(LocalSpecProvider):
+        def __init__(self) -> None:
+            redirect.report("TESpecProvider()")
+
+        def linear(self) -> Any:
+            return self.column_parallel_linear()
+
+        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
+            # Asked for RMSNorm, it gives the norm that goes by the config; see ``gpt``.
+            return super().layer_norm(rms_norm=True, for_qk=for_qk)
+
+    return TESpecProvider
+
+
+constant(
+    "megatron.core.transformer.multi_latent_attention:HAVE_TE",
+    False,
+    versions=">=0.14,<0.17",
+    condition=te_layers_present,
+    upstream_bug=True,
+    until="0.17, which asks the wrapper",
+    why="upstream takes it for present because its own wrapper can be imported without it, and asks then "
+    "whether a layer is an instance of None: TypeError",
+)
+
+
+@replace(
+    "megatron.core.utils:get_te_version",
+    versions="<0.17",
+    condition=te_layers_present,
+    upstream_bug=True,
+    until="0.17, which says 0.0.0",
+    why="0.12 imports TransformerEngine for the answer, 0.13 to 0.16 give None, which cannot be compared: "
+    "loading a checkpoint asks, and the check of --rotary-interleaved",
+)
+def get_te_version() -> Version:
+    """Return version 0, older than any that is asked for."""
+    return Version("0")
+
+
+@around(
+    "megatron.core.fp8_utils:_quantize_param_shard_impl",
+    versions="<0.13",
+    upstream_bug=True,
+    until="0.13, which returns at once itself",
+    why="without TransformerEngine 0.12's raises for every step of the distributed optimizer, which has no "
+    "fp8 parameter to give it",
+)
+def skip_without_parameters(
+    original: Callable[..., Any], model_params: list[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Return at once when there is no parameter."""
+    return original(model_params, *args, **kwargs) if model_params else None

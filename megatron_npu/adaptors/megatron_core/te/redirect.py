@@ -1,0 +1,93 @@
+"""The tools of ``te_fallback``: give local layers where TransformerEngine's are asked for, and say so."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.ops import dispatch
+
+# Arguments that choose kernels of TransformerEngine for what the local layers compute as well.
+_KERNELS = (
+    "use_te_op_fuser",
+    "use_te_activation_func",
+    "mla_down_proj_fusion",  # since 0.17
+    "use_grouped_gemm_for_dense_mlp",  # since 0.18
+)
+_LEGACY = "moe_use_legacy_grouped_gemm"  # 0.17 has no such experts, and its layers for inference the argument
+
+
+def report(asked: str) -> None:
+    """Say that ``asked`` gives local layers.
+
+    Raises:
+        FallbackForbiddenError: in strict mode.
+    """
+    dispatch.report_fallback(
+        "transformer_engine",
+        f"not installed: {asked} gives the local layers",
+        remedy="Give --transformer-impl local, or ask for the local layers' spec",
+    )
+
+
+def refuse_fp8(fp8: Any) -> None:
+    """Raise UsageError if ``fp8`` is asked for."""
+    if fp8:
+        raise UsageError(
+            f"fp8={fp8!r} without TransformerEngine",
+            "a precision that the local layers have",
+            "Leave fp8 out and train in bf16, or install TransformerEngine.",
+        )
+
+
+def force_flag_off(flag: str) -> Callable[..., Any]:
+    """Return a function to record with ``around``: it turns the argument ``flag`` off, and says so.
+
+    A function that takes a ``normalization`` for its local layers alone is given that of its ``config``.
+    """
+
+    def specify(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs)
+        given.apply_defaults()
+        arguments = given.arguments
+        if not arguments[flag]:
+            return original(*args, **kwargs)
+        report(f"{original.__name__}({flag}=True)")
+        refuse_fp8(arguments.get("fp8"))
+        arguments |= {flag: False, **{name: False for name in _KERNELS if name in arguments}}
+        if "normalization" in arguments and arguments["normalization"] is None:
+            arguments["normalization"] = arguments["config"].normalization
+        return original(*given.args, **given.kwargs)
+
+    return specify
+
+
+def redirect_to_local(local: str | Callable[..., Any], **always: Any) -> Callable[..., Any]:
+    """Return a function to record with ``around``: it calls ``local`` in place of the original, and says so.
+
+    Arguments that choose kernels of TransformerEngine are dropped: ``local`` does not have them.
+
+    Args:
+        local: the name of a function in the same module, or a function.
+        always: further arguments of the local function.
+    """
+
+    def specify(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        report(f"{original.__name__}()")
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        refuse_fp8(given.pop("fp8", None))
+        function = sibling(original, local) if isinstance(local, str) else local
+        if _LEGACY not in inspect.signature(function).parameters:
+            given.pop(_LEGACY, None)
+        kept = {name: value for name, value in given.items() if name not in _KERNELS}
+        return function(**kept, **always)
+
+    return specify
+
+
+def sibling(original: Callable[..., Any], name: str) -> Any:
+    """Return what the module of ``original`` has under ``name`` now."""
+    return vars(sys.modules[original.__module__])[name]

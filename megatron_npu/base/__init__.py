@@ -1,0 +1,1 @@
+"""What everything else may use: errors, settings, files, the parser of flags."""

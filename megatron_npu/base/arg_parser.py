@@ -1,0 +1,213 @@
+"""The parser of every command: one line for what is wrong, and a ``--help`` that says each default."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megatron_npu.base.errors import UsageError
+
+
+class Unfit(argparse.ArgumentTypeError):
+    """A value that a flag does not take, with what it would take, in words."""
+
+    def __init__(self, given: str, expected: str) -> None:
+        self.given, self.expected = given, expected
+        super().__init__(f"{given}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A ``type`` for ``add_argument`` that says in words what it takes.
+
+    Attributes:
+        expected: what is taken, as a message names it.
+        kind: what Python reads the text with.
+        least: the smallest number that is taken; -inf: any finite one.
+        most: the largest number that is taken; inf: any finite one.
+        metavar: the letter that stands for it in ``--help``.
+    """
+
+    expected: str
+    kind: type[int] | type[float]
+    least: float = -math.inf
+    most: float = math.inf
+    metavar: str = "N"
+
+    def __call__(self, text: str) -> int | float:
+        """Return the number.
+
+        Raises:
+            Unfit: the text is not such a number.
+        """
+        try:
+            value = self.kind(text)
+        except ValueError:
+            raise Unfit(text, self.expected) from None
+        if not math.isfinite(value) or not self.least <= value <= self.most:
+            raise Unfit(text, self.expected)
+        return value
+
+
+positive = Number("a whole number from 1 on", int, 1)
+whole = Number("a whole number from 0 on", int, 0)
+integer = Number("a whole number", int)
+number = Number("a number", float, metavar="X")
+beta = Number("a number from 0 on, below 1", float, 0.0, math.nextafter(1.0, 0.0), metavar="X")
+seed = Number("a whole number from 0 to 2^32 - 1, as numpy takes it", int, 0, 2**32 - 1)
+
+_BYTES_OF = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def byte_size(text: str) -> int:
+    """Return the bytes that ``65536``, ``512M`` or ``64GB`` names; a ``type`` for ``add_argument``, too.
+
+    Raises:
+        Unfit: the text names no positive number of bytes.
+    """
+    amount = text.upper().removesuffix("B")
+    digits = amount.rstrip("KMG")
+    unit = amount[len(digits) :]
+    if unit not in _BYTES_OF or not digits.isdecimal() or not int(digits):
+        raise Unfit(text, "bytes, or a number with K, M or G")
+    return int(digits) * _BYTES_OF[unit]
+
+
+class _Help(argparse.HelpFormatter):
+    """Short metavars, and behind each help text the default that it does not name itself, or "required"."""
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return metavar_of(action)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if action.required and action.option_strings:
+            return f"{text} (required)"
+        default = default_of(action)
+        return text if "default" in text or not default else f"{text} (default: {default})".replace("%", "%%")
+
+
+def metavar_of(action: argparse.Action) -> str:
+    """Return what stands for a flag's value in ``--help``, where the flag itself does not say."""
+    return action.type.metavar if isinstance(action.type, Number) else action.dest.upper()
+
+
+def default_of(action: argparse.Action) -> str:
+    """Return a flag's default as it would be typed; nothing for a switch and for what has none."""
+    default = action.default
+    if action.nargs == 0 or default in (None, argparse.SUPPRESS) or isinstance(default, bool):
+        return ""
+    if isinstance(default, list | tuple):
+        return " ".join(map(str, default))
+    return f"{default:g}" if isinstance(default, float) and abs(default) < 1e6 else str(default)
+
+
+class Parser(argparse.ArgumentParser):
+    """Turns argparse's own complaints into ``UsageError``; an unknown flag gets the nearest known ones.
+
+    Args:
+        prog: the command as it is typed.
+        description: what it does; the double backquotes of a docstring are left out.
+        hint: a sentence that follows each complaint.
+        options: of ``argparse.ArgumentParser``.
+    """
+
+    def __init__(self, prog: str, description: str | None = None, hint: str = "", **options: Any) -> None:
+        self._hint = hint
+        defaults: dict[str, Any] = {"formatter_class": _Help, "allow_abbrev": False, "exit_on_error": False}
+        super().__init__(prog, description=(description or "").replace("``", ""), **(defaults | options))
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, "the flags and values of --help", self._remedy())
+
+    def parse_args(  # type: ignore[override]  # argparse declares one overload for each kind of namespace
+        self, args: Any = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        """Return the values.
+
+        Raises:
+            UsageError: an unknown flag, a missing required one, or a value of the wrong kind.
+        """
+        try:
+            values, unknown = self.parse_known_args(args, namespace)
+        except argparse.ArgumentError as error:
+            self._refuse_misspelt(args)
+            raise self._refusal(error) from None
+        except UsageError:
+            self._refuse_misspelt(args)
+            raise
+        self._asked(values)._refuse_unknown(unknown)
+        return values
+
+    def _refuse_misspelt(self, args: Any) -> None:
+        """Refuse what no flag takes, before the required flag that it was to be; only after a complaint.
+
+        A help text that was asked for has been printed by then, with what is required in it.
+        """
+        with self._nothing_required(), contextlib.suppress(argparse.ArgumentError):
+            values, unknown = self.parse_known_args(args)
+            self._asked(values)._refuse_unknown(unknown)
+
+    @contextlib.contextmanager
+    def _nothing_required(self) -> Iterator[None]:
+        of_actions = [parser for each in self._parsers_of_actions().values() for parser in each.values()]
+        every: list[Any] = []
+        for parser in (self, *of_actions):
+            every += [*parser._actions, *parser._mutually_exclusive_groups]
+        required = [one for one in every if one.required]
+        for one in required:
+            one.required = False
+        try:
+            yield
+        finally:
+            for one in required:
+                one.required = True
+
+    def _asked(self, values: argparse.Namespace) -> Parser:
+        """Return the parser whose flags were typed: this one, or ``prune``'s in ``checkpoint prune``."""
+        for dest, parsers in self._parsers_of_actions().items():
+            return parsers.get(getattr(values, dest), self)
+        return self
+
+    def _parsers_of_actions(self) -> dict[str, dict[str, Parser]]:
+        choosers = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
+        return {one.dest: one.choices for one in choosers}
+
+    def _refuse_unknown(self, unknown: Sequence[str]) -> None:
+        """Refuse what no flag takes; the nearest known ones of the first are named."""
+        flags = [word for word in unknown if word.startswith("--")]
+        if flags:
+            known = difflib.get_close_matches(flags[0].partition("=")[0], self._option_string_actions, n=3)
+            raise UsageError(
+                f"no flag {' '.join(flags)}",
+                " or ".join(known) if known else "a flag of --help",
+                self._remedy(),
+            )
+        if unknown:
+            self.error(f"unexpected {' '.join(unknown)}")
+
+    def _refusal(self, error: argparse.ArgumentError) -> UsageError:
+        if isinstance(error.__context__, Unfit):
+            return UsageError(
+                f"{error.argument_name} {error.__context__.given}", error.__context__.expected, self._remedy()
+            )
+        other = error.message.partition("not allowed with argument ")[2]
+        if other:
+            return UsageError(f"{other} and {error.argument_name}", "one of them", "Leave the other one out.")
+        # from Python 3.13 on a missing flag comes here too, and belongs to no argument
+        about = f"{error.argument_name}: " if error.argument_name else ""
+        return UsageError(f"{about}{error.message}", "the flags and values of --help", self._remedy())
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is not among the choices, with our message in the place of argparse's."""
+        if action.choices is not None and value not in action.choices:
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            raise UsageError(f"{name} {value!r}", " or ".join(map(str, action.choices)), self._remedy())
+
+    def _remedy(self) -> str:
+        return f"See `{self.prog} --help`. {self._hint}".rstrip()

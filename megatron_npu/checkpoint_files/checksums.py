@@ -1,0 +1,288 @@
+"""Checksums of a checkpoint's files: written with it, compared while it is loaded.
+
+They find damage (a disk, a copy that was cut off), not malice: who can change a file can change its checksum.
+XXH3 with 128 bits, as the package xxhash computes it: more than 10 GB/s; the disk is what takes time.
+Sizes and small files are compared first; large ones by a thread beside the loading, which has ended only when
+they are as they were saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+
+NAME = "checksums.json"
+ALGORITHM = "xxh3_128"
+_BLOCK = 1 << 20  # bytes read at a time
+_AT_ONCE = 4  # files: one is hashed while the disk brings others
+_BESIDE = 1  # files beside a load: it reads one after the other, too, and more of them slow it down
+_SMALL = 1 << 22  # bytes of a file that is compared before anything is loaded
+
+Entries = dict[str, list[int | str]]  # of each file its bytes and digest
+
+
+def write(folder: Path) -> None:
+    """Write the checksums of all files in ``folder``. All ranks must call this when all are written.
+
+    Ranks share the files: the shards of torch_dist by the rank that has written each, which are still in its
+    machine's memory; the folders ``mp_rank_…`` of the format torch in turns. Files that rank 0 does not see,
+    on other machines' own disks, are left out.
+    """
+    rank, ranks = _place()
+    found = {path.relative_to(folder).as_posix(): path for path in _all(folder)}
+    own = {name: _entry(path) for name, path in found.items() if _writer(path, found, ranks) == rank}
+    parts = _gathered(own, ranks)
+    if rank == 0:
+        together = {name: entry for part in parts for name, entry in part.items()}
+        seen = {name: entry for name, entry in together.items() if (folder / name).is_file()}
+        content = {"algorithm": ALGORITHM, "files": dict(sorted(seen.items()))}
+        files.write(folder / NAME, json.dumps(content, indent=1))
+
+
+def forget(folder: Path) -> None:
+    """Remove the checksums of a checkpoint that is about to be written over. One process does this.
+
+    So are those that nobody has finished: a later ``write`` would take them for files of the checkpoint.
+    """
+    (folder / NAME).unlink(missing_ok=True)
+    files.remove_abandoned(folder / NAME)
+
+
+def _place() -> tuple[int, int]:
+    """Return this rank and the number of ranks, 0 and 1 for a process without any others."""
+    import torch.distributed as dist
+
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _gathered(own: Any, ranks: int) -> list[Any]:
+    import torch.distributed as dist
+
+    parts = [own] * ranks
+    if ranks > 1:
+        dist.all_gather_object(parts, own)
+    return parts
+
+
+def renew(path: Path) -> None:
+    """Write the checksum of one file anew, which was changed on purpose. One process alone may do this."""
+    recorded = path.parent / NAME
+    if recorded.is_file():
+        content = json.loads(recorded.read_text(encoding="utf-8"))
+        content["files"][path.name] = _entry(path)
+        files.write(recorded, json.dumps(content, indent=1))
+
+
+_WHOLE = "--load-last-good takes the newest checkpoint there that is whole."
+
+
+@contextlib.contextmanager
+def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
+    """Compare the files with their checksums beside what the block does. All ranks must call this.
+
+    Each rank compares a part of them (``_readers``). What the block has loaded counts only when it has ended:
+    a damaged file ends it with its error. Where the block fails on some ranks, each of these says what it
+    knows of its part.
+
+    Args:
+        folder: of the checkpoint; without checksums nothing is compared.
+        remedy: what to do where a file is damaged.
+
+    Raises:
+        UsageError: naming what is damaged; on every rank, unless the block has failed.
+    """
+    rank, ranks = _place()
+    entries, faults = _entries(folder)
+    own = [name for name, reader in _readers(entries, ranks).items() if reader == rank]
+    large = [name for name in own if int(entries[name][0]) > _SMALL]
+    faults += _faults(folder, entries, set(own) - set(large))
+    faults += [f"{name} {fault}" for name in large if (fault := _size_fault(folder / name, entries[name]))]
+    _require_none(folder, _gathered(faults, ranks), remedy)
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(_faults, folder, entries, large, _BESIDE, stop)
+        try:
+            yield
+            found = _gathered(later.result(), ranks)
+        except (KeyboardInterrupt, GeneratorExit):
+            stop.set()
+            raise
+        except BaseException:  # CheckpointException of torch is no Exception
+            _require_none(folder, [later.result()], remedy)
+            raise
+    _require_none(folder, found, remedy)
+
+
+def require_whole(folder: Path, names: Iterable[str], remedy: str = _WHOLE) -> None:
+    """Compare some files of a checkpoint, at once and in this process alone.
+
+    Raises:
+        UsageError: one that has a checksum is damaged, or the checksums themselves are.
+    """
+    entries, faults = _entries(folder)
+    faults += _faults(folder, entries, set(names) & set(entries))
+    _require_none(folder, [faults], remedy)
+
+
+def _require_none(folder: Path, faults: Iterable[list[str]], remedy: str) -> None:
+    found = sorted(set().union(*faults))
+    if found:
+        raise UsageError(
+            f"the checkpoint {folder} is damaged: {'; '.join(found)}",
+            f"files as they were saved ({NAME})",
+            remedy,
+        )
+
+
+def damaged(folder: Path) -> list[str]:
+    """Return what is wrong with the files of a checkpoint, nothing if it has no checksums."""
+    entries, faults = _entries(folder)
+    return faults + _faults(folder, entries, sorted(entries))
+
+
+def _entries(folder: Path) -> tuple[Entries, list[str]]:
+    """Return the recorded checksums, none where there are none; and what is wrong with the record itself."""
+    if not (folder / NAME).is_file():
+        return {}, []
+    try:
+        return _read(folder), []
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return {}, [f"{NAME} cannot be read ({error})"]
+
+
+def _faults(
+    folder: Path,
+    entries: Entries,
+    names: Iterable[str],
+    at_once: int = _AT_ONCE,
+    stop: threading.Event | None = None,
+) -> list[str]:
+    """Return what is wrong with these files; reading and hashing do not hold the interpreter's lock."""
+    ordered = sorted(names)
+    with ThreadPoolExecutor(at_once) as pool:
+        faults = pool.map(lambda name: _fault(folder / name, entries[name], stop), ordered)
+        return [f"{name} {fault}" for name, fault in zip(ordered, faults, strict=True) if fault]
+
+
+def newest_verified(root: Path) -> tuple[int | None, list[int]]:
+    """Find the newest checkpoint under ``root`` that has checksums, and files that match them.
+
+    Returns:
+        Its iteration, None if there is none; and those of later ones, which are damaged or were not finished.
+    """
+    names = (path.name.removeprefix("iter_") for path in root.glob("iter_*") if path.is_dir())
+    passed: list[int] = []
+    for iteration in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
+        folder = root / f"iter_{iteration:07d}"
+        if (folder / NAME).is_file() and not damaged(folder):
+            return iteration, passed
+        passed.append(iteration)
+    return None, passed
+
+
+def newest_whole(root: str | Path) -> int | None:
+    """Return the iteration that ``--load-last-good`` loads, and say what is passed over. Collective.
+
+    Returns:
+        None: there are no checkpoints.
+
+    Raises:
+        UsageError: there are some, and none is whole.
+    """
+    rank, ranks = _place()
+    own = newest_verified(Path(root)) if rank == 0 else None
+    iteration, passed = _gathered(own, ranks)[0]
+    if iteration is None and passed:
+        raise UsageError(
+            f"--load {root} --load-last-good: none of {len(passed)} checkpoints is whole, or has checksums",
+            f"at least one with a {NAME} that its files match",
+            "`megatron-npu checkpoint verify` says what is wrong with each; `megatron-npu checkpoint sum` "
+            "writes the checksums of one that you trust.",
+        )
+    if passed and rank == 0:
+        names = ", ".join(map(str, sorted(passed)))
+        print(f" {root}: damaged, and passed over: iterations {names}; loading {iteration}", flush=True)
+    return iteration
+
+
+def _all(folder: Path) -> Iterable[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(NAME))
+
+
+def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:
+    """Return the rank that hashes a file of those found: see ``write``."""
+    if (number := _number(path)) is not None:
+        return number % ranks
+    if path.parent.name.startswith("mp_rank_"):
+        return [*found.values()].index(path) % ranks
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    """Return the rank that has written a shard of torch_dist, by its name; None: it is none."""
+    number = path.name.removeprefix("__").split("_")[0]
+    return int(number) if path.suffix == ".distcp" and number.isdecimal() else None
+
+
+def _readers(names: Iterable[str], ranks: int) -> dict[str, int]:
+    """Return the rank that compares each file: the one that has written it, if as many ranks have.
+
+    It loads that file, too, so that it comes to its machine once. Otherwise ranks take turns.
+    """
+    found = {name: Path(name) for name in sorted(names)}
+    if {_number(path) for path in found.values()} - {None} == {*range(ranks)}:
+        return {name: _writer(path, found, ranks) for name, path in found.items()}
+    return {name: turn % ranks for turn, name in enumerate(found)}
+
+
+def _read(folder: Path) -> Entries:
+    content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    if content["algorithm"] != ALGORITHM:
+        raise ValueError(f"algorithm {content['algorithm']!r}")
+    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in content["files"]):
+        raise ValueError("names of files elsewhere")
+    return {name: [int(size), str(digest)] for name, (size, digest) in content["files"].items()}
+
+
+def _fault(path: Path, entry: list[int | str], stop: threading.Event | None) -> str | None:
+    try:
+        return _size_fault(path, entry) or _content_fault(path, entry, stop)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def _size_fault(path: Path, entry: list[int | str]) -> str | None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return "is missing"
+    return None if size == entry[0] else f"has {size} bytes instead of {entry[0]}"
+
+
+def _content_fault(path: Path, entry: list[int | str], stop: threading.Event | None) -> str | None:
+    return None if _digest(path, stop) in (entry[1], None) else "has other content than was saved"
+
+
+def _entry(path: Path) -> list[int | str]:
+    return [path.stat().st_size, str(_digest(path))]
+
+
+def _digest(path: Path, stop: threading.Event | None = None) -> str | None:
+    """Return the checksum of a file, None if it is wanted no more."""
+    import xxhash
+
+    digest, block = xxhash.xxh3_128(), bytearray(_BLOCK)
+    with open(path, "rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            if stop is not None and stop.is_set():
+                return None
+            digest.update(memoryview(block)[:count])
+    return digest.hexdigest()

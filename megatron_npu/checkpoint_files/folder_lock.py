@@ -1,0 +1,66 @@
+"""One run at a time in a folder: a lock of the kernel's, which ends with the process, however that ends.
+
+A ``filelock`` would be shared with forked children (readers of data, writers of checkpoints), and stay as
+long as one of them outlives the run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from megatron_npu.base.errors import UsageError
+
+NAME = ".lock"
+
+_held: set[int] = set()  # descriptors
+
+
+def hold(folder: Path) -> int | None:
+    """Take the lock of a folder, which is made if it is not there; return what ``release`` takes.
+
+    None: the file system has no locks; then nothing is refused.
+
+    Raises:
+        UsageError: another run holds it.
+        OSError: the folder cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o640)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UsageError(
+            f"--save {folder}: another run is writing there (it holds {folder / NAME})",
+            "a folder of its own for each run",
+            "Wait for that run or end it, or name another folder.",
+        ) from None
+    except OSError:
+        os.close(descriptor)
+        return None
+    _held.add(descriptor)
+    return descriptor
+
+
+def held() -> bool:
+    """Return whether this process holds the lock of a folder."""
+    return bool(_held)
+
+
+def release(descriptor: int) -> None:
+    """Give the lock back."""
+    _held.discard(descriptor)
+    os.close(descriptor)
+
+
+def _release_all() -> None:
+    for descriptor in list(_held):
+        release(descriptor)
+
+
+os.register_at_fork(after_in_child=_release_all)

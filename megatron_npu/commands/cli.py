@@ -1,0 +1,195 @@
+"""The ``megatron-npu`` command: finds the sub-command and turns bad input into one line, exit code 2."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import io
+import os
+import sys
+import traceback
+
+from megatron_npu import __version__
+from megatron_npu.base import errors, files, settings
+from megatron_npu.base.errors import UsageError
+from megatron_npu.commands import inert_packages
+from megatron_npu.patching.module_patch import DriftError
+from megatron_npu.patching.pins import PinError
+from megatron_npu.process import collector, interruption, visible_devices
+
+# name -> (module:function taking the remaining arguments and returning an exit code, help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("megatron_npu.commands.run:main", "run a stock Megatron script on this machine's device"),
+    "pretrain": ("megatron_npu.pretrain.run.pretrain:main", "pre-train a GPT on megatron-core alone"),
+    "train": (
+        "megatron_npu.finetune.run.command:main",
+        "train Transformers' or your own models, accelerated by switches",
+    ),
+    "dashboard": (
+        "megatron_npu.pretrain.report.dashboard.command:main",
+        "serve the page of a run that has ended or goes on",
+    ),
+    "preprocess": ("megatron_npu.data.preprocessing.command:main", "turn text into .bin/.idx"),
+    "generate": ("megatron_npu.generation.generate:main", "generate text from a checkpoint"),
+    "serve": ("megatron_npu.serving.command:main", "serve text of a checkpoint over HTTP, with a page"),
+    "convert": (
+        "megatron_npu.conversion.command:main",
+        "convert checkpoints from and to Hugging Face, proven",
+    ),
+    "lambada": ("megatron_npu.evaluation.lambada:main", "measure a checkpoint's LAMBADA accuracy"),
+    "checkpoint": (
+        "megatron_npu.pretrain.checkpoint.checkpoint_command:main",
+        "list, inspect, verify and prune a folder of checkpoints",
+    ),
+    "bench": (
+        "megatron_npu.measuring.command:main",
+        "throughput and memory of mixed precision, sharding, 3D parallelism, graphs",
+    ),
+    "sim": ("megatron_npu.sim.launcher:main", "run a command on simulated Ascend NPUs"),
+    "doctor": ("megatron_npu.doctor.command:main", "say what is installed, what works, and what to do"),
+    "ledger": ("megatron_npu.commands.patches:ledger", "list every patch and its state"),
+    "check": ("megatron_npu.commands.patches:check", "compare a Megatron with the pins, statically"),
+    "pin": ("megatron_npu.commands.patches:pin", "write the pin file of a Megatron"),
+}
+
+INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
+_OURS = ("a package that megatron_npu declares", "Run: pip install -e . in the clone, which brings it.")
+_REQUIRED = {
+    **dict.fromkeys((*inert_packages.DECLARED, "packaging"), _OURS),
+    "torch": (
+        "torch, which this command computes with",
+        "Install the build that fits your device: README, Which torch. check and --help work without it.",
+    ),
+}
+# these let the garbage collector go on themselves, once their model is built
+_BUILD_A_MODEL = ("pretrain",)
+# these start a rank for each device that CUDA_VISIBLE_DEVICES lists; torch, once imported, has counted them
+_START_RANKS = ("train",)
+# behind these comes another's command line, whose --help is not ours
+_TAKES_A_COMMAND = ("run", "sim")
+
+_END = """
+options:
+  --help, -h          say this; behind a command: its flags, with their defaults
+  --version           say the version
+
+Several processes: torchrun --nproc-per-node N -m megatron_npu COMMAND [ARGUMENTS...]
+megatron-npu help COMMAND (or COMMAND --help) says more; docs/flags.md lists the environment variables."""
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    return f"usage: megatron-npu COMMAND [ARGUMENTS...]\n\ncommands:\n{rows}\n{_END}"
+
+
+def _unknown(name: str) -> UsageError:
+    near = difflib.get_close_matches(name, [*COMMANDS, "help"], n=1) or COMMANDS
+    return UsageError(f"no command {name!r}", ", ".join(near), "See `megatron-npu --help`.")
+
+
+def _for_absent_scripts(argv: list[str]) -> list[str]:
+    """Return the command line, with ``generate`` for a script of older trees that this one does not have."""
+    script = argv[1] if argv[0] == "run" and argv[1:] else ""
+    if os.path.basename(script) != "generate_samples_gpt.py" or os.path.isfile(script):
+        return argv
+    print(f"megatron-npu run: no {script} here; `megatron-npu generate` takes its flags", file=sys.stderr)
+    return ["generate", *argv[2:]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one sub-command; return its exit code (2 for bad input)."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["help"]:  # help COMMAND is COMMAND --help
+        argv = [*argv[1:2], "--help"]
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"megatron_npu {__version__}")
+        return 0
+    argv = _for_absent_scripts(argv)
+    if argv[0] not in COMMANDS:
+        print(f"megatron-npu: error: {_unknown(argv[0])}", file=sys.stderr)
+        return 2
+    files.tighten_umask()
+    _write_whole_lines()
+    try:
+        if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
+            settings.check()
+        with interruption.heard(), _packages_for(argv):
+            code = _run(argv)
+            sys.stdout.flush()  # Python does so at its end, where nobody hears that a reader is gone
+            return code
+    except BrokenPipeError:  # the reader (head, say) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 1
+    except KeyboardInterrupt as interrupt:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"megatron-npu {argv[0]}: interrupted{interrupt}", file=sys.stderr)
+        return INTERRUPTED
+    except ModuleNotFoundError as error:
+        told = _absent(error)
+        if told is None:
+            raise
+        print(f"megatron-npu {argv[0]}: error: {told}", file=sys.stderr)
+        return 2
+    except (UsageError, DriftError, PinError) as error:
+        print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if argv[0] == "run" or not errors.is_of_files(error):  # a script keeps its traceback
+            raise
+        print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _write_whole_lines() -> None:
+    """Under ``python -u``, as torchrun starts ranks, write lines and not parts of them: ranks share a pipe.
+
+    ``print`` hands over the text and the end of the line apart, and another rank's may come between.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(write_through=False, line_buffering=True)
+
+
+def _absent(error: ModuleNotFoundError) -> UsageError | None:
+    """Return what to say where a module of this package misses one that it needs; None: it is another's."""
+    name = error.name or ""
+    asking = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    asking = [module for module in asking if not module.startswith("importlib")]
+    if not asking[-1].startswith(f"{__package__}.") or name not in _REQUIRED:
+        return None
+    expected, remedy = _REQUIRED[name]
+    return UsageError(f"the package {name} is not installed", expected, remedy)
+
+
+def _run(argv: list[str]) -> int:
+    module, function = COMMANDS[argv[0]][0].split(":")
+    if argv[0] in _START_RANKS:
+        visible_devices.name_for_ascend()
+    collector.rest()
+    try:
+        command = getattr(importlib.import_module(module), function)
+        if argv[0] not in _BUILD_A_MODEL:
+            collector.resume()
+        return command(argv[1:]) or 0
+    finally:
+        collector.resume()
+
+
+def rapidformer() -> int:
+    """Run ``megatron-npu train`` under the name that a document about such a tool calls it by."""
+    return main(["train", *sys.argv[1:]])
+
+
+def _packages_for(argv: list[str]) -> contextlib.AbstractContextManager[None]:
+    """Prepare for a command that needs no torch: one that only says its help, or only reads sources."""
+    flags = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
+    if argv[1:2] in (["-h"], ["--help"]) or (argv[0] not in _TAKES_A_COMMAND and {"-h", "--help"} & {*flags}):
+        return inert_packages.for_help()
+    if argv[0] in ("check", "pin") or (argv[0] == "ledger" and "--static" in flags):
+        inert_packages.for_records()
+    return contextlib.nullcontext()

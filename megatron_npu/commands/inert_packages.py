@@ -1,0 +1,106 @@
+"""Inert modules in the place of packages that a command names but does not use.
+
+Help texts and static commands import modules that say ``import torch`` at their top: for annotations, base
+classes, decorators and tables, not to compute. With inert modules in torch's place they work where torch is
+not installed, and a help text does not wait for it where it is. Nothing that computes runs in such a process:
+whatever is taken from an inert module is a class without content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_npu.base.installed_packages import is_installed
+
+# Slow to import, and of no use to a help text.
+SLOW = ("torch", "megatron")
+# What pyproject.toml declares; where only the sources are on the path, these may be absent as well.
+DECLARED = ("numpy", "psutil", "regex", "six", "tokenizers", "tqdm")
+_PROJECT = __name__.partition(".")[0]
+
+
+@contextlib.contextmanager
+def for_help() -> Iterator[None]:
+    """Let modules be imported for their help texts alone; afterwards they are as if never imported."""
+    names = [*_not_imported(SLOW), *_absent(DECLARED)]
+    before = set(sys.modules)
+    finder = _Finder(names)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in sys.modules.keys() - before:
+            if name.partition(".")[0] in (*names, _PROJECT):
+                del sys.modules[name]
+
+
+def for_records() -> None:
+    """Let adaptors be imported for what they record: what is not installed is inert from now on."""
+    names = _absent(("torch", *DECLARED))
+    if names:
+        sys.meta_path.insert(0, _Finder(names))
+
+
+def _not_imported(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name not in sys.modules]
+
+
+def _absent(names: Sequence[str]) -> list[str]:
+    return [name for name in _not_imported(names) if not is_installed(name)]
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds an inert module for the packages named, and for every module below them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] not in self._names:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Do nothing: an inert module has no body."""
+
+
+class _Module(types.ModuleType):
+    """A module in which every name is there, and inert."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _inert(name, self.__name__)
+
+
+class _Inert(type):
+    """The type of what is taken from an inert module: a class, as it may be inherited from."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return _inert(name, f"{cls.__module__}.{cls.__qualname__}")
+
+    def __contains__(cls, item: object) -> bool:  # a text of torch's that is looked into at import
+        return False
+
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        if not cls.__dict__.get("_is_inert"):  # a class of ours that inherits from one
+            return super().__call__(*arguments, **options)
+        # a decorator gives back what it decorates
+        return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], types.FunctionType) else cls
+
+
+@functools.cache
+def _inert(name: str, owner: str) -> Any:
+    if name.startswith("__"):  # the interpreter asks for many, each with a meaning
+        raise AttributeError(name)
+    return _Inert(name, (), {"__module__": owner, "_is_inert": True})

@@ -1,0 +1,310 @@
+"""The commands that look at patches: ``check`` and ``pin`` read sources, ``ledger`` shows states."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_npu import adaptors, plugin
+from megatron_npu.base import files, settings
+from megatron_npu.base.arg_parser import Parser
+from megatron_npu.base.errors import UsageError
+from megatron_npu.commands.patch_names import called
+from megatron_npu.patching.ledger import Ledger
+from megatron_npu.patching.module_patch import DriftError
+from megatron_npu.patching.pins import PinError, PinFile, Pins, SourceTree, Verdict, by_target, compare
+from megatron_npu.patching.registry import Patch, registry
+from megatron_npu.upstream import megatrons
+from megatron_npu.upstream.megatrons import Upstream
+
+_NAME = (
+    "of the patches that are meant: a part of a target, of our file's path, or a file of the guide to "
+    "Megatron-LM 285068c8 (adaptor_model_transformer); default: all"
+)
+
+
+def check(argv: list[str]) -> int:
+    """Compare a Megatron with the pins, importing nothing of it.
+
+    Returns:
+        0 if every patch can be applied, 1 if upstream has drifted too far for one, 2 for bad usage.
+
+    Raises:
+        UsageError: there is no Megatron, or no patch is recorded for it.
+    """
+    parser = _parser("check", check, "0: every patch can be applied; 1: one cannot; 2: bad usage")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=_NAME)
+    strict = "also fail on drift that around and wrap survive"
+    parser.add_argument("--strict", action="store_true", help=strict)
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    options = parser.parse_args(argv)
+    found = _find(options)
+    reached = verdicts(found, options.names)
+    print(_verdicts_as_json(found, reached) if options.json else _verdicts_as_text(found, reached))
+    return int(any(verdict.fails or (options.strict and verdict.drifted) for verdict in reached))
+
+
+def verdicts(found: Upstream, names: Sequence[str] = ()) -> list[Verdict]:
+    """Return how each patch stands to a Megatron, importing nothing of it.
+
+    Args:
+        names: those of the patches that are meant (see ``patch_names``); none: all.
+
+    Raises:
+        UsageError: no patch is recorded for it, or none under a name, or a pin file cannot be read.
+    """
+    pins, sources = _load_pins(found), SourceTree(found.root)
+    patches = called(names, _shipped(_records(found), found))
+    return [compare(patch, sources.find(patch.module), pins) for patch in patches]
+
+
+def pin(argv: list[str]) -> int:
+    """Write the pin file of a Megatron: what the targets of the patches look like there.
+
+    Pins of modules that this Megatron does not ship (the wheel of megatron-core lacks the training
+    scripts) are kept from the pin file that is being replaced.
+
+    Returns:
+        0, or 1 if a target is missing; it is then left out and named.
+
+    Raises:
+        UsageError: there is no Megatron, no patch is recorded for it, or the folder cannot be written.
+    """
+    parser = _parser("pin", pin, "0: all is pinned; 1: a target is missing; 2: bad usage")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the pin file (default: ours)")
+    options = parser.parse_args(argv)
+    found = _find(options)
+    directory = options.output or plugin.pins_directory()
+    records = _records(found)
+    shipped = _shipped(records, found)
+    pinned, missing = SourceTree(found.root).pin(shipped, found.name, found.version)
+    _keep_absent(pinned, {patch.module for patch in records if patch not in shipped}, directory)
+    path = directory / pinned.name
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        files.write(path, pinned.json())
+    except OSError as error:
+        raise UsageError(f"{directory} ({error})", "a folder that can be written", "See --output.") from error
+    print(f"{path}: {len(pinned.targets)} targets pinned")
+    for target in missing:
+        print(f"{target}: not there, not pinned", file=sys.stderr)
+    return int(bool(missing))
+
+
+def ledger(argv: list[str]) -> int:
+    """Show the state of every patch, importing the modules that they change.
+
+    Returns:
+        0, or 1 if a patch failed.
+
+    Raises:
+        UsageError: there is no Megatron, no patch is recorded for it, or no module of a given name.
+    """
+    parser = _parser("ledger", ledger, "0: no patch failed; 1: one did; 2: bad usage")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=_NAME)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print a JSON object")
+    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser.add_argument("--static", action="store_true", help="import nothing of Megatron; show the records")
+    parser.add_argument("--import", dest="modules", nargs="+", metavar="MODULE", help="import these instead")
+    options = parser.parse_args(argv)
+    found = _find(options)
+    if options.megatron:  # the user has said which one is meant, should there be another on the path
+        os.environ[settings.MEGATRON_PATH.name] = str(found.root)
+    patches = called(options.names, _records(found))
+    named = [*dict.fromkeys(patch.module for patch in patches)] if options.names else None
+    book = Ledger() if options.static else _live_ledger(found, options.modules, named)
+    book.keep(patches)
+    text = book.markdown() if options.markdown else book.text(pending=options.static)
+    print(book.json() if options.json else text)
+    return int(book.count("failed") > 0)
+
+
+def _parser(command: str, function: object, codes: str) -> argparse.ArgumentParser:
+    summary = (function.__doc__ or "").partition("\n")[0]
+    epilog = f"exit code: {codes}"
+    parser = Parser(f"megatron-npu {command}", description=summary, epilog=epilog)
+    parser.add_argument(
+        "--megatron",
+        metavar="PATH",
+        help="a checkout, a site-packages or an unpacked wheel "
+        f"(default: {settings.MEGATRON_PATH.name}, else the first on the Python path)",
+    )
+    parser.add_argument(
+        "--upstream",
+        metavar="NAME",
+        help=f"{', '.join(megatrons.NAMES)} (default: told by its files)",
+    )
+    return parser
+
+
+def _find(options: argparse.Namespace) -> Upstream:
+    found = megatrons.find(*megatrons.named(options.megatron))
+    return replace(found, name=options.upstream) if options.upstream else found
+
+
+def _records(found: Upstream) -> list[Patch]:
+    """Return the patches for this version of upstream; their adaptors are imported, which only records."""
+    if found.name not in megatrons.NAMES:
+        raise UsageError(f"no upstream {found.name}", " or ".join(megatrons.NAMES), "Check --upstream.")
+    adaptors.register(found.name)
+    patches = [patch for patch in registry.patches if patch.is_for(found.name, found.version)]
+    if not patches:
+        raise UsageError(
+            f"no patch is recorded for {found.name} {found.version}",
+            "a supported version",
+            "Check --upstream.",
+        )
+    return patches
+
+
+def _shipped(patches: list[Patch], found: Upstream) -> list[Patch]:
+    """Return the patches of the packages that this Megatron has at all, say ``megatron/training``."""
+
+    def ships(module: str) -> bool:
+        parts = module.split(".")[:2]
+        paths = [folder.joinpath(*parts) for folder in (found.root, found.root / "tasks")]
+        return any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths)
+
+    return [patch for patch in patches if ships(patch.module)]
+
+
+def _load_pins(found: Upstream) -> Pins:
+    try:
+        return Pins.load(plugin.pins_directory(), found.name, found.version)
+    except PinError as error:
+        raise UsageError(str(error), "a pin file", "Write it again: megatron-npu pin") from error
+
+
+def _keep_absent(pinned: PinFile, modules: set[str], directory: Path) -> None:
+    try:
+        former = PinFile.read(directory / pinned.name)
+    except PinError:  # there is none, or nothing in it can be kept
+        return
+    for target, old in former.targets.items():
+        module = target.partition(":")[0]
+        if module in modules:
+            pinned.targets[target] = old
+            pinned.modules[module] = former.modules[module]
+
+
+def _live_ledger(found: Upstream, modules: list[str] | None, named: list[str] | None) -> Ledger:
+    """Import ``modules`` with the hook armed; by default ``named``, without those all that have patches."""
+    if str(found.root) not in map(os.path.realpath, sys.path):
+        sys.path.insert(0, str(found.root))
+    sys.path.append(str(found.root / "tasks"))  # as tasks/main.py finds what it imports
+    plugin.install()
+    patches = _records(found)
+    for name in modules or named or dict.fromkeys(patch.module for patch in patches):
+        try:
+            importlib.import_module(name)
+        except UsageError:
+            raise
+        except ModuleNotFoundError as error:
+            if modules and error.name == name:
+                raise UsageError(
+                    f"no module {name}", f"a module of {found.root}", "Check --import."
+                ) from error
+            _remark(patches, name, f"not imported: {error}")
+        except DriftError as error:
+            _remark(
+                patches, name, f"not imported: {', '.join(error.targets)} has drifted, see the failed ones"
+            )
+        except Exception as error:  # whatever an upstream module may raise belongs in the ledger
+            _remark(patches, name, f"not imported: {type(error).__name__}: {error}")
+    return plugin.engine().ledger
+
+
+def _remark(patches: list[Patch], module: str, text: str) -> None:
+    for patch in patches:
+        row = plugin.engine().ledger.row(patch)
+        if patch.module == module and row.state == "pending":
+            row.reason = text.partition("\n")[0]
+
+
+def _verdicts_as_json(found: Upstream, verdicts: list[Verdict]) -> str:
+    groups = by_target(verdicts)
+    report = {
+        "upstream": found.name,
+        "version": found.version,
+        "root": str(found.root),
+        "pinned": sorted(_pinned_versions(found)),
+        "counts": _counts(groups),
+        "fails": sum(worst.fails for worst, *_ in groups),
+        "targets": [
+            {
+                **asdict(worst),
+                "kind": _kinds([worst, *others]),
+                "fails": worst.fails,
+                "ours": _ours([worst, *others]),
+            }
+            for worst, *others in groups
+        ],
+    }
+    return json.dumps(report, indent=2)
+
+
+def _pinned_versions(found: Upstream) -> list[str]:
+    return [file.version for file in _load_pins(found).files]
+
+
+def _counts(groups: list[list[Verdict]]) -> dict[str, int]:
+    return dict(Counter(worst.status for worst, *_ in groups))
+
+
+def _kinds(group: list[Verdict]) -> str:
+    return ", ".join(dict.fromkeys(verdict.kind for verdict in group))
+
+
+def _ours(group: list[Verdict]) -> list[str]:
+    return list(dict.fromkeys(verdict.ours for verdict in group))
+
+
+def _verdicts_as_text(found: Upstream, verdicts: list[Verdict]) -> str:
+    """Return what is wrong first, then what is changed but fits, then the rest: a line for each target."""
+    groups = sorted(by_target(verdicts), key=lambda group: (not group[0].fails, not group[0].drifted))
+    lines = [f"{found.name} {found.version} in {found.root}", _pins_in_words(found)]
+    for group in groups:
+        worst = group[0]
+        mark = "FAILS" if worst.fails else "warns" if worst.drifted else "ok"
+        elsewhere = "" if worst.drifted or worst.pin in ("", found.version) else f" (as in {worst.pin})"
+        ours = ", ".join(_ours(group))
+        lines.append(f"{mark:<5}  {worst.target}" + (f"  {ours}{elsewhere}" if mark == "ok" else ""))
+        if mark != "ok":
+            lines += _indented(f"patched in {ours}")
+        if worst.status != "same":
+            against = f" against {worst.pin}" if worst.pin else ""
+            lines += [
+                f"{'':7}{worst.place}",
+                *_indented(f"{_kinds(group)}, {worst.status}{against}: {worst.detail}"),
+            ]
+    told = ", ".join(f"{count} {status}" for status, count in _counts(groups).items())
+    lines.append(f"{len(groups)} targets: {told}; {sum(worst.fails for worst, *_ in groups)} fail")
+    return "\n".join(lines)
+
+
+def _pins_in_words(found: Upstream) -> str:
+    """Say which pins count: those of this version, and where it has none or differs, those of the others."""
+    versions = _pinned_versions(found)
+    others = ", ".join(version for version in versions if version != found.version)
+    if not versions:
+        return "there are no pins to compare it with"
+    if found.version not in versions:
+        return f"{found.version} has no pins; compared with those of {others}"
+    return f"compared with the pins of {found.version}" + (
+        f"; where they differ, of {others}" if others else ""
+    )
+
+
+def _indented(text: str) -> list[str]:
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, 100, initial_indent=" " * 7, subsequent_indent=" " * 9, **options)

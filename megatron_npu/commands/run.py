@@ -1,0 +1,73 @@
+"""``megatron-npu run SCRIPT ARGS…``: run an unmodified script on this machine's device, Megatron patched."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from megatron_npu import plugin
+from megatron_npu.base import settings
+from megatron_npu.base.arg_parser import Parser, positive
+from megatron_npu.base.errors import UsageError
+from megatron_npu.process import extension_locks, visible_devices
+from megatron_npu.upstream import stock_tools
+
+_USAGE = """%(prog)s [--redirect] [--cpu-devices N] SCRIPT [ARGUMENTS...]
+       torchrun --nproc-per-node N -m megatron_npu run [--redirect] SCRIPT [ARGUMENTS...]"""
+_DESCRIPTION = """Run SCRIPT as __main__, as `python SCRIPT ARGUMENTS...` would, with Megatron patched at
+import. Megatron is found through MEGATRON_LM_PATH, else in the tree that SCRIPT lies in, else on the Python
+path."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command; its flags stand before the script, which has its own."""
+    result = Parser("megatron-npu run", description=_DESCRIPTION, usage=_USAGE)
+    result.add_argument(
+        "--redirect",
+        action="store_true",
+        help="for a program without Megatron: torch.cuda, cuda and nccl mean this machine's device from the "
+        "beginning, in processes that it spawns too",
+    )
+    help_text = f"= {settings.CPU_DEVICES.name}=N, for this program: as how many devices a CPU counts"
+    result.add_argument("--cpu-devices", type=positive, help=help_text)
+    result.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENTS ...]")
+    return result
+
+
+def main(argv: list[str]) -> int:
+    """Run the script; return 0 (a script that ends with SystemExit ends this process the same way).
+
+    Raises:
+        UsageError: no script is given, it is not there, or it is a stock one that cannot work here; or the
+            device that is asked for is not there.
+    """
+    options = parser().parse_args(argv)
+    script = _script(options.command)
+    stock_tools.refuse(script)
+    if options.cpu_devices:
+        os.environ[settings.CPU_DEVICES.name] = str(options.cpu_devices)
+    visible_devices.name_for_ascend()
+    extension_locks.remove_stale("megatron-npu run")  # stock scripts would wait for ever for them
+    plugin.install()  # for spawned children, too; other processes follow MEGATRON_NPU_AUTOLOAD
+    if options.redirect:
+        plugin.redirect(str(script.parent))
+    sys.path[0] = str(script.parent)  # as the interpreter does for a script
+    for checkout in (stock_tools.tree_of(script), settings.MEGATRON_PATH.get()):
+        if checkout:
+            sys.path.insert(1, str(checkout))
+    sys.argv = options.command
+    runpy.run_path(os.path.abspath(options.command[0]), run_name="__main__")  # as python does from 3.9 on
+    return 0
+
+
+def _script(command: list[str]) -> Path:
+    """Return the script, with its links resolved, that a command line begins with."""
+    if not command:
+        raise UsageError("no script", "SCRIPT ARGUMENTS...", "For example: megatron-npu run pretrain_gpt.py")
+    script = Path(command[0])
+    if not script.is_file():
+        raise UsageError(f"no script {script}", "the path of a Python file", "Check the path.")
+    return script.resolve()

@@ -1,0 +1,75 @@
+"""The guide's ``pretrain_gpt.py`` and ``main.py``: they run the stock script that they stand for.
+
+The guide moves them into the root of Megatron-LM: ``main.py`` beside the folder of its stock script,
+``pretrain_gpt.py`` onto its own, which then comes out of git.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
+from megatron_npu.commands import cli
+
+
+def main(file: str, name: str) -> int:
+    """Run a stock script with the arguments of this process; return its exit code, 2 where there is none.
+
+    Args:
+        file: the script that stands for it, in ``tests_gpt`` or moved into the root of Megatron-LM.
+        name: of the stock script, from the root of Megatron-LM.
+    """
+    standing = Path(file).resolve()
+    try:
+        root = _checkout(standing, name)
+        if (root / name).resolve() != standing:
+            return cli.main(["run", str(root / name), *sys.argv[1:]])
+        return _run_replaced(root, name)
+    except UsageError as error:
+        print(f"{standing.name}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _checkout(standing: Path, name: str) -> Path:
+    """Return the Megatron-LM that is named, that the script was moved into, or that this project lies in."""
+    named = settings.MEGATRON_PATH.get()
+    roots = [Path(named)] if named else [standing.parent, *standing.parents[2:3]]
+    for root in roots:
+        if (root / name).is_file() and (root / "megatron").is_dir():
+            return root.resolve()
+    raise UsageError(
+        f"no {name} of a Megatron-LM in {' or '.join(map(str, roots))}",
+        "the root of a Megatron-LM checkout",
+        f"Clone this project inside one, as the guide does, or set {settings.MEGATRON_PATH.name}.",
+    )
+
+
+def _run_replaced(root: Path, name: str) -> int:
+    """Run the stock script that the guide's ``mv`` has overwritten, as git has it."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, Path(name).name)
+        script.write_bytes(_committed(root, name))
+        os.environ[settings.MEGATRON_PATH.name] = str(root)  # from there it takes Megatron
+        return cli.main(["run", str(script), *sys.argv[1:]])
+
+
+def _committed(root: Path, name: str) -> bytes:
+    command = ["git", "-C", str(root), "show", f"HEAD:./{name}"]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False)
+        content, reason = done.stdout, done.stderr.decode(errors="replace").strip().partition("\n")[0]
+    except OSError as error:
+        content, reason = b"", str(error)
+    if not content or b"stock_script.main" in content:
+        raise UsageError(
+            f"{root / name} was replaced by the file of the same name in tests_gpt, and git does not have "
+            f"the stock one ({reason or 'what was committed is ours, too'})",
+            "a git checkout of Megatron-LM",
+            f"Put the stock {name} back, or set {settings.MEGATRON_PATH.name} to another checkout.",
+        )
+    return content

@@ -1,0 +1,122 @@
+"""Where the documents come from: files, folders and patterns of ``--input``, or rows of ``--hf-dataset``."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import jsonl, plain_text
+from megatron_npu.data.preprocessing.compressed import plain_name
+
+_TAKEN_FROM_FOLDERS = (".txt", ".json", ".jsonl")
+
+
+class Corpus(Protocol):
+    """Documents as JSON lines, in an order that is always the same.
+
+    Attributes:
+        size: bytes on disk; None where nobody can say.
+    """
+
+    @property
+    def size(self) -> int | None: ...
+
+    def batches(self) -> Iterator[jsonl.Batch]: ...
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of JSON lines and of plain text.
+
+    Attributes:
+        paths: the files, in order.
+        key: where the text of a plain file goes.
+    """
+
+    paths: tuple[str, ...]
+    key: str
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(Path(path).stat().st_size for path in self.paths)
+
+    def batches(self) -> Iterator[jsonl.Batch]:
+        """Yield file after file.
+
+        Raises:
+            UsageError: a file cannot be read, decompressed, or, where it is plain text, decoded.
+        """
+        for path in self.paths:
+            if plain_text.is_plain_text(path):
+                yield plain_text.batch(path, self.key)
+            else:
+                yield from jsonl.batches(path)
+
+
+def named_by(arguments: argparse.Namespace, keys: Sequence[str]) -> Corpus:
+    """Return the corpus that the flags name.
+
+    Raises:
+        UsageError: both or neither of ``--input`` and ``--hf-dataset``, or one that is not there.
+    """
+    if (arguments.input is None) == (arguments.hf_dataset is None):
+        given = "neither" if arguments.input is None else "both"
+        raise UsageError(
+            f"{given} --input and --hf-dataset", "one of the two", "Name the files, or the dataset."
+        )
+    if arguments.hf_dataset is not None:
+        from megatron_npu.data.preprocessing.hf_rows import Rows  # for it alone is `datasets` wanted
+
+        return Rows.opened(arguments.hf_dataset, arguments.hf_name, arguments.hf_split, keys)
+    files = Files(tuple(path for name in arguments.input for path in _paths(name)), keys[0])
+    plain = next(filter(plain_text.is_plain_text, files.paths), None) if len(keys) > 1 else None
+    if plain is not None:
+        raise UsageError(
+            f"--json-keys {' '.join(keys)} with the plain text {plain}", "one key", "Plain text has no keys."
+        )
+    return files
+
+
+def _paths(name: str) -> list[str]:
+    """Return the files that one word of ``--input`` means.
+
+    Raises:
+        UsageError: none.
+    """
+    if Path(name).is_file():
+        return [name]
+    if Path(name).is_dir():
+        return _below(Path(name))
+    found = sorted(path for path in glob.glob(name, recursive=True) if Path(path).is_file())
+    if not found:
+        reason = "not a file" if Path(name).exists() else "no such file"
+        raise UsageError(f"--input {name}: {reason}", "a file or a folder of text", "Correct the path.")
+    return found
+
+
+def _below(folder: Path) -> list[str]:
+    """Return a folder's files of text, those of its folders included, ordered by name."""
+    files = sorted(
+        os.path.join(place, name)
+        for place, _, names in os.walk(folder)
+        for name in names
+        if not name.startswith(".")
+    )
+    taken = [file for file in files if Path(plain_name(file)).suffix in _TAKEN_FROM_FOLDERS]
+    if not taken:
+        raise UsageError(
+            f"--input {folder}: none of its {len(files)} files ends in {', '.join(_TAKEN_FROM_FOLDERS)}",
+            "a folder of text",
+            f"Name the files themselves, for example {folder}/*.",
+        )
+    if others := len(files) - len(taken):
+        print(f"--input {folder}: files of other kinds left out: {others}", file=sys.stderr)
+    return taken

@@ -1,0 +1,242 @@
+"""From batches of lines to token bytes, in this process or in several, always in the order of the input."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import jsonl, windows
+from megatron_npu.data.preprocessing.sentences import Sentences
+from megatron_npu.data.preprocessing.tokenizer_files import HuggingFaceFiles, TokenizerFiles
+from megatron_npu.data.tokenization import gigatoken_bpe
+from megatron_npu.data.tokenization.bert_wordpiece import BertWordPieceTokenizer
+from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
+from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
+from megatron_npu.process import interruption
+
+WordTokenizer = GPT2Tokenizer | BertWordPieceTokenizer  # those that cut a text into words of our own
+
+# Words that are worth remembering: longer ones hardly come back. Full, the table takes about 40 MB.
+_WORD_LENGTH = 32
+_WORDS_CACHED = 200_000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a worker needs to know, all of it small.
+
+    Attributes:
+        tokenizer: of the texts.
+        keys: the JSON keys, each of which becomes a dataset.
+        append_eod: end every document that has tokens with ``eod``.
+        dtype: name of the tokens' numpy type.
+        sentences: how texts become sentences; None: a text is one sequence.
+        windows: how documents become windows; None: not at all.
+    """
+
+    tokenizer: TokenizerFiles
+    keys: tuple[str, ...]
+    append_eod: bool
+    dtype: str
+    sentences: Sentences | None = None
+    windows: windows.Windows | None = None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The documents of one batch under one key.
+
+    Attributes:
+        tokens: the tokens' bytes in the dataset's type.
+        lengths: [sequences] int32, tokens of each sequence; a sequence without tokens does not count.
+        sequences: [documents] int64, sequences of each document; 0 for an empty one.
+    """
+
+    tokens: bytes
+    lengths: np.ndarray
+    sequences: np.ndarray
+
+
+@dataclass(frozen=True)
+class Result:
+    """One batch, done: one ``Encoded`` a key, documents, bytes of text, bytes read from disk."""
+
+    keys: tuple[Encoded, ...]
+    documents: int
+    text_bytes: int
+    read: int
+
+
+class _WordCache(dict[str, bytes]):
+    """Word to token bytes. Text repeats its words: looking one up is many times cheaper than the BPE."""
+
+    def __init__(self, tokenizer: WordTokenizer, dtype: np.dtype) -> None:
+        super().__init__()
+        self._tokenizer, self._dtype = tokenizer, dtype
+
+    def __missing__(self, word: str) -> bytes:
+        tokens = np.array(self._tokenizer.encode_word(word), dtype=self._dtype).tobytes()
+        if len(word) <= _WORD_LENGTH:
+            if len(self) >= _WORDS_CACHED:
+                self.clear()
+            self[word] = tokens
+        return tokens
+
+
+def _text_encoder(
+    tokenizer: WordTokenizer | HuggingFaceTokenizer, special: bool, dtype: np.dtype
+) -> Callable[[str], bytes]:
+    """Return a function: a text -> the bytes of its tokens, with what is put around it if ``special``."""
+    if isinstance(tokenizer, GPT2Tokenizer) and gigatoken_bpe.is_used():
+        encode = gigatoken_bpe.encoder(tokenizer)
+        return lambda text: encode(text).astype(dtype).tobytes()
+    if isinstance(tokenizer, WordTokenizer):
+        bytes_of, words = _WordCache(tokenizer, dtype).__getitem__, tokenizer.words
+        return lambda text: b"".join(map(bytes_of, words(text)))
+    return lambda text: np.array(tokenizer.encode(text, special_tokens=special), dtype=dtype).tobytes()
+
+
+class Encoder:
+    """Encodes batches; the tokens depend on the batch alone.
+
+    Raises:
+        UsageError: the tokenizer's files are unfit, or there is no model of the language's sentences.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._dtype = np.dtype(recipe.dtype)
+        files = recipe.tokenizer
+        tokenizer = files.build()
+        special = isinstance(files, HuggingFaceFiles) and files.special_tokens
+        self._bytes_of = _text_encoder(tokenizer, special, self._dtype)
+        self._eod = np.array([tokenizer.eod], dtype=self._dtype).tobytes() if recipe.append_eod else b""
+        self._sentences = recipe.sentences.splitter() if recipe.sentences else None
+
+    def encode(self, batch: jsonl.Batch) -> Result:
+        """Return the batch's tokens.
+
+        Raises:
+            LineError: a line is not a document.
+        """
+        documents = list(jsonl.documents(batch, self._recipe.keys))
+        columns = zip(*documents, strict=True)
+        keys = tuple(self._encode_key(column) for column in columns)
+        return Result(keys, len(documents), len(batch.text), batch.read)
+
+    def _encode_key(self, documents: Sequence[list[str]]) -> Encoded:
+        pieces: list[bytes] = []
+        counts: list[int] = []
+        for texts in documents:
+            for sequences in self._documents(self._sequences(texts)):
+                pieces += sequences
+                counts.append(len(sequences))
+        lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)) // self._dtype.itemsize
+        return Encoded(b"".join(pieces), lengths.astype(np.int32), np.array(counts, dtype=np.int64))
+
+    def _sequences(self, texts: list[str]) -> list[bytes]:
+        """Return the sequences of a document, those without tokens left out, with ``eod`` at the end."""
+        if self._sentences is not None:
+            texts = [sentence for text in texts for sentence in self._sentences(text)]
+        sequences = [tokens for text in texts if (tokens := self._bytes_of(text))]
+        if sequences:
+            sequences[-1] += self._eod
+        return sequences
+
+    def _documents(self, sequences: list[bytes]) -> list[list[bytes]]:
+        """Return the documents, each a list of sequences, that a document becomes: itself, or its windows."""
+        if self._recipe.windows is None or not sequences:
+            return [sequences]
+        tokens = b"".join(sequences)
+        return [[window] for window in self._recipe.windows.cut(tokens, self._dtype.itemsize)]
+
+
+def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> Generator[Result, None, None]:
+    """Yield the result of each batch in order, from ``workers`` processes (1: this one).
+
+    At most two batches a worker are under way, whatever the length of the input.
+
+    Raises:
+        UsageError: a line is not a document, or a worker was killed.
+    """
+    if workers == 1:
+        yield from map(Encoder(recipe).encode, batches)
+        return
+    pool = ProcessPoolExecutor(workers, _context(), _start_worker, (recipe,))
+    # A worker that has just been forked would take both for its own. A SIGTERM waits until it can end it:
+    # with the handler of this process it could be lost, and a pool waits for ever for whom it has ended.
+    with interruption.deferred(), _holding(signal.SIGTERM):
+        pool.submit(os.getpid)  # the first task starts all of them
+    try:
+        yield from _in_order(pool, batches, 2 * workers)
+    except BrokenProcessPool as error:
+        raise UsageError(
+            "a worker process was killed",
+            f"{workers} workers that stay alive",
+            "Is the machine out of memory? Give fewer --workers; nothing was written.",
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _holding(number: signal.Signals) -> Iterator[None]:
+    """Let a signal wait until the block ends; of what is forked inside, until that lets it come."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _in_order(pool: ProcessPoolExecutor, batches: Iterable[jsonl.Batch], ahead: int) -> Iterator[Result]:
+    pending: deque[Future[Result]] = deque()
+    for batch in batches:
+        pending.append(pool.submit(_encode, batch))
+        if len(pending) >= ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+def _context() -> multiprocessing.context.BaseContext:
+    """Fork where there is fork: a worker is there at once, and it never touches torch or a device."""
+    return multiprocessing.get_context(
+        "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    )
+
+
+_encoder: Encoder | None = None  # of this worker process
+
+
+def _start_worker(recipe: Recipe) -> None:
+    """Get ready; an interrupt is the parent's business, and without a parent there is nothing to do."""
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    _encoder = Encoder(recipe)
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _encode(batch: jsonl.Batch) -> Result:
+    assert _encoder is not None
+    return _encoder.encode(batch)

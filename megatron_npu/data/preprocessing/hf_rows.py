@@ -1,0 +1,148 @@
+"""Reading documents: rows of a dataset of Hugging Face, or of csv, json, parquet, arrow files.
+
+The library `datasets` reads them as a stream: nothing is downloaded as a whole, nothing is kept in a cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing.jsonl import BATCH_BYTES, Batch
+
+# the ending of a file -> what `datasets` calls its format
+_FORMATS = {
+    ".csv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one split.
+
+    Attributes:
+        rows: what `datasets` gives; each a mapping of column to value.
+        name: of the dataset and its split, for messages.
+        keys: the columns that hold text.
+    """
+
+    rows: Any
+    name: str
+    keys: tuple[str, ...]
+
+    @property
+    def size(self) -> None:
+        """Nobody knows the size of a stream."""
+        return None
+
+    @classmethod
+    def opened(cls, name: str, config: str | None, split: str, keys: Sequence[str]) -> Rows:
+        """Open a split of a dataset.
+
+        Args:
+            name: on the hub; or a file, a folder of files, or a folder that ``save_to_disk`` has written.
+            config: the part of a dataset that has several (``--hf-name``).
+            split: for example ``train``.
+            keys: the columns that hold text.
+
+        Raises:
+            UsageError: `datasets` is not installed, or cannot open it.
+        """
+        datasets = _library()
+        try:
+            rows = _load(datasets, name, config, split)
+        except Exception as error:  # the library, and the libraries below it, raise of all kinds
+            raise _refused(name, split, error) from error
+        return cls(rows, f"{name} ({split})", tuple(keys))
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield the rows in batches; "line" 1 is the first row.
+
+        Raises:
+            UsageError: a row lacks a column, or cannot be fetched or read.
+        """
+        lines: list[str] = []
+        length, first = 0, 1
+        for number, row in enumerate(self._fetched(), start=1):
+            lines.append(self._line(row, number))
+            length += len(lines[-1])
+            if length >= BATCH_BYTES:
+                yield self._batch(lines, first)
+                lines, length, first = [], 0, number + 1
+        if lines:
+            yield self._batch(lines, first)
+
+    def _batch(self, lines: list[str], first: int) -> Batch:
+        return Batch(self.name, first, "".join(lines).encode(), 0)
+
+    def _fetched(self) -> Iterator[Mapping[str, Any]]:
+        try:
+            yield from self.rows
+        except Exception as error:  # as above; a closed generator's is none
+            raise UsageError(
+                f"--hf-dataset {self.name}: {_first_line(error)}",
+                "rows that can be read",
+                "Look at the file or the connection; nothing was written.",
+            ) from error
+
+    def _line(self, row: Mapping[str, Any], number: int) -> str:
+        missing = [key for key in self.keys if key not in row]
+        if missing:
+            raise UsageError(
+                f"--hf-dataset {self.name}: no column {missing[0]!r} (it has {', '.join(map(repr, row))})",
+                f"text under {', '.join(map(repr, self.keys))}",
+                "Name the columns with --json-keys; nothing was written.",
+            )
+        try:
+            return json.dumps({key: row[key] for key in self.keys}) + "\n"
+        except TypeError as error:  # a date, an image
+            raise UsageError(
+                f"--hf-dataset {self.name}: row {number}: {error}", "text", "Name other columns."
+            ) from error
+
+
+def _library() -> ModuleType:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UsageError(
+            f"--hf-dataset ({error})",
+            "the package datasets",
+            "Install it: pip install 'megatron_npu[data]' (or pip install datasets).",
+        ) from error
+    return datasets
+
+
+def _load(datasets: ModuleType, name: str, config: str | None, split: str) -> Any:
+    path = Path(name)
+    if path.is_file():
+        kind = _FORMATS.get(path.suffix)
+        if kind is None:
+            raise ValueError(f"a file that ends in none of {', '.join(_FORMATS)}")
+        return datasets.load_dataset(kind, data_files={split: str(path)}, split=split, streaming=True)
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        saved = datasets.load_from_disk(str(path))
+        return saved[split] if isinstance(saved, dict) else saved
+    return datasets.load_dataset(name, config, split=split, streaming=True)
+
+
+def _refused(name: str, split: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"--hf-dataset {name} --hf-split {split}: {_first_line(error)}",
+        "a dataset of the hub, or a local file or folder of csv, json, parquet or arrow",
+        "Correct the name or the split; a dataset of the hub needs a connection to it (or HF_ENDPOINT).",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,292 @@
+"""Megatron's indexed dataset, ``<prefix>.bin`` and ``<prefix>.idx``: writing it and checking it.
+
+The ``.bin`` holds the tokens of all sequences and nothing else. The ``.idx``, little-endian:
+
+====================  =====================================================================
+9 bytes               ``MMIDIDX`` and two zeros
+uint64                version, 1
+uint8                 code of the token type, see ``CODES``
+uint64                S, the number of sequences
+uint64                D, the number of document boundaries: documents + 1
+int32 [S]             tokens of each sequence
+int64 [S]             where each sequence begins in the ``.bin``, in bytes
+int64 [D]             first sequence of each document, and S; an empty document repeats its number
+====================  =====================================================================
+
+Format of ``megatron/core/datasets/indexed_dataset.py``, unchanged between core 0.12 and 0.16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+
+_CHUNK = 1 << 20  # elements that are handled at a time
+_SAMPLE_BYTES = 256 << 20  # up to here every token is read, beyond it this many bytes
+_SAMPLE_BLOCKS = 256
+_REMEDY = "Make the dataset again with `megatron-npu preprocess`."
+
+
+def token_type(vocab_size: int) -> np.dtype:
+    """Return the type that Megatron takes for a vocabulary: uint16 below 65500 entries, else int32."""
+    return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
+
+
+class Writer:
+    """Writes one dataset under temporary names; ``publish`` gives all of several their names.
+
+    The bytes are those of megatron-core's ``IndexedDatasetBuilder``, which is not used for two reasons: it
+    needs torch, which nothing else here does, and it writes under the final names, so that a run that was
+    killed leaves what looks like a dataset.
+
+    Leaving the ``with`` block without having published removes what was written; what a killed process has
+    left is removed by the next one with the same prefix.
+
+    Args:
+        prefix: path without ``.bin`` and ``.idx``.
+        dtype: the tokens' type.
+    """
+
+    def __init__(self, prefix: str, dtype: np.dtype) -> None:
+        self.prefix, self.dtype = prefix, dtype
+        self.tokens = 0
+        names = {end: Path(f"{prefix}.{end}") for end in ("bin", "idx")}
+        for name in names.values():
+            files.remove_abandoned(name)
+        self._partial_files = {end: files.partial_file(name) for end, name in names.items()}
+        self._sequence_lengths = array("i")
+        self._sequences_of_documents = array("q")
+        self._bin = _create(self._partial_files["bin"])
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for part in self._partial_files.values():
+            part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what is still to be written need not find room any more
+            self._bin.close()
+
+    def add(self, tokens: bytes, lengths: np.ndarray, sequences: np.ndarray) -> None:
+        """Append documents.
+
+        Args:
+            tokens: the tokens' bytes.
+            lengths: [sequences] int32, tokens of each sequence.
+            sequences: [documents] int64, sequences of each document.
+        """
+        self._bin.write(tokens)
+        self._sequence_lengths.frombytes(lengths.astype(np.int32, copy=False).tobytes())
+        self._sequences_of_documents.frombytes(sequences.astype(np.int64, copy=False).tobytes())
+        self.tokens += len(tokens) // self.dtype.itemsize
+
+    def count_shorter(self, length: int) -> int:
+        """Return how many sequences have fewer tokens than ``length``."""
+        return int(np.count_nonzero(np.frombuffer(self._sequence_lengths, dtype=np.int32) < length))
+
+    def finish(self) -> None:
+        """Write the index, still under its temporary name; both files are on disk afterwards."""
+        files.sync(self._bin)
+        self._bin.close()
+        with _create(self._partial_files["idx"]) as stream:
+            for piece in self._index():
+                stream.write(piece)
+            files.sync(stream)
+
+    def _index(self) -> Iterator[bytes]:
+        lengths = np.frombuffer(self._sequence_lengths, dtype=np.int32)
+        counts = np.frombuffer(self._sequences_of_documents, dtype=np.int64)
+        code = next(code for code, name in CODES.items() if name == self.dtype.name)
+        yield HEADER.pack(MAGIC, VERSION, code, len(lengths), len(counts) + 1)
+        yield lengths.astype("<i4").tobytes()
+        for pointers in _sequence_pointers(lengths, self.dtype.itemsize):
+            yield pointers.astype("<i8").tobytes()
+        yield bytes(8)
+        yield np.cumsum(counts).astype("<i8").tobytes()
+
+
+def publish(writers: Sequence[Writer]) -> None:
+    """Give finished datasets their names, all or none; the ``.idx`` comes last, for it never stands alone.
+
+    An older dataset of the same name is replaced, and is never seen with half of the new one. Should a
+    rename fail, the names that were touched by then are removed, and with them what had been there.
+    """
+    touched: list[Path] = []
+    try:
+        for writer in writers:
+            data, index = Path(f"{writer.prefix}.bin"), Path(f"{writer.prefix}.idx")
+            touched += [index, data]
+            index.unlink(missing_ok=True)
+            os.replace(writer._partial_files["bin"], data)
+            os.replace(writer._partial_files["idx"], index)
+            files.sync_directory(index.parent)
+    except BaseException:
+        for path in touched:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _create(path: Path) -> BinaryIO:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
+    stream = os.fdopen(descriptor, "wb", buffering=1 << 20)
+    files.claim(stream)
+    return stream
+
+
+def _sequence_pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
+    """Yield, piece by piece, [S] int64: the byte at which each sequence begins."""
+    total = 0
+    for at in range(0, len(lengths), _CHUNK):
+        ends = total + np.cumsum(lengths[at : at + _CHUNK], dtype=np.int64) * itemsize
+        yield ends - lengths[at : at + _CHUNK].astype(np.int64) * itemsize
+        total = int(ends[-1])
+
+
+@dataclass(frozen=True)
+class DatasetSummary:
+    """What a sound dataset holds.
+
+    Attributes:
+        dtype: the tokens' type.
+        sequences, documents, tokens: counts.
+        largest_token: the largest id that was seen.
+        sampled: whether only a part of the tokens was looked at for ``largest_token``.
+    """
+
+    dtype: np.dtype
+    sequences: int
+    documents: int
+    tokens: int
+    largest_token: int
+    sampled: bool
+
+
+def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummary:
+    """Check a dataset before work begins on it; the index is read as a whole.
+
+    The ids are compared with the vocabulary in all tokens of a ``.bin`` of up to 256 MiB; of a larger one
+    256 blocks, evenly spread and together 256 MiB, are read.
+
+    Args:
+        prefix: path without ``.bin`` and ``.idx``.
+        vocab_size: number of ids of the tokenizer; None: any id will do.
+
+    Raises:
+        UsageError: a file is missing, truncated, of another kind, or contradicts the other; no tokens; an
+            id outside the vocabulary.
+    """
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    for path in (index, data):
+        if not path.is_file():
+            raise UsageError(
+                f"{path}: no such file",
+                "a dataset's .bin and .idx beside each other",
+                "Give the path without its ending, or make the dataset with `megatron-npu preprocess`.",
+            )
+    dtype, sequences, boundaries = _read_header(index)
+    tokens = _check_index(index, dtype, sequences, boundaries)
+    _require(data, data.stat().st_size, tokens * dtype.itemsize, "bytes, as its .idx says")
+    if not tokens:
+        raise UsageError(f"{data}: no tokens", "at least one", "Preprocess files that hold text.")
+    largest, sampled = _check_tokens(data, dtype, vocab_size)
+    return DatasetSummary(dtype, sequences, boundaries - 1, tokens, largest, sampled)
+
+
+def sequence_lengths(prefix: str | Path) -> np.ndarray:
+    """Return the tokens of each sequence of a sound dataset, [S] int32, mapped from its index."""
+    index = Path(f"{prefix}.idx")
+    _, sequences, _ = _read_header(index)
+    return np.memmap(index, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))
+
+
+def _require(path: Path, found: int, expected: int, what: str) -> None:
+    if found != expected:
+        state = "truncated? " if found < expected else ""
+        raise UsageError(f"{path}: {state}{found} bytes", f"{expected} {what}", _REMEDY)
+
+
+def _read_header(path: Path) -> tuple[np.dtype, int, int]:
+    """Return the token type, S and D, having compared the size of the file with them."""
+    with open(path, "rb") as stream:
+        head = stream.read(HEADER.size)
+    if not head.startswith(MAGIC):
+        raise UsageError(f"{path}: begins with {head[:9]!r}", f"{MAGIC!r}, an indexed dataset", _REMEDY)
+    if len(head) < HEADER.size:
+        _require(path, len(head), HEADER.size, "bytes of header")
+    _, version, code, sequences, boundaries = HEADER.unpack(head)
+    if version != VERSION:
+        raise UsageError(f"{path}: version {version}", f"version {VERSION}", _REMEDY)
+    if code not in CODES:
+        raise UsageError(f"{path}: token type {code}", f"an integer type, one of {sorted(CODES)}", _REMEDY)
+    size = HEADER.size + 12 * sequences + 8 * boundaries
+    _require(path, path.stat().st_size, size, f"bytes for its {sequences} sequences")
+    return np.dtype(CODES[code]).newbyteorder("<"), sequences, boundaries
+
+
+def _check_index(path: Path, dtype: np.dtype, sequences: int, boundaries: int) -> int:
+    """Return the number of tokens after having compared lengths, beginnings and documents."""
+    raw = np.memmap(path, dtype=np.uint8, mode="r")
+    at = HEADER.size
+    lengths = raw[at : at + 4 * sequences].view("<i4")
+    pointers = raw[at + 4 * sequences : at + 12 * sequences].view("<i8")
+    documents = raw[at + 12 * sequences :].view("<i8")
+    if sequences and lengths.min() < 0:
+        raise UsageError(f"{path}: a sequence of {lengths.min()} tokens", "lengths from 0", _REMEDY)
+    done = 0
+    for expected in _sequence_pointers(lengths, dtype.itemsize):
+        if not np.array_equal(pointers[done : done + len(expected)], expected):
+            raise UsageError(f"{path}: the beginnings of sequences", "the sums of their lengths", _REMEDY)
+        done += len(expected)
+    ordered = boundaries and documents[0] == 0 and documents[-1] == sequences and _ascends(documents)
+    if not ordered:
+        raise UsageError(f"{path}: the boundaries of documents", f"0 ascending to {sequences}", _REMEDY)
+    return int(lengths.sum(dtype=np.int64))
+
+
+def _ascends(values: np.ndarray) -> bool:
+    pieces = (values[at : at + _CHUNK + 1] for at in range(0, len(values), _CHUNK))
+    return all(bool(np.all(piece[1:] >= piece[:-1])) for piece in pieces)
+
+
+def _check_tokens(path: Path, dtype: np.dtype, vocab_size: int | None) -> tuple[int, bool]:
+    """Return the largest id seen, and whether that is only a sample."""
+    tokens = np.memmap(path, dtype=dtype, mode="r")
+    blocks, sampled = _blocks(tokens)
+    smallest, largest = 0, 0
+    for block in blocks:
+        smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
+    if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
+        raise UsageError(
+            f"{path}: token id {smallest if smallest < 0 else largest}",
+            "ids from 0" + (f" to {vocab_size - 1}, the vocabulary's last" if vocab_size else ""),
+            "Give the --vocab-file and --merge-file that the dataset was made with, or make it again.",
+        )
+    return largest, sampled
+
+
+def _blocks(tokens: np.ndarray) -> tuple[Iterator[np.ndarray], bool]:
+    """Return pieces of all tokens or of an even sample, and whether it is a sample."""
+    if tokens.nbytes <= _SAMPLE_BYTES:
+        return (tokens[at : at + _CHUNK] for at in range(0, len(tokens), _CHUNK)), False
+    size = _SAMPLE_BYTES // _SAMPLE_BLOCKS // tokens.itemsize
+    starts = np.linspace(0, len(tokens) - size, _SAMPLE_BLOCKS).astype(np.int64)
+    return (tokens[at : at + size] for at in starts), True

@@ -1,0 +1,115 @@
+"""Reading documents: files of JSON lines, plain or compressed, in batches of whole lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing.compressed import decompressed, read
+
+BATCH_BYTES = 256 * 1024
+
+
+class LineError(UsageError):
+    """A line that is not a document. Unlike its base class it can be pickled, by a worker process."""
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (self.given, self.expected, self.remedy)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive whole lines of one file.
+
+    Attributes:
+        path: the file.
+        first_line: number of the first line, counted from 1.
+        text: the lines as UTF-8.
+        read: bytes of the file on disk that were read for this batch (compressed ones where it is).
+    """
+
+    path: str
+    first_line: int
+    text: bytes
+    read: int
+
+
+def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
+    """Yield a file in batches of about ``size`` bytes of text; a longer line is a batch of its own.
+
+    Raises:
+        UsageError: the file cannot be read or decompressed.
+    """
+    line, rest, before = 1, [], 0
+    with open(path, "rb") as raw, decompressed(path, raw) as stream:
+        while block := read(stream, path, size):
+            head, newline, tail = block.rpartition(b"\n")
+            if not newline:
+                rest.append(block)
+                continue
+            text = b"".join([*rest, head, newline])
+            rest, position = [tail], raw.tell()
+            yield Batch(path, line, text, position - before)
+            line, before = line + text.count(b"\n"), position
+        if text := b"".join(rest):
+            yield Batch(path, line, text, raw.tell() - before)
+
+
+def documents(batch: Batch, keys: Sequence[str]) -> Iterator[list[list[str]]]:
+    """Yield, line by line, the sequences of each key: ``[keys][sequences]``; a text is one sequence.
+
+    Raises:
+        LineError: a line is not UTF-8 or not JSON, lacks a key, or holds something else than text there.
+    """
+    lines = batch.text.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    for number, line in enumerate(lines, start=batch.first_line):
+        try:
+            yield _sequences(line, keys)
+        except _UnfitError as fault:
+            raise LineError(
+                f"{batch.path}:{number}: {fault}",
+                f"one JSON object a line with text under {', '.join(map(repr, keys))}",
+                "Correct the line, or name the keys with --json-keys; nothing was written.",
+            ) from fault
+
+
+class _UnfitError(ValueError):
+    """What is wrong with a line."""
+
+
+def _sequences(line: bytes, keys: Sequence[str]) -> list[list[str]]:
+    try:
+        document = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _UnfitError(f"byte {error.start} is not UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise _UnfitError(f"broken JSON ({error})" if line.strip() else "an empty line") from error
+    if not isinstance(document, dict):
+        raise _UnfitError(f"JSON of type {type(document).__name__}")
+    return [_texts(document, key) for key in keys]
+
+
+def _texts(document: dict[str, object], key: str) -> list[str]:
+    if key not in document:
+        raise _UnfitError(f"no key {key!r} (it has {', '.join(map(repr, list(document)[:8])) or 'none'})")
+    value = document[key]
+    texts: list[str] = []
+    for text in value if isinstance(value, list) else [value]:
+        if not isinstance(text, str):
+            raise _UnfitError(f"{key!r} holds {type(text).__name__}")
+        if not text.isascii():
+            _refuse_surrogates(text, key)
+        texts.append(text)
+    return texts
+
+
+def _refuse_surrogates(text: str, key: str) -> None:
+    """JSON can write half of a surrogate pair, which no UTF-8 can."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _UnfitError(f"{key!r} holds the lone surrogate {text[error.start]!a}") from error

@@ -1,0 +1,52 @@
+"""Reading documents: files of plain text (``.txt``), each of which is one document."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing.compressed import decompressed, plain_name, read
+from megatron_npu.data.preprocessing.jsonl import Batch
+
+_HEAD = 1 << 20  # bytes that are looked at
+
+
+def is_plain_text(path: str) -> bool:
+    """Say whether a file is one document: a ``.txt`` whose first line is no JSON object.
+
+    Megatron's own tools never look at a name: for them a ``.txt`` may well hold JSON lines.
+
+    Raises:
+        UsageError: the file cannot be read or decompressed.
+    """
+    if not plain_name(path).endswith(".txt"):
+        return False
+    with open(path, "rb") as raw:
+        head = read(decompressed(path, raw), path, _HEAD)
+    first, end, _ = head.partition(b"\n")
+    if len(head) == _HEAD and not end:  # a line that is too long to be looked at as a whole
+        return not first.startswith(b'{"')
+    try:
+        return not isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return True
+
+
+def batch(path: str, key: str) -> Batch:
+    """Return a whole file as one line of JSON with the text under ``key``; the mark of UTF-8 is left out.
+
+    Raises:
+        UsageError: the file cannot be read or decompressed, or is not UTF-8.
+    """
+    with open(path, "rb") as raw:
+        content = read(decompressed(path, raw), path)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"--input {path}: byte {error.start} is not UTF-8",
+            "plain text in UTF-8",
+            "Convert it, for example with iconv; nothing was written.",
+        ) from error
+    return Batch(path, 1, json.dumps({key: text}).encode(), Path(path).stat().st_size)

@@ -1,0 +1,64 @@
+"""Splitting texts into sentences (``--split-sentences``), as Megatron's tool does: with nltk's Punkt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_npu.base.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """Which model splits, and whether line ends between sentences stay with the sentence before.
+
+    Attributes:
+        language: the name of Punkt's model (``--lang``).
+        keep_newlines: ``--keep-newlines``.
+    """
+
+    language: str
+    keep_newlines: bool
+
+    def splitter(self) -> Callable[[str], list[str]]:
+        """Return a function: a text -> its sentences.
+
+        Raises:
+            UsageError: nltk, its data, or the language is not there.
+        """
+        punkt = _punkt()
+        try:
+            model = punkt.PunktTokenizer(self.language)
+        except (LookupError, ValueError) as error:
+            raise UsageError(
+                f"--split-sentences --lang {self.language}: nltk has no model of its sentences here",
+                "a language of nltk's data punkt_tab, such as english",
+                "Fetch the data: python -m nltk.downloader punkt_tab (NLTK_DATA may name the folder).",
+            ) from error
+        if not self.keep_newlines:
+            return model.tokenize
+        return punkt.PunktSentenceTokenizer(model._params, lang_vars=_with_blanks(punkt)).tokenize
+
+
+def _punkt() -> Any:
+    try:
+        from nltk.tokenize import punkt
+    except ImportError as error:
+        raise UsageError(
+            f"--split-sentences ({error})",
+            "the package nltk from 3.9 on, which splits them",
+            "Install it: pip install nltk, and its data: python -m nltk.downloader punkt_tab.",
+        ) from error
+    return punkt
+
+
+def _with_blanks(punkt: Any) -> Any:
+    """Return Punkt's rules with blanks and line ends behind a sentence's end counted to the sentence."""
+    usual = punkt.PunktLanguageVars._period_context_fmt
+    after, between = "%(SentEndChars)s", r"\s+(?P<next_tok>"
+    for part in (after, between):
+        if part not in usual:
+            raise RuntimeError(f"nltk's rule for the end of a sentence has changed: no {part!r} in it")
+    changed = usual.replace(after, rf"\S*{after}\s*", 1).replace(between, "(?P<next_tok>", 1)
+    return type("KeepingBlanks", (punkt.PunktLanguageVars,), {"_period_context_fmt": changed})()

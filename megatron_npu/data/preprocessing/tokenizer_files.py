@@ -1,0 +1,98 @@
+"""Which tokenizer a run has, as its flags name it: small enough to be sent to each worker."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.tokenization.bert_wordpiece import BertWordPieceTokenizer
+from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
+from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
+
+GPT2, HUGGING_FACE = "GPT2BPETokenizer", "HuggingFaceTokenizer"
+BERT = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}  # -> in lower case
+KINDS = (GPT2, HUGGING_FACE, *BERT)
+
+
+@dataclass(frozen=True)
+class GPT2Files:
+    """GPT-2's ``vocab.json`` and ``merges.txt``."""
+
+    vocab_file: str
+    merge_file: str
+
+    def build(self) -> GPT2Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            UsageError: the files are unfit.
+        """
+        return GPT2Tokenizer(self.vocab_file, self.merge_file)
+
+
+@dataclass(frozen=True)
+class BertFiles:
+    """BERT's ``vocab.txt``."""
+
+    vocab_file: str
+    lower_case: bool
+
+    def build(self) -> BertWordPieceTokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            UsageError: the file is unfit.
+        """
+        return BertWordPieceTokenizer(self.vocab_file, lower_case=self.lower_case)
+
+
+@dataclass(frozen=True)
+class HuggingFaceFiles:
+    """A folder with ``tokenizer.json``.
+
+    Attributes:
+        folder: where it is.
+        special_tokens: with the tokens that it puts around every text, such as ``<s>``.
+    """
+
+    folder: str
+    special_tokens: bool = False
+
+    def build(self) -> HuggingFaceTokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            UsageError: the files are unfit.
+        """
+        return HuggingFaceTokenizer(self.folder)
+
+
+TokenizerFiles = GPT2Files | BertFiles | HuggingFaceFiles
+
+
+def named_by(arguments: argparse.Namespace) -> TokenizerFiles:
+    """Return the files of the tokenizer that the flags name.
+
+    Raises:
+        UsageError: a flag is missing.
+    """
+    kind = arguments.tokenizer_type
+    if kind == HUGGING_FACE:
+        _require(arguments, "tokenizer_model")
+        return HuggingFaceFiles(arguments.tokenizer_model, arguments.tokenizer_hf_include_special_tokens)
+    if kind in BERT:
+        _require(arguments, "vocab_file")
+        return BertFiles(arguments.vocab_file, BERT[kind])
+    _require(arguments, "vocab_file", "merge_file")
+    return GPT2Files(arguments.vocab_file, arguments.merge_file)
+
+
+def _require(arguments: argparse.Namespace, *names: str) -> None:
+    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is None]
+    if missing:
+        raise UsageError(
+            f"--tokenizer-type {arguments.tokenizer_type} without {' and '.join(missing)}",
+            "its files",
+            "Name them.",
+        )

@@ -1,0 +1,138 @@
+"""BERT's WordPiece from ``vocab.txt``: the ids of Megatron's BertWordPieceLowerCase and BertWordPieceCase.
+
+A text is cut into words as BERT's authors published it (Devlin et al., 2018), with Python's tables of
+Unicode, as Megatron cuts it; the tables inside the ``tokenizers`` library are of another version. Each word
+is then encoded by that library.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models
+
+from megatron_npu.base.errors import UsageError
+
+UNKNOWN = "[UNK]"
+NEEDED = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", UNKNOWN)
+ADDED = ("[BOS]", "[EOS]")  # Megatron puts them behind the vocabulary where it lacks them
+_LONGEST_WORD = 200  # letters; a longer word is unknown
+
+# Blocks of Chinese characters: each character is a word of its own.
+_IDEOGRAPHS = (
+    (0x3400, 0x4DBF),
+    (0x4E00, 0x9FFF),
+    (0xF900, 0xFAFF),
+    (0x20000, 0x2A6DF),
+    (0x2A700, 0x2B73F),
+    (0x2B740, 0x2B81F),
+    (0x2B820, 0x2CEAF),
+    (0x2F800, 0x2FA1F),
+)
+
+
+class _Cleaned(dict[int, str | None]):
+    """For ``str.translate``: nothing for what has no look, a blank for blanks, ideographs between blanks."""
+
+    def __missing__(self, code: int) -> str | None:
+        self[code] = result = _cleaned(chr(code))
+        return result
+
+
+class _Cut(dict[int, str | None]):
+    """For ``str.translate``: punctuation between blanks; nothing for accents, if they are to be stripped."""
+
+    def __init__(self, strip_accents: bool) -> None:
+        super().__init__()
+        self._strip_accents = strip_accents
+
+    def __missing__(self, code: int) -> str | None:
+        letter = chr(code)
+        accent = self._strip_accents and unicodedata.category(letter) == "Mn"
+        self[code] = result = None if accent else f" {letter} " if _is_punctuation(letter) else letter
+        return result
+
+
+def _cleaned(letter: str) -> str | None:
+    category = unicodedata.category(letter)
+    if letter in "\t\n\r" or category == "Zs":
+        return " "
+    if letter == "\ufffd" or category in ("Cc", "Cf"):
+        return None
+    return f" {letter} " if any(low <= ord(letter) <= high for low, high in _IDEOGRAPHS) else letter
+
+
+def _is_punctuation(letter: str) -> bool:
+    """Every sign of ASCII that is neither letter nor digit counts, "$" and "+" too."""
+    return (letter.isascii() and letter.isprintable() and not letter.isalnum() and letter != " ") or (
+        unicodedata.category(letter).startswith("P")
+    )
+
+
+class BertWordPieceTokenizer:
+    """Text to ids and back. ``[SEP]`` and the like written in a text are ordinary characters, as in Megatron.
+
+    Args:
+        vocab_file: ``vocab.txt``, a token a line; a token's id is the number of its line, counted from 0.
+        lower_case: in lower case and without accents (BertWordPieceLowerCase).
+
+    Raises:
+        UsageError: the file is missing, not UTF-8, or lacks a special token.
+    """
+
+    def __init__(self, vocab_file: str | Path, *, lower_case: bool) -> None:
+        vocabulary = read_vocabulary(vocab_file)
+        for token in ADDED:
+            vocabulary.setdefault(token, len(vocabulary))
+        self.vocab_size: int = len(vocabulary)
+        self.eod: int = vocabulary["[EOS]"]
+        self._lower_case = lower_case
+        self._cleaned, self._cut = _Cleaned(), _Cut(strip_accents=lower_case)
+        self._tokenizer = Tokenizer(
+            models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=_LONGEST_WORD)
+        )
+        self._tokenizer.decoder = decoders.WordPiece(cleanup=True)
+
+    def words(self, text: str) -> list[str]:
+        """Return the words of a text, cleaned; each sign of punctuation and each ideograph is one."""
+        text = text.translate(self._cleaned)
+        if self._lower_case:
+            text = unicodedata.normalize("NFD", text.lower())
+        return text.translate(self._cut).split()
+
+    def encode_word(self, word: str) -> list[int]:
+        """Return the ids of one element of ``words()``."""
+        return self._tokenizer.encode(word).ids
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; no ``eod`` is added."""
+        return self._tokenizer.encode(self.words(text), is_pretokenized=True).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return a text of the ids; the blanks, accents and capitals that were dropped do not come back."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def read_vocabulary(path: str | Path) -> dict[str, int]:
+    """Return token to id of a ``vocab.txt``; of a token that stands there twice the last counts.
+
+    Raises:
+        UsageError: not a vocabulary of BERT.
+    """
+    remedy = "Give the vocab.txt of a BERT model with --vocab-file."
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UsageError(f"--vocab-file {path}: {reason}", "a readable text file", remedy) from error
+    if not lines[-1]:
+        lines.pop()
+    vocabulary = {line.strip(): number for number, line in enumerate(lines)}
+    missing = [token for token in NEEDED if token not in vocabulary]
+    if missing:
+        raise UsageError(
+            f"--vocab-file {path} lacks {', '.join(missing)}", "BERT's tokens, one a line", remedy
+        )
+    return vocabulary

@@ -1,0 +1,53 @@
+"""GPT-2's byte-level BPE by the package gigatoken, where it is installed: the ids of ``gpt2_bpe``, faster.
+
+Texts are cut by two tables of Unicode, that of ``regex`` and that of gigatoken. The tests encode every
+character of the planes that have letters by both, between letters, digits, blanks and itself.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from packaging.specifiers import SpecifierSet
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
+
+TRIED = SpecifierSet("~=0.10.0")
+
+
+def version() -> str | None:
+    """Return which gigatoken is installed, None: none."""
+    try:
+        return importlib.metadata.version("gigatoken")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def is_used() -> bool:
+    """Return whether it is installed in a version that was compared with ours."""
+    installed = version()
+    return installed is not None and installed in TRIED
+
+
+def said() -> str:
+    """Return what encodes, and why it is not gigatoken if it is not."""
+    if is_used():
+        return f"GPT-2's tokens by gigatoken {version()}"
+    there = f"{version()} is installed" if version() else "it is not installed"
+    return f"GPT-2's tokens without gigatoken ({TRIED}), which is several times as fast: {there}"
+
+
+def encoder(tokenizer: GPT2Tokenizer) -> Callable[[str], np.ndarray]:
+    """Return a function: a text that has a UTF-8 form -> its ids, [tokens] uint32.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    import gigatoken
+
+    return gigatoken.Tokenizer.from_json(tokenizer.as_json()).encode

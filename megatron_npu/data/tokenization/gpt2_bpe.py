@@ -1,0 +1,161 @@
+"""GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``: the ids of Megatron's GPT2BPETokenizer.
+
+A text is cut into words by GPT-2's pattern, and each word is encoded by the ``tokenizers`` library. The cut
+is made with the ``regex`` package, as Megatron makes it: the Unicode tables inside ``tokenizers`` are older,
+and thousands of newer letters would be cut differently.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import regex
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.tokenization import unicode_text
+
+END_OF_TEXT = "<|endoftext|>"
+
+# The pattern published with GPT-2.
+_WORDS = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+# The same for texts of ASCII alone, where the standard library's engine is twice as fast. The alternatives
+# begin with different characters but for the blanks, so that only the order of the last ones matters.
+_ASCII_WORDS = re.compile(
+    r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)| ?[0-9]+|\s+", re.ASCII
+)
+
+
+class GPT2Tokenizer:
+    """Text to ids and back.
+
+    ``<|endoftext|>`` written in a text is encoded as ordinary characters, as in Megatron; the id ``eod`` is
+    only ever put there by a program.
+
+    Args:
+        vocab_file: ``vocab.json``, token to id. All ids must lie below the number of entries.
+        merge_file: ``merges.txt``, a version line and then one merge a line, best first.
+
+    Raises:
+        UsageError: a file is missing or broken, the two do not belong together, ``<|endoftext|>`` or the
+            symbol of a byte is absent.
+    """
+
+    def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
+        vocabulary = _read_vocabulary(Path(vocab_file))
+        merges = _read_merges(Path(merge_file))
+        self.vocabulary: dict[str, int] = vocabulary
+        self.vocab_size: int = len(vocabulary)
+        self.eod: int = vocabulary[END_OF_TEXT]
+        try:
+            model = models.BPE(vocab=vocabulary, merges=merges)
+        except Exception as error:  # the library raises bare Exception
+            raise UsageError(
+                f"--merge-file {merge_file} with --vocab-file {vocab_file}: {error}",
+                "merges of which every part and product is in the vocabulary",
+                "Give the two files of the same model.",
+            ) from error
+        self._tokenizer = Tokenizer(model)
+        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        self._tokenizer.decoder = decoders.ByteLevel()
+
+    @staticmethod
+    def words(text: str) -> list[str]:
+        """Return the words of a text, blanks included: joined, they are the text again."""
+        return (_ASCII_WORDS if text.isascii() else _WORDS).findall(text)
+
+    def encode_word(self, word: str) -> list[int]:
+        """Return the ids of one element of ``words()``."""
+        return self._tokenizer.encode(word).ids
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; no ``eod`` is added.
+
+        Raises:
+            UsageError: the text has no UTF-8 form.
+        """
+        try:
+            return self._tokenizer.encode(self.words(text), is_pretokenized=True).ids
+        except TypeError:
+            unicode_text.require(text)
+            raise
+
+    def as_json(self) -> str:
+        """Return the same tokenizer as a ``tokenizer.json``, whose reader has to cut texts into words."""
+        whole = Tokenizer(self._tokenizer.model)
+        whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        whole.decoder = decoders.ByteLevel()
+        return whole.to_str()
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids.
+
+        Bytes that are not UTF-8 become U+FFFD; ids past the vocabulary, such as a model with a padded
+        vocabulary can draw, are left out.
+        """
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _read(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UsageError(
+            f"{flag} {path}: {reason}", "a readable text file", f"Give the path of GPT-2's file with {flag}."
+        ) from error
+
+
+def _read_vocabulary(path: Path) -> dict[str, int]:
+    """Return token to id.
+
+    Raises:
+        UsageError: not a vocabulary of a byte-level BPE.
+    """
+    remedy = "Give the vocab.json of a GPT-2 model with --vocab-file."
+    try:
+        vocabulary: Any = json.loads(_read(path, "--vocab-file"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--vocab-file {path}: {error}", "JSON", remedy) from error
+    if not isinstance(vocabulary, dict) or not all(type(i) is int for i in vocabulary.values()):
+        raise UsageError(f"--vocab-file {path}: another JSON", "an object of token to id", remedy)
+    missing = [
+        symbol for symbol in (*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT) if symbol not in vocabulary
+    ]
+    if missing:
+        raise UsageError(
+            f"--vocab-file {path} lacks {sorted(missing)[0]!r} ({len(missing)} missing)",
+            f"a symbol for each of the 256 bytes and {END_OF_TEXT}",
+            remedy,
+        )
+    if sorted(vocabulary.values()) != list(range(len(vocabulary))):
+        raise UsageError(
+            f"--vocab-file {path}: {len(vocabulary)} entries with ids up to {max(vocabulary.values())}",
+            f"each id from 0 to {len(vocabulary) - 1} once",
+            remedy,
+        )
+    return vocabulary
+
+
+def _read_merges(path: Path) -> list[tuple[str, str]]:
+    """Return the pairs to merge, best first; the first line of the file is its version.
+
+    Raises:
+        UsageError: a line that is not a pair.
+    """
+    merges = []
+    for number, line in enumerate(_read(path, "--merge-file").split("\n")[1:], start=2):
+        pair = line.split()
+        if len(pair) == 2:
+            merges.append((pair[0], pair[1]))
+        elif pair:
+            raise UsageError(
+                f"{path}:{number}: {line[:60]!r}",
+                "two symbols with a blank between",
+                "Give the merges.txt of a GPT-2 model with --merge-file.",
+            )
+    return merges

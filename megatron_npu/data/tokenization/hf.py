@@ -1,0 +1,121 @@
+"""A tokenizer of Hugging Face from its ``tokenizer.json``, through the ``tokenizers`` library alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.tokenization import unicode_text
+
+FILE = "tokenizer.json"
+# Where the special tokens are named, the most telling file first.
+CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json``, which holds all of a tokenizer; transformers is not needed.
+
+    Args:
+        folder: with ``tokenizer.json``, and with ``tokenizer_config.json`` or ``special_tokens_map.json``,
+            which names the end of a text.
+
+    Raises:
+        UsageError: a file is missing or broken, or no end of a text is named.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        path = Path(folder) / FILE
+        if not path.is_file():
+            raise UsageError(
+                f"--tokenizer-model {folder}: no tokenizer.json", "a folder that has one", "Correct the path."
+            )
+        self._model = _read(path)
+        self.vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
+        # not their number: ids may have holes
+        self.vocab_size: int = max(self.vocabulary.values(), default=-1) + 1
+        end = special_token(Path(folder), "eos_token")
+        eod = None if end is None else self._model.token_to_id(end)
+        if eod is None:
+            raise UsageError(
+                f"{folder}: tokenizer_config.json names {end!r} as eos_token",
+                "a token of tokenizer.json",
+                "Name the token that ends a text there.",
+            )
+        self.eod: int = eod
+        self._before = self._put_before_every_text()
+
+    def _put_before_every_text(self) -> list[int]:
+        """Return the special tokens that the tokenizer begins every text with."""
+        encoded = self._model.encode("a")
+        marked = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
+        return [token for token, _ in itertools.takewhile(lambda pair: pair[1], marked)]
+
+    @property
+    def added_tokens(self) -> list[str]:
+        """The tokens beside the model's own, special ones among them, by their ids."""
+        added = self._model.get_added_tokens_decoder()
+        return [added[token].content for token in sorted(added)]
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            text: any.
+            special_tokens: with those that the tokenizer puts around every text (``<s>``).
+
+        Raises:
+            UsageError: the text has no UTF-8 form.
+        """
+        try:
+            return self._model.encode(text, add_special_tokens=special_tokens).ids
+        except TypeError:
+            unicode_text.require(text)
+            raise
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids, special tokens included.
+
+        Those that ``encode`` begins every text with are left out, once: they were in no text.
+        """
+        return self._model.decode(self.without_beginning(list(ids)), skip_special_tokens=False)
+
+    def without_beginning(self, ids: list[int]) -> list[int]:
+        """Return ids without the special tokens that ``encode`` begins every text with."""
+        length = len(self._before)
+        return ids[length:] if ids[:length] == self._before else ids
+
+
+def _read(path: Path) -> Tokenizer:
+    try:
+        model = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UsageError(f"{path}: {error}", "a tokenizer of Hugging Face", "Get a fresh copy.") from error
+    # lengths that somebody's training batches had, which transformers leaves aside as well
+    model.no_truncation()
+    model.no_padding()
+    return model
+
+
+def special_token(folder: Path, role: str) -> str | None:
+    """Return the token that a folder names for a role such as ``eos_token``; None if it names none."""
+    for name in (CONFIG, SPECIAL_TOKENS):
+        token = read_object(folder / name).get(role)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            return token
+    return None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is none."""
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

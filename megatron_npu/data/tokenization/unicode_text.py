@@ -1,0 +1,24 @@
+"""Text that can be encoded at all: a command line can hold bytes that are none."""
+
+from __future__ import annotations
+
+from megatron_npu.base.errors import UsageError
+
+
+def require(text: str) -> None:
+    """Check that a text has a UTF-8 form.
+
+    Python keeps each byte of a command line that is not UTF-8 as half of a surrogate pair, and JSON can write
+    such a half as well.
+
+    Raises:
+        UsageError: it has none.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"a text with {text[error.start]!a} as character {error.start + 1}, which is not UTF-8",
+            "text in UTF-8",
+            "Write it again in an editor or terminal that uses UTF-8.",
+        ) from error

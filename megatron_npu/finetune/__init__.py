@@ -1,0 +1,66 @@
+"""Accelerated training of Transformers and of a user's own models, by switches or by template.
+
+The names below are what a script imports, from here or, under ``megatron-npu train``, from ``rapidformer``.
+They are imported when they are first used: torch is not loaded for a help text.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_npu.finetune.data.mmap_datasets import (
+        build_train_valid_test_datasets,
+        build_train_valid_test_datasets_for_huggingface,
+    )
+    from megatron_npu.finetune.rapidformer.engine import RapidformerEngine
+    from megatron_npu.finetune.rapidformer.megatron_scripts import (
+        get_ltor_masks_and_position_ids,
+        get_tokenizer,
+        megatron_config,
+        megatron_gpt,
+    )
+    from megatron_npu.finetune.rapidformer.script_metrics import load_metric
+    from megatron_npu.finetune.rapidformer.state import get_args, get_logger, get_timers
+    from megatron_npu.finetune.rapidformer.templates import Finetuner, PreTrainer, Pretrainer
+
+__all__ = [
+    "Finetuner",
+    "PreTrainer",
+    "Pretrainer",
+    "RapidformerEngine",
+    "build_train_valid_test_datasets",
+    "build_train_valid_test_datasets_for_huggingface",
+    "get_args",
+    "get_logger",
+    "get_ltor_masks_and_position_ids",
+    "get_timers",
+    "get_tokenizer",
+    "load_metric",
+    "megatron_config",
+    "megatron_gpt",
+]
+
+_PLACES = {
+    "Finetuner": "templates",
+    "PreTrainer": "templates",
+    "Pretrainer": "templates",
+    "RapidformerEngine": "engine",
+    "build_train_valid_test_datasets": "mmap_datasets",
+    "build_train_valid_test_datasets_for_huggingface": "mmap_datasets",
+    "get_args": "state",
+    "get_logger": "state",
+    "get_ltor_masks_and_position_ids": "megatron_scripts",
+    "get_timers": "state",
+    "get_tokenizer": "megatron_scripts",
+    "load_metric": "script_metrics",
+    "megatron_config": "megatron_scripts",
+    "megatron_gpt": "megatron_scripts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -1,0 +1,1 @@
+"""Data sets of ``megatron-npu train``: read, checked, made into batches."""

@@ -1,0 +1,65 @@
+"""Which column is what: by their usual names, or as ``--columns ROLE=NAME`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from megatron_npu.base.errors import UsageError
+
+
+def find(
+    there: Mapping[str, Collection[str]],
+    roles: Mapping[str, Collection[str]],
+    said: Collection[tuple[str, str]],
+) -> dict[str, str]:
+    """Return the column of each role.
+
+    Args:
+        there: the columns of each part.
+        roles: what the task needs, with the usual names of each, the likeliest first; a role without any is
+            left out unless it is said.
+        said: the roles and names of ``--columns``.
+
+    Raises:
+        UsageError: a column is missing from a part, or a role is none of the task's.
+    """
+    columns = _said(said, roles)
+    for role, usual in roles.items():
+        if usual and role not in columns:
+            taken = set(columns.values())
+            columns[role] = _first(role, [name for name in usual if name not in taken], there["train"])
+    _refuse_missing(there, columns)
+    return columns
+
+
+def _said(said: Collection[tuple[str, str]], roles: Collection[str]) -> dict[str, str]:
+    for role, name in said:
+        if role not in roles:
+            raise UsageError(
+                f"--columns {role}={name}",
+                f"roles of this task: {', '.join(roles)}",
+                "Correct the role, or leave it out.",
+            )
+    return dict(said)
+
+
+def _first(role: str, names: Collection[str], there: Collection[str]) -> str:
+    for name in names:
+        if name in there:
+            return name
+    raise UsageError(
+        f"no column for the {role} (the data have {', '.join(map(repr, there))})",
+        f"one of {', '.join(map(repr, names))}",
+        f"Name it: --columns {role}=NAME.",
+    )
+
+
+def _refuse_missing(there: Mapping[str, Collection[str]], columns: Mapping[str, str]) -> None:
+    for part, names in there.items():
+        for role, name in columns.items():
+            if name not in names:
+                raise UsageError(
+                    f"no column {name!r} in the part {part!r} (it has {', '.join(map(repr, names))})",
+                    f"the {role} under the same name in every part",
+                    f"Name it: --columns {role}=NAME.",
+                )

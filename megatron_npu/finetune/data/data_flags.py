@@ -1,0 +1,106 @@
+"""The flags that tasks declare, and the check that a task reads every flag that is given."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any
+
+from megatron_npu.base.arg_parser import Unfit
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune import tasks
+from megatron_npu.finetune.tasks.declaration import Flag
+
+# what the provider of a user's script hands on to Megatron's data sets, and no task does
+_OF_SCRIPTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+def _role_and_name(text: str) -> tuple[str, str]:
+    role, separator, name = text.partition("=")
+    if not separator or not role or not name:
+        raise Unfit(text, "ROLE=NAME, such as label=stars")
+    return role, name
+
+
+def add_data_flags(add: Callable[..., Any]) -> None:
+    """Declare ``--columns``, and the flags that the tasks declare."""
+    add(
+        "--columns",
+        type=_role_and_name,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="ROLE=NAME",
+        help=f"columns that have other names than usual; the roles are {_roles()}",
+    )
+    for flag in _flags():
+        add(flag.name, **flag.options)
+
+
+def _roles() -> str:
+    """Return the roles of all tasks' columns as a help text lists them."""
+    *most, last = dict.fromkeys(role for task in tasks.every().values() for role in task.roles)
+    return f"{', '.join(most)} and {last}"
+
+
+def _flags() -> list[Flag]:
+    """Return the flags that tasks declare, each once."""
+    found: dict[str, Flag] = {}
+    for task in tasks.every().values():
+        for flag in task.all_flags():
+            if found.setdefault(flag.name, flag) is not flag:
+                raise ValueError(f"{task.__name__} declares {flag.name}, which another task has already")
+    return list(found.values())
+
+
+def _readers() -> dict[str, list[str]]:
+    """Return the names of the values that not every task reads, and the tasks that do."""
+    reads = {name: task.all_reads() for name, task in tasks.every().items()}
+    values = sorted(set().union(*reads.values()))
+    return {value: [name for name, own in reads.items() if value in own] for value in [*values, *_OF_SCRIPTS]}
+
+
+def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
+    """Check that ``--columns`` names each role once, and each column for one role.
+
+    Of two columns for a role the last one would count, and nobody would know.
+
+    Args:
+        columns: (role, name) of each.
+
+    Raises:
+        UsageError: it does not.
+    """
+    for role, times in Counter(role for role, _ in columns).items():
+        if times > 1:
+            names = " ".join(f"{one}={name}" for one, name in columns if one == role)
+            raise UsageError(f"--columns {names}", f"one column for the {role}", "Leave the others out.")
+    for name, times in Counter(name for _, name in columns).items():
+        if times > 1:
+            roles = " ".join(f"{role}={one}" for role, one in columns if one == name)
+            raise UsageError(f"--columns {roles}", "a column for each role", "Correct the names.")
+
+
+def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> None:
+    """Check that a task reads every flag that is given, and what it has to say of them.
+
+    A script of the user's may read any.
+
+    Args:
+        args: the flags; ``task`` is one of ``--task``.
+        default: the value that a flag has where it is not given.
+
+    Raises:
+        UsageError: it does not, or two do not go together.
+    """
+    for name, readers in _readers().items():
+        if args.task not in readers and getattr(args, name, None) != default(name):
+            raise UsageError(
+                f"--{name.replace('_', '-')} with --task {args.task}, which does not read it",
+                f"it with {' or '.join(f'--task {task}' for task in readers)}"
+                if readers
+                else "it in a script",
+                "Leave it out, or give --user-script FILE.",
+            )
+    tasks.every()[args.task].check(args)

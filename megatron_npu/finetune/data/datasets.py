@@ -1,0 +1,309 @@
+"""The parts of a data set: of the hub's cache, of files, of a folder. Read by the package ``datasets``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.data import text_files
+from megatron_npu.finetune.data.parts import Parts
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# the builder of each format, with its options
+_FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+    ".txt": ("text", {}),
+}
+# what the parts are called; mnli of GLUE has two to validate on, and its own is the matched one
+_PARTS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval", "validation_matched"),
+    "test": ("test", "test_matched"),
+}
+# what may stand behind a part's name in that of its file: a number, of how many, a hash, as the hub has it
+_PIECE = re.compile(r"([-_.]\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{16})?)?")
+
+
+def load(args: argparse.Namespace) -> Parts:
+    """Return the parts ``train``, ``validation`` and, where it is there, ``test``.
+
+    Args:
+        args: ``data_path`` is a file, a folder with a file for each part, a folder of ``save_to_disk``, or a
+            name of the hub, of the configuration ``data_name``; ``validation_fraction`` and ``seed``: what is
+            taken from ``train`` where nothing is there to validate on.
+
+    Raises:
+        UsageError: there is no such data set, a file cannot be read, a part is missing or empty.
+    """
+    name, config = named(args)
+    files = _files_named(Path(name), config)
+    found = _read(name, config, files)
+    owns = _own_names(found)
+    parts = Parts({part: found[owns[part]] for part in _PARTS if part in owns}, files)
+    if "train" not in parts:
+        raise UsageError(
+            f"--data-path {name} has the parts {', '.join(map(repr, found))}",
+            "a part 'train'",
+            "Give a file to train on, or a folder with train.csv, train.jsonl, … in it.",
+        )
+    if "validation" not in parts:
+        test = parts.pop("test", None)  # parts are in their order, train first
+        parts.split("train", _split(name, len(parts["train"]), args.validation_fraction, args.seed))
+        parts |= {} if test is None else {"test": test}
+    return parts
+
+
+def named(args: argparse.Namespace) -> tuple[str, str | None]:
+    """Return the name or path of the data set, and its configuration.
+
+    Raises:
+        UsageError: there are several paths.
+    """
+    if not isinstance(args.data_path, str):
+        raise UsageError(
+            f"--data-path {' '.join(args.data_path)}",
+            "one path",
+            "Give a folder with the files, or one file.",
+        )
+    return args.data_path, args.data_name
+
+
+def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return what each part is called in ``found``."""
+    owns: dict[str, str] = {}
+    for part, names in _PARTS.items():
+        for own in names:
+            if own in found:
+                owns[part] = own
+                break
+    return owns
+
+
+def _saved(path: Path) -> list[str]:
+    """Return which files of ``save_to_disk`` are in a folder."""
+    return [file for file in ("dataset_dict.json", "state.json") if (path / file).is_file()]
+
+
+def _files_named(path: Path, config: str | None) -> dict[str, list[Path]]:
+    """Return the files of each part; none where the data set is no file and no folder of files.
+
+    Raises:
+        UsageError: a folder has none.
+    """
+    if path.is_file():
+        return {"train": [path]}
+    if path.is_dir() and config is None and not _saved(path):
+        return _files_of_parts(path)
+    return {}
+
+
+def _read(name: str, config: str | None, files: Mapping[str, list[Path]]) -> Mapping[str, Dataset]:
+    library = _library()
+    path = Path(name)
+    saved = _saved(path)
+    if config is not None and (path.is_file() or saved):
+        kind = "a folder of save_to_disk" if saved else "a file"
+        raise UsageError(
+            f"--data-name {config} with --data-path {name}, {kind}",
+            "a data set that has configurations",
+            "Leave --data-name out.",
+        )
+    try:
+        with _without_remarks(library):
+            if files:
+                return _files(library, files)
+            if saved:
+                found = library.load_from_disk(str(path))
+                return found if "dataset_dict.json" in saved else {"train": found}
+            if path.suffix in _FORMATS and not path.exists():
+                raise FileNotFoundError("no such file")
+            return _of_the_hub(library, name, config)
+    except UsageError:
+        raise
+    except Exception as error:  # builders raise what their parsers do
+        raise _refused(name, config, files, error) from error
+
+
+@contextlib.contextmanager
+def _without_remarks(library: Any) -> Iterator[None]:
+    """Keep ``datasets`` from telling, in lines of its own, what its error says, too."""
+    before = library.logging.get_verbosity()
+    library.logging.set_verbosity(library.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        library.logging.set_verbosity(before)
+
+
+def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dataset]:
+    """Return a data set by its name: prepared already, from the hub, or from a copy in the hub's cache.
+
+    Without a connection ``datasets`` looks for what it has prepared itself, not for what was downloaded
+    (``hf download --repo-type dataset``) and brought here.
+    """
+    try:
+        return library.load_dataset(name, config, cache_dir=_cache_of_a_folder(library, Path(name)))
+    except Exception:
+        copy = None if Path(name).exists() else _downloaded(name)
+        if copy is None:
+            raise
+        return library.load_dataset(copy, config)
+
+
+def _cache_of_a_folder(library: Any, folder: Path) -> str | None:
+    """Return where a folder's rows are prepared, another place after a change of its files; None: the usual.
+
+    Of a folder with configurations ``datasets`` 5.2 takes what it has prepared once, whatever became of the
+    files since.
+    """
+    if not folder.is_dir():
+        return None
+    files = [(file, file.stat()) for file in sorted(folder.rglob("*")) if file.is_file()]
+    facts = repr([(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in files])
+    name = f"folder-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    return str(Path(library.config.HF_DATASETS_CACHE) / name)
+
+
+def _downloaded(name: str) -> str | None:
+    """Return the folder of a data set in the hub's cache; None: it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(name, repo_type="dataset", local_files_only=True)
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def _files_of_parts(folder: Path) -> dict[str, list[Path]]:
+    """Return the files of each part: ``train.csv``, or ``train-00000-of-00002.parquet`` and its like.
+
+    Of several names of a part the first that there is counts, as in a data set of the hub: a part is not
+    ``validation.csv`` and ``dev.csv`` together, and ``validation_mismatched.csv`` is none of it.
+    """
+    every = [path for path in sorted(folder.iterdir()) if path.suffix in _FORMATS and path.is_file()]
+    parts: dict[str, list[Path]] = {}
+    for part, names in _PARTS.items():
+        by_name = ([path for path in every if _is_of(path, name)] for name in names)
+        if own := next(filter(None, by_name), []):
+            parts[part] = own
+    if not parts and len(every) == 1:
+        parts["train"] = every
+    if not parts:
+        raise UsageError(
+            f"--data-path {folder}: no file of a part",
+            f"train, validation or test as {', '.join(_FORMATS)}",
+            "Name the files train.csv and so on, or give one file.",
+        )
+    return parts
+
+
+def _is_of(path: Path, part: str) -> bool:
+    """Return whether a file is a part's, whole or a piece of it, by its name."""
+    name = path.name.removesuffix(path.suffix)
+    return name.startswith(part) and _PIECE.fullmatch(name.removeprefix(part)) is not None
+
+
+def _files(library: Any, parts: Mapping[str, list[Path]]) -> Mapping[str, Dataset]:
+    suffixes = sorted({path.suffix for paths in parts.values() for path in paths})
+    if len(suffixes) > 1 or suffixes[0] not in _FORMATS:
+        raise UsageError(
+            f"--data-path: files that end in {' and '.join(suffixes) or 'nothing'}",
+            f"files of one kind: {', '.join(_FORMATS)}",
+            "Convert them to one kind.",
+        )
+    for path in (path for paths in parts.values() for path in paths):
+        if path.suffix != ".parquet":
+            text_files.require(path)
+    builder, options = _FORMATS[suffixes[0]]
+    if builder == "csv":
+        for path in (path for paths in parts.values() for path in paths):
+            text_files.require_head(path, options.get("sep", ","))
+    names = {part: [str(path) for path in paths] for part, paths in parts.items()}
+    return library.load_dataset(builder, data_files=names, **options)
+
+
+def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Sequence[int]]:
+    """Return the numbers of rows that are left to train on, and of those taken; the same for one seed."""
+    rows = round(count * fraction) if fraction else 0
+    if not 0 < rows < count:
+        raise UsageError(
+            f"--data-path {name}: {count} rows to train on and none to validate on, with "
+            f"--validation-fraction {fraction:g}",
+            "a part 'validation', or a fraction that leaves both parts some rows",
+            "Add a file validation.csv, or give a larger --validation-fraction.",
+        )
+    numbered = _library().Dataset.from_dict({"row": range(count)})
+    both = numbered.train_test_split(test_size=rows, seed=seed)
+    rows_of = both.with_format("numpy")
+    return {"train": rows_of["train"]["row"][:], "validation": rows_of["test"]["row"][:]}
+
+
+def _refused(
+    name: str, config: str | None, files: Mapping[str, list[Path]], error: BaseException
+) -> UsageError:
+    if type(error).__name__ == "DatasetGenerationError":  # which says no more than that there was an error
+        error = error.__cause__ or error
+    reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    # what datasets 5 says of a part without rows: in a file, in a folder of save_to_disk
+    if "corresponds to no data" in reason or isinstance(error, IndexError):
+        if empty := _without_rows(files, reason):
+            return empty
+        reason = f"a part without rows ({reason})"
+    given, path = f"--data-path {name}{f' --data-name {config}' if config else ''}", Path(name)
+    kinds = f"a file or a folder of {', '.join(_FORMATS)}"
+    if path.is_dir() and config is not None:
+        inside = (path / config).is_dir()
+        return UsageError(
+            f"{given}: {reason}",
+            "a name of the hub, or a folder whose README.md names its configurations",
+            f"Give --data-path {path / config} alone."
+            if inside
+            else "For a folder of files leave --data-name out.",
+        )
+    if path.exists() or path.suffix in _FORMATS:
+        return UsageError(f"{given}: {reason}", kinds, "Correct the file, or give another one.")
+    return UsageError(
+        f"{given}: {reason}",
+        f"{kinds}, or a data set of the hub",
+        "Correct name or file. A data set of the hub needs a connection, or to be in its cache already.",
+    )
+
+
+def _without_rows(files: Mapping[str, list[Path]], reason: str) -> UsageError | None:
+    """Return the error for the files of the part that ``datasets`` names; None: it names none of them."""
+    part = re.search(r'Instruction "(\w+)"', reason)
+    paths = files.get(part.group(1), []) if part else []
+    if not paths:
+        return None
+    have, where = ("has", "its head") if len(paths) == 1 else ("have", "their heads")
+    below = f" below {where}" if paths[0].suffix in (".csv", ".tsv") else ""
+    return UsageError(
+        f"--data-path: {', '.join(map(str, paths))} {have} no rows{below}",
+        "a row at least",
+        "Add rows, or leave the file out.",
+    )
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UsageError(
+            f"--task ({error})",
+            "the package datasets",
+            "Install it: pip install 'megatron_npu[train]' (or pip install datasets).",
+        ) from error
+    return datasets

@@ -1,0 +1,226 @@
+"""The labels of a data set: classes as whole numbers, as names, or numbers to come close to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.data.parts import Parts
+from megatron_npu.finetune.rapidformer.state import get_logger
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+IGNORED = -100  # of a position that has none, as torch's and Transformers' losses have it
+_SHOWN = 8  # of many labels, in a message
+HIDDEN = -1  # what the hub's data sets have for labels that are not given away
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What labels there are.
+
+    Attributes:
+        names: of the classes, by their numbers; empty: the labels are numbers to come close to.
+        numbers: the number of each label as it stands in the data.
+    """
+
+    names: tuple[str, ...]
+    numbers: Mapping[Any, int]
+
+    @property
+    def regression(self) -> bool:
+        """Whether the labels are numbers to come close to."""
+        return not self.names
+
+    def config(self) -> dict[str, Any]:
+        """Return what a model's configuration says about them."""
+        if self.regression:
+            return {"num_labels": 1, "problem_type": "regression"}
+        return {
+            "num_labels": len(self.names),
+            "id2label": dict(enumerate(self.names)),
+            "label2id": {name: number for number, name in enumerate(self.names)},
+        }
+
+    def number(self, label: Any) -> float:
+        """Return a label as a model takes it."""
+        return float(label) if self.regression else self.numbers[label]
+
+
+def of_rows(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
+    """Return the labels of a column with one label a row.
+
+    Args:
+        own: the names of the classes that the model brings; where the data's are among them, they count.
+
+    Raises:
+        UsageError: a label is missing, out of range, or not among those of the training part; or numbers of
+            classes are left out that the model does not have either.
+    """
+    feature = parts["train"].features[column]
+    kinds = {str(getattr(feature, "dtype", "")).rstrip("0123456789").removesuffix("_")}
+    if kinds & {"float", "double", "decimal"}:
+        for part, rows in parts.items():
+            for row, label in enumerate(values(rows, column)):
+                if label is None or not math.isfinite(label):
+                    raise _odd(parts.place(part, row), label, "a number")
+        return Labels((), {})
+    rows = {part: enumerate(values(rows, column)) for part, rows in parts.items()}
+    return _classes(feature, rows, parts.place, own)
+
+
+def of_tokens(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
+    """Return the labels of a column with one label a token.
+
+    Raises:
+        UsageError: as ``of_rows``, or the column has no lists.
+    """
+    feature = require_lists(parts["train"], column)
+    return _classes(
+        feature,
+        {
+            part: ((row, tag) for row, tags in enumerate(values(rows, column)) for tag in tags or ())
+            for part, rows in parts.items()
+        },
+        parts.place,
+        own,
+    )
+
+
+def require_lists(rows: Dataset, column: str) -> Any:
+    """Return what the lists of a column hold.
+
+    Raises:
+        UsageError: it has no lists.
+    """
+    feature = getattr(rows.features[column], "feature", None)
+    if feature is None:
+        raise UsageError(
+            f"the column {column!r} has one label a row",
+            "a list with one label a token",
+            "Name another: --columns tags=NAME; or is it --task sequence_classification?",
+        )
+    return feature
+
+
+def values(rows: Dataset, column: str) -> list[Any]:
+    """Return a whole column."""
+    return rows.select_columns([column])[:][column]
+
+
+def are_hidden(rows: Dataset, column: str) -> bool:
+    """Return whether a part has no label in any row, as the test parts of GLUE."""
+    return all(label is None or label == HIDDEN for label in values(rows, column))
+
+
+def not_given_away(dataset: Any) -> bool:
+    """Return whether samples carry the mark of the hub's for a label that only its owner has.
+
+    The first few tell: a data set hides all of them or none.
+    """
+    few = [dataset[index] for index in range(min(8, len(dataset)))] if dataset is not None else []
+    found = [one.get("labels", one.get("label")) for one in few if isinstance(one, Mapping)]
+    return bool(found) and all(isinstance(label, int) and label == HIDDEN for label in found)
+
+
+def _classes(
+    feature: Any,
+    parts: Mapping[str, Iterable[tuple[int, Any]]],
+    place: Callable[[str, int], str],
+    own: Sequence[str] = (),
+) -> Labels:
+    rows = {part: list(pairs) for part, pairs in parts.items()}
+    names = list(getattr(feature, "names", None) or ())
+    known: Sequence[Any]
+    if names:
+        known = range(len(names))
+    else:
+        for row, label in rows["train"]:
+            if not isinstance(label, int | str) or (isinstance(label, int) and label < 0):
+                raise _odd(place("train", row), label, "a class: a whole number from 0 on, or a name")
+        trained = {label for _, label in rows["train"]}
+        if len(trained) < 2:
+            raise _single(sorted(trained))
+        kinds = {isinstance(label, str) for label in trained}
+        if kinds == {True}:
+            known = names = list(own) if trained <= set(own) else sorted(trained)
+        elif len(kinds) > 1:
+            row, label = _first_text(rows["train"])
+            raise _odd(place("train", row), label, "numbers alone, or names alone")
+        else:
+            known, names = _of_numbers({label for label in trained if isinstance(label, int)}, own)
+    numbers = {label: number for number, label in enumerate(known)}
+    expected = f"one of those to train on: {_few(known)}"
+    for part, pairs in rows.items():
+        for row, label in pairs:
+            if label not in numbers:
+                raise _odd(place(part, row), label, expected)
+    if len(names) < 2:
+        raise _single(names)
+    return Labels(tuple(map(str, names)), numbers)
+
+
+def _first_text(rows: Iterable[tuple[int, Any]]) -> tuple[int, str]:
+    """Return the first row whose label is a text, with the label."""
+    return next((row, label) for row, label in rows if isinstance(label, str))
+
+
+def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]]:
+    """Return the numbers of the classes and their names, where the training part has some of the numbers.
+
+    Numbers that begin above 0, such as 1 to 5 stars, are names: so a model is saved with them, and so one
+    that has them is trained on.
+
+    Raises:
+        UsageError: numbers are left out, and the model has no such classes.
+    """
+    least, count = min(trained), max(trained) + 1
+    if least and {str(label) for label in trained} <= set(own):
+        known = [int(name) for name in own if name.isdecimal()]
+        if len(known) == len(own):
+            return known, list(own)
+    if least and count > len(own) and count - least == len(trained):
+        return range(least, count), [str(label) for label in range(least, count)]
+    first = 0 if count <= len(own) else least
+    # the first ones alone: labels such as 20231122 leave out millions
+    left = (number for number in range(first, count) if number not in trained)
+    absent = list(itertools.islice(left, _SHOWN + 1))
+    if absent and count > len(own):
+        raise UsageError(
+            f"labels that leave out {_few(absent)}: {_few(sorted(trained))}",
+            f"every number from {first} to {count - 1}, or names, or a model with {count} classes",
+            "Leave out none, write them as texts, or name all in id2label of the model's config.json.",
+        )
+    if absent:
+        line = "no row to train on has the label %s, of the model's %d"
+        get_logger("labels").warning(line, _few(absent), len(own))
+        return range(len(own)), list(own)
+    names = list(own) if len(own) == count else [f"LABEL_{number}" for number in range(count)]
+    return range(count), names
+
+
+def _few(known: Sequence[Any]) -> str:
+    if isinstance(known, range):
+        return f"{known[0]} to {known[-1]}"
+    return ", ".join(map(repr, known[:_SHOWN])) + (", …" if len(known) > _SHOWN else "")
+
+
+def _single(known: Sequence[Any]) -> UsageError:
+    return UsageError(
+        f"one label in all rows: {_few(known)}",
+        "two classes or more",
+        "Is this the column meant? Name another: --columns label=NAME.",
+    )
+
+
+def _odd(place: str, label: Any, expected: str) -> UsageError:
+    return UsageError(
+        f"the label {label!r} in {place}",
+        expected,
+        "Correct the row, or name another column with --columns.",
+    )

@@ -1,0 +1,264 @@
+"""Batches of a data set for one rank, on its device: a batch is a function of seed, epoch and number alone.
+
+Micro-batch ``m`` of an epoch holds the samples ``m * size`` to ``(m + 1) * size`` of the epoch's order, and
+rank ``r`` of ``n`` takes the micro-batches ``r``, ``r + n``, ``r + 2n``, … So an iteration has the same
+samples on any number of ranks, and a run that goes on in the middle of an epoch sees what it would have seen.
+What a collate function draws follows the number of its micro-batch, too, however many worker processes there
+are, and leaves the generators of dropout alone; with ``sample_seeds`` it follows the sample (the masks of
+``--task masked_lm``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.run.label_shares import Held
+from megatron_npu.finetune.run.ranks import Ranks
+
+Collate = Callable[[list[Any]], Any]
+_OF_SAMPLES = 1  # in a key: behind it come places of samples, not numbers of micro-batches
+_seeds: ContextVar[list[int] | None] = ContextVar("seeds of the samples that are collated", default=None)
+
+
+class Loader:
+    """A rank's batches of a data set; iterating goes through it once, each time an epoch further.
+
+    Args:
+        dataset: with ``__len__`` and ``__getitem__``; not streamed.
+        collate_fn: makes a batch of a list of samples.
+        size: samples of a rank's batch.
+        place: of the rank among those that share the data.
+        device: where batches are moved to.
+        shuffle: draw an order for each epoch; else the data set's own.
+        whole: ranks x batches of one step that must be full: what does not fill a step of so many batches is
+            left out. 0: everything is there once; on the last step ranks may have smaller batches, and
+            where samples cannot be dealt out evenly the last one is repeated (``remainder`` tells).
+        seed: of order and of what ``collate_fn`` draws.
+        workers: processes that prepare batches.
+        repeats: each time through it is the first time again: what an evaluation draws is always the same.
+        what: the data set, as an error names it.
+        look: is shown each batch before it is moved, and raises an error if it cannot be.
+
+    Raises:
+        UsageError: the data set has no length.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Collate | None = None,
+        *,
+        size: int,
+        place: Ranks,
+        device: torch.device,
+        shuffle: bool = False,
+        whole: int = 0,
+        seed: int = 0,
+        workers: int = 0,
+        repeats: bool = False,
+        what: str = "the data set",
+        look: Callable[[Any], None] | None = None,
+    ) -> None:
+        require_length(dataset, what)
+        self.dataset, self.collate_fn = dataset, collate_fn or default_collate
+        self.size, self.place, self.device = size, place, device
+        self.shuffle, self.whole, self.seed, self.workers = shuffle, whole, seed, workers
+        self.remainder = 0
+        """Samples of all ranks in the last step, while it is being used and is not full; else 0."""
+        self._epoch, self._repeats, self._look = 0, repeats, look
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch."""
+        samples, together = len(self.dataset), self.size * self.place.world_size
+        if self.whole:
+            return samples // (self.size * self.whole) * (self.whole // self.place.world_size)
+        return -(-samples // together)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self.batches(self._epoch)
+        self._epoch += not self._repeats
+        return batches
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Give the batches of an epoch from number ``start`` on."""
+        for held in self.held(epoch, start):
+            yield on_device(held.batch, self.device)
+
+    def held(self, epoch: int, start: int = 0, *, once: bool = False) -> Iterator[Held]:
+        """Give the same batches in the host's memory.
+
+        Args:
+            epoch, start: as above.
+            once: leave out what is repeated; a rank that has nothing else gets a sample that does not count.
+        """
+        of_epoch = _Batches(self, self._order(epoch), epoch, once)
+        loader = DataLoader(
+            of_epoch,
+            batch_size=None,
+            sampler=range(start, len(self)),
+            num_workers=self.workers,
+            collate_fn=_as_it_is,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # else it draws a seed from the generator that dropout draws from
+        )
+        full = self.size * self.place.world_size
+        left = len(self.dataset) - (len(self) - 1) * full
+        try:
+            for number, batch in enumerate(loader, start):
+                if not self.whole and number == len(self) - 1 and left < full:
+                    self.remainder = left
+                if self._look is not None:
+                    self._look(batch)
+                yield Held(batch, not once or of_epoch.first_of(number) < len(self.dataset))
+        finally:
+            self.remainder = 0
+
+    def forever(self, start: int = 0) -> Iterator[Any]:
+        """Give batches from the ``start``-th of all epochs on, without an end."""
+        for held in self.held_forever(start):
+            yield on_device(held.batch, self.device)
+
+    def held_forever(self, start: int = 0, *, once: bool = False) -> Iterator[Held]:
+        """Give the same batches in the host's memory; ``once`` as for ``held``."""
+        epoch, first = divmod(start, len(self))
+        while True:
+            yield from self.held(epoch, first, once=once)
+            epoch, first = epoch + 1, 0
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        samples = len(self.dataset)
+        if not self.shuffle:
+            return range(samples)
+        generator = torch.Generator().manual_seed(_seed(self.seed, epoch))
+        return torch.randperm(samples, generator=generator).tolist()
+
+
+class _Batches(Dataset):
+    """The batches of a rank in an epoch, by number; ``once``: without what is repeated."""
+
+    def __init__(self, loader: Loader, order: Sequence[int], epoch: int, once: bool) -> None:
+        self._dataset, self._collate, self._order = loader.dataset, loader.collate_fn, order
+        self._size, self._place, self._once = loader.size, loader.place, once
+        self._key = (loader.seed, epoch)
+
+    def first_of(self, number: int) -> int:
+        """Return the place in the order of the first sample of a batch; it may be behind the last one."""
+        return number * self._place.world_size * self._size + self._place.rank * self._size_of(number)
+
+    def _size_of(self, number: int) -> int:
+        left = len(self._order) - number * self._place.world_size * self._size
+        return min(self._size, -(-left // self._place.world_size))
+
+    def __getitem__(self, number: int) -> Any:
+        first, last = self.first_of(number), len(self._order) - 1
+        places = [min(index, last) for index in range(first, first + self._size_of(number))]
+        if self._once:
+            places = sorted(set(places))
+        chosen = [int(self._order[place]) for place in places]
+        several = getattr(self._dataset, "__getitems__", None)
+        world_size, rank = self._place.world_size, self._place.rank
+        seeds = [_seed(*self._key, _OF_SAMPLES, place) for place in places]
+        with _drawing(*self._key, number * world_size + rank), _known(seeds):
+            rows = several(chosen) if several else [self._dataset[index] for index in chosen]
+            return self._collate(rows) if self._collate is not default_collate else _stacked(rows)
+
+
+def sample_seeds(count: int) -> list[int]:
+    """Return a seed for each sample of the batch that is being collated: of its place in the epoch alone.
+
+    What is drawn with them is the same however a global batch is cut into micro-batches. Outside of a
+    ``Loader`` they are drawn themselves, by torch's generator.
+    """
+    seeds = _seeds.get()
+    if seeds is None or len(seeds) != count:
+        seeds = torch.randint(2**31, (count,), device="cpu").tolist()
+    return seeds
+
+
+@contextlib.contextmanager
+def _known(seeds: list[int]) -> Iterator[None]:
+    token = _seeds.set(seeds)
+    try:
+        yield
+    finally:
+        _seeds.reset(token)
+
+
+def require_length(dataset: Any, what: str) -> None:
+    """Refuse what cannot be indexed.
+
+    Raises:
+        UsageError: naming it.
+    """
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    reason = ""
+    if indexed and not isinstance(dataset, IterableDataset | Mapping):
+        try:
+            len(dataset)
+            return
+        except (TypeError, ValueError) as error:  # of a length that is none
+            reason = f" whose length is none ({error})"
+    raise UsageError(
+        f"{what}: a {type(dataset).__name__}{reason}",
+        "a data set with a length, whose samples have numbers (torch.utils.data.Dataset)",
+        "Let the provider return one; what is streamed has to be kept first.",
+    )
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device: a mapping, a sequence, or what has ``to`` of its own."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if hasattr(batch, "to"):  # BatchEncoding of Transformers
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: on_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(on_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(on_device(value, device) for value in batch)
+    return batch
+
+
+def _stacked(rows: list[Any]) -> Any:
+    """Return samples as torch puts them together, or say that it cannot."""
+    try:
+        return default_collate(rows)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"samples that make no batch: {str(error).strip().splitlines()[0]}",
+            "tensors of one shape, numbers, or dictionaries and tuples of them",
+            "Return a collate_fn that makes a batch of a list of samples.",
+        ) from error
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _seed(*key: int) -> int:
+    return int(np.random.SeedSequence([number % 2**32 for number in key]).generate_state(1)[0])
+
+
+@contextlib.contextmanager
+def _drawing(*key: int) -> Iterator[None]:
+    """Let the host's generators begin at a key inside the block, and be as they were behind it."""
+    seed, before, of_numpy = _seed(*key), random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.default_generator.manual_seed(seed)
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(of_numpy)

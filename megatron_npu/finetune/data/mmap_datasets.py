@@ -1,0 +1,296 @@
+"""``.bin/.idx`` as data of Transformers' models: BERT's masked pairs of sentences, GPT's windows.
+
+Samples are those of megatron-core's own datasets, whose indices lie beside the data or in
+``--data-cache-path``; here they get Transformers' names. A pair comes from sentence-split data
+(``megatron-npu preprocess --split-sentences``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import indexed_dataset
+from megatron_npu.finetune.data.labels import IGNORED
+from megatron_npu.finetune.data.word_pieces import WordPieces, word_pieces
+from megatron_npu.finetune.rapidformer import state
+from megatron_npu.pretrain.data import datasets, tokenizers
+from megatron_npu.pretrain.data.sources import PARTS, blend, sizes_of_parts, split_shares
+from megatron_npu.pretrain.flags.checks import machine
+
+_MAX_NGRAM = 3  # words that are masked together at most, as Megatron's pretrain_bert.py has it
+
+Prefix = str | Sequence[str]
+Found = list[tuple[str, indexed_dataset.DatasetSummary]]  # prefixes, and what is there
+Parts = tuple[Dataset | None, Dataset | None, Dataset | None]
+
+
+def build_train_valid_test_datasets_for_huggingface(
+    data_prefix: Prefix,
+    data_impl: str,
+    splits_string: str,
+    train_valid_test_num_samples: Sequence[int],
+    max_seq_length: int,
+    masked_lm_prob: float,
+    short_seq_prob: float,
+    seed: int,
+    skip_warmup: bool = True,
+    binary_head: bool = True,
+) -> Parts:
+    """Return masked pairs of sentences for ``BertForPreTraining``: training, validation, test.
+
+    Each sample has ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels`` (-100 where nothing
+    is asked for), [s] int64, and with ``binary_head`` a ``next_sentence_label``: 1 where the second part
+    does not follow the first. The sampling is megatron-core's (``BERTMaskedWordPieceDataset``): whole words,
+    up to three together. The vocabulary is that of the run's flags. All ranks must call this.
+
+    Args:
+        data_prefix: a prefix, several, or weights and prefixes in turns.
+        data_impl: ``mmap`` or ``infer``.
+        splits_string: shares of the documents, such as ``980,20``.
+        train_valid_test_num_samples: how many samples of each part are needed; 0: None is returned for it.
+        max_seq_length: tokens of a sample, [s], special and padding ones included.
+        masked_lm_prob: part of the tokens that are asked for.
+        short_seq_prob: part of the samples that are shorter.
+        seed: of the order and the masks.
+        skip_warmup: nothing; the operating system reads ahead by itself.
+        binary_head: pairs; else one text a sample.
+
+    Raises:
+        UsageError: no such data, data without sentences, or another vocabulary's.
+    """
+    machine.require_megatron_core()
+    from megatron.core.datasets.bert_dataset import (
+        BERTMaskedWordPieceDataset,
+        BERTMaskedWordPieceDatasetConfig,
+    )
+
+    pieces = word_pieces(state.get_args())
+    weights, found = _validated(data_prefix, data_impl, pieces.vocab_size)
+    for prefix, summary in found:
+        if binary_head:
+            _require_sentences(prefix, summary)
+        _require_parts(prefix, summary.documents, splits_string, train_valid_test_num_samples)
+    _require_probability("--mask-prob", masked_lm_prob)
+    config = BERTMaskedWordPieceDatasetConfig(
+        **_common(seed, max_seq_length, found, weights, splits_string),
+        tokenizer=pieces,
+        masking_probability=masked_lm_prob,
+        short_sequence_probability=short_seq_prob,
+        masking_max_ngram=_MAX_NGRAM,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        classification_head=binary_head,
+    )
+    parts = datasets.build(BERTMaskedWordPieceDataset, train_valid_test_num_samples, config)
+    return _each(parts, lambda part: MaskedPairs(part, pieces, binary_head))
+
+
+class MaskedPairs(Dataset):
+    """megatron-core's masked pairs of sentences under Transformers' names.
+
+    Args:
+        pairs: a ``BERTMaskedWordPieceDataset``, or several blended.
+        pieces: its vocabulary.
+        binary_head: whether samples say if the second part follows the first.
+    """
+
+    def __init__(self, pairs: Any, pieces: WordPieces, binary_head: bool) -> None:
+        self.pairs, self.pieces, self.binary_head = pairs, pieces, binary_head
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        """Return a sample, [s] int64 each."""
+        sample = self.pairs[number]
+        tokens = torch.from_numpy(sample["text"])
+        # the last separator ends a sample, and nothing behind it equals one: versions pad otherwise
+        there = torch.arange(len(tokens)) <= (tokens == self.pieces.sep).nonzero().max()
+        labels = torch.from_numpy(sample["labels"])
+        result = {
+            "input_ids": tokens.where(there, self.pieces.pad),
+            "attention_mask": there.long(),
+            "token_type_ids": torch.from_numpy(sample["types"]).where(there, 0),
+            "labels": labels.where(torch.from_numpy(sample["loss_mask"]).bool(), IGNORED),
+        }
+        if self.binary_head:
+            result["next_sentence_label"] = torch.tensor(int(sample["is_random"]))
+        return result
+
+
+def build_causal_datasets_for_huggingface(
+    data_prefix: Prefix,
+    data_impl: str,
+    splits_string: str,
+    train_valid_test_num_samples: Sequence[int],
+    seq_length: int,
+    seed: int,
+    skip_warmup: bool = True,
+) -> Parts:
+    """Return windows for a causal model of Transformers: training, validation, test.
+
+    Each sample has ``input_ids`` and ``labels``, [s] int64; a model of Transformers shifts them itself, so a
+    window begins with the last token of the one before it. With ``--eod-mask-loss`` the label of what
+    follows an end of document is -100. All ranks must call this.
+
+    Args:
+        data_prefix, data_impl, splits_string, train_valid_test_num_samples, seed, skip_warmup: as for
+            ``build_train_valid_test_datasets_for_huggingface``.
+        seq_length: tokens of a window, [s].
+
+    Raises:
+        UsageError: no such data, or another vocabulary's.
+    """
+    parts = _windows(
+        data_prefix, data_impl, splits_string, train_valid_test_num_samples, seq_length - 1, seed
+    )
+    return _each(parts, CausalWindows)
+
+
+class CausalWindows(Dataset):
+    """megatron-core's GPT windows under Transformers' names.
+
+    Args:
+        windows: a ``GPTDataset``, or several blended, of s - 1 tokens and labels.
+    """
+
+    def __init__(self, windows: Any) -> None:
+        self.windows = windows
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        """Return a sample, [s] int64 each."""
+        sample = self.windows[number]
+        text = _text(sample)
+        return {
+            "input_ids": text,
+            "labels": torch.cat([text[:1], text[1:].where(sample["loss_mask"].bool(), IGNORED)]),
+        }
+
+
+def build_train_valid_test_datasets(
+    data_prefix: Prefix,
+    data_impl: str,
+    splits_string: str,
+    train_valid_test_num_samples: Sequence[int],
+    seq_length: int,
+    seed: int,
+    skip_warmup: bool = True,
+) -> Parts:
+    """Return Megatron's GPT windows: samples with ``text``, [s + 1] int64. All ranks must call this.
+
+    The name and arguments are those of Megatron-LM's ``megatron.data.gpt_dataset``.
+
+    Args:
+        data_prefix, data_impl, splits_string, train_valid_test_num_samples, seed, skip_warmup: as for
+            ``build_train_valid_test_datasets_for_huggingface``.
+        seq_length: tokens that a model sees at once.
+
+    Raises:
+        UsageError: no such data, or another vocabulary's.
+    """
+    parts = _windows(data_prefix, data_impl, splits_string, train_valid_test_num_samples, seq_length, seed)
+    return _each(parts, Texts)
+
+
+class Texts(CausalWindows):
+    """megatron-core's GPT windows as one text each, of one token more than a model sees."""
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        """Return a sample, [s + 1] int64."""
+        return {"text": _text(self.windows[number])}
+
+
+def _text(sample: dict[str, Tensor]) -> Tensor:
+    return torch.cat([sample["tokens"], sample["labels"][-1:]]).long()
+
+
+def _windows(
+    data_prefix: Prefix, data_impl: str, split: str, sizes: Sequence[int], length: int, seed: int
+) -> datasets.Datasets:
+    machine.require_megatron_core()
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    args = state.get_args()
+    tokenizer = tokenizers.DatasetTokenizer(tokenizers.build(args))
+    weights, found = _validated(data_prefix, data_impl, tokenizer.vocab_size)
+    for prefix, summary in found:
+        _require_parts(prefix, summary.sequences, split, sizes)
+        if summary.sequences > summary.documents and args.rank == 0:
+            print(
+                f"megatron_npu: {prefix} is split into sentences, which megatron-core's windows take in any "
+                "order; data without --split-sentences keep documents whole",
+                flush=True,
+            )
+    config = GPTDatasetConfig(
+        **_common(seed, length, found, weights, split),
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+    )
+    return datasets.build(GPTDataset, sizes, config)
+
+
+def _common(seed: int, length: int, found: Found, weights: list[float] | None, split: str) -> dict[str, Any]:
+    """Return what the configurations of megatron-core's datasets have in common."""
+    return {
+        "random_seed": seed,
+        "sequence_length": length,
+        "blend": ([prefix for prefix, _ in found], weights),
+        "split": split,
+        "path_to_cache": getattr(state.get_args(), "data_cache_path", None),
+    }
+
+
+def _validated(given: Prefix, data_impl: str, vocab_size: int) -> tuple[list[float] | None, Found]:
+    """Return weights, or None, and the prefixes, whose files are sound and of this vocabulary."""
+    if data_impl not in ("mmap", "infer"):
+        raise UsageError(f"--data-impl {data_impl}", "mmap or infer", "Make the data with preprocess.")
+    if not given:
+        raise UsageError("no --data-path", "the prefix of a .bin and .idx", "Give one.")
+    weights, prefixes = blend([given] if isinstance(given, str) else list(given))
+    return weights, [(prefix, indexed_dataset.validate(prefix, vocab_size)) for prefix in prefixes]
+
+
+def _require_sentences(prefix: str, found: indexed_dataset.DatasetSummary) -> None:
+    """Refuse data in which every document is one sequence: a pair needs two, and upstream looks for ever."""
+    if found.sequences <= found.documents:
+        raise UsageError(
+            f"{prefix} has {found.documents} documents and as many sequences",
+            "documents of several sentences, which a pair is made of",
+            "Make the data with `megatron-npu preprocess --split-sentences`.",
+        )
+
+
+def _require_parts(prefix: str, count: int, split: str, sizes: Sequence[int]) -> None:
+    """Refuse a part that is read, has a share and yet no document: upstream looks for its tokens for ever."""
+    shares = split_shares(split)
+    for name, share, part, size in zip(PARTS, shares, sizes_of_parts(shares, count), sizes, strict=True):
+        if size and share and not part:
+            raise UsageError(
+                f"--split {split!r} leaves no document of the {count} in {prefix} for {name}",
+                "a share of 0, or documents enough for it",
+                "Change --split.",
+            )
+
+
+def _require_probability(flag: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise UsageError(f"{flag} {value}", "a number between 0 and 1", "Change it.")
+
+
+def _each(parts: datasets.Datasets, wrap: Any) -> Parts:
+    train, valid, test = (None if part is None else wrap(part) for part in parts)
+    return train, valid, test

@@ -1,0 +1,88 @@
+"""Files of text that tasks read: in UTF-8, with something in them; else one line says where not."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+from collections import Counter
+from pathlib import Path
+
+from megatron_npu.base.errors import UsageError
+
+_CHUNK = 1 << 20
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# how packed files begin, by what unpacks them
+_PACKED = {
+    b"\x1f\x8b": "gunzip",
+    b"PK\x03\x04": "unzip",
+    b"BZh": "bunzip2",
+    b"\xfd7zXZ": "unxz",
+    b"\x28\xb5\x2f\xfd": "unzstd",
+}
+
+
+def require(path: Path) -> None:
+    """Check that a file is text in UTF-8.
+
+    Readers of json lines pass on what is none, and fail where a row is used.
+
+    Raises:
+        UsageError: it is empty or packed, or a byte in it is of another encoding.
+    """
+    if not path.stat().st_size:
+        raise UsageError(f"--data-path: {path} is empty", "a file with rows", "Give another file.")
+    with path.open("rb") as file:
+        begin = file.read(8)
+    for magic, tool in _PACKED.items():
+        if begin.startswith(magic):
+            raise UsageError(
+                f"--data-path: {path}, which is packed",
+                "text in UTF-8",
+                f"Unpack it with {tool}, and give what comes out.",
+            )
+    found = _first_stranger(path)
+    if found is None:
+        return
+    line, byte = found
+    marked = begin.startswith(_UTF_16)
+    what = "begins as a file in UTF-16 does" if marked else f"is not UTF-8: byte 0x{byte:02x} in line {line}"
+    raise UsageError(
+        f"--data-path: {path} {what}",
+        "text in UTF-8",
+        f"Convert it: iconv -f {'UTF-16' if marked else 'LATIN1'} -t UTF-8 {path.name}"
+        + ("." if marked else ", if Latin-1 is what it is in."),
+    )
+
+
+def require_head(path: Path, separator: str) -> None:
+    """Check that a table names each of its columns once: of two, readers call the second something else.
+
+    Raises:
+        UsageError: a name is there twice.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        head = next(csv.reader(file, delimiter=separator), [])
+    twice = [name for name, count in Counter(head).items() if count > 1]
+    if twice:
+        raise UsageError(
+            f"--data-path: the head of {path} has the column {twice[0]!r} more than once",
+            "a name for each column",
+            "Rename one of them.",
+        )
+
+
+def _first_stranger(path: Path) -> tuple[int, int] | None:
+    """Return line and value of the first byte that UTF-8 does not have there; None: there is none."""
+    lines, rest = 1, b""  # the bytes of a character that goes on in the next chunk
+    with path.open("rb") as file:
+        while True:
+            chunk = file.read(_CHUNK)
+            text = rest + chunk
+            try:
+                used = codecs.utf_8_decode(text, "strict", not chunk)[1]
+            except UnicodeDecodeError as error:
+                return lines + text.count(b"\n", 0, error.start), text[error.start]
+            if not chunk:
+                return None
+            lines += text.count(b"\n", 0, used)
+            rest = text[used:]

@@ -1,0 +1,89 @@
+"""What the columns of a task hold: texts, or lists of words, in every row; else one line says where not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.data.parts import Parts
+
+_STRINGS = ("string", "large_string", "string_view")
+
+
+def require(parts: Parts, columns: Mapping[str, str | None], *, every: bool = True) -> None:
+    """Check that columns hold texts.
+
+    Args:
+        parts: the rows of each part.
+        columns: the column of each role; None: there is none.
+        every: whether each row needs one; else a row without is an empty text.
+
+    Raises:
+        UsageError: a column holds something else, or a row nothing.
+    """
+    for part, rows in parts.items():
+        for role, column in columns.items():
+            if column is not None:
+                _require_kind(rows.features[column], part, role, column, "texts")
+                if every:
+                    _require_values(parts, part, role, column)
+
+
+def require_words(parts: Parts, tokens: str, tags: str) -> None:
+    """Check that a column holds lists of words, and that each row has one, with as many tags beside it.
+
+    Raises:
+        UsageError: it does not.
+    """
+    for part, rows in parts.items():
+        words = getattr(rows.features[tokens], "feature", None)
+        _require_kind(words, part, "tokens", tokens, "lists of words")
+        for role, column in (("tokens", tokens), ("tags", tags)):
+            _require_values(parts, part, role, column)
+        _require_pairs(parts, part, tokens, tags)
+
+
+def _require_pairs(parts: Parts, part: str, tokens: str, tags: str) -> None:
+    both = parts[part].select_columns([tokens, tags])[:]
+    for row, (words, own) in enumerate(zip(both[tokens], both[tags], strict=True)):
+        if len(words) != len(own):
+            raise UsageError(
+                f"{len(words)} words and {len(own)} tags in {parts.place(part, row)}, "
+                f"which begins {' '.join(map(str, words[:5]))!r}",
+                "a tag for each word",
+                "Correct the row, or leave it out.",
+            )
+        if None in words:
+            raise UsageError(
+                f"no {words.index(None) + 1}. word in {parts.place(part, row)}, column {tokens!r}",
+                "a text for each word",
+                "Correct the row, or leave it out.",
+            )
+
+
+def _require_kind(feature: Any, part: str, role: str, column: str, expected: str) -> None:
+    kind = getattr(feature, "dtype", None)
+    if kind not in _STRINGS:
+        holds = f"holds {kind}" if isinstance(kind, str) and kind != "null" else f"holds no {expected}"
+        raise UsageError(
+            f"the column {column!r} of the part {part!r} {holds}",
+            expected,
+            f"Name another: --columns {role}=NAME; or write what it holds as {expected}.",
+        )
+
+
+def _require_values(parts: Parts, part: str, role: str, column: str) -> None:
+    rows = parts[part]
+    if rows.data.column(column).null_count:  # of the whole file: the row may be of another part
+        row = _first_without(rows.select_columns([column])[:][column])
+        if row is not None:
+            raise UsageError(
+                f"no {role} in {parts.place(part, row)}, column {column!r}",
+                "one in every row",
+                "Correct the row, or leave it out.",
+            )
+
+
+def _first_without(values: Iterable[Any]) -> int | None:
+    return next((row for row, value in enumerate(values) if value is None), None)

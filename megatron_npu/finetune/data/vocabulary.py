@@ -1,0 +1,74 @@
+"""Tokens that a model has no embedding for: told in one line, before a step uses them.
+
+On a CPU the embedding of such a token is an IndexError in the middle of a step, on a device a kernel that
+reads other memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_npu.base.errors import UsageError
+
+_TOKENS = "input_ids"
+_ROWS = 10_000  # of a data set that are looked at together
+
+
+def size_of(model: nn.Module) -> int | None:
+    """Return how many tokens a model of Transformers has embeddings for; None: it does not say."""
+    try:
+        embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):  # no such model, or one without embeddings of tokens
+        return None
+    return getattr(embeddings, "num_embeddings", None)
+
+
+def require_known(batch: Any, size: int | None) -> None:
+    """Check the ``input_ids`` of a batch that is still in the host's memory.
+
+    Args:
+        batch: a mapping with tokens, of any shape and integer type; other batches are let through.
+        size: as ``size_of`` has it.
+
+    Raises:
+        UsageError: a token is out of range.
+    """
+    tokens = batch.get(_TOKENS) if isinstance(batch, Mapping) else None
+    if size is None or not isinstance(tokens, torch.Tensor) or not tokens.numel():
+        return
+    largest = int(tokens.max())
+    if largest >= size:
+        raise _unknown("a batch", largest, size)
+
+
+def require_known_column(dataset: Any, size: int | None, what: str) -> None:
+    """Check all tokens of a data set of the package ``datasets``, which has columns; others are let through.
+
+    Args:
+        dataset: tokenized, with a column ``input_ids``.
+        size: as ``size_of`` has it.
+        what: the data set, as the error names it.
+
+    Raises:
+        UsageError: a token is out of range.
+    """
+    if size is None or _TOKENS not in (getattr(dataset, "column_names", None) or ()):
+        return
+    import pyarrow.compute
+
+    for rows in dataset.select_columns([_TOKENS]).with_format("arrow").iter(_ROWS):
+        largest = pyarrow.compute.max(pyarrow.compute.list_flatten(rows[_TOKENS])).as_py()
+        if largest is not None and largest >= size:
+            raise _unknown(what, largest, size)
+
+
+def _unknown(what: str, token: int, size: int) -> UsageError:
+    return UsageError(
+        f"{what} with the token {token}, and a model of {size}",
+        f"tokens from 0 to {size - 1}",
+        "Take the tokenizer that the model was trained with, or resize_token_embeddings(len(tokenizer)).",
+    )

@@ -1,0 +1,86 @@
+"""The vocabulary of word pieces that masked pairs of sentences are made of, as the flags name it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.tokenization import bert_wordpiece
+
+
+@dataclass(frozen=True)
+class WordPieces:
+    """A vocabulary of word pieces, as megatron-core's dataset asks for it.
+
+    Attributes:
+        inv_vocab: id to piece; one that goes on a word begins with ``##``.
+        cls, sep, mask, pad: ids.
+    """
+
+    inv_vocab: dict[int, str]
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    unique_identifiers: OrderedDict[str, Any] = field(default_factory=OrderedDict)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids."""
+        return max(self.inv_vocab) + 1
+
+    @property
+    def eod(self) -> int:
+        """The end of a document, which word pieces do not have: the separator stands for it."""
+        return self.sep
+
+
+def word_pieces(args: Namespace) -> WordPieces:
+    """Return the vocabulary that ``--tokenizer-type`` and its files name.
+
+    Without the ``[BOS]`` and ``[EOS]`` that Megatron adds to BERT's: the models of Transformers have no
+    weights for them.
+
+    Raises:
+        UsageError: none of word pieces.
+    """
+    if args.tokenizer_type.startswith("BertWordPiece"):
+        if args.vocab_file is None:
+            raise UsageError(
+                f"--tokenizer-type {args.tokenizer_type}", "--vocab-file together with it", "Add it."
+            )
+        ids = bert_wordpiece.read_vocabulary(args.vocab_file)
+        special = {name: ids[f"[{name.upper()}]"] for name in ("cls", "sep", "mask", "pad")}
+        kind = args.tokenizer_type
+    else:
+        found = _of_transformers(args)
+        ids = found.get_vocab()
+        special = {name: getattr(found, f"{name}_token_id") for name in ("cls", "sep", "mask", "pad")}
+        kind = type(found).__name__
+    if None in special.values() or not any(piece.startswith("##") for piece in ids):
+        raise UsageError(
+            f"--tokenizer-type {args.tokenizer_type}",
+            "word pieces with [CLS], [SEP], [MASK] and [PAD], which a masked pair is made of",
+            "Give --tokenizer-type BertWordPieceLowerCase and --vocab-file vocab.txt.",
+        )
+    pieces = {number: piece for piece, number in ids.items()}
+    names = OrderedDict(type=kind, size=len(pieces), **special)
+    return WordPieces(pieces, **special, unique_identifiers=names)
+
+
+def _of_transformers(args: Namespace) -> Any:
+    """Return the tokenizer of --tokenizer-model, or of the model that is trained."""
+    from transformers import AutoTokenizer
+
+    name = args.tokenizer_model or args.pretrained_model_name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"--tokenizer-type {args.tokenizer_type} without a tokenizer in {name}",
+            "the tokenizer that made the data",
+            "Give --tokenizer-model DIR, or --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt.",
+        ) from error

@@ -1,0 +1,54 @@
+"""Activation checkpointing: a block keeps its input alone, and its backward pass computes the rest again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_npu.finetune.model.blocks import repeated_blocks
+
+
+def checkpoint_activations(model: nn.Module) -> str:
+    """Let the model's blocks compute their activations again; return what was done, one line.
+
+    A model of Transformers does so by its own switch, which keeps caches of keys and values out of it, too.
+    Random generators are set back for the second pass: dropout drops the same values.
+    """
+    inner: Any = model
+    if hasattr(inner, "get_base_model"):  # peft's wrapper
+        inner = inner.get_base_model()
+    if getattr(inner, "supports_gradient_checkpointing", False):
+        _transformers_own(inner)
+        return f"activations: {type(inner).__name__} computes those of its blocks again (its own switch)"
+    blocks = repeated_blocks(model)
+    for _, block in blocks:
+        block.forward = _checkpointed(block)  # type: ignore[method-assign]
+    if not blocks:
+        return "activations: this model has no repeated blocks, nothing is computed again"
+    return f"activations: those of {len(blocks)} blocks are computed again"
+
+
+def _transformers_own(model: Any) -> None:
+    """Switch on what Transformers has; the method was renamed in its version 5."""
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        if hasattr(model, name):
+            getattr(model, name)({"use_reentrant": False})
+            return
+
+
+def _checkpointed(block: nn.Module) -> Callable[..., Any]:
+    """Return the block's forward pass that keeps its input alone while gradients are wanted."""
+    forward = block.forward
+
+    @wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if block.training and torch.is_grad_enabled():
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+        return forward(*args, **kwargs)
+
+    return checkpointed

@@ -1,0 +1,100 @@
+"""Compiling the repeated blocks of a model: one graph for all equal layers, whatever their number."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.model.blocks import repeated_blocks
+from megatron_npu.options.switch_rules import need_compiler
+
+# Lengths and modes (training, evaluation, with a mask and without) of one block's graphs; torch's own limit
+# is 8, behind which it runs uncompiled without a word that a user sees.
+_GRAPHS_OF_A_BLOCK = 64
+# Under these names configs of Transformers have the dropout of attention's weights.
+_ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
+
+
+def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
+    """Compile each Transformer block of ``model`` in place; return what was done, one line.
+
+    Blocks are equal but for their weights: inductor compiles the first, and the others take its graph. The
+    rest of the model (embeddings, head, loss) stays as it is. A model without blocks is compiled as a whole.
+    Nothing is compiled before the first forward pass.
+
+    On a CPU what a graph drops at random is drawn by torch's own kernels: the same values as without graphs.
+    What inductor makes of them draws one value at a time (torch 2.13): a step of BERT takes a fifth longer.
+
+    Call it after ``ops.swap`` and after activation checkpointing, whose blocks are then compiled inside, and
+    before ``fully_shard`` or DDP, whose hooks stay outside of the graphs.
+
+    Args:
+        model: of Transformers or a user's own.
+        dynamic: one graph for all lengths of a batch; otherwise the first length has a graph of its own, and
+            from the second one on all others share one, as is torch's default.
+
+    Raises:
+        UsageError: there is no C++ compiler, which inductor needs on a CPU; or its cache is not writable.
+    """
+    need_compiler("cpu" if all(p.device.type == "cpu" for p in model.parameters()) else "cuda")
+    _make_the_cache_usable()
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS_OF_A_BLOCK)
+    # Backward is called outside of autocast: what forward took out of it (fp32) would be in it again.
+    if hasattr(torch._functorch.config, "backward_pass_autocast"):  # of newer torch
+        torch._functorch.config.backward_pass_autocast = "off"
+    blocks = repeated_blocks(model)
+    options = {"fallback_random": True} if devices.current().is_host else None
+    for _, block in blocks or [("", model)]:
+        block.compile(dynamic=dynamic or None, options=options)  # None: only what differs between batches
+    what = f"{len(blocks)} blocks, one graph" if blocks else "the whole model"
+    lengths = (
+        "for all lengths of a batch" if dynamic else "for the first length of a batch, one for all others"
+    )
+    return f"graphs: torch.compile of {what} {lengths}"
+
+
+def attention_outside(model: nn.Module) -> str:
+    """Return a line about attention that stays outside of the graphs; empty if none does.
+
+    The operation of a CPU draws the masks of dropout tile by tile from a generator of its own, which no graph
+    follows; torch's own attention would go into the graph, and make all scores there. Each block is two
+    graphs then, one before its attention and one behind it.
+    """
+    configs = [vars(part).get("config") for part in model.modules()]
+    drops = any(getattr(config, name, 0.0) for config in configs if config for name in _ATTENTION_DROPOUTS)
+    if not drops or not devices.current().is_host:
+        return ""
+    return "graphs: attention is outside of them, where its dropout is drawn tile by tile"
+
+
+def _make_the_cache_usable() -> None:
+    """Let inductor keep its graphs in the user's cache, not in /tmp, where anyone may have made the folder.
+
+    Raises:
+        UsageError: the folder cannot be written to.
+    """
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_npu" / "inductor"
+    folder = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"TORCHINDUCTOR_CACHE_DIR={folder}",
+            "a folder that can be written to, for compiled graphs",
+            f"Name another one ({error.strerror}).",
+        ) from error
+
+
+def count_graphs() -> int:
+    """Return how many graphs have been compiled in this process: more of them each step is a mistake."""
+    counters: Any = torch._dynamo.utils.counters
+    return int(counters["stats"]["unique_graphs"])

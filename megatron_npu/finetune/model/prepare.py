@@ -1,0 +1,353 @@
+"""A model, an optimizer and a schedule as the switches want them, and one step of their training."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.optim.lr_scheduler import LRScheduler
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.model.activations import checkpoint_activations
+from megatron_npu.finetune.model.caches import leave_caches_to_generation
+from megatron_npu.finetune.model.gradients import clip, norm_of, scale
+from megatron_npu.finetune.model.graph import attention_outside, compile_blocks
+from megatron_npu.finetune.model.lora import adapt
+from megatron_npu.finetune.model.main_weights import MainWeights
+from megatron_npu.finetune.model.optimizer_state import load_optimizer_state, optimizer_state, rebind
+from megatron_npu.finetune.model.precision import LossScale, autocast
+from megatron_npu.finetune.model.sharding import accumulating, data_parallel, mesh_of, shard_fully
+from megatron_npu.ops import swap
+from megatron_npu.ops.optimizers.adam import FusedAdam
+from megatron_npu.options.switches import FULLY, Switches
+
+OptimizerFn = Callable[[Iterable[Any]], torch.optim.Optimizer]
+FUSED_OPS = "fused ops: "  # how a line of the ledger begins that says where an operation is
+SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]
+
+
+@dataclass
+class Prepared:
+    """What ``prepare`` made of a model: call ``model``, then ``backward`` and ``step``.
+
+    One step of training is::
+
+        for number, batch in enumerate(micro_batches, 1):
+            with prepared.accumulating(last=number == len(micro_batches)):
+                with prepared.forward_context():
+                    loss = prepared.model(**batch).loss / len(micro_batches)
+                prepared.backward(loss)
+        norm = prepared.step()
+
+    Where there is no loss scale, ``loss.backward()``, ``optimizer.step()`` and ``optimizer.zero_grad()`` of a
+    user's own loop do the same, without clipping.
+
+    Attributes:
+        model: called like the user's own, whose attributes it has, too.
+        module: the user's own module in it, with its weights' own names: what an export saves.
+        optimizer: of ``weights``.
+        lr_scheduler: None where none was asked for.
+        switches: as they were given.
+        device: of this rank.
+        weights: what the optimizer steps under the names that ``module`` has for them: its parameters, their
+            shards, or copies on the host.
+        main_weights: what keeps the two in step where they are not the same; None where they are.
+        clip_grad: the largest norm of the gradients; 0 leaves them as they are.
+        loss_scale: of fp16.
+        ledger: what each switch did, one line each.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: LRScheduler | None
+    switches: Switches
+    device: torch.device
+    weights: dict[str, nn.Parameter]
+    main_weights: MainWeights | None = None
+    clip_grad: float = 0.0
+    loss_scale: LossScale | None = None
+    ledger: list[str] = field(default_factory=list)
+
+    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Return what belongs around the forward and backward pass of one micro batch.
+
+        Args:
+            last: it is the last one before ``step``: the ranks exchange gradients in it, where they can wait.
+        """
+        return accumulating(self.model, last, keep_gathered=self.switches.sharding == "zero-2")
+
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what belongs around each forward pass, in training and evaluation."""
+        return autocast(self.device, self.switches.mixed_precision)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss``, fp32 or 16 bits ``[]``."""
+        (loss if self.loss_scale is None else self.loss_scale.scaled(loss)).backward()
+
+    def step(self) -> float | None:
+        """Clip the gradients, change weights and learning rate, forget the gradients.
+
+        Returns:
+            The norm of all gradients before clipping; None after an overflow of fp16, which changes the loss
+            scale alone.
+        """
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm = norm_of(gradients, self.device)
+        factor = 1.0
+        if self.loss_scale is not None:
+            norm, factor = norm / self.loss_scale.value, 1 / self.loss_scale.value
+            if self.loss_scale.update(norm):
+                self._forget_gradients()
+                return None
+        scale(gradients, factor * clip(norm, self.clip_grad))
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self._forget_gradients()
+        return norm
+
+    def _forget_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return model, optimizer, schedule and loss scale, for ``torch.distributed.checkpoint``.
+
+        Each rank holds its own shards, and weights have their names in ``module``: a run goes on with another
+        sharding or another number of ranks.
+        """
+        with self._main_weights_alone():
+            state = {
+                "model": get_model_state_dict(self.model),
+                "optimizer": optimizer_state(self.optimizer, self.weights),
+            }
+        if self.lr_scheduler is not None:
+            state["lr_scheduler"] = self.lr_scheduler.state_dict()
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned, which a checkpoint has filled since."""
+        set_model_state_dict(self.model, state["model"])
+        load_optimizer_state(self.optimizer, self.weights, state["optimizer"])
+        if self.main_weights is not None:
+            self.main_weights.take()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Return all weights and buffers, whole and on the host: rank 0 does; all ranks must call it."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
+
+    def _main_weights_alone(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.main_weights is None else self.main_weights.alone()
+
+
+def prepare(
+    model: nn.Module,
+    optimizer_fn: OptimizerFn | torch.optim.Optimizer | None,
+    lr_scheduler_fn: SchedulerFn | LRScheduler | None,
+    switches: Switches,
+    *,
+    device: torch.device,
+    lr: float = 1e-4,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    clip_grad: float = 0.0,
+) -> Prepared:
+    """Return the model as the switches want it, with its optimizer and schedule.
+
+    Args:
+        model: changed in place. Large ones belong on the host: the device then sees them block by block.
+        optimizer_fn: called with the parameters that are trained; or an optimizer, made for the model's
+            parameters. None: this project's AdamW, whose decay leaves out vectors (biases and norms).
+        lr_scheduler_fn: called with the optimizer, or a schedule that was made for it; it steps once per
+            ``Prepared.step``.
+        switches: a combination that ``switch_rules.refuse`` has let through.
+        device: of this rank. A process group exists where there are several ranks.
+        lr, weight_decay, betas, eps: of the default optimizer.
+        clip_grad: the largest norm of the gradients; 0 leaves them as they are.
+    """
+    before = dict(model.named_parameters())
+    model, ledger = accelerated(model, switches)
+    wrapped, module, line = _distribute(model, switches, device)
+    ledger.append(line)
+    if switches.mixed_precision:
+        ledger.append(f"mixed precision: products in {switches.mixed_precision}, main weights in fp32")
+    weights = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not weights:
+        raise UsageError(
+            "a model without weights to train", "a parameter that requires a gradient", "Give another model."
+        )
+    main_weights, line = _main_weights(weights, switches, device)
+    if main_weights is not None:
+        ledger.append(line)
+        weights = main_weights.named
+    if optimizer_fn is None:
+        optimizer_fn = functools.partial(_adam, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+    optimizer = optimizer_of(optimizer_fn, before, weights)
+    if main_weights is not None:
+        main_weights.follow(optimizer)
+    if isinstance(lr_scheduler_fn, LRScheduler) or lr_scheduler_fn is None:
+        lr_scheduler = lr_scheduler_fn
+    else:
+        lr_scheduler = _made(lr_scheduler_fn, optimizer, "scheduler", has="step")
+    return Prepared(
+        model=wrapped,
+        module=module,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        switches=switches,
+        device=device,
+        weights=weights,
+        main_weights=main_weights,
+        clip_grad=clip_grad,
+        loss_scale=LossScale() if switches.mixed_precision == "fp16" else None,
+        ledger=ledger,
+    )
+
+
+def accelerated(model: nn.Module, switches: Switches) -> tuple[nn.Module, list[str]]:
+    """Return the model with what the switches change in it itself, in place; and a line for each."""
+    ledger: list[str] = []
+    if switches.lora_rank:
+        model, line = adapt(model, switches.lora_rank)
+        ledger.append(line)
+    leave_caches_to_generation(model)
+    if switches.fused_ops:
+        ledger.extend(FUSED_OPS + line for line in swap(model).lines())
+    if switches.checkpoint_activations:
+        ledger.append(checkpoint_activations(model))
+    if switches.graph_optimization:
+        ledger.append(compile_blocks(model, dynamic=switches.dynamic_shape))
+        ledger += filter(None, [attention_outside(model)] if switches.fused_ops else [])
+    return model, ledger
+
+
+def optimizer_of(
+    given: OptimizerFn | torch.optim.Optimizer,
+    before: dict[str, nn.Parameter],
+    weights: dict[str, nn.Parameter],
+) -> torch.optim.Optimizer:
+    """Return the optimizer of the weights that are trained; one that has been made already is bound to them.
+
+    Args:
+        given: the optimizer, or what makes it.
+        before: the parameters by their names, as they were when it was made.
+        weights: those that it is to step.
+
+    Raises:
+        UsageError: it has other parameters, or nothing was made.
+    """
+    if isinstance(given, torch.optim.Optimizer):
+        known = {id(parameter) for parameter in before.values()}
+        if not any(id(parameter) in known for group in given.param_groups for parameter in group["params"]):
+            raise UsageError(
+                f"an optimizer that is made already ({type(given).__name__}), of another model's parameters",
+                "one of the model that is trained, or a function that makes one of parameters",
+                "Return functools.partial(torch.optim.AdamW, lr=...), say.",
+            )
+        rebind(given, before, weights)
+        return given
+    return _made(given, list(weights.values()), "optimizer", has="param_groups")
+
+
+def _made(function: Any, of: Any, what: str, *, has: str) -> Any:
+    """Return the optimizer or scheduler that a user's function makes.
+
+    Raises:
+        UsageError: it is no function of one thing, or makes something else.
+    """
+    if not callable(function):
+        raise UsageError(
+            f"a {type(function).__name__} as what makes the {what}", "a function, or None", "Correct it."
+        )
+    _require_argument(function, what)
+    made = function(of)
+    if not hasattr(made, has):
+        raise UsageError(
+            f"a function for the {what} that returned {'nothing' if made is None else type(made).__name__}",
+            f"the {what}",
+            "Let it return what it makes.",
+        )
+    return made
+
+
+def _require_argument(function: Callable[..., Any], what: str) -> None:
+    """Refuse a function that the parameters, or the optimizer, cannot be given to."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        takes = "parameters" if what == "optimizer" else "optimizer"
+        raise UsageError(
+            f"a function for the {what}: {error}", f"one argument, the {takes}", "Correct what it takes."
+        ) from None
+    except ValueError:  # of C, whose signature nobody can say
+        return
+
+
+def _adam(
+    parameters: Iterable[nn.Parameter], *, weight_decay: float, **options: Any
+) -> torch.optim.Optimizer:
+    return FusedAdam(decayed_and_not(list(parameters), weight_decay), **options)
+
+
+def _distribute(
+    model: nn.Module, switches: Switches, device: torch.device
+) -> tuple[nn.Module, nn.Module, str]:
+    """Return the model to call and the user's own in it, on the device and shared out; and one line."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if switches.sharding in FULLY and ranks > 1:
+        line = shard_fully(model, switches, device)
+        return model, model, line
+    module = model.to(device)
+    if ranks > 1:
+        return data_parallel(module), module, f"data parallel: {ranks} ranks exchange gradients"
+    nothing = f"; {switches.sharding} has nothing to share out" if switches.sharding != "none" else ""
+    return module, module, f"one rank{nothing}"
+
+
+def _main_weights(
+    weights: dict[str, nn.Parameter], switches: Switches, device: torch.device
+) -> tuple[MainWeights | None, str]:
+    """Return what stands between the model and the optimizer, and one line about it; None: nothing does."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if switches.sharding in FULLY and ranks > 1:  # fully_shard has seen to it
+        return None, ""
+    shared = switches.sharding == "zero-1" and ranks > 1
+    if not shared and not switches.cpu_offload:
+        return None, ""
+    what = f"optimizer states over {ranks} ranks" if shared else "optimizer states"
+    where = " in the host's memory, where the optimizer steps" if switches.cpu_offload else ""
+    name = "zero-1: " if shared else "cpu offload: "
+    mesh = mesh_of(device) if shared else None
+    return MainWeights(weights, mesh, host=switches.cpu_offload), name + what + where
+
+
+def decayed_and_not(trained: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return two parameter groups: matrices with decay, vectors (biases, norms) without."""
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    vectors = [parameter for parameter in trained if parameter.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,229 @@
+"""A model's configuration, tokenizer and weights: from a folder, or from the hub's cache by name.
+
+Transformers is imported when one of them is asked for: flags and help texts know of tasks without it.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.safe_files import safe_load
+
+T = TypeVar("T")
+
+_FLAG = "--pretrained-model-name-or-path"
+_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+_MOST_LAYERS = 10_000
+# no code of a repository is run; unsaid, transformers asks on the terminal whether to
+NO_CODE = {"trust_remote_code": False}
+
+
+def config(name: str, **changes: Any) -> Any:
+    """Return the configuration of a model, whatever its heads.
+
+    Args:
+        name: a folder, or a name of the hub.
+        changes: what differs from the stored one, such as ``num_labels``.
+
+    Raises:
+        UsageError: there is no such model, or it has more layers than memory holds.
+    """
+    from transformers import AutoConfig
+
+    found = _loaded(name, lambda: AutoConfig.from_pretrained(name, **changes, **NO_CODE))
+    _refuse_endless(name, found)
+    return found
+
+
+def has_head(config: Any, head: str) -> bool:
+    """Return whether a model of this configuration has the head that an Auto class adds."""
+    return type(config) in _auto(head)._model_mapping
+
+
+def sees_all(config: Any) -> bool:
+    """Return whether a token of the model sees those behind it, as in an encoder."""
+    decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
+    return has_head(config, "AutoModelForMaskedLM") and not decodes
+
+
+def class_names(name: str) -> tuple[str, ...]:
+    """Return the names of a model's classes, by their numbers.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    found = config(name).id2label or {}
+    numbered = {int(number): str(label) for number, label in found.items()}
+    return tuple(numbered.get(number, f"LABEL_{number}") for number in range(len(numbered)))
+
+
+def is_cached(name: str, file: str = "config.json") -> bool:
+    """Return whether a file of a model of the hub is in its cache."""
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        name,
+        file,
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return found is not None
+
+
+def loaded(name: str, auto: Any, config: Any) -> torch.nn.Module:
+    """Return a model of an Auto class with its weights in fp32.
+
+    Raises:
+        UsageError: there are no weights.
+    """
+    return _loaded(name, lambda: auto.from_pretrained(name, config=config, dtype=torch.float32, **NO_CODE))
+
+
+def tokenizer(name: str, config: Any, **options: Any) -> Any:
+    """Return the tokenizer of a model; where it has no padding token, its end token pads.
+
+    Raises:
+        UsageError: there is none, it has no tokens, or more than the model.
+    """
+    from transformers import AutoTokenizer
+
+    found = _loaded(name, lambda: AutoTokenizer.from_pretrained(name, **options, **NO_CODE))
+    entries = getattr(config.get_text_config(), "vocab_size", None)
+    if len(found) <= len(set(found.all_special_ids)):  # what Transformers makes of a folder without its files
+        raise UsageError(
+            f"{_FLAG} {name}: a tokenizer without a word",
+            "tokenizer.json, or the files of the model's own kind of tokenizer",
+            "Put them into the folder, as save_pretrained writes them.",
+        )
+    if entries is not None and len(found) > entries:
+        raise UsageError(
+            f"{_FLAG} {name}: a tokenizer of {len(found)} tokens and a model of {entries}",
+            "a model that knows every token",
+            "Take the tokenizer that the model was trained with.",
+        )
+    if found.pad_token is None:
+        found.pad_token = found.eos_token or found.unk_token
+        config.pad_token_id = found.pad_token_id
+    return found
+
+
+def model(name: str, head: str, config: Any) -> torch.nn.Module:
+    """Return a model of an Auto class with its weights in fp32; a head that is not stored is new.
+
+    Raises:
+        UsageError: there are no weights.
+    """
+    auto = _auto(head)
+    # from version 5 on the weights would come in the type they are stored in; a stored head may be of other
+    # labels than these
+    return _loaded(
+        name,
+        lambda: auto.from_pretrained(
+            name, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, **NO_CODE
+        ),
+    )
+
+
+def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise: int = 1024) -> int:
+    """Return how many tokens an input may have: what was asked for, or what the model takes.
+
+    Args:
+        name: of the model.
+        tokenizer: of the model; says what it takes, as a rule.
+        config: of the model; has the number of positions, if it is limited.
+        asked: ``--seq-length``.
+        otherwise: where nothing is said anywhere.
+
+    Raises:
+        UsageError: more is asked for than the model takes, or no more than what is put around a text.
+    """
+    around = tokenizer.num_special_tokens_to_add(pair=False)
+    if asked and asked <= around:
+        raise UsageError(
+            f"--seq-length {asked} with {name}",
+            f"more than the {around} special tokens of a text",
+            "Give more.",
+        )
+    limits = [tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)]
+    most = min((limit for limit in limits if limit and limit < 1 << 30), default=None)
+    if asked and most and asked > most:
+        raise UsageError(
+            f"--seq-length {asked} with {name}", f"at most {most}", "Give fewer tokens, or another model."
+        )
+    return asked or most or otherwise
+
+
+def _refuse_endless(name: str, config: Any) -> None:
+    """Refuse so many layers that making them would take all memory before the first weight is read."""
+    for key in _LAYERS:
+        count = getattr(config, key, None)
+        if isinstance(count, int) and count > _MOST_LAYERS:
+            raise _refused(name, f"{key} is {count:,} in its config.json, and more than {_MOST_LAYERS:,}")
+
+
+def _auto(head: str) -> Any:
+    """Return the Auto class of this name."""
+    import transformers
+
+    return getattr(transformers, head)
+
+
+def _loaded(name: str, load: Callable[[], T]) -> T:
+    for index in Path(name).glob("*.index.json"):
+        _require_own_shards(name, index)
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise _refused(name, "no such folder")  # asking the hub takes time where there is none
+    try:
+        return load()
+    except UsageError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise _refused(name, safe_load.refused_name(error)) from error
+    except Exception as error:  # a stranger's folder may hold anything, and stumble anywhere
+        reason = "; ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
+        if not Path(name).is_dir() and _was_not_asked(error):  # which Transformers says in a paragraph
+            reason = "no such folder, nor is it in the hub's cache, and the hub is out of reach"
+        raise _refused(name, reason) from error
+
+
+def _was_not_asked(error: BaseException) -> bool:
+    """Return whether the hub, or what huggingface_hub knows of it, was not there to be asked."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    reasons: list[BaseException] = [error]
+    while reasons[-1].__cause__ is not None:
+        reasons.append(reasons[-1].__cause__)
+    return any(isinstance(reason, LocalEntryNotFoundError | OfflineModeIsEnabled) for reason in reasons)
+
+
+def _require_own_shards(name: str, index: Path) -> None:
+    """Check that the files with weights that an index names are in its folder.
+
+    Raises:
+        UsageError: one is not, or it is no index.
+    """
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        stranger = next((shard for shard in shards if Path(shard).name != shard), None)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise _refused(name, f"{index.name} is no index of shards") from error
+    if stranger is not None:
+        raise _refused(name, f"{index.name} names {stranger}, which is not in the folder")
+
+
+def _refused(name: str, reason: str) -> UsageError:
+    return UsageError(
+        f"{_FLAG} {name}: {reason.rstrip('.')}",
+        "a folder with config.json, a tokenizer and model.safetensors, or a name of the hub",
+        "Correct the name; a model of the hub needs a connection to it, or to be in its cache already "
+        "(HF_HUB_OFFLINE=1 looks nowhere else).",
+    )

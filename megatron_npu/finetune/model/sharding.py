@@ -1,0 +1,130 @@
+"""What data-parallel ranks share out, through torch's DDP and FSDP2 (``fully_shard``)."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from megatron_npu.devices import gloo
+from megatron_npu.finetune.model.blocks import own_blocks
+from megatron_npu.finetune.model.precision import dtype_of
+from megatron_npu.options.switches import Switches
+
+
+class DataParallel(nn.parallel.DistributedDataParallel):
+    """torch's DDP with the attributes of the model in it, such as ``config`` and ``generate``."""
+
+    __init__ = gloo.outlive_reducer(nn.parallel.DistributedDataParallel.__init__)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def data_parallel(model: nn.Module) -> DataParallel:
+    """Return a model whose ranks exchange gradients; a batch may leave parts of it out."""
+    norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
+    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch 2.13
+    options: dict[str, Any] = {buffers: norms}
+    return DataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=True, **options)
+
+
+def mesh_of(device: torch.device) -> DeviceMesh:
+    """Return the mesh of all ranks."""
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def shard_fully(model: nn.Module, switches: Switches, device: torch.device) -> str:
+    """Shard parameters, gradients and optimizer states in place, block by block; return one line about it.
+
+    Each repeated block is gathered before its forward pass. ``zero-3`` and ``fsdp`` let go of it afterwards
+    and gather it again for its backward pass; ``zero-2`` keeps it in between. What lies outside the blocks is
+    one more unit, which stays gathered from its forward to its backward pass. A model on the host comes to
+    the device block by block.
+    """
+    mesh = mesh_of(device)
+    reshard = switches.sharding != "zero-2"
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": _precision(switches)}
+    options["offload_policy"] = CPUOffloadPolicy() if switches.cpu_offload else OffloadPolicy()
+    blocks = own_blocks(model)
+    for _, block in blocks:
+        same_everywhere(block, device)
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    same_everywhere(model, device)
+    fully_shard(model, reshard_after_forward=None if reshard else False, **options)
+    units = f"{len(blocks)} blocks and the rest" if blocks else "no repeated blocks: the model as a whole"
+    kept = "" if reshard else ", gathered from the forward to the backward pass"
+    where = ", at rest in the host's memory" if switches.cpu_offload else ""
+    return (
+        f"{switches.sharding}: parameters, gradients and optimizer states over {mesh.size()} ranks by "
+        f"fully_shard ({units}{kept}{where})"
+    )
+
+
+def silence_views() -> None:
+    """Silence, in this process, what ``fully_shard`` warns of where a model's outputs are views.
+
+    What is written into such an output in place would lose its hook (torch 2.13). Our own tasks read outputs
+    alone; a script may write, and so may a model into those of its blocks: of these torch goes on to warn.
+    """
+    whole = r"FSDP2-wrapped module \(FSDP\w+(For\w+|HeadModel)\) returned a view"
+    warnings.filterwarnings("ignore", whole, UserWarning)
+
+
+def _precision(switches: Switches) -> MixedPrecisionPolicy:
+    """Return what is gathered in 16 bits; gradients are added up over the ranks in fp32."""
+    if switches.mixed_precision is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=dtype_of(switches.mixed_precision), reduce_dtype=torch.float32, cast_forward_inputs=True
+    )
+
+
+def same_everywhere(module: nn.Module, device: torch.device) -> None:
+    """Give what is not sharded yet rank 0's values, as DDP does at its start.
+
+    ``fully_shard`` takes each rank's part from its own values.
+    """
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not isinstance(tensor, DTensor):
+                values = tensor.to(device).contiguous()
+                dist.broadcast(values, src=0)
+                tensor.copy_(values)
+
+
+@contextlib.contextmanager
+def accumulating(model: nn.Module, last: bool, keep_gathered: bool) -> Iterator[None]:
+    """Exchange gradients when they must be, during the forward and backward pass of a micro batch.
+
+    DDP's ranks do so in the last one of a step alone. Those of ``fully_shard`` do in each: no gradient
+    stays whole; what they have gathered does until the last where ``keep_gathered`` (zero-2).
+    """
+    if isinstance(model, DataParallel) and not last:
+        with model.no_sync():
+            yield
+        return
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(last)
+        if keep_gathered:
+            model.set_reshard_after_backward(last)
+    yield

@@ -1,0 +1,313 @@
+"""``RapidformerEngine``: the processes, the device, and what accelerates a model on them."""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_npu import devices, watchdog
+from megatron_npu.base.errors import UsageError
+from megatron_npu.devices import gloo, loader_workers
+from megatron_npu.finetune.data import vocabulary
+from megatron_npu.finetune.data.loading import Collate, Loader, require_length
+from megatron_npu.finetune.data.padding import LONGEST, bucketed, buckets
+from megatron_npu.finetune.model import pair_losses
+from megatron_npu.finetune.model.prepare import Prepared, prepare
+from megatron_npu.finetune.rapidformer import gathering, providers, state
+from megatron_npu.finetune.run import label_shares, ranks, schedule
+from megatron_npu.finetune.run.run_plan import RunPlan
+from megatron_npu.ops.compiled import building
+from megatron_npu.options.switches import Switches
+
+OptimizerFn = Callable[[Any], torch.optim.Optimizer]
+SchedulerFn = Callable[[torch.optim.Optimizer], Any]
+
+
+class RapidformerEngine:
+    """Joins the processes, and gives models, data and results their place on them.
+
+    Args:
+        args: the flags (``arguments.parse``); None: those that the run was started with.
+
+    Attributes:
+        args: the flags.
+        device: of this process.
+        switches: what is switched on.
+        prepared: what ``compose`` or a template has made of the model; None before.
+        vocabulary: tokens that this model knows; None before, and where it does not say.
+        shifts_labels: whether this model compares labels with the outputs before them.
+        pairs: what parts the loss of this model, if it has a head for the next sentence; else None.
+        used: whether it has had data or a model, or a template that trains.
+
+    Raises:
+        UsageError: there are no flags, or the device is not there.
+    """
+
+    vocabulary: int | None = None
+    shifts_labels = False
+    pairs: pair_losses.PairLoss | None = None
+
+    def __init__(self, args: Namespace | None = None) -> None:
+        args = state.current().args if args is None else args
+        self.args: Namespace = args.flags if isinstance(args, state.ScriptArgs) else args
+        state.set_args(self.args)
+        device = devices.current()
+        device.set_current(self.args.local_rank)
+        device.prepare()
+        building.prepare()
+        loader_workers.begin()
+        self.device = device.torch_device()
+        self.switches = Switches.from_args(self.args)
+        self.prepared: Prepared | None = None
+        self._loaders: list[Loader] = []
+        self._told_lengths = False
+        self.used = False
+        join(self.args)
+        seed_everything(self.args.seed)
+        state.current().engines.append(self)
+
+    @property
+    def place(self) -> ranks.Ranks:
+        """The place of this process among those that share the data."""
+        return ranks.Ranks(self.args.rank, self.args.local_rank, self.args.world_size)
+
+    def compose(
+        self,
+        model_obj: nn.Module,
+        optimizer_fn: OptimizerFn | None = None,
+        lr_scheduler_fn: SchedulerFn | None = None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        """Return a model, its optimizer and its learning-rate scheduler, accelerated as the switches say.
+
+        They are called as their plain kinds are: ``model(**batch)``, ``loss.backward()``,
+        ``optimizer.step()``, ``lr_scheduler.step()``, ``optimizer.zero_grad()``. Gradients are averaged over
+        the ranks.
+
+        Args:
+            model_obj: the model.
+            optimizer_fn: makes an optimizer of parameters; None: fused AdamW with the flags' values.
+            lr_scheduler_fn: makes a scheduler of an optimizer; None: the flags' schedule.
+
+        Raises:
+            UsageError: a switch that needs a template, or no such model.
+        """
+        if self.switches.mixed_precision == "fp16":
+            raise UsageError(
+                "--mixed-precision fp16 with engine.compose",
+                "bf16, or a template: fp16 scales the loss, which a loop of one's own does not",
+                "Give --mixed-precision bf16, or train with a Finetuner.",
+            )
+        prepared = self.prepare(model_obj, optimizer_fn, lr_scheduler_fn)
+        if self.switches.mixed_precision:
+            prepared.model.forward = _within(prepared.forward_context, prepared.model.forward)  # type: ignore[method-assign]
+        return prepared.model, prepared.optimizer, prepared.lr_scheduler
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        plan: RunPlan | None = None,
+    ) -> Prepared:
+        """Return what the switches make of a model, for a loop that uses all of it.
+
+        Args:
+            model: the model.
+            optimizer: one, what makes one of parameters, or None for the flags' own.
+            lr_scheduler: one, what makes one of an optimizer, or None for the flags' own.
+            plan: of the training, whose length schedules follow; None: that of the flags.
+
+        Raises:
+            UsageError: none of these, or not with these switches.
+        """
+        self.used = True
+        args = self.args if plan is None else plan.settled(self.args)
+        if lr_scheduler is None and args.train_iters is not None:
+            lr_scheduler = schedule.scheduler_fn(args)
+        module = providers.as_module(model)
+        self.vocabulary = vocabulary.size_of(module)
+        self.shifts_labels = label_shares.shifts_labels(module)
+        scheduler_fn = providers.as_scheduler_fn(lr_scheduler, optimizer)
+        self.prepared = prepare(
+            module,
+            optimizer,
+            scheduler_fn,
+            self.switches,
+            device=self.device,
+            clip_grad=args.clip_grad,
+            weight_decay=args.weight_decay,
+            lr=args.lr,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_eps,
+        )
+        own = self.prepared.module
+        self.pairs = pair_losses.PairLoss(own) if pair_losses.has_pairs(own) else None
+        # weights were drawn alike on all ranks; what is dropped is drawn by each for itself
+        devices.current().manual_seed((args.seed + 1 + args.rank) % 2**63)
+        return self.prepared
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, one after another. All ranks must call this.
+
+        Of a loader's last batch, what was repeated to give each rank as much is left out: each sample of the
+        data set is there once, in its order. See ``gathering.gather`` for different lengths.
+        """
+        together = gathering.gather(tensor, self.args.world_size)
+        for loader in self._loaders:
+            rows = -(-loader.remainder // self.args.world_size)
+            if loader.remainder and len(together) == rows * self.args.world_size:
+                return together[: loader.remainder]
+        return together
+
+    def build_data_loader(
+        self,
+        dataset: Any,
+        collate_fn: Collate | None = None,
+        shuffle: bool = False,
+        repeats: bool = False,
+    ) -> Loader:
+        """Return this rank's batches of ``--micro-batch-size`` samples, on its device.
+
+        Args:
+            dataset: with a length.
+            collate_fn: makes a batch of a list of samples; None: the padding of the tokenizer of
+                ``--pretrained-model-name-or-path`` for tokenized samples, torch's own for others.
+            shuffle: in a new order each time.
+            repeats: what ``collate_fn`` draws is the same each time, as evaluations want it.
+
+        Raises:
+            UsageError: the data set has no length.
+        """
+        require_length(dataset, "the data set of build_data_loader")
+        self.used = True
+        collate_fn = collate_fn or self._default_collate(dataset)
+        loader = self.loader(dataset, collate_fn, shuffle=shuffle, repeats=repeats)
+        self._loaders.append(loader)
+        return loader
+
+    def loader(self, dataset: Any, collate_fn: Collate | None, **options: Any) -> Loader:
+        """Return a ``Loader`` for this rank, under ``--dynamic-shape`` of batches of few lengths.
+
+        The options are described there.
+        """
+        args = self.args
+        if args.dynamic_shape:
+            collate_fn = self._bucketed(dataset, collate_fn)
+        return Loader(
+            dataset,
+            collate_fn,
+            size=args.micro_batch_size,
+            place=self.place,
+            device=self.device,
+            seed=args.seed,
+            workers=args.num_workers,
+            look=lambda batch: vocabulary.require_known(batch, self.vocabulary),
+            **options,
+        )
+
+    def _bucketed(self, dataset: Any, collate: Collate | None) -> Collate | None:
+        """Let batches of tokens have few lengths (``--dynamic-shape``); say which, once."""
+        first = dataset[0] if len(dataset) else None
+        if collate is None or not isinstance(first, Mapping) or "input_ids" not in first:
+            return collate
+        lengths = buckets(self.args.seq_length or LONGEST)
+        if not self._told_lengths:
+            self._told_lengths = True
+            state.get_logger().info("dynamic shape: batches are padded to one of %s tokens", lengths)
+        tokenizer = getattr(collate, "tokenizer", None)
+        return bucketed(
+            collate,
+            lengths,
+            pad_token_id=getattr(tokenizer, "pad_token_id", None) or 0,
+            left=getattr(tokenizer, "padding_side", "right") == "left",
+        )
+
+    def _default_collate(self, dataset: Any) -> Collate | None:
+        first = dataset[0] if len(dataset) else None
+        name = self.args.pretrained_model_name_or_path
+        if not isinstance(first, dict) or "input_ids" not in first or name is None:
+            return None
+        from transformers import AutoTokenizer, DataCollatorWithPadding
+
+        return DataCollatorWithPadding(AutoTokenizer.from_pretrained(name, trust_remote_code=False))
+
+
+def made() -> int:
+    """Return how many engines this run has made."""
+    run = state.run()
+    return 0 if run is None else len(run.engines)
+
+
+def used() -> int:
+    """Return how many of them have had data or a model."""
+    run = state.run()
+    return 0 if run is None else sum(engine.used for engine in run.engines)
+
+
+def join(args: Namespace) -> None:
+    """Join the group of all processes, which watch each other; one that is alone needs no address.
+
+    Raises:
+        UsageError: the others are not there; torchrun has restarted the run in a way that they cannot
+            meet, or they may open too few files for it.
+    """
+    if dist.is_initialized():
+        return
+    watchdog.end_with_launcher()
+    gloo.wait_at_exit()
+    gloo.copy_with_one_thread()
+    device = devices.current()
+    # what lies in the host's memory (offloaded states, checkpoints) is exchanged there
+    backend = device.backend if device.is_host else f"cpu:gloo,{device.name}:{device.backend}"
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    if args.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        watchdog.begin()
+        return
+    watchdog.require_fresh_store()
+    watchdog.require_open_files(args.world_size)
+    try:
+        with watchdog.meeting():
+            dist.init_process_group(backend, timeout=timeout)
+    except RuntimeError as error:  # another rank is gone already, and tells why
+        raise UsageError(
+            f"rank {args.rank} cannot join the others: {str(error).partition(chr(10))[0]}",
+            f"{args.world_size} ranks that reach each other",
+            "See what the other ranks say.",
+        ) from error
+    watchdog.begin()
+
+
+def leave() -> None:
+    """Leave the group, if this process is in it."""
+    if (run := state.run()) is not None:
+        run.engines.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy, the host's and the device's generator, alike on all ranks."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    device = devices.current()
+    torch.manual_seed(seed)
+    with device.host_rng():  # on the CPU the host has a generator of its own
+        torch.default_generator.manual_seed(seed)
+    device.manual_seed(seed % 2**63)
+
+
+def _within(context: Callable[[], Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **options: Any) -> Any:
+        with context():
+            return call(*args, **options)
+
+    return called

@@ -1,0 +1,54 @@
+"""Tensors of all ranks put together, as metrics need them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.data.labels import IGNORED
+
+
+def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Return the tensors of all ranks one after another in the first dimension. All ranks must call this.
+
+    Ranks may have different lengths. In other dimensions than the first, shorter ones are filled up: integers
+    with ``IGNORED``, floating-point numbers with 0. A number gives one of each rank, [world_size].
+
+    Args:
+        tensor: of this rank, of the same type and number of dimensions on all.
+        world_size: ranks.
+
+    Raises:
+        UsageError: it is no tensor.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"gather of a {type(tensor).__name__}", "a tensor", "Give torch.tensor(...) of it.")
+    tensor = tensor.detach()
+    if tensor.dim() == 0:
+        tensor = tensor[None]
+    if world_size == 1:
+        return tensor
+    shapes = _shapes(tensor, world_size)
+    largest = shapes.amax(0).tolist()
+    padded = _filled(tensor, largest)
+    parts = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(shape[0])] for part, shape in zip(parts, shapes, strict=True)])
+
+
+def _shapes(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Return the shapes of all ranks, [world_size, dimensions]."""
+    own = torch.tensor(tensor.shape, device=tensor.device)
+    parts = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(parts, own)
+    return torch.stack(parts).cpu()
+
+
+def _filled(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    if list(tensor.shape) == shape:
+        return tensor.contiguous()
+    value = 0 if tensor.is_floating_point() or tensor.dtype == torch.bool else IGNORED
+    filled = tensor.new_full(shape, value)
+    filled[tuple(slice(size) for size in tensor.shape)] = tensor
+    return filled

@@ -1,0 +1,323 @@
+"""Megatron's models under ``PreTrainer``: tensor and pipeline parallel, through the embedded driver.
+
+A template whose model is one of megatron-core's is trained by ``training``: its process groups, schedules,
+optimizer, checkpoints and log. The template brings data, model and loss. ``run_forward_step`` may be that
+of a model which one process holds: on a stage before the last, ``model(...)`` never comes back, and what it
+has computed goes on to the next stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.rapidformer import providers, state
+from megatron_npu.finetune.run import layout
+from megatron_npu.finetune.run.outcome import Outcome
+from megatron_npu.pretrain.data import datasets as data
+from megatron_npu.pretrain.data.epochs import RoundAndRound
+from megatron_npu.pretrain.flags import arguments, derive, validation
+from megatron_npu.pretrain.flags.checks import data as data_checks
+from megatron_npu.pretrain.model import gpt
+from megatron_npu.pretrain.report import log as training_log
+from megatron_npu.pretrain.run import initialize, pretrain
+from megatron_npu.pretrain.run import loop as training_loop
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_npu.finetune.rapidformer.templates import PreTrainer
+
+_MODEL = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings".split()
+_OF_FLAGS = (  # what of a template's configuration the flags decide
+    "bf16 fp16 params_dtype pipeline_dtype deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm "
+    "gradient_accumulation_fusion recompute_granularity recompute_method recompute_num_layers "
+    "calculate_per_token_loss"
+).split()
+_SCRIPTS = "megatron_npu.finetune.rapidformer.megatron_scripts"
+
+
+def is_megatron(module: nn.Module) -> bool:
+    """Return whether a model is one of megatron-core's."""
+    core = sys.modules.get("megatron.core.transformer.module")
+    return core is not None and isinstance(module, core.MegatronModule)
+
+
+def _names_megatron(template: PreTrainer) -> bool:
+    """Return whether the file of a template has a model of megatron-core's among its names."""
+    core = sys.modules.get("megatron.core.transformer.module")
+    for value in list(template.model_optimizer_lr_scheduler_provider.__globals__.values()):
+        if getattr(value, "__module__", None) == _SCRIPTS and value.__name__.startswith("megatron_"):
+            return True
+        if core is not None and isinstance(value, type) and issubclass(value, core.MegatronModule):
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def session(template: PreTrainer) -> Iterator[None]:
+    """Hold megatron-core's process groups inside the block, if a model of its may come.
+
+    That is so where the flags cut it, and where the file of the template names one.
+
+    Raises:
+        UsageError: there is no megatron-core that can be used, or the flags do not fit each other.
+    """
+    args = template.engine.args
+    if not layout.is_cut(args) and not _names_megatron(template):
+        yield
+        return
+    missing = [name for name in _MODEL if getattr(args, name) is None]
+    if missing:
+        flag = f"--{missing[0].replace('_', '-')}"
+        raise UsageError(f"a Megatron model without {flag}", "the sizes of the model", f"Add {flag}.")
+    run = state.current()
+    asked = driver_flags(args)
+    asked.calculate_per_token_loss = template.counts_labels()
+    run.driver = validation.check(asked, data_check=_check_tokenizer)
+    try:
+        with initialize.session(run.driver):
+            yield
+    finally:
+        run.driver = None
+
+
+def driver_flags(args: Namespace) -> Namespace:
+    """Return the embedded driver's flags for those of ``train``: both have the same names.
+
+    Args:
+        args: the flags of ``train``, with its ranks.
+    """
+    required = [word for name in _MODEL for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    batch = ["--micro-batch-size", str(args.micro_batch_size), "--train-iters", str(args.train_iters)]
+    result = arguments.parse([*required, *batch])
+    for name in vars(result).keys() & vars(args).keys() - {"data_path", "epochs"}:
+        setattr(result, name, getattr(args, name))
+    result.dist_ckpt_optim_fully_reshardable = True  # a template's checkpoints go on in any layout
+    return result
+
+
+def _check_tokenizer(args: Namespace) -> None:
+    """Check what is known of the data: the tokenizer. The data themselves are the template's."""
+    data_checks.tokenizer(args)
+    derive.data(args, there=True)
+
+
+def train(
+    template: PreTrainer, datasets: providers.Datasets, module: nn.Module, optimizer: Any, scheduler: Any
+) -> Outcome:
+    """Train a template's model inside ``session``; return how it went.
+
+    Args:
+        template: whose ``run_forward_step`` computes the loss.
+        datasets: its data.
+        module: this stage of its model, one of megatron-core's.
+        optimizer, scheduler: None; megatron-core's own are made of the flags.
+
+    Raises:
+        UsageError: it is no such model, its configuration contradicts the flags, or it has an optimizer.
+    """
+    if not is_megatron(module):
+        raise UsageError(
+            f"a {type(module).__name__} with --tensor-model-parallel-size or --pipeline-model-parallel-size",
+            "a model of megatron-core, which knows how to be cut",
+            "Return one (megatron_gpt(), say), or leave the flags out.",
+        )
+    if optimizer is not None or scheduler is not None:
+        raise UsageError(
+            "an optimizer or scheduler of one's own for a Megatron model",
+            "model, None, None: megatron-core makes its own, of the flags",
+            "Return None for both.",
+        )
+    args, config = flags(), module.config
+    _complete(args, config)
+    chunk = gpt.wrapped(args, config, module)
+    journals: list[_Journal] = []
+
+    def journal(*given: Any) -> training_log.Log:
+        journals.append(_Journal(*given))
+        return journals[0]
+
+    parts = data.Datasets(datasets.train, datasets.valid, datasets.test)
+    trainer = _trainer(template, datasets)
+    outcome, _ = pretrain.train_chunks(args, config, [chunk], parts, trainer, journal)
+    kept = journals[0]
+    return Outcome(
+        iteration=outcome.position.iteration,
+        losses=kept.losses,
+        grad_norms=kept.norms,
+        checkpoint=outcome.checkpoint,
+        ended_by=outcome.ended_by,
+    )
+
+
+def _complete(args: Namespace, config: TransformerConfig) -> None:
+    """Give a template's configuration what the flags say of precision, recomputation and stages."""
+    ours = gpt.transformer_config(args)
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"):
+        own, asked = getattr(config, name), getattr(ours, name)
+        if own != asked:
+            raise UsageError(
+                f"a model whose configuration has {name} {own}, with --{name.replace('_', '-')} {asked}",
+                "the same in both",
+                "Make it by megatron_config(), or change the flag.",
+            )
+    for name in _OF_FLAGS:
+        setattr(config, name, getattr(ours, name))
+
+
+class _Journal(training_log.Log):
+    """The log of the embedded driver, which keeps losses and norms besides."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.losses: list[float] = []
+        self.norms: list[float | None] = []
+
+    def training(
+        self, iteration: int, samples: int, interval: Any, losses: list[float], *rest: Any, **more: Any
+    ) -> None:
+        """Keep them, and log them."""
+        self.losses += losses
+        self.norms += interval.norms
+        super().training(iteration, samples, interval, losses, *rest, **more)
+
+
+def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[training_loop.Trainer]:
+    """Return the driver's trainer with the data and the loss of a template."""
+
+    class TemplateTrainer(training_loop.Trainer):
+        """Trains what a template has filled in."""
+
+        goes_on = ""  # ``train`` has no flag for it
+
+        def training_batches(self) -> data.Batches:
+            """Return micro batches of the template's training data."""
+            return self.batches(self.datasets.train, self.position.train_samples)
+
+        def batches(self, dataset: Dataset | None, consumed: int) -> data.Batches:
+            """Return micro batches on every rank: a template asks for them on each stage."""
+            if dataset is None:
+                return None
+            order = RoundAndRound(len(dataset))  # type: ignore[arg-type]  # torch leaves __len__ to each
+            return [data.micro_batches(self.args, dataset, consumed, order, datasets.collate_fn)]
+
+        def forward_step(self, batches: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
+            """Run one micro batch through this stage."""
+            return _forward_step(template, batches, chunk)
+
+    return TemplateTrainer
+
+
+class _StageEnds(BaseException):
+    """What ``model(...)`` raises on a stage before the last; no ``except Exception`` of a user's takes it."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__("a stage before the last ends here")
+        self.output = output
+
+
+class _Stage:
+    """A stage of the model as ``run_forward_step`` calls it.
+
+    Args:
+        chunk: the stage in its wrappers, whose other attributes are there, too.
+        last: whether it is the last one, whose output comes back.
+    """
+
+    def __init__(self, chunk: nn.Module, last: bool) -> None:
+        self._chunk, self._last = chunk, last
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        output = self._chunk(*args, **options)
+        if not self._last:
+            raise _StageEnds(output)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chunk, name)
+
+
+def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
+    """Return the output of a micro batch and what computes its loss, as megatron-core asks for them."""
+    last = gpt.at_ends()[1]
+    counts = _Counts(template, batches) if flags().calculate_per_token_loss else None
+    batches = batches if counts is None else counts
+    try:
+        returned = template.run_forward_step(batches, _Stage(chunk, last))  # type: ignore[arg-type]
+    except _StageEnds as end:
+        return end.output, None
+    if not last:
+        raise UsageError(
+            f"{type(template).__name__}.run_forward_step has not called model(...) on a pipeline stage",
+            "a call of the model, whose output the next stage needs",
+            "Call it, or give --pipeline-model-parallel-size 1.",
+        )
+    loss = providers.loss(template, returned, training=torch.is_grad_enabled())
+    return loss, _mean_of_ranks if counts is None else counts.weighed
+
+
+class _Counts:
+    """The batches of a loss; counts the labels that it is the mean over.
+
+    Args:
+        template: which says how many a batch has.
+        batches: of this stage.
+    """
+
+    def __init__(self, template: PreTrainer, batches: Iterator[Any]) -> None:
+        self._template, self._batches, self._labels = template, batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        labels = self._template.label_counts(batch)
+        if isinstance(labels, tuple):
+            raise UsageError(
+                f"{type(self._template).__name__}.label_counts returned {len(labels)} numbers",
+                "one, as Megatron's models have one loss",
+                "Return one number.",
+            )
+        self._labels += labels
+        return batch
+
+    def weighed(self, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum over the labels, their number (int32), and both for the log, [2] fp32.
+
+        megatron-core divides the gradients by the number of all micro-batches and ranks.
+        """
+        labels = torch.tensor(self._labels, dtype=torch.int, device=loss.device)
+        whole = loss * self._labels
+        return whole, labels, torch.stack([whole.detach().float(), labels.float()])
+
+
+def _mean_of_ranks(loss: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a loss, which megatron-core averages over micro batches and ranks, and for the log [2]."""
+    log = torch.stack([loss.detach().float(), torch.ones_like(loss, dtype=torch.float32)])
+    return loss.clone(), log  # of its own: megatron-core divides it in place, and frees it behind a stage
+
+
+def flags() -> Namespace:
+    """Return the embedded driver's flags of the run that this process is in.
+
+    Raises:
+        UsageError: it is in none.
+    """
+    run = state.run()
+    if run is None or run.driver is None:
+        raise UsageError(
+            "a Megatron model outside a template's train(), or without its flags",
+            "model_optimizer_lr_scheduler_provider of a PreTrainer, --num-layers and the other sizes",
+            "Build it there, and import its class at the top of the script.",
+        )
+    return run.driver

@@ -1,0 +1,82 @@
+"""What a script of a Megatron model imports: the model as the flags say it, tokenizer, masks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.finetune.rapidformer import megatron_models, state
+from megatron_npu.pretrain.data import tokenizers
+from megatron_npu.pretrain.model import gpt
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def megatron_config() -> TransformerConfig:
+    """Return megatron-core's configuration as the flags say it, for a model of one's own.
+
+    Raises:
+        UsageError: outside the train() of a template that has megatron-core's sizes among its flags.
+    """
+    return gpt.transformer_config(megatron_models.flags())
+
+
+def megatron_gpt() -> GPTModel:
+    """Return this stage of megatron-core's GPT as the flags say it.
+
+    Raises:
+        UsageError: as ``megatron_config``.
+    """
+    args = megatron_models.flags()
+    return gpt.gpt(args, gpt.transformer_config(args), None, *gpt.at_ends())
+
+
+def get_tokenizer() -> Any:
+    """Return the tokenizer that the flags name, with ``eod`` and ``vocab_size``.
+
+    Raises:
+        UsageError: a file of its is missing.
+    """
+    run = state.current()
+    if run.tokenizer is None:
+        run.tokenizer = tokenizers.build(run.args)
+    return run.tokenizer
+
+
+def get_ltor_masks_and_position_ids(
+    data: Tensor,
+    eod_token: int,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    eod_mask_loss: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return attention mask, loss mask and positions of a batch that is read from left to right.
+
+    The name and arguments are those of Megatron-LM.
+
+    Args:
+        data: tokens, [b, s].
+        eod_token: the end of a document.
+        reset_position_ids: count positions from each document's begin.
+        reset_attention_mask: let no token see another document.
+        eod_mask_loss: count no loss at ends of documents.
+
+    Returns:
+        The mask, [b, 1, s, s] bool with True for what is not seen (None where it is causal alone, which the
+        attention is by itself); the loss mask, [b, s] fp32; the positions, [b, s] int64.
+    """
+    from megatron.core.datasets import gpt_dataset
+
+    rows = [
+        gpt_dataset._get_ltor_masks_and_position_ids(
+            row, eod_token, reset_position_ids, reset_attention_mask, eod_mask_loss, reset_attention_mask
+        )
+        for row in data.cpu()
+    ]
+    masks, losses, positions = zip(*rows, strict=True)
+    mask = torch.stack(masks).to(data.device) if reset_attention_mask else None
+    return mask, torch.stack(losses).to(data.device), torch.stack(positions).to(data.device)

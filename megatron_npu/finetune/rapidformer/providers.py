@@ -1,0 +1,245 @@
+"""What the methods of a template give back, compared with what they were asked for.
+
+The methods are a user's: whatever is wrong is named with the class, the method and what was expected.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.data.loading import Collate, require_length
+
+
+class Datasets(NamedTuple):
+    """What ``train_valid_test_datasets_provider`` returns; a part may be None, the first may not."""
+
+    train: Any
+    valid: Any
+    test: Any
+    collate_fn: Collate | None
+
+
+def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
+    """Call ``train_valid_test_datasets_provider``.
+
+    Args:
+        template: whose method it is.
+        given: what it is called with.
+        collates: whether a fourth value is required; else it may be left out.
+
+    Raises:
+        UsageError: it returns something else, or a method of the template takes other arguments.
+    """
+    _require_signatures(template, given)
+    method = template.train_valid_test_datasets_provider
+    returned = method(*given)
+    sizes = (4,) if collates else (3, 4)
+    expected = "train_dataset, valid_dataset, test_dataset" + (", collate_fn" if collates else "")
+    if not isinstance(returned, tuple | list) or len(returned) not in sizes:
+        raise _wrong(method, returned, expected)
+    found = Datasets(*returned, *[None] * (4 - len(returned)))
+    if found.collate_fn is not None and not callable(found.collate_fn):
+        raise _wrong(
+            method, found.collate_fn, "a function as the fourth value, which makes a batch of samples"
+        )
+    if found.collate_fn is not None:
+        _require_one_argument(method, found.collate_fn)
+    for name in ("train", "valid", "test"):
+        dataset = getattr(found, name)
+        if name == "train" or dataset is not None:
+            require_length(dataset, f"{_name(method)} returned as {name}_dataset")
+    return found
+
+
+def model(template: Any) -> tuple[nn.Module, Any, Any]:
+    """Call ``model_optimizer_lr_scheduler_provider``; the last two of its values may be None.
+
+    Raises:
+        UsageError: it returns something else.
+    """
+    method = template.model_optimizer_lr_scheduler_provider
+    returned = method()
+    if not isinstance(returned, tuple | list) or len(returned) != 3:
+        raise _wrong(method, returned, "model, optimizer, lr_scheduler (None, None for the last two)")
+    found, optimizer, scheduler = returned
+    if not isinstance(found, nn.Module):
+        raise _wrong(method, found, "a torch.nn.Module as the first value", "first value")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
+        raise _wrong(method, optimizer, "an optimizer, a function that makes one, or None", "second value")
+    if scheduler is not None and not is_scheduler(scheduler) and not callable(scheduler):
+        raise _wrong(method, scheduler, "a scheduler, a function that makes one, or None", "third value")
+    return found, optimizer, scheduler
+
+
+def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor:
+    """Return what ``run_forward_step`` has returned, if that is a loss.
+
+    Raises:
+        UsageError: it is none.
+    """
+    method = template.run_forward_step
+    if not isinstance(returned, torch.Tensor):
+        raise _wrong(method, returned, "the loss: a tensor of one number (output.loss, say)")
+    if returned.numel() != 1:
+        raise _wrong(method, returned, "the loss: one number, such as the mean of these")
+    if not returned.is_floating_point():
+        raise _wrong(method, returned.dtype, "the loss: a real number")
+    if training and not returned.requires_grad:
+        raise _wrong(
+            method, returned, "a loss that depends on the model's weights (not .item() or .detach())"
+        )
+    return returned.reshape(())
+
+
+def losses(
+    template: Any, returned: Any, number: int | None, *, training: bool = True
+) -> tuple[torch.Tensor, ...]:
+    """Return the losses that ``run_forward_step`` has returned.
+
+    Args:
+        template: whose method it is.
+        returned: by it.
+        number: how many there are to be, as ``label_counts`` has it; None: one, which is in no tuple.
+        training: whether they have to depend on the model's weights.
+
+    Raises:
+        UsageError: they are no losses, or another number of them.
+    """
+    if number is None:
+        return (loss(template, returned, training=training),)
+    if not isinstance(returned, tuple) or len(returned) != number:
+        method, what = template.run_forward_step, f"{number} losses, as label_counts has {number} numbers"
+        raise _wrong(method, returned, what)
+    return tuple(loss(template, one, training=training) for one in returned)
+
+
+def metrics(template: Any, returned: Any) -> dict[str, float]:
+    """Return what ``run_compute_metrics`` has returned, as numbers by their names.
+
+    Raises:
+        UsageError: it is neither a dictionary of numbers, nor a number, nor None.
+    """
+    method = template.run_compute_metrics
+    if returned is None:
+        return {}
+    named = returned if isinstance(returned, Mapping) else {"metric": returned}
+    try:
+        return {str(name): float(value) for name, value in named.items() if value is not None}
+    except (TypeError, ValueError):
+        raise _wrong(method, returned, "a dictionary of numbers by their names") from None
+
+
+def as_module(given: Any) -> nn.Module:
+    """Return what ``compose`` was given as its model.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(given, nn.Module):
+        raise UsageError(
+            f"engine.compose(model_obj=...) of a {type(given).__name__}",
+            "a torch.nn.Module",
+            "Give the model.",
+        )
+    empty = next((name for name, weight in given.named_parameters() if weight.is_meta), None)
+    if empty is not None:
+        raise UsageError(
+            f"a {type(given).__name__} whose weight {empty!r} is on the device meta, where it has no numbers",
+            "a model with its weights, on the host as a rule",
+            "Build it outside of torch.device('meta').",
+        )
+    return given
+
+
+def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimizer], Any] | None:
+    """Return what makes the scheduler that a user has named; None: there is to be none.
+
+    Raises:
+        UsageError: one that is made already, of another optimizer.
+    """
+    if given is None or not is_scheduler(given):
+        return given
+    if getattr(given, "optimizer", None) is not optimizer:
+        raise UsageError(
+            f"a scheduler that is made already ({type(given).__name__}), of another optimizer",
+            "both, or a function that makes the scheduler of an optimizer",
+            "Return functools.partial(get_linear_schedule_with_warmup, ...), say.",
+        )
+    return lambda made: given
+
+
+def is_scheduler(value: Any) -> bool:
+    """Return whether it is a scheduler that is made already."""
+    return isinstance(value, LRScheduler | ReduceLROnPlateau)
+
+
+def missing(template: Any, name: str, returns: str) -> UsageError:
+    """Return the error for a method that a template needs and has not."""
+    return UsageError(
+        f"{type(template).__name__} has no {name}", f"a method that returns {returns}", "Write it."
+    )
+
+
+def _require_signatures(template: Any, given: tuple[Any, ...]) -> None:
+    """Check, before any of them runs, that the methods of a template take what they are called with."""
+    calls: dict[str, tuple[Any, ...]] = {
+        "train_valid_test_datasets_provider": given,
+        "model_optimizer_lr_scheduler_provider": (),
+        "run_forward_step": (None, None),
+        "run_compute_metrics": (None, None),
+    }
+    for name, arguments in calls.items():
+        method = getattr(template, name, None)
+        if method is None:
+            continue
+        try:
+            inspect.signature(method).bind(*arguments)
+        except TypeError as error:
+            raise UsageError(
+                f"{_name(method)}{inspect.signature(method)}: {error}",
+                f"{len(arguments)} argument{'s' * (len(arguments) != 1)} beside self",
+                "Write it as the template has it.",
+            ) from None
+
+
+def _require_one_argument(method: Any, collate: Any) -> None:
+    """Check that a collate function takes a list of samples, and asks for nothing else."""
+    try:
+        inspect.signature(collate).bind([])
+    except TypeError as error:
+        raise UsageError(
+            f"{_name(method)} returned a collate_fn that cannot be called with a list of samples: {error}",
+            "one argument, the samples of a batch",
+            "Give others with functools.partial.",
+        ) from None
+    except ValueError:  # of C, whose signature nobody can say
+        return
+
+
+def _wrong(method: Any, returned: Any, expected: str, which: str = "") -> UsageError:
+    kind = _kind(returned)
+    where = f" as its {which}" if which else ""
+    return UsageError(f"{_name(method)} returned {kind}{where}", expected, "Correct what it returns.")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, torch.dtype):
+        return f"a tensor of {value}"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"{len(value)} value{'s' * (len(value) != 1)}"
+    return f"a {type(value).__name__}"
+
+
+def _name(method: Any) -> str:
+    return f"{type(method.__self__).__name__}.{method.__name__}"

@@ -1,0 +1,66 @@
+"""``load_metric`` for scripts that had it of ``datasets``, which dropped it in version 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.rapidformer import state
+from megatron_npu.finetune.run import metrics
+
+
+class Metric:
+    """Gathers predictions, and compares them at the end.
+
+    Args:
+        glue: the task of GLUE whose metrics are computed; None: accuracy, F1 and Matthews' correlation.
+    """
+
+    def __init__(self, glue: str | None = None) -> None:
+        self._glue = glue
+        self._predictions: list[np.ndarray] = []
+        self._references: list[np.ndarray] = []
+
+    def add_batch(self, *, predictions: Any, references: Any) -> None:
+        """Take in a batch: tensors, arrays or lists [b]."""
+        self._predictions.append(_array(predictions))
+        self._references.append(_array(references))
+
+    def compute(self) -> dict[str, float]:
+        """Return the metrics of all batches since the last time, by their names.
+
+        Raises:
+            UsageError: there were none.
+        """
+        if not self._predictions:
+            raise UsageError("a metric of no batch", "add_batch before compute", "Evaluate some data.")
+        predictions, references = np.concatenate(self._predictions), np.concatenate(self._references)
+        self._predictions, self._references = [], []
+        if self._glue == "stsb":
+            return metrics.regression(predictions, references)
+        classes = _classes() or int(max(predictions.max(), references.max())) + 1
+        return metrics.classification(predictions, references, self._glue, classes=classes)
+
+
+def load_metric(path: str | None = None, name: str | None = None) -> Metric:
+    """Return the metrics of a data set, as ``datasets.load_metric`` did.
+
+    Args:
+        path: of the data set; accepted, as scripts give it.
+        name: its configuration; that of a task of GLUE chooses its metrics.
+    """
+    return Metric(name if name in metrics.GLUE else None)
+
+
+def _classes() -> int | None:
+    """Return how many classes the model of this run tells apart; None: there is none, or it does not say."""
+    run = state.run()
+    prepared = [engine.prepared for engine in run.engines if engine.prepared is not None] if run else []
+    config = getattr(prepared[-1].module, "config", None) if prepared else None
+    return getattr(config, "num_labels", None)
+
+
+def _array(values: Any) -> np.ndarray:
+    return np.asarray(values.cpu() if hasattr(values, "cpu") else values)

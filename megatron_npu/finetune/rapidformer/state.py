@@ -1,0 +1,137 @@
+"""What a user's script asks this process for: its flags, a logger, timers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.rapidformer.timers import Timers
+
+if TYPE_CHECKING:
+    from megatron_npu.finetune.rapidformer.engine import RapidformerEngine
+
+_NAME = "megatron_npu.train"
+_OF_SCRIPTS = ("load", "load_from")  # what the flags and a script mean by these differs
+
+
+class ScriptArgs(Namespace):
+    """The flags as the document's scripts read them; what a script writes holds for the run, too.
+
+    ``load`` is what they give to ``from_pretrained``: the model's name, or else the folder of ``--load``,
+    which ``load_from`` is.
+
+    Args:
+        flags: of the run (``arguments.parse``).
+    """
+
+    __slots__ = ("flags",)
+    flags: Namespace
+
+    def __init__(self, flags: Namespace) -> None:
+        own = vars(flags)
+        name, of_flags = own.get("pretrained_model_name_or_path"), own.get("load")
+        self.flags = flags
+        self.__dict__ |= {**own, "load_from": of_flags, "load": name or of_flags}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name != "flags" and name not in _OF_SCRIPTS:
+            setattr(self.flags, name, value)
+
+
+@dataclass
+class Run:
+    """A run of ``megatron-npu train`` in this process.
+
+    Attributes:
+        args: its flags.
+        for_scripts: the same as a script reads them; made when one asks.
+        engines: that were made in it; a script that makes none trains nothing.
+        driver: the flags of the embedded driver, while it trains a Megatron model.
+        tokenizer: that the flags name; made when a script asks.
+    """
+
+    args: Namespace
+    for_scripts: ScriptArgs | None = None
+    engines: list[RapidformerEngine] = field(default_factory=list)
+    driver: Namespace | None = None
+    tokenizer: Any = None
+
+
+class _Process:
+    """This process: the run that it is in, for all of its threads; and its timers."""
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.timers = Timers()
+
+
+_process = _Process()
+
+
+def set_args(args: Namespace | None) -> None:
+    """Begin a run with these flags, if it has not begun; None: there is none any more."""
+    run = _process.run
+    if args is None:
+        _process.run = None
+    elif run is None or run.args is not args:
+        _process.run = Run(args)
+
+
+def run() -> Run | None:
+    """Return the run that this process is in; None: there is none."""
+    return _process.run
+
+
+def current() -> Run:
+    """Return the run that this process is in.
+
+    Raises:
+        UsageError: no run was started.
+    """
+    if _process.run is None:
+        raise UsageError(
+            "get_args() outside a run",
+            "a process that `megatron-npu train` has started",
+            "Start the script with `megatron-npu train --user-script FILE ...`.",
+        )
+    return _process.run
+
+
+def get_args() -> ScriptArgs:
+    """Return the flags that the run was started with, as a script reads them.
+
+    Raises:
+        UsageError: no run was started.
+    """
+    run = current()
+    if run.for_scripts is None:
+        run.for_scripts = ScriptArgs(run.args)
+    return run.for_scripts
+
+
+def get_logger(name: str | None = None) -> logging.Logger:
+    """Return a logger that writes to standard error, of rank 0 from ``--log-level`` on, of others warnings.
+
+    Args:
+        name: what is added to the logger's name.
+    """
+    root = logging.getLogger(_NAME)
+    if not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        root.addHandler(handler)
+        root.propagate = False
+    if _process.run is not None:
+        args = _process.run.args
+        root.setLevel(logging.WARNING if args.rank else args.log_level.upper())
+    return root if name is None else root.getChild(name)
+
+
+def get_timers() -> Timers:
+    """Return the timers of this process."""
+    return _process.timers

@@ -1,0 +1,117 @@
+"""``--user-script FILE``: a file is run as ``python FILE`` would; its ``rapidformer`` is this project.
+
+``from megatron import mpu``, of a Megatron that has it no more, finds a stand-in.
+"""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+import megatron_npu
+from megatron_npu.base.errors import LoaderWorkerError, UsageError
+from megatron_npu.base.installed_packages import is_installed
+from megatron_npu.standins import mpu
+
+DOCUMENTED = "rapidformer"  # the package that the document's scripts import
+_PACKAGE = Path(megatron_npu.__file__).resolve().parent
+
+
+def run(script: str) -> None:
+    """Run the file to its end.
+
+    Raises:
+        UsageError: it raised something, or trained nothing.
+    """
+    from megatron_npu.finetune.rapidformer import engine
+
+    path = Path(script).resolve()
+    _require_python(path)
+    stand_in()
+    made, used = engine.made(), engine.used()
+    arguments, place = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [script], str(path.parent)  # as the interpreter does for a script
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except (UsageError, KeyboardInterrupt):
+        raise
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    except BaseException as error:
+        raise _told(path, error) from error
+    finally:
+        sys.argv, sys.path[0] = arguments, place
+    if engine.used() == used:
+        none = "makes no RapidformerEngine" if engine.made() == made else "trains nothing"
+        raise UsageError(
+            f"--user-script {script} {none}",
+            "a template's train(), or engine.compose",
+            "End it with: engine = RapidformerEngine(); MyTrainer(engine=engine).train()",
+        )
+
+
+def _require_python(path: Path) -> None:
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise UsageError(
+            f"--user-script {path.name}: {reason}{line}", "a file of Python", "Correct it there."
+        ) from None
+
+
+def stand_in() -> None:
+    """Let ``from rapidformer import ...`` find this project's names where the real package is absent."""
+    if DOCUMENTED not in sys.modules and not is_installed(DOCUMENTED):
+        sys.modules[DOCUMENTED] = importlib.import_module("megatron_npu.finetune")
+    if mpu.NAME not in sys.modules and is_installed("megatron") and mpu.is_needed():
+        sys.modules[mpu.NAME] = mpu
+
+
+def _told(path: Path, error: BaseException) -> BaseException:
+    """Return the error in one line, if the user's own code has raised it; else the error itself."""
+    frame = _of_user(path, error.__traceback__)
+    if frame is None or isinstance(error, LoaderWorkerError):
+        return error
+    reason = _beyond_an_embedding(error) or (str(error).strip() or "no message").splitlines()[0]
+    where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
+    return UsageError(
+        f"--user-script {path.name} ended with {type(error).__name__}: {reason} ({where})",
+        "a script that runs",
+        "Correct it there; --log-level debug prints the whole way.",
+    )
+
+
+def _beyond_an_embedding(error: BaseException) -> str | None:
+    """Return what a model's embedding was asked for that it has not; None: it is another error.
+
+    torch says no more than that an index is out of range: a token, or a position of a text that is too long.
+    """
+    if not isinstance(error, IndexError):
+        return None
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    asked, rows = (frame.f_locals.get(name) for name in ("input", "weight"))
+    if frame.f_code.co_name != "embedding" or not (isinstance(asked, Tensor) and isinstance(rows, Tensor)):
+        return None
+    strange = int(asked.max()) if asked.max() >= rows.shape[0] else int(asked.min())
+    return f"an embedding of {rows.shape[0]} rows was asked for number {strange}"
+
+
+def _of_user(path: Path, trace: TracebackType | None) -> traceback.FrameSummary | None:
+    """Return the last frame of the user's files, if none of this project's comes behind it."""
+    found = None
+    for frame in traceback.extract_tb(trace):
+        file = Path(frame.filename).resolve()
+        if _PACKAGE in file.parents:
+            found = None
+        elif file == path or (path.parent in file.parents and "site-packages" not in file.parts):
+            found = frame
+    return found

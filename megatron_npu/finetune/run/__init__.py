@@ -1,0 +1,1 @@
+"""A run of ``megatron-npu train``: command, ranks, loop, checkpoints, export."""

@@ -1,0 +1,334 @@
+"""The flags of ``megatron-npu train``: those of a document (PAI-Rapidformer), which are Megatron's own names.
+
+``parse`` reads them and compares them with each other; what needs the data or the model is compared later.
+A user's script finds the result in ``get_args()``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base.arg_parser import Number, Parser, beta, positive, seed, whole
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.tokenization import flags
+from megatron_npu.finetune import tasks
+from megatron_npu.finetune.data import data_flags
+from megatron_npu.finetune.run import layout, ranks
+from megatron_npu.options.switches import add_switches
+from megatron_npu.pretrain.flags.checks import output
+
+Add = Callable[..., Any]
+
+_TOKENIZERS = (
+    "HuggingFaceTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "GPT2BPETokenizer",
+    "NullTokenizer",
+)
+_DECAYS = ("linear", "cosine", "constant")
+_fraction = Number("a number from 0 to 1", float, 0.0, 1.0, metavar="X")
+_rate = Number("a number from 0 on", float, 0.0, metavar="X")
+_above_0 = Number("a number above 0", float, math.nextafter(0.0, 1.0), metavar="X")
+
+_USAGE = """%(prog)s --task TASK --pretrained-model-name-or-path NAME_OR_DIR --data-path PATH [FLAG...]
+       %(prog)s --user-script FILE [FLAG...]"""
+_DESCRIPTION = """Train a model of Transformers, or one of your own, with accelerations that are switched on
+by a word each. It starts a process for each device of this machine by itself."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of ``megatron-npu train``."""
+    result = Parser("megatron-npu train", description=_DESCRIPTION, usage=_USAGE)
+    for title, add_flags in _GROUPS:
+        add_flags(result.add_argument_group(title).add_argument)
+    add_switches(result)
+    return result
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the flags' values, with what follows from them and from the environment of a rank.
+
+    Beside the flags: ``rank``, ``local_rank`` and ``world_size`` of this process; ``dataset_path`` and
+    ``dataset_name``, which the document's scripts read.
+
+    Raises:
+        UsageError: an unknown flag, a missing one, a value of the wrong kind, or two that exclude each other.
+    """
+    _refuse_blanks(argv)
+    flags_of_train = parser()
+    args = flags_of_train.parse_args(list(argv))
+    _refuse_empty(args)
+    _derive(args)
+    _check(args)
+    if args.user_script is None:
+        data_flags.refuse_others(args, flags_of_train.get_default)
+    output.sinks(args)
+    return args
+
+
+def set_ranks(args: argparse.Namespace, place: ranks.Ranks) -> None:
+    """Give ``args`` its place among the processes, and check that they divide the batch.
+
+    Raises:
+        UsageError: they do not.
+    """
+    args.rank, args.local_rank, args.world_size = place.rank, place.local_rank, place.world_size
+    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if place.world_size % model_parallel:
+        raise UsageError(
+            f"{place.world_size} processes with --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} and --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size}",
+            f"a number of processes that {model_parallel} divides",
+            "Start so many with --nproc-per-node.",
+        )
+    args.data_parallel_size = place.world_size // model_parallel
+    together = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size is None:
+        args.global_batch_size = together
+    if args.global_batch_size % together:
+        raise UsageError(
+            f"--global-batch-size {args.global_batch_size} with --micro-batch-size {args.micro_batch_size} "
+            f"on {args.data_parallel_size} data-parallel ranks",
+            f"a multiple of {args.micro_batch_size} x {args.data_parallel_size} = {together}",
+            "Change one of the two, or the number of processes (--nproc-per-node).",
+        )
+    args.num_microbatches = args.global_batch_size // together
+
+
+def _derive(args: argparse.Namespace) -> None:
+    if args.data_path is None and args.data_name:  # the document's text names a data set so, its lines do not
+        args.data_path, args.data_name = [args.data_name], None
+    if args.data_path is not None and len(args.data_path) == 1:
+        args.data_path = args.data_path[0]
+    args.dataset_path, args.dataset_name = args.data_path, args.data_name
+    if args.load_last_good and not args.load:
+        raise UsageError("--load-last-good", "--load DIR together with it", "Add --load.")
+    if args.save_interval and not args.save:
+        raise UsageError("--save-interval without --save", "both", "Say with --save where to.")
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.task is None and args.user_script is None:
+        raise UsageError(
+            "neither --task nor --user-script",
+            f"a task ({', '.join(tasks.every())}), or a script with a template",
+            "See `megatron-npu train --help`.",
+        )
+    if args.user_script is None:
+        for name in ("pretrained_model_name_or_path", "data_path"):
+            if getattr(args, name) is None:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"--task {args.task} without {flag}", "both", f"Add {flag}.")
+        if layout.is_cut(args):
+            raise layout.cannot_be_cut(args, f"--task {args.task}")
+    elif not Path(args.user_script).is_file():
+        raise UsageError(
+            f"--user-script {args.user_script}: no such file", "a Python file", "Correct the path."
+        )
+    if args.epochs is None and args.train_iters is None and args.user_script is None:
+        raise UsageError("no end of training", "--epochs N or --train-iters N", "Give one of them.")
+    if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
+        raise UsageError("--lr-warmup-iters and --lr-warmup-fraction", "one of them", "Drop one of the two.")
+    if args.lr_decay_iters and args.lr_warmup_iters >= args.lr_decay_iters:
+        raise UsageError(
+            f"--lr-warmup-iters {args.lr_warmup_iters} with --lr-decay-iters {args.lr_decay_iters}",
+            "a warm-up that ends before the decay does",
+            "Correct one of the two.",
+        )
+    data_flags.refuse_repeated_columns(args.columns)
+    if args.min_lr > args.lr:
+        raise UsageError(
+            f"--min-lr {args.min_lr:g} above --lr {args.lr:g}", "at most --lr", "Correct one of the two."
+        )
+
+
+def _refuse_blanks(argv: Sequence[str]) -> None:
+    """Refuse what a shell makes of a backslash that something stands behind: a word of one blank."""
+    if any(not word.strip() and word for word in argv):
+        raise UsageError(
+            "a backslash with a blank or a comment behind it",
+            "a backslash as the last letter of a line that goes on",
+            "Remove what stands behind it; the shell ends the command there.",
+        )
+
+
+def _refuse_empty(args: argparse.Namespace) -> None:
+    """Refuse what a shell makes of a variable that is not set: ``--save "$RUNS"``, and nothing is saved."""
+    for name, value in vars(args).items():
+        if name != "source_prefix" and value in ("", [""]):
+            raise UsageError(
+                f"--{name.replace('_', '-')} with an empty value",
+                "a value, or not this flag",
+                "Is a variable of the shell not set?",
+            )
+
+
+def _task(add: Add) -> None:
+    add("--task", choices=list(tasks.every()), help="what the model is to learn")
+    add(
+        "--user-script",
+        metavar="FILE",
+        help="run this file, which fills in a template (Finetuner, PreTrainer) or calls engine.compose",
+    )
+    add(
+        "--pretrained-model-name-or-path",
+        metavar="NAME_OR_DIR",
+        help="where the model begins: a name of Hugging Face's hub, or a folder of save_pretrained",
+    )
+    add(
+        "--data-path",
+        "--dataset-path",
+        nargs="+",
+        metavar="NAME_OR_FILE",
+        help="a data set of the hub, a csv, json, jsonl, parquet or txt file, a folder of them; with --task "
+        "pretraining the prefix of .bin and .idx",
+    )
+    add("--data-name", "--dataset-name", metavar="NAME", help="configuration of the data set, such as mrpc")
+
+
+def _model(add: Add) -> None:
+    add("--num-layers", type=positive, help="transformer layers (default: the model's own)")
+    add("--hidden-size", type=positive, help="size of the residual stream (default: the model's own)")
+    add("--num-attention-heads", type=positive, help="heads of a layer (default: the model's own)")
+    add("--seq-length", type=positive, help="tokens of the longest sample (default: the tokenizer's limit)")
+    add("--max-position-embeddings", type=positive, help="positions that a model knows (default: its own)")
+    add("--tensor-model-parallel-size", type=positive, default=1, help="ranks that share a Megatron layer")
+    add("--pipeline-model-parallel-size", type=positive, default=1, help="stages of a Megatron model")
+
+
+def _training(add: Add) -> None:
+    add("--micro-batch-size", type=positive, default=8, help="samples of a rank that are computed together")
+    add(
+        "--global-batch-size",
+        type=positive,
+        help="samples of an iteration, of all ranks and micro-batches (default: one micro-batch a rank)",
+    )
+    add(
+        "--epochs",
+        type=positive,
+        help="passes through the training data; with --train-iters, what comes first ends the training",
+    )
+    add("--train-iters", type=positive, help="iterations; with --epochs, what comes first ends the training")
+    add("--seed", type=seed, default=1234, help="of weights, dropout and the order of samples")
+    add(
+        "--exit-interval",
+        type=positive,
+        help="save and end at the iterations that N divides (default: never)",
+    )
+    add("--exit-signal-handler", action="store_true", help="save and end after SIGTERM or Ctrl-C")
+    add(
+        "--check-weight-hash-across-dp-replicas-interval",
+        type=positive,
+        metavar="N",
+        help="compare the bits of weights and gradients on all data-parallel ranks at each Nth iteration",
+    )
+
+
+def _optimizer(add: Add) -> None:
+    add("--lr", type=_rate, default=5e-5, help="highest learning rate")
+    add("--min-lr", type=_rate, default=0.0, help="learning rate that the decay ends with")
+    add("--lr-decay-style", choices=_DECAYS, default="linear", help="shape of the decay after the warm-up")
+    add("--lr-decay-iters", type=positive, help="iteration at which it ends (default: the last)")
+    add("--lr-warmup-iters", type=whole, default=0, help="iterations from 0 up to --lr")
+    add("--lr-warmup-fraction", type=_fraction, help="the same as a part of the decay iterations")
+    add("--weight-decay", type=_rate, default=0.01, help="of matrices; biases and norms have none")
+    add("--clip-grad", type=_rate, default=1.0, help="largest norm of the gradient; 0: no limit")
+    add("--adam-beta1", type=beta, default=0.9, help="decay of the mean of gradients, a step")
+    add("--adam-beta2", type=beta, default=0.999, help="decay of the mean of their squares, a step")
+    add("--adam-eps", type=_above_0, default=1e-8, help="added to the root of that mean")
+
+
+def _data(add: Add) -> None:
+    flags.add_tokenizer(
+        add,
+        _TOKENIZERS,
+        "of --task pretraining; the other tasks take the model's own",
+        vocab_file="BERT's vocab.txt or GPT-2's vocab.json",
+    )
+    add("--vocab-size", type=positive, help="of the NullTokenizer, without its end of document")
+    add(
+        "--data-cache-path",
+        metavar="DIR",
+        help="where the indices of .bin and .idx are kept (default: beside the data)",
+    )
+    add("--data-impl", choices=["mmap", "infer"], default="mmap", help="format of .bin and .idx")
+    add("--mmap-warmup", action="store_true", help="accepted: the operating system reads ahead by itself")
+    add(
+        "--split",
+        metavar="A,B[,C]",
+        default="969,30,1",
+        help="parts of the data of --task pretraining for training, validation and test",
+    )
+    add(
+        "--mask-prob",
+        type=_fraction,
+        default=0.15,
+        help="part of the tokens that a masked model is asked for",
+    )
+    add("--short-seq-prob", type=_fraction, default=0.1, help="part of the samples that are shorter")
+    add("--reset-position-ids", action="store_true", help="count positions from each document's begin")
+    add("--reset-attention-mask", action="store_true", help="let no token see another document")
+    add("--eod-mask-loss", action="store_true", help="count no loss at ends of documents")
+    add("--num-workers", type=whole, default=0, help="processes beside each rank that prepare batches")
+
+
+def _checkpoints(add: Add) -> None:
+    add("--save", metavar="DIR", help="where checkpoints, the log and the trained model are written")
+    add("--load", metavar="DIR", help="the newest checkpoint there is gone on from; may be --save's DIR")
+    add(
+        "--load-last-good",
+        action="store_true",
+        help="go on from the newest checkpoint in --load whose files are whole, and say which are not",
+    )
+    add("--save-interval", type=positive, help="iterations between two checkpoints (default: one at the end)")
+
+
+def _logging(add: Add) -> None:
+    add("--log-interval", type=positive, default=10, help="iterations between two lines")
+    add("--log-level", choices=["debug", "info", "warning"], default="info", help="of get_logger()")
+    add(
+        "--eval-interval",
+        type=positive,
+        help="iterations between two evaluations (default: after each epoch, and at the end)",
+    )
+    add("--eval-iters", type=whole, default=100, help="global batches of an evaluation of a pre-training")
+    add("--tensorboard-dir", metavar="DIR", help="write the same numbers for TensorBoard (default: do not)")
+    add(
+        "--json-log",
+        metavar="FILE",
+        help="one JSON object a log event, appended (default: metrics.jsonl in --save or --tensorboard-dir)",
+    )
+    add(
+        "--plot",
+        action=argparse.BooleanOptionalAction,
+        help="a PNG of loss and learning rate (default: with --save or --tensorboard-dir, if matplotlib is "
+        "installed)",
+    )
+
+
+def _launch(add: Add) -> None:
+    add(
+        "--nproc-per-node",
+        type=positive,
+        help="processes to start on this machine (default: one for each device that it may use)",
+    )
+    add("--distributed-timeout-minutes", type=positive, default=10, help="for a rank that does not answer")
+
+
+_GROUPS: tuple[tuple[str, Callable[[Add], None]], ...] = (
+    ("task", _task),
+    ("model", _model),
+    ("training", _training),
+    ("optimizer", _optimizer),
+    ("data", _data),
+    ("data of a task", data_flags.add_data_flags),
+    ("checkpoints", _checkpoints),
+    ("logging", _logging),
+    ("processes", _launch),
+)

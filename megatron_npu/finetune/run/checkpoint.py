@@ -1,0 +1,258 @@
+"""Checkpoints of a run, by ``torch.distributed.checkpoint``: it goes on to the bit, also within an epoch.
+
+Each is written into a hidden folder beside its place and renamed when every rank is done; the tracker
+follows, as in Megatron. Names of weights are those of the user's module, so that a run may go on with another
+sharding or another number of ranks; random numbers go on where that number is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import random
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from megatron_npu import devices, watchdog
+from megatron_npu.base import files, settings
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import checksums
+from megatron_npu.finetune.model.prepare import Prepared
+from megatron_npu.pretrain.checkpoint import (
+    checkpoint_description,
+    checkpoint_failures,
+    checkpoint_files,
+    checkpoint_folder,
+)
+from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.safe_files import safe_load, torch_readers
+
+DESCRIPTION = checkpoint_files.DESCRIPTION_OF_TRAIN
+_SAME = {  # what decides which samples an iteration has
+    "global_batch_size": "--global-batch-size",
+    "seed": "--seed",
+    "train_samples": "the number of training samples",
+}
+
+
+@watchdog.phase(watchdog.SAVING)
+def save(args: Namespace, prepared: Prepared, iteration: int) -> Path:
+    """Write the checkpoint of an iteration; return its folder. All ranks must call this.
+
+    Raises:
+        UnsavedError: it could not be written.
+    """
+    try:
+        with checkpoint_folder.writing(args.save, iteration) as part:
+            _write(args, prepared, iteration, part)
+    except checkpoint_failures.FAILURES as error:
+        raise checkpoint_failures.unsaved(error, iteration, args.save) from error
+    return checkpoint_files.directory(args.save, iteration)
+
+
+def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> None:
+    content = {"train": prepared.state_dict(), "random": {str(args.rank): _random_states()}}
+    dcp.save(content, storage_writer=FileSystemWriter(part))
+    if args.rank == 0:
+        version = {checkpoint_description.FORMAT: checkpoint_description.VERSION}
+        description = version | {"iteration": iteration, "arguments": vars(args)}
+        files.write(part / DESCRIPTION, json.dumps(description, indent=1, default=str))
+    dist.barrier()
+    checksums.write(part)
+
+
+def require_there(args: Namespace) -> None:
+    """Check that there is a checkpoint under ``--load``, before anything is loaded.
+
+    A run that begins may name its own ``--save``; and without a model's name the folder that a script gives
+    to ``from_pretrained`` may be one of Transformers'.
+
+    Raises:
+        UsageError: there is none, or the folder is a file.
+    """
+    if not args.load:
+        return
+    folder = Path(args.load)
+    of_transformers = not args.pretrained_model_name_or_path and (folder / "config.json").is_file()
+    begins = output.same_directory(args.load, args.save) or (args.user_script and of_transformers)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--load {folder} is a file", "a folder that a run has saved into", "Give another.")
+    if not args.load_last_good and checkpoint_files.newest(folder) is None and not begins:
+        raise UsageError(
+            f"--load {folder}: no checkpoint there",
+            f"a folder with {checkpoint_files.TRACKER}, or that of --save, where the run will put one",
+            "Correct the path, or leave --load out; weights to begin with are named by "
+            "--pretrained-model-name-or-path.",
+        )
+
+
+@watchdog.phase("loading")
+def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
+    """Load the newest checkpoint under ``--load``, with --load-last-good that is whole. All ranks call this.
+
+    Returns:
+        The iteration that the run goes on from, 0 without a checkpoint; and what there is to say about it.
+
+    Raises:
+        UsageError: it is damaged, or of another model or other data.
+    """
+    whole = checksums.newest_whole(args.load) if args.load_last_good else None
+    place = checkpoint_files.newest(args.load, whole)
+    if place is None:
+        return 0, [f"no checkpoint in {args.load} yet: starting from scratch"]
+    found = _description(place)
+    _require_same_data(args, found["arguments"], place)
+    said = [f"loaded {place}; going on from iteration {found['iteration']}"]
+    content: dict[str, Any] = {"train": prepared.state_dict()}
+    same_ranks = found["arguments"].get("world_size") == args.world_size
+    if same_ranks:
+        content["random"] = {str(args.rank): _random_states()}
+    else:
+        said.append("the number of ranks has changed: random numbers start again from --seed")
+    with checksums.verifying(place), _reading(place):
+        reader = FileSystemReader(place)
+        _require_same_weights(reader, content["train"]["model"], place)
+        dcp.load(content, storage_reader=reader)
+    prepared.load_state_dict(content["train"])
+    if same_ranks:
+        _set_random_states(content["random"][str(args.rank)])
+    return found["iteration"], said
+
+
+def _description(place: Path) -> dict[str, Any]:
+    """Return what the run has written about itself.
+
+    Raises:
+        UsageError: nothing that can be read.
+    """
+    path = place / DESCRIPTION
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        checkpoint_description.require_known_format(path, found)
+        if type(found["iteration"]) is not int or not isinstance(found["arguments"], dict):
+            raise ValueError("it does not describe a run")
+        return found
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"--load: {path}: {reason}",
+            "a checkpoint that `megatron-npu train` has saved",
+            "To begin with trained weights, give their folder to --pretrained-model-name-or-path.",
+        ) from error
+
+
+def _require_same_data(args: Namespace, saved: dict[str, Any], place: Path) -> None:
+    for name, flag in _SAME.items():
+        if name in saved and saved[name] != getattr(args, name):
+            raise UsageError(
+                f"{flag} {getattr(args, name)}, and {saved[name]} in {place}",
+                "the same: they decide which samples an iteration has",
+                "Give the flags that the run began with, or begin anew with the trained weights.",
+            )
+
+
+def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place: Path) -> None:
+    """Compare names and shapes with what was saved, of which torch minds only what is missing.
+
+    Raises:
+        UsageError: naming the first that differs.
+    """
+    metadata, prefix = reader.read_metadata().state_dict_metadata, "train.model."
+    saved = {
+        name.removeprefix(prefix): list(getattr(entry, "size", []))
+        for name, entry in metadata.items()
+        if name.startswith(prefix)
+    }
+    wanted = {
+        name: list(value.shape) if isinstance(value, torch.Tensor) else [] for name, value in model.items()
+    }
+    differing = sorted(name for name in saved.keys() | wanted.keys() if saved.get(name) != wanted.get(name))
+    if differing:
+        name = differing[0]
+        raise UsageError(
+            f"{place} holds another model: {name} is {saved.get(name, 'not there')} there and "
+            f"{wanted.get(name, 'not there')} here",
+            "the model and the switches of the run that saved it",
+            "Give its flags, or another --load.",
+        )
+
+
+@contextlib.contextmanager
+def _reading(place: Path) -> Iterator[None]:
+    """Let a checkpoint be read inside the block, without running what is in it.
+
+    Raises:
+        UsageError: it is broken, or names something that is not to be built.
+    """
+    guards = not settings.TRUST_FILES.enabled() and not torch_readers.guarding()
+    if guards:
+        torch_readers.guard(of_megatron=False)
+    try:
+        yield
+    except UsageError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise torch_readers.refusal(f"the checkpoint {place}", safe_load.refused_name(error)) from error
+    # a torn file is a ValueError to JSON, a RuntimeError or EOFError to torch
+    except (OSError, CheckpointException, ValueError, RuntimeError, EOFError, KeyError) as error:
+        refused = torch_readers.last_refusal()
+        raise refused or UsageError(
+            f"the checkpoint {place} cannot be read: {checkpoint_failures.reason(error)}",
+            "one whose files are whole, of the same model",
+            f"Name an older one, by its iteration, in {place.parent / checkpoint_files.TRACKER}.",
+        ) from error
+    finally:
+        if guards:
+            torch_readers.release()
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    """Return the states of this rank's generators, as bytes."""
+    device = devices.current()
+    of_numpy = np.random.get_state(legacy=False)
+    assert isinstance(of_numpy, dict)
+    inner = of_numpy["state"]
+    plain = {**of_numpy, "state": {name: np.asarray(value).tolist() for name, value in inner.items()}}
+    return {
+        "python": _bytes(random.getstate()),
+        "numpy": _bytes(plain),
+        "host": device.host_rng_state(),
+        "device": device.rng_state(),
+    }
+
+
+def _set_random_states(states: dict[str, torch.Tensor]) -> None:
+    device = devices.current()
+    try:
+        version, numbers, gauss = _value(states["python"])
+        random.setstate((version, tuple(numbers), gauss))
+        of_numpy = _value(states["numpy"])
+        of_numpy["state"]["key"] = np.asarray(of_numpy["state"]["key"], np.uint32)
+        np.random.set_state(of_numpy)
+    except (TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"its states of random generators are none ({error})") from error
+    device.set_host_rng_state(states["host"])
+    device.set_rng_state(states["device"])
+
+
+_LENGTH = 1 << 14  # bytes of a state as JSON, more than twice what it needs: its digits change, this does not
+
+
+def _bytes(value: Any) -> torch.Tensor:
+    """Return a value as the bytes of its JSON, uint8 [_LENGTH]."""
+    text = json.dumps(value).encode().ljust(_LENGTH)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _value(content: torch.Tensor) -> Any:
+    return json.loads(bytes(content.tolist()))

@@ -1,0 +1,105 @@
+"""``megatron-npu train``: read the flags, start the ranks; on each, run the task or the user's script."""
+
+from __future__ import annotations
+
+import traceback
+from argparse import Namespace
+from collections.abc import Sequence
+
+from megatron_npu import devices, watchdog
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.run import arguments, launch, layout, ranks
+from megatron_npu.options.switch_rules import Place, refuse
+from megatron_npu.options.switches import FULLY, Switches
+from megatron_npu.pretrain.checkpoint import save_folder
+from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.run import last_words
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code.
+
+    Raises:
+        UsageError: bad input; of several ranks, on one of them.
+    """
+    args = arguments.parse(argv)
+    if not ranks.launched():
+        local = launch.local_processes(args)
+        arguments.set_ranks(args, ranks.Ranks(world_size=local * launch.machines()))
+        if args.world_size > 1:
+            _refuse(args)
+            return launch.start(argv, local)
+    arguments.set_ranks(args, ranks.of_this_process())
+    return _run(args)
+
+
+def _run(args: Namespace) -> int:
+    """Be one rank."""
+    try:
+        train(args)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(last_words.what_is_saved(args.save)) from None
+    except UsageError as error:
+        if args.log_level == "debug":
+            traceback.print_exception(error.__cause__ or error)
+        if args.rank:
+            last_words.wait_for_rank_0_to_report()
+        raise
+    except last_words.FAILURES as failure:
+        return last_words.tell("train", failure)
+    return 0
+
+
+def train(args: Namespace) -> None:
+    """Train as the flags say, in this process, which is one of the ranks.
+
+    Args:
+        args: what ``arguments.parse`` returned, with its ranks (``arguments.set_ranks``).
+
+    Raises:
+        UsageError: bad input.
+    """
+    _refuse(args)
+    output.places(args)
+    from megatron_npu.finetune.rapidformer import engine, state, user_script
+    from megatron_npu.finetune.run import checkpoint
+    from megatron_npu.pretrain.run.initialize import silence_known_warnings
+
+    checkpoint.require_there(args)
+    silence_known_warnings()
+    state.set_args(args)
+    try:
+        with save_folder.owned(args):
+            if args.user_script:
+                user_script.run(args.user_script)
+            else:
+                from megatron_npu.finetune.model import sharding
+                from megatron_npu.finetune.tasks import template_for
+
+                sharding.silence_views()
+                template_for(args)(engine.RapidformerEngine(args)).train()
+        watchdog.end()
+    except Exception as error:
+        if watchdog.failed(error.__cause__ if isinstance(error, UsageError) and error.__cause__ else error):
+            raise SystemExit(1) from None
+        raise
+    finally:
+        engine.leave()
+        state.set_args(None)
+
+
+def _refuse(args: Namespace) -> None:
+    """Say in one line, before anything is loaded, which switches do not go together."""
+    device, alone, cut = devices.current().name, args.data_parallel_size == 1, layout.is_cut(args)
+    if not args.user_script:
+        place = Place("transformers", device, alone=alone)
+    else:  # no model but Megatron's is cut
+        place = Place("megatron" if cut else "user", device, cut, alone)
+    switches = Switches.from_args(args)
+    refuse(switches, place)
+    if args.check_weight_hash_across_dp_replicas_interval and switches.sharding in FULLY:
+        raise UsageError(
+            f"--check-weight-hash-across-dp-replicas-interval with {switches.sharding}",
+            "replicas to compare: each rank has its own part of every weight there",
+            "Leave it out, or use --zero-1-memory-optimization.",
+        )

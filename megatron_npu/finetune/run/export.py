@@ -1,0 +1,83 @@
+"""The trained model as a folder for ``from_pretrained``: weights, configuration, tokenizer, model card.
+
+A model that is none of Transformers' is written as ``model.safetensors`` beside the card.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megatron_npu import devices, watchdog
+from megatron_npu.base import files
+from megatron_npu.finetune.model.prepare import Prepared
+from megatron_npu.finetune.run import model_card
+from megatron_npu.process import deepspeed_device
+
+if TYPE_CHECKING:
+    from megatron_npu.finetune.run.outcome import Outcome
+
+FOLDER = "model"  # in --save
+
+
+@watchdog.phase(watchdog.SAVING)
+def write(args: Namespace, prepared: Prepared, outcome: Outcome, tokenizer: Any = None) -> Path:
+    """Write ``--save``/model, in the place of one that is there; return it. All ranks must call this.
+
+    Args:
+        args: the flags.
+        prepared: the model; shards are put together on rank 0.
+        outcome: of its training, for the card.
+        tokenizer: to go with it; None: that of ``--pretrained-model-name-or-path``, if it has one.
+    """
+    place = Path(args.save) / FOLDER
+    weights = prepared.full_weights()
+    if args.rank == 0:
+        with files.new_folder(place, replace=True) as part:
+            _save(prepared.module, weights, part)
+            tokenizer = tokenizer or _tokenizer(args)
+            if hasattr(tokenizer, "save_pretrained"):
+                tokenizer.save_pretrained(part)
+            model_card.write(part, args, prepared, outcome)
+    dist.barrier()
+    return place
+
+
+def _save(module: Any, weights: dict[str, Any], part: Path) -> None:
+    if hasattr(module, "save_pretrained"):
+        if deepspeed_device.installed():  # accelerate imports it, and unasked it warns of a CPU
+            deepspeed_device.choose(devices.current().name)
+        # peft would ask the hub whether the vocabulary has grown; no adapter changes it
+        options = {"save_embedding_layers": False} if hasattr(module, "peft_config") else {}
+        module.save_pretrained(part, state_dict=weights, **options)
+        return
+    from safetensors.torch import save_file
+
+    own = {name: value.contiguous() for name, value in weights.items() if hasattr(value, "contiguous")}
+    shared = _first_of_each(own)
+    save_file({name: own[name] for name in shared}, part / "model.safetensors", metadata={"format": "pt"})
+
+
+def _first_of_each(weights: dict[str, Any]) -> list[str]:
+    """Return the names of weights, of those that share their memory the first."""
+    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    for name, value in weights.items():
+        key = (value.data_ptr(), tuple(value.shape)) if value.numel() else (id(value), ())
+        seen.setdefault(key, name)
+    return list(seen.values())
+
+
+def _tokenizer(args: Namespace) -> Any:
+    """Return the tokenizer of the model that the run began with; None where it has none."""
+    name = args.pretrained_model_name_or_path
+    if name is None:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):  # what Transformers raises for a folder without one
+        return None

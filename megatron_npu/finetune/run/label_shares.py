@@ -1,0 +1,181 @@
+"""How much the loss of a micro-batch counts: as much as it has labels among those of the global batch.
+
+A loss is the mean over the labels of a micro-batch, and micro-batches have different numbers of labels: of
+targets, of masked tokens, of words. So that the loss of a global batch is the mean over all its labels,
+however it is cut into micro-batches and shared out over ranks, the labels of all of them are counted before
+the first one goes backward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.data.labels import IGNORED
+
+Counts = tuple[int, ...]  # of the labels of each loss of a batch
+
+
+class Held(NamedTuple):
+    """A batch that is still in the host's memory.
+
+    Attributes:
+        batch: of this rank.
+        counts: whether its samples count; those that fill up for a rank without any of its own do not.
+    """
+
+    batch: Any
+    counts: bool = True
+
+
+def labels_in(batch: Any, *, shifted: bool = False) -> int:
+    """Return over how many labels a loss of a batch is the mean: one a sample where it has no ``labels``.
+
+    Args:
+        batch: a mapping whose ``labels``, whole numbers [b] or [b, s], are ``IGNORED`` where there is none;
+            or something else.
+        shifted: the model compares each label with the output before it, and so none with the first.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
+        return _samples_in(batch)
+    return int((labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(IGNORED).sum())
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Return whether a model compares labels with the outputs before them, as Transformers' causal ones."""
+    auto = sys.modules.get("transformers.models.auto.modeling_auto")
+    if auto is None:
+        return False
+    own: Any = model
+    if hasattr(own, "get_base_model"):  # of peft's adapters
+        own = own.get_base_model()
+    causal = set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if not any(kind.__name__ in causal for kind in type(own).__mro__):
+        return False
+    forward = inspect.unwrap(type(own).forward)
+    # decoders of translation models compute a loss of their own, which does not
+    return "loss_function" in forward.__code__.co_names
+
+
+def _samples_in(batch: Any) -> int:
+    """Return the samples of a batch, by its first tensor; 1 where it has none."""
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    parts = batch if isinstance(batch, list | tuple) else []
+    return next((_samples_in(part) for part in parts if isinstance(part, Tensor | Mapping | list | tuple)), 1)
+
+
+class MicroBatches:
+    """The micro-batches of a rank, on its device, and how much the loss of each counts.
+
+    Args:
+        held: the batches.
+        labels_of: says over how many labels each loss of a batch is the mean (``Template.label_counts``).
+        move: brings a batch to the device.
+        ranks: that share the global batch.
+        note: is shown each batch that is taken.
+    """
+
+    def __init__(
+        self,
+        held: Iterable[Held],
+        labels_of: Callable[[Any], int | Counts],
+        *,
+        move: Callable[[Any], Any],
+        ranks: int,
+        note: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._held, self._labels_of, self._move = iter(held), labels_of, move
+        self._ranks, self._note = ranks, note
+        self._ahead: deque[tuple[Any, Counts]] = deque()
+        self._taken: list[Counts] = []  # since the last loss
+        self._several = False
+        self._micro_batches, self._each = 1, 0
+        self._totals: Counts | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch, counts = self._ahead.popleft() if self._ahead else self._next()
+        self._taken.append(counts)
+        if self._note is not None:
+            self._note(batch)
+        return self._move(batch)
+
+    @property
+    def losses(self) -> int | None:
+        """How many losses the batches that were taken last have; None: one, which is not in a tuple."""
+        return len(self._taken[0]) if self._several and self._taken else None
+
+    def begin(self, micro_batches: int) -> None:
+        """Begin an iteration of so many micro-batches on each rank."""
+        self._micro_batches, self._totals = micro_batches, None
+
+    def divisors(self) -> list[float]:
+        """Return what each loss of the micro-batch taken last is divided by: inf, if it has no labels.
+
+        Such losses, summed over the micro-batches and averaged over the ranks, are the mean over all labels
+        of the global batch. All ranks call this after each forward pass; where all micro-batches have as many
+        labels, it is the number of micro-batches.
+
+        Raises:
+            UsageError: a template took another number of batches for this loss than for those before.
+        """
+        counts = self.counted()
+        if self._totals is None:
+            self._totals = self._all_labels(counts)
+        elif self._each != self._number:
+            raise UsageError(
+                f"run_forward_step took {self._each} batches for a loss, and {self._number} for the next one",
+                "as many each time: labels are counted before a global batch is trained on",
+                "Take one batch for each loss.",
+            )
+        shares = zip(self._totals, counts, strict=True)
+        return [total / (count * self._ranks) if count else math.inf for total, count in shares]
+
+    def counted(self) -> Counts:
+        """Return the labels of the batches that were taken since the last call; 1 where none was."""
+        self._number, counts = len(self._taken), _sums(self._taken)
+        self._taken = []
+        return counts
+
+    def _all_labels(self, first: Counts) -> Counts:
+        """Return the labels of the whole global batch: those of the first micro-batch, and of all to come."""
+        self._each = self._number
+        coming = (self._micro_batches - 1) * self._each
+        while len(self._ahead) < coming:
+            self._ahead.append(self._next())
+        if self._each:
+            own = _sums([first, *(counts for _, counts in itertools.islice(self._ahead, coming))])
+        else:
+            own = tuple(self._micro_batches * count for count in first)
+        if self._ranks == 1:
+            return own
+        together = torch.tensor(own)  # on the host, where no device has to be waited for
+        dist.all_reduce(together)
+        return tuple(together.tolist())
+
+    def _next(self) -> tuple[Any, Counts]:
+        batch, counts = next(self._held)
+        labels = self._labels_of(batch)
+        self._several = isinstance(labels, tuple)
+        found = labels if isinstance(labels, tuple) else (labels,)
+        return batch, found if counts else (0,) * len(found)
+
+
+def _sums(counts: list[Counts]) -> Counts:
+    return tuple(map(sum, zip(*counts, strict=True))) or (1,)

@@ -1,0 +1,165 @@
+"""The ranks of this machine, started by ``train`` itself through torch's elastic agent.
+
+``MASTER_ADDR``, ``MASTER_PORT``, ``NNODES`` and ``NODE_RANK`` say where the ranks of several machines
+meet. Each rank is the same command again, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+from megatron_npu.devices import cores
+from megatron_npu.finetune.run.ranks import from_environment
+from megatron_npu.pretrain.run import host_memory
+
+_SECONDS = 900  # for the other machines to come
+_BYTES_OF_A_RANK = 200 * 10**6  # what Python, torch and Transformers take before there is a model
+
+
+def local_processes(args: Namespace) -> int:
+    """Return how many ranks this machine is to have: as asked for, or one for each device.
+
+    Raises:
+        UsageError: more are asked for than there are devices, or on a CPU than its memory has room for.
+    """
+    device = devices.current()
+    asked: int | None = args.nproc_per_node
+    if asked is None:
+        return device.count()
+    if device.name == "cpu":
+        host_memory.require(asked * _BYTES_OF_A_RANK, f"--nproc-per-node {asked}")
+    elif asked > device.count():
+        raise UsageError(
+            f"--nproc-per-node {asked} with {device.count()} devices ({device.title})",
+            "a device for each process",
+            "Ask for fewer, or make more devices visible.",
+        )
+    return asked
+
+
+def machines() -> int:
+    """Return the number of machines.
+
+    Raises:
+        UsageError: several, and no address of the first one; or this one is not among them.
+    """
+    count = from_environment("NNODES", 1, least=1)
+    from_environment("NODE_RANK", 0, most=count - 1)
+    if count > 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+        raise UsageError(
+            f"NNODES={count} without MASTER_ADDR and MASTER_PORT",
+            "all three, and NODE_RANK on each machine",
+            "Export where the first machine listens.",
+        )
+    return count
+
+
+def start(argv: Sequence[str], processes: int) -> int:
+    """Run ``megatron-npu train`` on all ranks of this machine to the end; return the exit code.
+
+    What goes wrong is told by the rank that it happens to.
+
+    Args:
+        argv: the command line behind ``train``.
+        processes: ranks of this machine.
+
+    Raises:
+        UsageError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
+    """
+    from torch.distributed import DistNetworkError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _silence_agent()
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores.threads(processes)))
+    program = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
+    config = LaunchConfig(
+        min_nodes=machines(),
+        max_nodes=machines(),
+        nproc_per_node=processes,
+        run_id="megatron_npu_train",
+        max_restarts=0,
+        logs_specs=_no_logs(),
+        **_meeting(),
+    )
+    try:
+        elastic_launch(config, program)("-m", "megatron_npu", "train", *argv)
+    except ChildFailedError as failed:
+        return _exit_code(failed)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    except DistNetworkError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"MASTER_ADDR:MASTER_PORT {place}: {reason}",
+            "an address of the first machine, and a port that is free there",
+            "Export another MASTER_PORT.",
+        ) from None
+    return 0
+
+
+def _silence_agent() -> None:
+    """Keep the agent from telling of each rank that ends, in a page: the rank itself has said why in a line.
+
+    And the ranks from what torch says in C++ of a model whose parameters have all been used, which is as it
+    should be; TORCH_CPP_LOG_LEVEL=WARNING shows it.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _no_logs() -> Any:
+    """Return that ranks print where this process does, and have no folder for logs.
+
+    By default the agent makes one for each run and leaves it behind, empty.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+
+    class NoLogs(DefaultLogsSpecs):
+        """Names no file."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            """Leave out the threads that would look for lines in /dev/null, ten times a second."""
+            found = super().reify(envs)
+            found.tee_stdouts.clear()
+            found.tee_stderrs.clear()
+            return found
+
+    return NoLogs(os.devnull)
+
+
+def _meeting() -> dict[str, Any]:
+    """Return where the ranks meet: where the variables say; else, on one machine, at a port that is free."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not port:
+        return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+    from_environment("MASTER_PORT", 0, most=65535)
+    return {
+        "rdzv_backend": "static",
+        "rdzv_endpoint": f"{address or 'localhost'}:{port}",
+        "rdzv_configs": {"rank": from_environment("NODE_RANK", 0), "timeout": _SECONDS},
+    }
+
+
+def _exit_code(failed: object) -> int:
+    """Return that of the rank that failed first; of one that a signal ended, as a shell says it."""
+    first = min(failed.failures.values(), key=lambda failure: failure.timestamp)  # type: ignore[attr-defined]
+    code = first.exitcode
+    if code == -signal.SIGKILL:
+        print(
+            f"megatron-npu train: rank {first.local_rank} was killed; did the machine run out of memory?",
+            file=sys.stderr,
+        )
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,364 @@
+"""The loop of both templates: one step, one evaluation, and when to log, evaluate, save and end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices, watchdog
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import replicas
+from megatron_npu.devices.rows import Rows
+from megatron_npu.finetune.data.loading import Loader, on_device
+from megatron_npu.finetune.model.precision import SMALLEST
+from megatron_npu.finetune.model.prepare import Prepared
+from megatron_npu.finetune.rapidformer import providers
+from megatron_npu.finetune.run import checkpoint, export
+from megatron_npu.finetune.run.label_shares import Held, MicroBatches
+from megatron_npu.finetune.run.outcome import Evaluation, Outcome
+from megatron_npu.finetune.run.report import Report
+from megatron_npu.finetune.run.run_plan import RunPlan
+from megatron_npu.pretrain.checkpoint import checkpoint_files
+from megatron_npu.pretrain.run.clock import Clock
+from megatron_npu.pretrain.run.divergence import DivergedError, FirstNonFinite
+from megatron_npu.pretrain.run.termination import Termination
+
+if TYPE_CHECKING:
+    from megatron_npu.finetune.rapidformer.templates import Template
+
+Forward = Callable[[Iterator[Any]], Any]
+Evaluate = Callable[[], Evaluation]
+
+
+class Loop:
+    """Trains what was prepared.
+
+    Args:
+        template: whose model it is.
+        prepared: the model, and what trains it.
+        plan: how long the training is.
+        batches: of training.
+        forward: takes the next micro-batch and returns its loss, or losses.
+        evaluate: on the validation data; None: there are none.
+        test: the same on the test data, once, at the end.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        prepared: Prepared,
+        plan: RunPlan,
+        batches: Loader,
+        forward: Forward,
+        evaluate: Evaluate | None,
+        test: Evaluate | None = None,
+    ) -> None:
+        self.template, self.engine = template, template.engine
+        self.plan, self.args = plan, plan.settled(self.engine.args)
+        self.prepared, self.batches, self.forward = prepared, batches, forward
+        self.evaluate, self.test = evaluate, test
+        self.outcome = Outcome()
+        self.iteration = 0
+        self.clock = Clock()
+        self.nonfinite = FirstNonFinite()
+        self._begin = 0  # where this process's part of the run began
+        self._losses = Rows()  # of this rank, since the last log event
+        self._norms: list[float | None] = []
+        self._tokens = 0  # of this rank, since then
+
+    def run(self) -> Outcome:
+        """Train to the end, or to where a flag or a signal ends it; return how it went."""
+        said = self._load()
+        with Report(self.args, self.iteration, self.prepared.ledger) as self.report:
+            for line in said:
+                self.report.say(f" {line}")
+            self.prepared.model.train()
+            start = self.iteration * self.plan.micro_batches
+            batches = micro_batches(self.template, self.batches.held_forever(start), self._count_tokens)
+            with Termination(self.args.exit_signal_handler) as termination:
+                self.clock.start()
+                with watchdog.phase("between two steps"):
+                    while self.iteration < self.plan.iterations:
+                        self._iterate(batches)
+                        if self._ends(termination):
+                            break
+                self.clock.stop()
+            self._finish()
+            self.report.end(self.outcome.ended_by)
+        return self.outcome
+
+    def _load(self) -> list[str]:
+        """Go on from the newest checkpoint of --load, if there is one; return what there is to say."""
+        if self.args.load is None:
+            return []
+        self.iteration, said = checkpoint.load(self.args, self.prepared)
+        self._begin = self.iteration
+        return said
+
+    def _iterate(self, batches: MicroBatches) -> None:
+        """Train one iteration; log, evaluate and save if it is time."""
+        args = self.args
+        self._step(batches)
+        self.report.tick()
+        iteration = self.iteration
+        if iteration % args.log_interval == 0 or iteration in (self._begin + 1, self.plan.iterations):
+            self._report()
+        if iteration == self.plan.iterations:  # what is done then is done once, at the end
+            return
+        if iteration % (args.eval_interval or self.plan.epoch) == 0:
+            self._evaluate()
+            self._draw()
+        if args.save_interval and iteration % args.save_interval == 0:
+            self._save()
+
+    def _count_tokens(self, batch: Any) -> None:
+        self._tokens += tokens_in(batch)
+
+    def _forward_and_backward(self, batches: MicroBatches) -> torch.Tensor:
+        """Add up the gradients of the loss of a global batch; return this rank's part of that loss."""
+        prepared, count = self.prepared, self.plan.micro_batches
+        total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
+        batches.begin(count)
+        for number in range(count):
+            with prepared.accumulating(last=number == count - 1):
+                with prepared.forward_context():
+                    losses = losses_of(self.template, self.forward(batches), batches.losses)
+                divisors = batches.divisors()
+                parts = [loss / divisor for loss, divisor in zip(losses, divisors, strict=True)]
+                prepared.backward(functools.reduce(torch.add, parts))
+            for loss, divisor in zip(losses, divisors, strict=True):
+                if not math.isinf(divisor):  # a mean over no labels is no number
+                    total += loss.detach().float() / divisor
+        return total
+
+    @watchdog.phase("training")
+    def _step(self, batches: MicroBatches) -> None:
+        watchdog.step(self.iteration + 1)
+        self.nonfinite.forget()
+        prepared, scale = self.prepared, self._scale()
+        total = self._forward_and_backward(batches)
+        if self.iteration == self._begin:
+            self._require_gradients()
+        compares = self._compares_replicas()
+        if compares:
+            replicas.require_equal("gradient of", self._gradients())
+        norm = prepared.step()
+        self.iteration += 1
+        if compares:
+            replicas.require_equal("weight", prepared.module.named_parameters())
+            self.report.say(f" the replicas are the same after iteration {self.iteration}")
+        if norm is None:
+            self._overflowed(scale)
+        elif not math.isfinite(norm):
+            raise DivergedError(
+                f"the norm of the gradient is {norm} at iteration {self.iteration}; nothing was saved after "
+                f"it. {self.nonfinite.words()} Lower --lr or look at the data."
+            )
+        self._losses.add(total[None])
+        self._norms.append(norm)
+
+    def _scale(self) -> float:
+        """Return the loss scale; 1 without fp16."""
+        return 1.0 if self.prepared.loss_scale is None else self.prepared.loss_scale.value
+
+    def _overflowed(self, scale: float) -> None:
+        """Tell of an update that was left out; end a run that the smallest loss scale does not help.
+
+        Raises:
+            DivergedError: it was that.
+        """
+        self.report.say(f" iteration {self.iteration}: the gradient overflowed, update left out")
+        if scale <= SMALLEST:
+            raise DivergedError(
+                f"the gradient overflows fp16 at iteration {self.iteration} with the smallest loss scale, "
+                f"{SMALLEST:g}; nothing was saved after it. {self.nonfinite.words()} Lower --lr, give "
+                "--mixed-precision bf16, or look at the data."
+            )
+
+    def _compares_replicas(self) -> bool:
+        interval = self.args.check_weight_hash_across_dp_replicas_interval
+        return bool(interval) and (self.iteration + 1) % interval == 0 and self.args.world_size > 1
+
+    def _require_gradients(self) -> None:
+        """Refuse, at the first step, a loss that no weight of the model has a part in."""
+        if next(self._gradients(), None) is None:
+            raise UsageError(
+                f"{type(self.template).__name__}.run_forward_step returned a loss of other weights",
+                "one that depends on those of the model it is given",
+                "Call that model.",
+            )
+
+    def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        named = self.prepared.module.named_parameters()
+        return ((name, p.grad) for name, p in named if p.grad is not None)
+
+    def _report(self) -> None:
+        """Log what was gathered since the last time."""
+        if not self._losses:
+            return
+        seconds = self.clock.lap()
+        count = torch.tensor(float(self._tokens), dtype=torch.float32, device=self.engine.device)
+        *losses, tokens = self._mean_over_ranks(torch.cat([self._losses.all(), count[None]])).tolist()
+        self.report.training(
+            self.iteration,
+            losses,
+            self._norms,
+            seconds,
+            learning_rate=float(self.prepared.optimizer.param_groups[0]["lr"]),
+            tokens=round(tokens * self.args.world_size),
+            scale=self._scale(),
+        )
+        self.outcome.losses += losses
+        self.outcome.grad_norms += self._norms
+        self._losses, self._norms, self._tokens = Rows(), [], 0
+
+    def _mean_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        if self.args.world_size > 1:
+            dist.all_reduce(values)
+        return values / self.args.world_size
+
+    def _evaluate(self) -> None:
+        if self.evaluate is None:
+            return
+        found = self._found_by(self.evaluate)
+        self.outcome.evaluations[self.iteration] = found
+        self.report.evaluation(self.iteration, found.loss, found.metrics)
+
+    def _test(self) -> None:
+        if self.test is None:
+            return
+        self.outcome.test = found = self._found_by(self.test)
+        self.report.test(self.iteration, found.loss, found.metrics)
+
+    def _found_by(self, evaluate: Evaluate) -> Evaluation:
+        """Evaluate, outside the time of training, and leave the random generators as they are."""
+        model = self.prepared.model
+        with (
+            watchdog.phase("evaluating"),
+            self.clock.paused(),
+            untouched_generators(),
+            torch.no_grad(),
+            self.prepared.forward_context(),
+        ):
+            model.eval()
+            found = evaluate()
+            model.train()
+        return found
+
+    def _save(self) -> None:
+        with self.clock.paused():
+            place = checkpoint.save(self.args, self.prepared, self.iteration)
+        self.outcome.checkpoint = place
+        self.report.say(f" saved {place}")
+        self.report.write("checkpoint", self.iteration, {"path": str(place)})
+
+    def _draw(self) -> None:
+        with self.clock.paused():
+            self.outcome.plot = self.report.draw()
+
+    def _ends(self, termination: Termination) -> bool:
+        if termination.requested():
+            self.outcome.ended_by = "signal"
+        elif self.args.exit_interval and self.iteration % self.args.exit_interval == 0:
+            self.outcome.ended_by = "exit-interval"
+        else:
+            return False
+        if self.iteration < self.plan.iterations:
+            self.report.say(f" ending at iteration {self.iteration}: {self.outcome.ended_by}")
+        return True
+
+    def _finish(self) -> None:
+        """Log the rest; evaluate and export at the true end; save what is not saved yet."""
+        self._report()
+        complete = self.iteration >= self.plan.iterations
+        if complete:
+            self._evaluate()
+        self.outcome.iteration = self.iteration
+        is_new = self.iteration > self._begin
+        if self.args.save and is_new and self.outcome.checkpoint != self._place():
+            self._save()
+        if complete:
+            self._test()  # what it trips over costs no training: that is saved
+            if self.args.save:
+                self._export()
+        self._draw()
+
+    def _place(self) -> Path:
+        return checkpoint_files.directory(self.args.save, self.iteration)
+
+    def _export(self) -> None:
+        tokenizer = getattr(self.template, "tokenizer", None)
+        self.outcome.exported = export.write(self.args, self.prepared, self.outcome, tokenizer)
+        self.report.say(f" the trained model is in {self.outcome.exported}")
+
+
+@contextlib.contextmanager
+def untouched_generators() -> Iterator[None]:
+    """Leave the generators of host and device behind the block as they were before it."""
+    device = devices.current()
+    host, own = device.host_rng_state(), device.rng_state()
+    try:
+        yield
+    finally:
+        device.set_host_rng_state(host)
+        device.set_rng_state(own)
+
+
+def tokens_in(batch: Any) -> int:
+    """Return the tokens of a batch, padding included; 0 for one that is not of text."""
+    for name in ("input_ids", "text", "tokens"):
+        tokens = batch.get(name) if isinstance(batch, Mapping) else None
+        if isinstance(tokens, torch.Tensor):
+            return tokens.numel()
+    return 0
+
+
+def micro_batches(
+    template: Template, held: Iterable[Held], note: Callable[[Any], None] | None = None
+) -> MicroBatches:
+    """Return the batches of a rank on its device, whose losses count as much as they have labels."""
+    engine = template.engine
+    return MicroBatches(
+        held,
+        template.label_counts,
+        move=lambda batch: on_device(batch, engine.device),
+        ranks=engine.args.world_size,
+        note=note,
+    )
+
+
+def losses_of(
+    template: Template, returned: Any, number: int | None, *, training: bool = True
+) -> tuple[torch.Tensor, ...]:
+    """Return the losses of a micro-batch, each a mean over labels of its own.
+
+    Args:
+        template, returned, number, training: as ``providers.losses`` has them.
+    """
+    pairs = template.engine.pairs
+    if number is not None and pairs is not None and isinstance(returned, torch.Tensor):
+        returned = pairs.split(providers.loss(template, returned, training=training))
+    return providers.losses(template, returned, number, training=training)
+
+
+def mean_loss(template: Template, forward: Forward, held: Iterable[Held], count: int) -> float:
+    """Return the mean loss over the labels of so many micro-batches of each rank, of all ranks together."""
+    batches = micro_batches(template, held)
+    sums: dict[int, torch.Tensor] = {}  # of each loss, over its labels, and how many these are
+    for _ in range(count):
+        losses = losses_of(template, forward(batches), batches.losses, training=False)
+        for part, (loss, labels) in enumerate(zip(losses, batches.counted(), strict=True)):
+            whole = loss.detach().float() * labels if labels else loss.new_zeros((), dtype=torch.float32)
+            added = torch.stack([whole, torch.full_like(whole, labels)])
+            sums[part] = sums[part] + added if part in sums else added
+    together = torch.stack(list(sums.values()))
+    if template.engine.args.world_size > 1:
+        dist.all_reduce(together)
+    return float((together[:, 0] / together[:, 1]).sum())

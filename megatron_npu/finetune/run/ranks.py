@@ -1,0 +1,54 @@
+"""Which of all processes this one is, as a launcher has put it into the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from megatron_npu.base.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process among the others.
+
+    Attributes:
+        rank: its number, from 0 on.
+        local_rank: its number on its machine, which is that of its device.
+        world_size: how many processes there are on all machines.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+
+def launched() -> bool:
+    """Return whether a launcher (torchrun, or ``train`` itself) has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def of_this_process() -> Ranks:
+    """Return its place; of a process that nobody has launched, that it is alone."""
+    if not launched():
+        return Ranks()
+    return Ranks(
+        from_environment("RANK", 0), from_environment("LOCAL_RANK", 0), from_environment("WORLD_SIZE", 1)
+    )
+
+
+def from_environment(name: str, default: int, *, least: int = 0, most: int | None = None) -> int:
+    """Return a number that a launcher or a user has exported.
+
+    Raises:
+        UsageError: it is none, or out of range.
+    """
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        upward = "on" if most is None else f"to {most}"
+        raise UsageError(
+            f"{name}={text}", f"a whole number from {least} {upward}", f"Correct it, or unset {name}."
+        )
+    return int(text)

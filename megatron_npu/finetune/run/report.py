@@ -1,0 +1,146 @@
+"""What a training says: lines like Megatron's, and the same as JSON lines and TensorBoard's curves.
+
+The JSON lines are those of ``megatron-npu pretrain`` (``training.history`` reads both), with samples per
+second beside tokens, and metrics beside the loss of an evaluation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from megatron_npu import devices
+from megatron_npu.pretrain.report.sinks import Sinks
+
+
+class Report(Sinks):
+    """What is reported of a run, on rank 0; a context manager.
+
+    Args:
+        args: the flags.
+        iteration: where the run begins.
+        ledger: what each switch did, one line each.
+    """
+
+    def __init__(self, args: Namespace, iteration: int, ledger: Sequence[str]) -> None:
+        names = ("world_size", "train_iters", "global_batch_size", "seq_length", "task")
+        facts = {name: getattr(args, name) for name in names}
+        super().__init__(args, iteration, {**facts, "switches": [*ledger]})
+        for line in ledger:
+            self.say(f" {line}")
+        self.say(
+            f" {args.train_iters} iterations of {args.global_batch_size} samples: "
+            f"{args.num_microbatches} x {args.micro_batch_size} on {args.data_parallel_size} "
+            f"rank{'s' * (args.data_parallel_size > 1)} ({devices.current().title}); "
+            f"{args.epoch_iters} iterations are an epoch"
+        )
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            with contextlib.suppress(OSError):  # the disk may be full: that is what has to be told then
+                self.end(kind.__name__)
+        self.close()
+
+    def training(
+        self,
+        iteration: int,
+        losses: list[float],
+        norms: list[float | None],
+        seconds: float,
+        *,
+        learning_rate: float,
+        tokens: int = 0,
+        scale: float = 1.0,
+    ) -> None:
+        """Report the iterations since the last time: a line, a JSON object and TensorBoard's curves.
+
+        Args:
+            iteration: the last of them, counted from 1 since the run first began.
+            losses: of each, the mean over all ranks.
+            norms: of each, the gradient's; None where the update was left out.
+            seconds: that all took together, evaluation and saving left out.
+            learning_rate: of the next one.
+            tokens: of all ranks in all of them; 0: nobody knows.
+            scale: the loss scale; 1 without fp16.
+        """
+        if not self.on_rank_0:
+            return
+        row = self._row(iteration, losses, norms, seconds, learning_rate, tokens, scale)
+        self.say(_line(self.args, iteration, row))
+        self.write("train", iteration, row)
+        first = iteration - len(losses) + 1
+        for number, loss in enumerate(losses):
+            self.scalars(first + number, [("loss", loss)])
+        names = ("learning_rate", "grad_norm", "loss_scale", "samples_per_second", "tokens_per_second")
+        self.scalars(iteration, [(name.replace("_", "-"), row[name]) for name in names])
+
+    def _row(
+        self,
+        iteration: int,
+        losses: list[float],
+        norms: list[float | None],
+        seconds: float,
+        learning_rate: float,
+        tokens: int,
+        scale: float,
+    ) -> dict[str, Any]:
+        device, args = devices.current(), self.args
+        memory, finite = device.memory(), [loss for loss in losses if math.isfinite(loss)]
+        return {
+            "consumed_samples": iteration * args.global_batch_size,
+            "epoch": iteration / args.epoch_iters,
+            "loss": sum(finite) / len(finite) if finite else math.nan,
+            "losses": losses,
+            "grad_norm": norms[-1],
+            "grad_norms": norms,
+            "learning_rate": learning_rate,
+            "loss_scale": scale,
+            "elapsed_ms": seconds / len(losses) * 1e3,
+            "samples_per_second": args.global_batch_size * len(losses) / seconds,
+            "tokens_per_second": tokens / seconds if tokens else None,
+            "peak_memory_bytes": memory.peak,
+            "memory_bytes": memory.allocated,
+            "utilization": device.utilization(),
+            "skipped_iterations": sum(norm is None for norm in norms),
+        }
+
+    def evaluation(self, iteration: int, loss: float, metrics: Mapping[str, float]) -> None:
+        """Report an evaluation on the validation data."""
+        self._found("validation", iteration, loss, metrics)
+
+    def test(self, iteration: int, loss: float, metrics: Mapping[str, float]) -> None:
+        """Report the evaluation at the end on data that nothing else has seen."""
+        self._found("test", iteration, loss, metrics)
+
+    def _found(self, part: str, iteration: int, loss: float, metrics: Mapping[str, float]) -> None:
+        title = "evaluation" if part == "validation" else part
+        shown = "".join(f" {name}: {value:.4f} |" for name, value in metrics.items())
+        self.say(f" {title} at iteration {iteration} | loss: {loss:.6E} |{shown}")
+        self.write(part, iteration, {"loss": loss, "metrics": dict(metrics)})
+        named = ((f"{name} {part}", value) for name, value in metrics.items())
+        self.scalars(iteration, [(f"loss {part}", loss), *named])
+
+
+def _line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
+    """Return the console's line for one log event: Megatron's fields where there is one."""
+    norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
+    device = devices.current()
+    note = f" {device.title} |" if device.simulated else ""
+    return (
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.train_iters:8d} |"
+        f" consumed samples: {row['consumed_samples']:12d} | epoch: {row['epoch']:.3f} |"
+        f" elapsed time per iteration (ms): {row['elapsed_ms']:.1f} |"
+        f" samples per second: {row['samples_per_second']:.2f} |"
+        f" learning rate: {row['learning_rate']:.6E} |"
+        f" global batch size: {args.global_batch_size:5d} |"
+        f" loss: {row['loss']:.6E} | loss scale: {row['loss_scale']:.1f} |{norm}"
+        f" number of skipped iterations: {row['skipped_iterations']:3d} |"
+        f" peak memory (MiB): {row['peak_memory_bytes'] / 2**20:.0f} |{note}"
+    )

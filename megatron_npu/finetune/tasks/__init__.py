@@ -1,0 +1,56 @@
+"""What ``--task`` names: one template a task, filled in for models of Transformers. One file a task."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.tasks.declaration import Declaration
+
+if TYPE_CHECKING:
+    from megatron_npu.finetune.rapidformer.templates import Finetuner, PreTrainer
+
+
+@functools.cache
+def every() -> dict[str, type[Declaration]]:
+    """Return the tasks by their names: the classes in the files beside this one that have a name."""
+    found: dict[str, type[Declaration]] = {}
+    for file in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{file.name}")
+        for kind in vars(module).values():
+            if not isinstance(kind, type) or not issubclass(kind, Declaration):
+                continue
+            if kind.__module__ == module.__name__ and "name" in vars(kind):
+                if kind.name in found:
+                    raise ValueError(f"two classes have the name {kind.name}: {found[kind.name]}, {kind}")
+                found[kind.name] = kind
+    return found
+
+
+def template_for(args: argparse.Namespace) -> type[Finetuner] | type[PreTrainer]:
+    """Return a task as a template that trains; only now what trains is imported.
+
+    Raises:
+        UsageError: there is no such task, or a package that it needs is not installed.
+    """
+    task = every().get(args.task)
+    if task is None:
+        raise UsageError(
+            f"--task {args.task}", " or ".join(every()), "Give one of them, or --user-script FILE."
+        )
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"--task {args.task} ({error})",
+            f"the package {error.name}",
+            "Install it: pip install 'megatron_npu[train]'.",
+        ) from error
+    from megatron_npu.finetune.rapidformer import templates
+
+    kind = getattr(templates, task.template)
+    return type(task.__name__, (task, kind), {"__doc__": task.__doc__, "__module__": task.__module__})

@@ -1,0 +1,95 @@
+"""Texts one behind the other, cut into blocks of one length: the examples of language models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.data import texts
+from megatron_npu.finetune.run import metrics
+from megatron_npu.finetune.tasks.declaration import Flag
+from megatron_npu.finetune.tasks.task import Batch, Task, mean_loss
+
+_TEXTS = 10_000  # that are put together at a time; what is left at the end of them is left out
+
+
+class BlocksOfText(Task):
+    """What both language models share."""
+
+    roles: ClassVar = {"text": ("text", "content", "sentence", "document", "body")}
+    flags = (
+        Flag(
+            "--append-eod", action="store_true", help="end each text of a language model's with the end token"
+        ),
+    )
+    marked = False  # whether special tokens are put around each text, and a mask says where they are
+
+    def require_columns(self) -> None:
+        """Check that the column holds texts; a row without one adds nothing."""
+        texts.require(self.parts, self.columns, every=False)
+
+    def encoded(self, rows: Any, part: str) -> Any:
+        """Return the blocks of a part.
+
+        Raises:
+            UsageError: the texts do not fill one.
+        """
+        encode = functools.partial(
+            _encode,
+            tokenizer=self.tokenizer,
+            column=self.columns["text"],
+            marked=self.marked,
+            end=self.args.append_eod,
+        )
+        tokens = rows.map(encode, batched=True, remove_columns=rows.column_names, desc=f"tokenize {part}")
+        cut = functools.partial(_cut, length=self.longest)
+        blocks = tokens.map(cut, batched=True, batch_size=_TEXTS, desc=f"cut {part}")
+        if not len(blocks):
+            count = sum(map(len, tokens["input_ids"]))
+            raise UsageError(
+                f"the part {part!r} has {count} tokens",
+                f"a block of {self.longest} at least",
+                "Give more text, or a smaller --seq-length.",
+            )
+        return blocks
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
+        """Return the loss over the tokens that are asked for, and the perplexity: e to it."""
+        loss = mean_loss(self.evaluated(model, eval_dataloader, self.read))
+        return {"loss": loss, "perplexity": metrics.perplexity(loss)}
+
+    def read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
+        """Return the summed ``loss`` of each example and of how many labels it is, ``counted``."""
+        raise NotImplementedError
+
+
+def stacked(examples: list[dict[str, Any]], name: str) -> Tensor:
+    """Return a column of examples of one length as a tensor [b, n]."""
+    return torch.tensor([one[name] for one in examples])
+
+
+def _encode(
+    rows: Mapping[str, list[Any]], *, tokenizer: Any, column: str, marked: bool, end: bool
+) -> dict[str, Any]:
+    given = [text or "" for text in rows[column]]
+    tokens = dict(tokenizer(given, return_attention_mask=False, return_special_tokens_mask=marked))
+    tokens.pop("token_type_ids", None)
+    if end:
+        for own in tokens["input_ids"]:
+            own.append(tokenizer.eos_token_id)
+        for own in tokens.get("special_tokens_mask", ()):
+            own.append(1)
+    return tokens
+
+
+def _cut(rows: Mapping[str, list[list[int]]], *, length: int) -> dict[str, list[list[int]]]:
+    together = {name: [token for own in column for token in own] for name, column in rows.items()}
+    return {
+        name: [tokens[first : first + length] for first in range(0, len(tokens) - length + 1, length)]
+        for name, tokens in together.items()
+    }

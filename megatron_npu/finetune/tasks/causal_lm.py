@@ -1,0 +1,56 @@
+"""``--task causal_lm``: the next token of a text."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.model import pretrained
+from megatron_npu.finetune.tasks.blocks_of_text import BlocksOfText, stacked
+from megatron_npu.finetune.tasks.task import EXAMPLE, Batch, label_losses
+
+
+class CausalLM(BlocksOfText):
+    """Fine-tune an ``AutoModelForCausalLM``.
+
+    Column: a text. Texts stand one behind the other and are cut into blocks of ``--seq-length`` tokens.
+    Metric: the perplexity.
+    """
+
+    name = "causal_lm"
+    head = "AutoModelForCausalLM"
+    pipeline = "text-generation"
+
+    @classmethod
+    def check(cls, args: Namespace) -> None:
+        """Refuse blocks in which no token follows another."""
+        if args.seq_length == 1:
+            raise UsageError("--seq-length 1", "a token, and one that follows it: 2 or more", "Give more.")
+
+    def require_fit(self, config: Any) -> None:
+        """Refuse an encoder, too."""
+        super().require_fit(config)
+        if pretrained.sees_all(config):
+            name = self.args.pretrained_model_name_or_path
+            raise UsageError(
+                f"--task {self.name} with {name}, a {config.model_type} that sees what it is to predict",
+                "a decoder",
+                "Give --task masked_lm, or a model such as GPT-2.",
+            )
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Return blocks [b, s] with themselves as labels, which the model shifts."""
+        tokens = stacked(examples, "input_ids")
+        batch = {"input_ids": tokens, "labels": tokens.clone()}
+        if EXAMPLE in examples[0]:
+            batch[EXAMPLE] = stacked(examples, EXAMPLE)
+        return batch
+
+    def read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
+        """Return the loss over all tokens of a block but its first."""
+        losses, counted = label_losses(outputs.logits[:, :-1], batch["labels"][:, 1:])
+        return {"loss": losses, "counted": counted}

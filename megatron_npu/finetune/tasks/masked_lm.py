@@ -1,0 +1,95 @@
+"""``--task masked_lm``: the tokens of a text that are masked."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.data.labels import IGNORED
+from megatron_npu.finetune.data.loading import sample_seeds
+from megatron_npu.finetune.tasks.blocks_of_text import BlocksOfText, stacked
+from megatron_npu.finetune.tasks.task import EXAMPLE, Batch, label_losses
+
+if TYPE_CHECKING:
+    from transformers import DataCollatorForLanguageModeling
+
+_DRAWS = 1000  # until a block asks for a token; one of special tokens alone does not
+
+
+class MaskedLM(BlocksOfText):
+    """Fine-tune an ``AutoModelForMaskedLM``.
+
+    Column: a text. Texts, with special tokens around each, stand one behind the other and are cut into blocks
+    of ``--seq-length`` tokens; ``--mask-prob`` of the tokens are asked for, as BERT was trained. Metric: the
+    perplexity over these.
+    """
+
+    name = "masked_lm"
+    head = "AutoModelForMaskedLM"
+    pipeline = "fill-mask"
+    reads = ("mask_prob",)
+    marked = True
+
+    @classmethod
+    def check(cls, args: Namespace) -> None:
+        """Refuse to mask nothing."""
+        if not args.mask_prob:
+            raise UsageError("--mask-prob 0", "some tokens to ask for", "Give 0.15, say.")
+
+    @functools.cached_property
+    def _masking(self) -> DataCollatorForLanguageModeling:
+        from transformers import DataCollatorForLanguageModeling
+
+        if self.tokenizer.mask_token is None:
+            raise UsageError(
+                f"--task masked_lm with {self.args.pretrained_model_name_or_path}",
+                "a tokenizer with a mask token",
+                "Give --task causal_lm, or a model such as BERT.",
+            )
+        return DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=self.args.mask_prob)
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Return blocks [b, s], masked; an example of an evaluation always in the same places.
+
+        Those to train on are masked anew each time, by seeds of the loader's: a run that goes on masks what
+        it would have masked, and so does one of other micro-batches.
+        """
+        tokens, special = (stacked(examples, name) for name in ("input_ids", "special_tokens_mask"))
+        numbered = EXAMPLE in examples[0]
+        if numbered:
+            seeds = [self.args.seed + one[EXAMPLE] for one in examples]
+        else:
+            seeds = sample_seeds(len(examples))
+        rows = [
+            self._masked(own, at, seed, draws=1 if numbered else _DRAWS)
+            for own, at, seed in zip(tokens.split(1), special.split(1), seeds, strict=True)
+        ]
+        batch = self._batch(*map(torch.cat, zip(*rows, strict=True)))
+        if numbered:
+            batch[EXAMPLE] = stacked(examples, EXAMPLE)
+        return batch
+
+    def read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
+        """Return the loss over the masked tokens."""
+        losses, counted = label_losses(outputs.logits, batch["labels"])
+        return {"loss": losses, "counted": counted}
+
+    def _masked(self, tokens: Tensor, special: Tensor, seed: int, draws: int) -> tuple[Tensor, Tensor]:
+        """Return tokens [1, s] and labels [1, s] of an example; of several draws the first that asks."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            for _ in range(draws):
+                masked, labels = self._masking.torch_mask_tokens(tokens.clone(), special)
+                if (labels != IGNORED).any():
+                    break
+        return masked, labels
+
+    @staticmethod
+    def _batch(tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}

@@ -1,0 +1,276 @@
+"""``--task question_answering``: the piece of a context that answers a question."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_npu.base.arg_parser import positive
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.data import texts
+from megatron_npu.finetune.run import metrics
+from megatron_npu.finetune.tasks.declaration import Flag
+from megatron_npu.finetune.tasks.task import EXAMPLE, Batch, Task
+
+_POSITIONS = ("start_positions", "end_positions")
+_ASIDE = (
+    "row",
+    "offsets",
+    "unanswered",
+)  # columns that answers are found with, and a model is not called with
+_NOWHERE = (-1, -1)  # the offsets of a token that is not of the context
+
+
+class QuestionAnswering(Task):
+    """Fine-tune an ``AutoModelForQuestionAnswering``.
+
+    Columns: a question, a context and its answers, as SQuAD has them (texts and the places where they begin
+    in the context; none: there is no answer), or one text, which is looked for. A context that is too long
+    becomes several windows that overlap. Metrics: exact match and F1, in percent, as SQuAD's own evaluation.
+    """
+
+    name = "question_answering"
+    head = "AutoModelForQuestionAnswering"
+    pipeline = "question-answering"
+    roles: ClassVar = {
+        "question": ("question",),
+        "context": ("context", "passage"),
+        "answers": ("answers", "answer"),
+    }
+    flags = (
+        Flag("--doc-stride", type=positive, default=128, help="tokens that two windows of a context share"),
+        Flag("--max-answer-length", type=positive, default=30, help="tokens of the longest answer"),
+    )
+
+    def tokenizer_options(self) -> dict[str, Any]:
+        """Return that windows are padded behind, so that a token's place in them stays."""
+        return {"padding_side": "right"}
+
+    @functools.cached_property
+    def examples(self) -> dict[str, Any]:
+        """The windows of each part."""
+        self._windows = super().examples
+        return {part: windows.remove_columns(list(_ASIDE)) for part, windows in self._windows.items()}
+
+    def require_columns(self) -> None:
+        """Check that every row has a question and a context."""
+        texts.require(self.parts, {role: self.columns[role] for role in ("question", "context")})
+
+    def encoded(self, rows: Any, part: str) -> Any:
+        """Return the windows of each row, and where in them the answer is."""
+        self.require_places()
+        encode = functools.partial(
+            _encode,
+            tokenizer=self.tokenizer,
+            columns=self.columns,
+            longest=self.longest,
+            stride=self._stride(rows, part),
+        )
+        return rows.map(
+            encode,
+            batched=True,
+            with_indices=True,
+            remove_columns=rows.column_names,
+            desc=f"tokenize {part}",
+        )
+
+    def _stride(self, rows: Any, part: str) -> int:
+        """Return how many tokens windows share: as asked for, or half of what a question leaves."""
+        questions = self.tokenizer(list(rows[self.columns["question"]]))["input_ids"]
+        own = max(map(len, questions)) - self.tokenizer.num_special_tokens_to_add(pair=False)
+        free = self.longest - own - self.tokenizer.num_special_tokens_to_add(pair=True)
+        if free < 2:
+            raise UsageError(
+                f"a question of {own} tokens in the part {part!r}",
+                f"fewer than the {self.longest} of --seq-length, and room for the context",
+                "Leave the question out, or give a larger --seq-length.",
+            )
+        return min(self.args.doc_stride, free // 2)
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Return a batch, padded to its longest window."""
+        return self.padded(examples, numbers=_POSITIONS)
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
+        """Return the loss of the windows, and how the answers compare with the true ones."""
+        found = self.evaluated(model, eval_dataloader, self._read)
+        part = self._part(found[EXAMPLE][0])
+        rows, windows = self.parts[part], self._windows[part].select_columns(list(_ASIDE))
+        first = self.examples[part][0][EXAMPLE]
+        given: dict[int, tuple[float, str]] = {}  # by row, the score and text of its best window
+        nothing: dict[int, float] = {}
+        for index, number in enumerate(found[EXAMPLE]):
+            window = windows[int(number - first)]
+            row, score = window["row"], float(found["score"][index])
+            nothing[row] = min(nothing.get(row, np.inf), float(found["nothing"][index]))
+            if row not in given or score > given[row][0]:
+                begin, end = (window["offsets"][found[name][index]] for name in ("first", "last"))
+                given[row] = score, rows[row][self.columns["context"]][begin[0] : end[1]]
+        written = [
+            "" if self._may_have_none and nothing[row] > score else text
+            for row, (score, text) in given.items()
+        ]
+        true = [_answers(rows[row], self.columns)[0] for row in given]
+        return {"loss": float(found["loss"].mean(dtype="float64")), **metrics.answers(written, true)}
+
+    @functools.cached_property
+    def _may_have_none(self) -> bool:
+        """Whether the data have questions without an answer, as SQuAD 2.0 has."""
+        return any(not _answers(row, self.columns)[0] for rows in self.parts.values() for row in rows)
+
+    def _part(self, number: int) -> str:
+        """Return the part that an example is of."""
+        firsts = {part: windows[0][EXAMPLE] for part, windows in self.examples.items() if part != "train"}
+        return max((first, part) for part, first in firsts.items() if first <= number)[1]
+
+    def _read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
+        start, end = outputs.start_logits.float(), outputs.end_logits.float()
+        part = self._part(int(batch[EXAMPLE][0]))
+        first = self.examples[part][0][EXAMPLE]
+        offsets = self._windows[part].select_columns("offsets")[(batch[EXAMPLE] - first).tolist()]["offsets"]
+        inside = torch.zeros(start.shape, dtype=torch.bool)
+        for row, own in enumerate(offsets):
+            inside[row, : len(own)] = torch.tensor(own)[:, 0] >= 0
+        spans, scores = best_spans(start, end, inside.to(start.device), self.args.max_answer_length)
+        losses = [
+            torch.nn.functional.cross_entropy(logits, batch[name], reduction="none")
+            for logits, name in zip((start, end), _POSITIONS, strict=True)
+        ]
+        nowhere = _nowhere(batch["input_ids"], self.tokenizer)[:, None]
+        return {
+            "first": spans[:, 0],
+            "last": spans[:, 1],
+            "score": scores,
+            "nothing": (start.gather(1, nowhere) + end.gather(1, nowhere))[:, 0],
+            "loss": (losses[0] + losses[1]) / 2,
+        }
+
+
+def best_spans(start: Tensor, end: Tensor, inside: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Return the first and the last token of the likeliest answer of each window [b, 2], and its score [b].
+
+    Args:
+        start: logits of its first token [b, s].
+        end: logits of its last token [b, s].
+        inside: which tokens are of the context [b, s].
+        longest: tokens that it may have.
+    """
+    size = start.shape[1]
+    scores = start[:, :, None] + end[:, None, :]
+    allowed = torch.ones(size, size, dtype=torch.bool, device=start.device).triu().tril(longest - 1)
+    allowed = allowed & inside[:, :, None] & inside[:, None, :]
+    best, place = scores.masked_fill(~allowed, -torch.inf).flatten(1).max(1)
+    return torch.stack([place // size, place % size], 1), best
+
+
+def _nowhere(tokens: Tensor, tokenizer: Any) -> Tensor:
+    """Return the token of each window [b] that stands for no answer: CLS, or the first."""
+    if tokenizer.cls_token_id is None:
+        return torch.zeros_like(tokens[:, 0])
+    return (tokens == tokenizer.cls_token_id).int().argmax(1)
+
+
+def _encode(
+    rows: Mapping[str, list[Any]],
+    indices: list[int],
+    *,
+    tokenizer: Any,
+    columns: Mapping[str, str],
+    longest: int,
+    stride: int,
+) -> dict[str, Any]:
+    tokens = tokenizer(
+        [text.lstrip() for text in rows[columns["question"]]],  # blanks would fill SQuAD's windows
+        rows[columns["context"]],
+        truncation="only_second",
+        max_length=longest,
+        stride=stride,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
+    of_rows = tokens.pop("overflow_to_sample_mapping")
+    offsets = [_of_context(tokens, window, own) for window, own in enumerate(tokens.pop("offset_mapping"))]
+    answers = [
+        _answers({name: column[row] for name, column in rows.items()}, columns) for row in range(len(indices))
+    ]
+    nowhere = _nowhere_in(tokens["input_ids"], tokenizer)
+    places = [_place(offsets[window], answers[row], nowhere[window]) for window, row in enumerate(of_rows)]
+    return {
+        **tokens,
+        "start_positions": [first for first, _ in places],
+        "end_positions": [last for _, last in places],
+        "row": [indices[row] for row in of_rows],
+        "unanswered": [not answers[row][0] for row in of_rows],
+        "offsets": [[list(place) for place in own] for own in offsets],
+    }
+
+
+def _of_context(tokens: Any, window: int, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return where in the context each token of a window is; ``_NOWHERE`` for one of the question."""
+    kinds = tokens.sequence_ids(window)
+    return [place if kind == 1 else _NOWHERE for place, kind in zip(offsets, kinds, strict=True)]
+
+
+def _nowhere_in(windows: list[list[int]], tokenizer: Any) -> list[int]:
+    mark = tokenizer.cls_token_id
+    return [own.index(mark) if mark in own else 0 for own in windows]
+
+
+def _place(
+    offsets: list[tuple[int, int]], answers: tuple[list[str], list[int]], nowhere: int
+) -> tuple[int, int]:
+    """Return the first and last token of the first true answer, if the window has all of it."""
+    found, begins = answers
+    if not found:
+        return nowhere, nowhere
+    begin, end = begins[0], begins[0] + len(found[0])
+    inside = [token for token, place in enumerate(offsets) if place != _NOWHERE]
+    if not inside or offsets[inside[0]][0] > begin or offsets[inside[-1]][1] < end:
+        return nowhere, nowhere
+    first = max(token for token in inside if offsets[token][0] <= begin)
+    return first, min(token for token in inside if offsets[token][1] >= end)
+
+
+def _answers(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[list[str], list[int]]:
+    """Return the true answers of a row, and where in the context they begin.
+
+    Raises:
+        UsageError: an answer is not there, or they are written otherwise.
+    """
+    context, given = row[columns["context"]], row[columns["answers"]]
+    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+        given = {name: [one.get(name) for one in given] for name in ("text", "answer_start")}
+    if isinstance(given, dict):
+        found, begins = given.get("text") or [], given.get("answer_start") or []
+    elif isinstance(given, str) or given is None:
+        found = [given] if given else []
+        begins = [context.find(text) for text in found]
+    else:
+        raise _unreadable(given, row[columns["question"]])
+    if not _are(str, found) or not _are(int, begins) or len(found) != len(begins):
+        raise _unreadable(given, row[columns["question"]])
+    for text, begin in zip(found, begins, strict=True):
+        if begin < 0 or context[begin : begin + len(text)] != text:
+            raise UsageError(
+                f"the answer {text!r} to {row[columns['question']]!r}",
+                "a piece of the context, at its place",
+                "Correct the row.",
+            )
+    return found, begins
+
+
+def _are(kind: type, given: Any) -> bool:
+    return isinstance(given, list) and all(isinstance(one, kind) for one in given)
+
+
+def _unreadable(given: Any, question: str) -> UsageError:
+    return UsageError(
+        f"the answers {given!r} to {question!r}",
+        'as in SQuAD: {"text": ["Rome"], "answer_start": [17]}; or one text',
+        "Correct the row.",
+    )

@@ -1,0 +1,138 @@
+"""``--task seq2seq``: a text for a text: a translation, a summary."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_npu.base.arg_parser import positive
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.data.labels import IGNORED
+from megatron_npu.finetune.data.parts import Parts
+from megatron_npu.finetune.run import metrics
+from megatron_npu.finetune.tasks.declaration import Flag
+from megatron_npu.finetune.tasks.task import EXAMPLE, Batch, Task, inputs, label_losses, mean_loss
+
+if TYPE_CHECKING:
+    from transformers import DataCollatorForSeq2Seq
+
+
+class Seq2Seq(Task):
+    """Fine-tune an ``AutoModelForSeq2SeqLM``.
+
+    Columns: a source and a target; ``translation.en`` is the ``en`` in a column of both languages. Metrics:
+    with ``--predict-with-generate`` exact match and ROUGE-L of the texts that the model writes.
+    """
+
+    name = "seq2seq"
+    head = "AutoModelForSeq2SeqLM"
+    pipeline = "text2text-generation"
+    roles: ClassVar = {
+        "source": ("source", "input", "article", "document", "dialogue", "question", "text", "en"),
+        "target": ("target", "output", "highlights", "summary", "answer", "label"),
+    }
+    flags = (
+        Flag("--source-prefix", default="", metavar="TEXT", help="what each source begins with"),
+        Flag("--max-target-length", type=positive, default=128, help="tokens of the longest output"),
+        Flag("--predict-with-generate", action="store_true", help="write targets when evaluating, too"),
+        Flag("--num-beams", type=positive, default=1, help="beams of these outputs"),
+    )
+
+    @classmethod
+    def check(cls, args: Namespace) -> None:
+        """Refuse beams of outputs that are not written."""
+        if args.num_beams > 1 and not args.predict_with_generate:
+            raise UsageError(
+                "--num-beams without --predict-with-generate",
+                "both: beams are of outputs",
+                "Add or drop one.",
+            )
+
+    @functools.cached_property
+    def parts(self) -> Parts:
+        """The rows of each part; columns of columns are taken apart where a flag names one."""
+        parts = super().parts
+        if any("." in name for _, name in self.args.columns):
+            return parts.changed(lambda rows: rows.flatten())
+        return parts
+
+    def encoded(self, rows: Any, part: str) -> Any:
+        """Return the tokens of each source, and those of its target as labels."""
+        encode = functools.partial(
+            _encode,
+            tokenizer=self.tokenizer,
+            columns=self.columns,
+            prefix=self.args.source_prefix,
+            longest=self.longest,
+            longest_target=self.args.max_target_length,
+        )
+        return rows.map(encode, batched=True, remove_columns=rows.column_names, desc=f"tokenize {part}")
+
+    @functools.cached_property
+    def _padding(self) -> DataCollatorForSeq2Seq:
+        from transformers import DataCollatorForSeq2Seq
+
+        return DataCollatorForSeq2Seq(self.tokenizer, label_pad_token_id=IGNORED)
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Return a batch; the model makes the decoder's inputs of its labels."""
+        numbers = [one[EXAMPLE] for one in examples if EXAMPLE in one]
+        batch = self._padding([{k: v for k, v in one.items() if k != EXAMPLE} for one in examples])
+        if numbers:
+            batch[EXAMPLE] = torch.tensor(numbers)
+        return batch
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
+        """Return the loss over the targets' tokens and, if texts are written, how they compare."""
+        rows = self.evaluated(model, eval_dataloader, self._read, self._outputs)
+        found = {"loss": mean_loss(rows)}
+        if self.args.predict_with_generate:
+            found |= metrics.overlap(self._texts(rows["written"]), self._texts(rows["label"]))
+        return found
+
+    def _outputs(self, model: Any, batch: Batch) -> Any:
+        outputs = model(**inputs(batch))
+        if self.args.predict_with_generate:
+            outputs["written"] = model.generate(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_new_tokens=self.args.max_target_length,
+                num_beams=self.args.num_beams,
+                do_sample=False,
+                # where weights are shared out, all ranks go through the model as often as the slowest
+                synced_gpus=self.args.world_size > 1,
+            )
+        return outputs
+
+    def _read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
+        losses, counted = label_losses(outputs.logits, batch["labels"])
+        rows = {"loss": losses, "counted": counted}
+        if "written" in outputs:
+            rows |= {"written": outputs["written"], "label": batch["labels"]}
+        return rows
+
+    def _texts(self, rows: Any) -> list[str]:
+        kept = [[token for token in row if token != IGNORED] for row in rows.tolist()]
+        return self.tokenizer.batch_decode(kept, skip_special_tokens=True)
+
+
+def _encode(
+    rows: Mapping[str, list[Any]],
+    *,
+    tokenizer: Any,
+    columns: Mapping[str, str],
+    prefix: str,
+    longest: int,
+    longest_target: int,
+) -> dict[str, Any]:
+    sources = [prefix + text for text in rows[columns["source"]]]
+    tokens = tokenizer(sources, truncation=True, max_length=longest)
+    of_targets = tokenizer(
+        text_target=list(rows[columns["target"]]), truncation=True, max_length=longest_target
+    )
+    return {**tokens, "labels": of_targets["input_ids"]}

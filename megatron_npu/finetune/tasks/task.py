@@ -1,0 +1,299 @@
+"""What all tasks share: where data and models come from, and evaluations that count each example once."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_npu.base.arg_parser import Number
+from megatron_npu.base.errors import UsageError
+from megatron_npu.devices.rows import Rows
+from megatron_npu.finetune import tasks
+from megatron_npu.finetune.data import columns, texts, turns
+from megatron_npu.finetune.data.datasets import load
+from megatron_npu.finetune.data.labels import IGNORED
+from megatron_npu.finetune.data.parts import Parts
+from megatron_npu.finetune.model import pretrained
+from megatron_npu.finetune.tasks.declaration import Declaration, Flag
+
+EXAMPLE = "example"  # the column that numbers the examples of an evaluation, through all parts
+
+Batch = MutableMapping[str, Tensor]
+_fraction = Number("a number from 0 to 0.9", float, 0.0, 0.9, metavar="X")
+
+
+class Task(Declaration):
+    """The methods of a ``Finetuner``, but for what a task itself is.
+
+    A task says how rows become examples (``encoded``), how examples become a batch (``collate``) and what is
+    read off the model's outputs (``run_compute_metrics``).
+
+    Args:
+        engine: of this process.
+    """
+
+    head: ClassVar[str]
+    reads: ClassVar[tuple[str, ...]] = ("data_name", "columns")
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag(
+            "--validation-fraction",
+            type=_fraction,
+            default=0.1,
+            help="what is taken from the training part, where no part is there to validate on",
+        ),
+    )
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.args = engine.args
+        if self.args.rank:
+            _be_quiet()
+        elif not sys.stderr.isatty():
+            _draw_no_bars()
+
+    # -- what a task adds
+
+    def encoded(self, rows: Any, part: str) -> Any:
+        """Return the examples that the rows of a part become."""
+        raise NotImplementedError
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Return a batch of examples."""
+        raise NotImplementedError
+
+    def config_changes(self) -> dict[str, Any]:
+        """Return what the data change in the model's configuration.
+
+        A missing column, or one that holds something else, is told here, before the model is looked for.
+        """
+        self.require_columns()
+        return {}
+
+    def require_columns(self) -> None:
+        """Check what the columns hold.
+
+        Raises:
+            UsageError: one is missing, has no texts, or a row without.
+        """
+        texts.require(self.parts, self.columns)
+
+    def tokenizer_options(self) -> dict[str, Any]:
+        """Return what the tokenizer is loaded with."""
+        return {}
+
+    # -- what they share
+
+    @functools.cached_property
+    def parts(self) -> Parts:
+        """The rows of each part."""
+        return load(self.args)
+
+    @property
+    def column_names(self) -> dict[str, list[str]]:
+        """The columns of each part."""
+        return {part: rows.column_names for part, rows in self.parts.items()}
+
+    @functools.cached_property
+    def columns(self) -> dict[str, str]:
+        """The column of each role."""
+        return columns.find(self.column_names, self.roles, self.args.columns)
+
+    @functools.cached_property
+    def config(self) -> Any:
+        """The model's configuration."""
+        found = pretrained.config(self.args.pretrained_model_name_or_path, **self.config_changes())
+        self.require_fit(found)
+        return found
+
+    def require_fit(self, config: Any) -> None:
+        """Check that a model has the head that is trained.
+
+        Raises:
+            UsageError: it has not.
+        """
+        if not pretrained.has_head(config, self.head):
+            name = self.args.pretrained_model_name_or_path
+            fitting = [
+                task
+                for task, kind in tasks.every().items()
+                if kind.head is not None and pretrained.has_head(config, kind.head)
+            ]
+            raise UsageError(
+                f"--task {self.name} with {name}, a {config.model_type}",
+                f"a task that it has a head for: {', '.join(fitting) or 'it has none'}",
+                "Give another task or another model.",
+            )
+
+    def own_labels(self) -> tuple[str, ...]:
+        """Return the names of the classes that the model brings; without a head they are two of no name."""
+        return pretrained.class_names(self.args.pretrained_model_name_or_path)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return pretrained.tokenizer(
+            self.args.pretrained_model_name_or_path, self.config, **self.tokenizer_options()
+        )
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """How many tokens an example may have."""
+        name = self.args.pretrained_model_name_or_path
+        return pretrained.longest(name, self.tokenizer, self.config, self.args.seq_length)
+
+    @functools.cached_property
+    def examples(self) -> dict[str, Any]:
+        """The examples of each part; those of an evaluation are numbered, on from one part to the next."""
+        found, number = {}, 0
+        with self._one_rank_first():
+            encoded = {part: self.encoded(rows, part) for part, rows in self.parts.items()}
+        for part, examples in encoded.items():
+            numbers = list(range(number, number + len(examples)))
+            found[part] = examples if part == "train" else examples.add_column(EXAMPLE, numbers)
+            number += len(examples)
+        return found
+
+    def _one_rank_first(self) -> contextlib.AbstractContextManager[None]:
+        """Let one rank tokenize into the cache of ``datasets``, and the others read what it has made."""
+        import datasets
+
+        args, kept = self.args, all(rows.cache_files for rows in self.parts.values())
+        if args.world_size == 1 or not kept or not datasets.is_caching_enabled():
+            return contextlib.nullcontext()
+        facts = (args.data_path, args.data_name, self.name, args.pretrained_model_name_or_path)
+        name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        return turns.first_alone(Path(datasets.config.HF_DATASETS_CACHE) / f"tokenize-{name}.lock")
+
+    def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Callable[..., Batch]]:
+        """Return the examples of each part (None: it is not there), and what makes batches of them."""
+        return self.examples["train"], self.examples["validation"], self.examples.get("test"), self.collate
+
+    def model_optimizer_lr_scheduler_provider(self) -> tuple[torch.nn.Module, None, None]:
+        """Return the model with the task's head."""
+        self.tokenizer  # may name a padding token in the configuration  # noqa: B018
+        name = self.args.pretrained_model_name_or_path
+        return pretrained.model(name, self.head, self.config), None, None
+
+    def padded(
+        self, examples: list[dict[str, Any]], numbers: tuple[str, ...] = (), rows: tuple[str, ...] = ()
+    ) -> Batch:
+        """Return a batch of tokens [b, s], padded to the longest example.
+
+        Args:
+            examples: as the tokenizer made them, with further columns.
+            numbers: columns of one number an example, [b].
+            rows: columns of one number a token, [b, s]; -100 fills up.
+        """
+        from transformers.data.data_collator import pad_without_fast_tokenizer_warning
+
+        numbers = (*numbers, EXAMPLE) if EXAMPLE in examples[0] else numbers
+        own = [{k: v for k, v in one.items() if k not in (*numbers, *rows)} for one in examples]
+        batch = pad_without_fast_tokenizer_warning(self.tokenizer, own, return_tensors="pt")
+        width, left = batch["input_ids"].shape[1], self.tokenizer.padding_side == "left"
+        for name in numbers:
+            batch[name] = torch.tensor([one[name] for one in examples])
+        for name in rows:
+            batch[name] = torch.tensor([_filled(one[name], width, left) for one in examples])
+        return batch
+
+    def require_places(self) -> None:
+        """Refuse a tokenizer that does not say where its tokens are.
+
+        Raises:
+            UsageError: it is one in Python.
+        """
+        if not self.tokenizer.is_fast:
+            raise UsageError(
+                f"the tokenizer of {self.args.pretrained_model_name_or_path}",
+                "one that says where in a text a token is (a fast one)",
+                "Take a model that has a tokenizer.json.",
+            )
+
+    def run_forward_step(self, batch: Batch, model: torch.nn.Module) -> Tensor:
+        """Return the loss of a batch: the mean over its labels, as the model computes it."""
+        return model(**inputs(batch)).loss
+
+    def evaluated(
+        self,
+        model: Sequence[torch.nn.Module],
+        batches: Iterable[Batch],
+        read: Callable[[Batch, Any], Mapping[str, Tensor]],
+        forward: Callable[[torch.nn.Module, Batch], Any] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Return what is read off every example of all ranks, each once and in the order of their numbers.
+
+        Ranks see an example twice where the number of all cannot be shared out evenly.
+
+        Args:
+            model: the model, in a list.
+            batches: of this rank.
+            read: makes rows of a batch and of the outputs for it: tensors [b] or [b, n] by name. Where n
+                differs between batches, -100 fills up.
+            forward: gives the outputs; by default those of the model called with the batch.
+        """
+        found: dict[str, Rows] = collections.defaultdict(lambda: Rows(IGNORED))
+        for batch in batches:
+            outputs = forward(model[0], batch) if forward else model[0](**inputs(batch))
+            for name, rows in {EXAMPLE: batch[EXAMPLE], **read(batch, outputs)}.items():
+                found[name].add(rows.cpu())
+        together = {
+            name: self.engine.gather(rows.all().to(self.engine.device)).cpu().numpy()
+            for name, rows in found.items()
+        }
+        _, first = np.unique(together[EXAMPLE], return_index=True)
+        return {name: rows[first] for name, rows in together.items()}
+
+
+def _be_quiet() -> None:
+    """Leave the bars and remarks of the libraries to rank 0."""
+    import transformers
+
+    _draw_no_bars()
+    transformers.logging.set_verbosity_error()
+
+
+def _draw_no_bars() -> None:
+    """Draw no progress bars of the libraries: in a file each step of one is a line."""
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+
+
+def inputs(batch: Batch) -> dict[str, Tensor]:
+    """Return what of a batch the model is called with."""
+    return {name: value for name, value in batch.items() if name != EXAMPLE}
+
+
+def label_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of each example [b], and over how many labels it is.
+
+    Args:
+        logits: [b, n, classes].
+        labels: [b, n], -100 where there is none.
+    """
+    losses = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return losses.view_as(labels).sum(1), (labels != IGNORED).sum(1)
+
+
+def mean_loss(rows: Mapping[str, np.ndarray]) -> float:
+    """Return the mean over all labels of what ``label_losses`` has read, as ``loss`` and ``counted``."""
+    return float(rows["loss"].astype(np.float64).sum() / max(rows["counted"].sum(), 1))
+
+
+def _filled(row: list[int], width: int, left: bool) -> list[int]:
+    rest = [IGNORED] * (width - len(row))
+    return rest + row if left else row + rest

@@ -1,0 +1,108 @@
+"""``--task token_classification``: a tag for each word, such as names of persons and places."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from megatron_npu.finetune.data import labels, texts
+from megatron_npu.finetune.data.labels import IGNORED
+from megatron_npu.finetune.run import metrics
+from megatron_npu.finetune.tasks.task import Batch, Task, label_losses, mean_loss
+
+
+class TokenClassification(Task):
+    """Fine-tune an ``AutoModelForTokenClassification``.
+
+    Columns: a list of words and a list of tags, numbers or names. The first token of a word carries its tag,
+    the others none. Metrics: accuracy over words; precision, recall and F1 over entities where tags are as
+    ``B-PER``, ``I-PER``, ``O``.
+    """
+
+    name = "token_classification"
+    head = "AutoModelForTokenClassification"
+    pipeline = "token-classification"
+    roles: ClassVar = {
+        "tokens": ("tokens", "words"),
+        "tags": ("ner_tags", "tags", "labels", "pos_tags", "chunk_tags"),
+    }
+
+    @functools.cached_property
+    def labels(self) -> labels.Labels:
+        """The tags of the data."""
+        return labels.of_tokens(self.parts, self.columns["tags"], self.own_labels())
+
+    def config_changes(self) -> dict[str, Any]:
+        """Return the tags."""
+        self.require_columns()
+        return self.labels.config()
+
+    def require_columns(self) -> None:
+        """Check that every row has a list of words and one of as many tags."""
+        labels.require_lists(self.parts["train"], self.columns["tags"])
+        texts.require_words(self.parts, self.columns["tokens"], self.columns["tags"])
+
+    def tokenizer_options(self) -> dict[str, Any]:
+        """Return what byte-level tokenizers need for words that are cut already."""
+        return {"add_prefix_space": True}
+
+    def encoded(self, rows: Any, part: str) -> Any:
+        """Return the tokens of each row, with the tag of a word at its first token."""
+        self.require_places()
+        encode = functools.partial(
+            _encode, tokenizer=self.tokenizer, columns=self.columns, labels=self.labels, longest=self.longest
+        )
+        return rows.map(encode, batched=True, remove_columns=rows.column_names, desc=f"tokenize {part}")
+
+    def collate(self, examples: list[dict[str, Any]]) -> Batch:
+        """Return a batch, padded to its longest example."""
+        return self.padded(examples, rows=("labels",))
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
+        """Return the loss over words, and the metrics."""
+        rows = self.evaluated(model, eval_dataloader, _read)
+        there = rows["label"] != IGNORED
+        tags = np.array(self.labels.names)
+        guessed, true = (
+            [list(tags[own[kept]]) for own, kept in zip(rows[name], there, strict=True)]
+            for name in ("prediction", "label")
+        )
+        return {"loss": mean_loss(rows), **metrics.tagging(guessed, true)}
+
+
+def _read(batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
+    losses, counted = label_losses(outputs.logits, batch["labels"])
+    return {
+        "prediction": outputs.logits.argmax(-1),
+        "label": batch["labels"],
+        "loss": losses,
+        "counted": counted,
+    }
+
+
+def _encode(
+    rows: Mapping[str, list[Any]],
+    *,
+    tokenizer: Any,
+    columns: Mapping[str, str],
+    labels: labels.Labels,
+    longest: int,
+) -> dict[str, Any]:
+    words, tags = rows[columns["tokens"]], rows[columns["tags"]]
+    tokens = tokenizer(words, is_split_into_words=True, truncation=True, max_length=longest)
+    return {
+        **tokens,
+        "labels": [_at_first(tokens.word_ids(row), own, labels) for row, own in enumerate(tags)],
+    }
+
+
+def _at_first(words: list[int | None], tags: list[Any], labels: labels.Labels) -> list[int]:
+    """Return the label of each token: that of its word if it is the word's first, else none."""
+    return [
+        IGNORED if word is None or word == before else int(labels.number(tags[word]))
+        for before, word in zip([None, *words], words, strict=False)
+    ]

@@ -1,0 +1,70 @@
+"""A conversation: prompts that are typed one after another, and what the model adds to each, as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+
+from megatron_npu import watchdog
+from megatron_npu.base.errors import UsageError
+from megatron_npu.generation.sampling.growing_text import GrowingText
+from megatron_npu.generation.sampling.leader import Leader
+from megatron_npu.generation.sampling.options import Options
+from megatron_npu.generation.sampling.sampler import Sample
+from megatron_npu.generation.trained_model import TrainedModel
+
+QUESTION = "Context prompt (stop to exit) >>> "  # as Megatron's own script asks
+_STOP = "stop"
+
+
+def talk(model: TrainedModel, leader: Leader, options: Options) -> None:
+    """Ask for prompts on standard input until ``stop`` or its end; print what follows each.
+
+    A prompt that does not fit is told, and the next one is asked for; Ctrl-C ends a text that is too long.
+    """
+    _edit_lines()
+    while (prompt := _asked()) is not None:
+        try:
+            _answer(model, leader, options, prompt)
+        except UsageError as error:
+            print(error)
+        except KeyboardInterrupt:
+            print(" (interrupted)")
+
+
+def _edit_lines() -> None:
+    """Switch on line editing where Python has it; let bytes that are not UTF-8 come through, to be told."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # input() uses it from then on
+    for stream in (sys.stdin, sys.stdout):
+        with contextlib.suppress(AttributeError):  # of another kind, in a test say
+            stream.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+
+
+def _asked() -> str | None:
+    """Return a prompt; None at the end."""
+    try:
+        with watchdog.phase(watchdog.WAITING):
+            prompt = input(QUESTION)
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return None
+    return None if prompt.strip() == _STOP else prompt
+
+
+def _answer(model: TrainedModel, leader: Leader, options: Options, prompt: str) -> None:
+    """Print what the model adds to a prompt, piece by piece."""
+    ids = model.prompt(prompt)
+    text = GrowingText(model.tokenizer, ids)
+    print(prompt, end="", flush=True)
+    leader.sample([ids], options, _printer(text))
+    print(text.rest())
+
+
+def _printer(text: GrowingText) -> Callable[[int, Sample], bool]:
+    def watch(place: int, sample: Sample) -> bool:
+        print(text.added(sample.tokens), end="", flush=True)
+        return False
+
+    return watch

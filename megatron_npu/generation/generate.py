@@ -1,0 +1,217 @@
+"""``megatron-npu generate``: text from a checkpoint, of a prompt, of a file of them, in a conversation.
+
+Several processes share one model: torchrun --nproc-per-node N -m megatron_npu generate, with the same text.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from megatron_npu.base import files
+from megatron_npu.base.arg_parser import Parser, integer, number, positive, whole
+from megatron_npu.base.errors import UsageError
+from megatron_npu.generation import conversation, sample_files, trained_model
+from megatron_npu.generation.sampling import leader
+from megatron_npu.generation.sampling.options import Options
+from megatron_npu.generation.sampling.sampler import Sample
+from megatron_npu.generation.trained_model import TrainedModel
+from megatron_npu.pretrain.checkpoint.restore import restored
+
+_DEFAULT = Options()
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    result = Parser("megatron-npu generate", description=__doc__)
+    add = result.add_argument
+    trained_model.add_flags(add)
+    add("--prompt", metavar="TEXT", help="the text to go on from")
+    add(
+        "--num-samples",
+        type=whole,
+        help="texts to draw: of --prompt, or from nothing without one; 0: ask for prompts in a conversation",
+    )
+    add("--sample-input-file", metavar="FILE", help="with a prompt a line")
+    add("--sample-output-file", metavar="FILE", help="JSON lines of what follows (default: the input's .out)")
+    add("--genfile", metavar="FILE", help="write samples there as JSON lines instead of printing their text")
+    add("--output", metavar="FILE", help="write the text there instead of printing it")
+    add("--micro-batch-size", type=positive, default=8, help="texts drawn at once at most")
+    add_sampling(add)
+    return result
+
+
+def add_sampling(add: trained_model.Add) -> None:
+    """Add the flags that say how texts are drawn."""
+    add(
+        "--num-tokens",
+        type=integer,
+        help=f"tokens to add at most (default: {_DEFAULT.num_tokens}, or what --out-seq-length leaves)",
+    )
+    add(
+        "--out-seq-length",
+        type=integer,
+        help="tokens of prompt and text together at most (default: the model's positions)",
+    )
+    default = _DEFAULT.temperature
+    add(
+        "--temperature", type=number, default=default, help="logits are divided by it; 0: the likeliest token"
+    )
+    add("--greedy", action="store_true", help="= --temperature 0: always the likeliest token")
+    add(*("--top-k", "--top_k"), type=integer, default=0, help="draw among the N likeliest tokens; 0: all")
+    add(
+        *("--top-p", "--top_p"),
+        type=number,
+        default=0.0,
+        help="draw among the fewest tokens that have this probability; 0: all",
+    )
+    add("--seed", type=integer, default=_DEFAULT.seed, help="of the random draws; text i draws with seed + i")
+    add("--recompute", action="store_true", help="read the whole text anew for every token; the same text")
+
+
+def options_of(given: argparse.Namespace) -> Options:
+    """Return how texts are drawn.
+
+    Raises:
+        UsageError: a number out of range.
+    """
+    some = {"num_tokens": given.num_tokens} if given.num_tokens is not None else {}
+    if given.num_tokens is None and given.out_seq_length is not None:
+        some = {"num_tokens": max(given.out_seq_length, 1)}
+    return Options(
+        longest=given.out_seq_length,
+        temperature=0.0 if given.greedy else given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        seed=given.seed,
+        recompute=given.recompute,
+        **some,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code.
+
+    Raises:
+        UsageError: no such checkpoint, or a prompt or number that does not fit the model.
+    """
+    given = parser().parse_args(argv)
+    options = options_of(given)
+    _check(given)
+    talks = given.num_samples == 0
+    patience = {"distributed_timeout_minutes": int(leader.PATIENCE.total_seconds()) // 60} if talks else {}
+    with trained_model.loaded(given, **patience) as model:
+        if talks:
+            with leader.leading(model.sampler) as first:
+                if first is not None:
+                    conversation.talk(model, first, options)
+        elif given.sample_input_file is not None:
+            _continue_file(given, model, options)
+        else:
+            _draw(given, model, options)
+    return 0
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Refuse what can be seen to be wrong before the model is loaded."""
+    ways = [flag for flag in ("prompt", "sample_input_file") if getattr(given, flag) is not None]
+    if not ways and given.num_samples is None:
+        raise UsageError(
+            "nothing to do",
+            "--prompt TEXT, --sample-input-file FILE, or --num-samples N (0: a conversation)",
+            "Give one.",
+        )
+    if len(ways) > 1 or (given.num_samples == 0 and ways):
+        both = "--prompt and --sample-input-file" if len(ways) > 1 else f"--num-samples 0 and --{ways[0]}"
+        raise UsageError(both.replace("_", "-"), "one of them", "Drop one.")
+    for file in (given.genfile, given.output, given.sample_output_file):
+        if file is not None:
+            sample_files.require_writable(file)
+
+
+def _draw(given: argparse.Namespace, model: TrainedModel, options: Options) -> None:
+    """Draw texts of one prompt or from nothing; print or write them."""
+    prompt = [model.sampler.end] if given.prompt is None else model.prompt(given.prompt)
+    _require_room(given, prompt, model)
+    samples = model.sampler.sample([prompt] * (given.num_samples or 1), options, batch=given.micro_batch_size)
+    if dist.get_rank() == 0:
+        _hand_out(given, model, samples)
+
+
+def _hand_out(given: argparse.Namespace, model: TrainedModel, samples: list[Sample]) -> None:
+    if given.genfile:
+        sample_files.write(given.genfile, (sample_files.record(model, sample) for sample in samples))
+        print(f"{len(samples)} sample{'s' if len(samples) > 1 else ''} in {given.genfile}")
+        return
+    texts = [model.text(sample) for sample in samples]
+    if len(texts) > 1:
+        texts = [f"----- {number} of {len(texts)} -----\n{text}" for number, text in enumerate(texts, 1)]
+    if given.output:
+        files.write(given.output, "\n".join(texts) + "\n")
+    else:
+        print("\n".join(texts))
+
+
+def _continue_file(given: argparse.Namespace, model: TrainedModel, options: Options) -> None:
+    """Draw what follows each line of a file; write prompts and texts."""
+    file = given.sample_input_file
+    output = given.sample_output_file or given.genfile or f"{file}.out"
+    prompts = sample_files.read_prompts(file)
+    ids = []
+    for line, prompt in enumerate(prompts, 1):
+        try:
+            ids.append(model.prompt(prompt))
+            _require_room(given, ids[-1], model)
+        except UsageError as error:
+            raise UsageError(f"{file}, line {line}: {error.given}", error.expected, error.remedy) from error
+    each = given.num_samples or 1
+    samples = model.sampler.sample(
+        [prompt for prompt in ids for _ in range(each)], options, batch=given.micro_batch_size
+    )
+    if dist.get_rank() == 0:
+        records = [sample_files.record(model, sample) for sample in samples]
+        for number, values in enumerate(records):
+            records[number] = {"prompt": prompts[number // each], **values}
+        sample_files.write(output, records)
+        print(f"{len(samples)} sample{'s' if len(samples) > 1 else ''} in {output}")
+
+
+def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedModel) -> None:
+    """Refuse numbers of tokens that were asked for and that the model has no positions for."""
+    positions, length = model.sampler.positions, len(prompt)
+    if given.out_seq_length is not None and not length < given.out_seq_length <= positions:
+        raise UsageError(
+            f"--out-seq-length {given.out_seq_length} with a prompt of {length} tokens",
+            f"more than the prompt has, and at most the model's {positions} positions",
+            "Change it.",
+        )
+    if given.num_tokens is not None and length + given.num_tokens > positions:
+        raise UsageError(
+            f"a prompt of {length} tokens and --num-tokens {given.num_tokens}",
+            f"together at most the model's {positions} positions",
+            f"Give --num-tokens {positions - length} or a shorter prompt.",
+        )
+
+
+def generate(
+    load: str, prompt: str, *, vocab_file: str | None = None, merge_file: str | None = None, **options: object
+) -> str:
+    """Return the prompt and what the model adds to it, up to an end of document, in this one process.
+
+    Args:
+        load: directory that a run saved into.
+        prompt: not empty; for a NullTokenizer numbers with blanks between.
+        vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
+        options: fields of ``Options``.
+
+    Raises:
+        UsageError: no such checkpoint, or a prompt or number that does not fit the model.
+    """
+    wanted = replace(_DEFAULT, **options)  # type: ignore[arg-type]  # mypy knows no names of keywords here
+    with restored(load, vocab_file, merge_file) as (args, gpt, tokenizer):
+        model = trained_model.of(args, gpt, tokenizer)
+        (sample,) = model.sampler.sample([model.prompt(prompt)], wanted)
+        return model.text(sample)

@@ -1,0 +1,75 @@
+"""Files of prompts and of samples: a prompt a line, and JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.generation.sampling.sampler import Sample
+from megatron_npu.generation.trained_model import TrainedModel
+
+
+def read_prompts(file: str) -> list[str]:
+    """Return the lines of a file, each of which is a prompt.
+
+    Raises:
+        UsageError: no such file, not UTF-8, no line, or an empty one.
+    """
+    try:
+        lines = files.lines(file)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error}"
+        raise UsageError(
+            f"--sample-input-file {file}: {reason}", "a text file in UTF-8, a prompt a line", "Correct it."
+        ) from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            raise UsageError(
+                f"{file}, line {number}: an empty prompt",
+                "some text in each line",
+                "Remove the line; --num-samples N draws text that begins with nothing.",
+            )
+    if not lines:
+        raise UsageError(f"--sample-input-file {file}: no prompt", "a prompt a line", "Add one.")
+    return lines
+
+
+def record(model: TrainedModel, sample: Sample) -> dict[str, Any]:
+    """Return what is written of a sample.
+
+    ``text`` is prompt and continuation, ``length`` their tokens, ``finished`` whether the model has ended the
+    text itself.
+    """
+    length = len(model.content(sample))
+    return {"text": model.text(sample), "length": length, "finished": sample.finished}
+
+
+def write(file: str, records: Iterable[dict[str, Any]]) -> None:
+    """Write JSON lines.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    lines = (json.dumps(values, ensure_ascii=False) for values in records)
+    try:
+        files.write(file, "".join(f"{line}\n" for line in lines))
+    except OSError as error:
+        raise UsageError(
+            f"{file}: {error.strerror}", "a place where a file can be written", "Give another path."
+        ) from error
+
+
+def require_writable(file: str) -> None:
+    """Refuse, before anything is drawn, a place where ``write`` could not write.
+
+    Raises:
+        UsageError: its folder is not there, or it is a folder itself.
+    """
+    path = Path(file)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        reason = "a folder" if path.is_dir() else "its folder is not there"
+        raise UsageError(f"{file}: {reason}", "the path of a file in a folder that exists", "Correct it.")

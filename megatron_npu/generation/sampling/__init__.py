@@ -1,0 +1,1 @@
+"""Text from a live GPT: how tokens are chosen, and the Sampler; knows no checkpoint."""

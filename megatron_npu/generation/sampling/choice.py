@@ -1,0 +1,86 @@
+"""The rules by which tokens are chosen from logits: greedy, temperature, top-k and top-p (nucleus) sampling.
+
+Top-p is from arXiv:1904.09751, section 3.1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_npu.generation.sampling.options import Options
+
+# So many of the likeliest tokens are sorted first; in most texts they hold all that top-p asks for.
+_LIKELY = 1024
+NO_NUMBER = -1  # in the place of a token where the logits are NaN or infinite
+
+
+def choose(logits: torch.Tensor, options: Options, draws: torch.Tensor) -> torch.Tensor:
+    """Return one token for each row, [b], int64; ``NO_NUMBER`` where the logits are not numbers.
+
+    Args:
+        logits: [b, vocabulary], fp32 on the host.
+        options: the rules.
+        draws: [b], fp64, a number from 0 up to but not 1 for each row; it alone decides what is drawn.
+    """
+    if options.greedy:
+        tokens = logits.argmax(-1)
+        return _checked(tokens, logits.gather(-1, tokens[:, None])[:, 0])
+    logits = logits.double() / options.temperature
+    order, weights = _candidates(logits, options)
+    cumulative = weights.cumsum(-1)
+    # the first place where the sum passes the draw; rounding must not lead past the last that may be drawn
+    places = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True)
+    places = places.minimum(_last_positive(weights))
+    tokens = places if order is None else order.gather(-1, places)
+    return _checked(tokens[:, 0], cumulative[:, -1])
+
+
+def _candidates(logits: torch.Tensor, options: Options) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return the tokens that may be drawn, [b, n] (None: all, in their order), and their weights, [b, n]."""
+    if options.top_k:
+        values, order = logits.topk(min(options.top_k, logits.size(-1)))
+        weights = values.softmax(-1)
+        return order, _nucleus(weights, options.top_p) if options.top_p else weights
+    if not options.top_p:
+        return None, logits.softmax(-1)
+    values, order = logits.topk(min(_LIKELY, logits.size(-1)))
+    weights = (values - logits.logsumexp(-1, keepdim=True)).exp()
+    if bool((weights.sum(-1) < options.top_p).any()):
+        values, order = logits.sort(descending=True, stable=True)
+        weights = values.softmax(-1)
+    return order, _nucleus(weights, options.top_p)
+
+
+def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Return the weights, likeliest first, with 0 for those past the first that reach ``top_p`` together."""
+    before = weights.cumsum(-1) - weights
+    return weights.masked_fill(before >= top_p, 0.0)
+
+
+def _last_positive(weights: torch.Tensor) -> torch.Tensor:
+    """Return the last place of each row with a weight above 0, [b, 1]."""
+    places = torch.arange(weights.size(-1))
+    return torch.where(weights > 0, places, 0).amax(-1, keepdim=True)
+
+
+def _checked(tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the tokens, [b], with ``NO_NUMBER`` where the values that they follow from, [b], are none."""
+    return tokens.masked_fill(~torch.isfinite(values), NO_NUMBER)
+
+
+def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -> torch.Tensor:
+    """Return what the model itself thought of its choice: no temperature, no limits.
+
+    Args:
+        logits: [b, vocabulary], fp32 on the host.
+        tokens: [b], those that were chosen.
+        alternatives: n.
+
+    Returns:
+        [b, 1 + 2n], fp32: natural logarithm of the token's probability, ids of the n likeliest tokens,
+        and theirs.
+    """
+    values = logits.double().log_softmax(-1)
+    likeliest, ids = values.topk(min(alternatives, values.size(-1)))
+    chosen = values.gather(-1, tokens.clamp(min=0)[:, None])
+    return torch.cat([chosen, ids.double(), likeliest], -1).float()

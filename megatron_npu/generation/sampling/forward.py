@@ -1,0 +1,170 @@
+"""The logits of what follows a batch of texts, from all stages of a live GPT and all ranks that share it.
+
+Three ways to get them, chosen by how the model is laid out: with keys and values of the past kept (the fast
+one), without (``--recompute``), and whole texts as in training, for models whose sequence is cut among ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_npu import devices
+from megatron_npu.data.sequence_parts import part_of_this_rank
+
+
+def forward_of(chunks: Sequence[Any], batch: int, longest: int, recompute: bool) -> Forward:
+    """Return what gives the logits of a batch.
+
+    Args:
+        chunks: this process's GPTModels, without wrappers, in their order.
+        batch: texts that are read together.
+        longest: tokens of the longest of them when it is complete.
+        recompute: keep nothing of the past.
+    """
+    config = chunks[0].config
+    if config.sequence_parallel or config.context_parallel_size > 1:
+        return _Whole(chunks, batch, longest)
+    return _Recomputed(chunks, batch, longest) if recompute else _Cached(chunks, batch, longest)
+
+
+class Forward(ABC):
+    """Reads texts token by token.
+
+    Args:
+        chunks, batch, longest: of ``forward_of``.
+    """
+
+    def __init__(self, chunks: Sequence[Any], batch: int, longest: int) -> None:
+        self.chunks, self.batch, self.longest = chunks, batch, longest
+        self.device = devices.current().torch_device()
+
+    @abstractmethod
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Return the logits of what follows, [b, padded vocabulary], fp32 on the host.
+
+        All ranks of the model must call this. None on those without the output layer.
+
+        Args:
+            tokens: [b, s], int64 on the host: the texts so far, from their first token on. The first call
+                gives one token or more, each further call one more than the call before.
+        """
+
+
+class _Cached(Forward):
+    """Keeps keys and values of the past in megatron-core's static context."""
+
+    def __init__(self, chunks: Sequence[Any], batch: int, longest: int) -> None:
+        super().__init__(chunks, batch, longest)
+        self.context = self._new_context()
+
+    def _new_context(self) -> Any:
+        from megatron.core.inference.contexts import StaticInferenceContext
+
+        return StaticInferenceContext(max_batch_size=self.batch, max_sequence_length=self.longest)
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        past = self.context.sequence_len_offset
+        new = tokens[:, past:].to(self.device)
+        positions = torch.arange(past, tokens.size(1), device=self.device).expand_as(new)
+        output = _through_stages(self.chunks, new, positions, tokens.size(1) - past, self.context)
+        self.context.sequence_len_offset += new.size(1)  # 0.12 has no method for it
+        return None if output is None else output[:, -1].float().cpu()
+
+
+class _Recomputed(_Cached):
+    """Begins with an empty context each time."""
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        self.context = self._new_context()
+        return super().logits(tokens)
+
+
+class _Whole(Forward):
+    """Reads whole texts as training does, padded on the right so that the ranks' parts are equal.
+
+    What stands behind a token has no influence on it: the attention is causal.
+    """
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        from megatron.core import parallel_state
+
+        config = self.chunks[0].config
+        cut = config.context_parallel_size
+        multiple = config.tensor_model_parallel_size * (2 * cut if cut > 1 else 1)
+        length = -(-tokens.size(1) // multiple) * multiple
+        padded = torch.nn.functional.pad(tokens, (0, length - tokens.size(1))).to(self.device)
+        positions = torch.arange(length, device=self.device).expand_as(padded)
+        part = part_of_this_rank({"tokens": padded, "position_ids": positions})
+        per_rank = length // cut
+        if config.sequence_parallel:
+            per_rank //= config.tensor_model_parallel_size
+        output = _through_stages(self.chunks, part["tokens"], part["position_ids"], per_rank, None)
+        if output is None:
+            return None
+        owner, place = _place(tokens.size(1) - 1, length, cut)
+        last = output[:, place].float().contiguous()
+        if cut > 1:
+            group = parallel_state.get_context_parallel_group()
+            dist.broadcast(last, dist.get_global_rank(group, owner), group=group)
+        return last.cpu()
+
+
+def _place(token: int, length: int, ranks: int) -> tuple[int, int]:
+    """Return the context-parallel rank that has a token of a text, and the token's place there.
+
+    The text is cut into two parts for each rank; rank r has the parts r and, from the end, r.
+    """
+    if ranks == 1:
+        return 0, token
+    size = length // (2 * ranks)
+    part, place = divmod(token, size)
+    return (part, place) if part < ranks else (2 * ranks - 1 - part, size + place)
+
+
+def _through_stages(
+    chunks: Sequence[Any], tokens: Tensor, positions: Tensor, per_rank: int, context: Any
+) -> Tensor | None:
+    """Run a batch through this process's chunks; return the logits, [b, s or 1, padded vocabulary], or None.
+
+    Chunk after chunk goes once around the ring of pipeline stages, as in the interleaved schedule.
+
+    Args:
+        chunks: of ``forward_of``.
+        tokens, positions: [b, s] on the device.
+        per_rank: tokens of a text whose activations this rank has between two stages.
+        context: of inference, or None.
+    """
+    output = None
+    for gpt in chunks:
+        if not gpt.pre_process:
+            gpt.set_input_tensor(_received(gpt.config, per_rank, tokens.size(0)))
+        output = gpt(tokens, positions, None, inference_context=context, runtime_gather_output=True)
+        if not gpt.post_process:
+            _send(output)
+    return output if chunks[-1].post_process else None
+
+
+def _received(config: Any, length: int, batch: int) -> Tensor:
+    """Return what the stage before sends, [s, b, h]."""
+    from megatron.core import parallel_state
+
+    kind = torch.float32 if config.fp32_residual_connection else config.params_dtype
+    shape = length, batch, config.hidden_size
+    buffer = torch.empty(shape, dtype=kind, device=devices.current().torch_device())
+    before = parallel_state.get_pipeline_model_parallel_prev_rank()
+    dist.recv(buffer, before, group=parallel_state.get_pipeline_model_parallel_group())
+    return buffer
+
+
+def _send(hidden: Tensor) -> None:
+    """Send what this stage has made, [s, b, h], to the next one."""
+    from megatron.core import parallel_state
+
+    after = parallel_state.get_pipeline_model_parallel_next_rank()
+    dist.send(hidden.contiguous(), after, group=parallel_state.get_pipeline_model_parallel_group())

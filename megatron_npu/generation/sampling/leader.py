@@ -1,0 +1,80 @@
+"""One rank that decides, and others that follow: a Sampler for prompts that come one by one to rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.generation.sampling.options import Options
+from megatron_npu.generation.sampling.sampler import Sample, Sampler, Watch
+
+# How long the other ranks wait for the next prompt: a person may think, a server may have a quiet year.
+PATIENCE = timedelta(days=365)
+
+
+class Leader:
+    """What rank 0 draws texts with; the other ranks draw the same ones behind it.
+
+    Args:
+        sampler: this rank's.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        # prompts are host objects, and waiting for one must not keep a device busy
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.get_world_size() > 1 else None
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], options: Options, watch: Watch | None = None
+    ) -> list[Sample]:
+        """Return what ``Sampler.sample`` returns. Called on rank 0 alone.
+
+        Raises:
+            UsageError: of ``Sampler.sample``.
+        """
+        for prompt in prompts:
+            self.sampler.check(prompt)
+        self._tell((prompts, options, watch is not None))
+        return self.sampler.sample(prompts, options, watch)
+
+    def end(self) -> None:
+        """Have the other ranks end. Called on rank 0 alone."""
+        self._tell(None)
+
+    def follow(self) -> None:
+        """Draw what rank 0 draws, until it ends. Called on the other ranks."""
+        while (task := self._tell(None)) is not None:
+            prompts, options, watched = task
+            with contextlib.suppress(UsageError):  # of the model's numbers: rank 0 tells it
+                self.sampler.sample(prompts, options, _no_opinion if watched else None)
+
+    def _tell(self, task: Any) -> Any:
+        """Return rank 0's task."""
+        if self._group is None:
+            return task
+        box = [task]
+        dist.broadcast_object_list(box, 0, group=self._group)
+        return box[0]
+
+
+@contextlib.contextmanager
+def leading(sampler: Sampler) -> Iterator[Leader | None]:
+    """Give rank 0 a Leader inside the block; the other ranks follow it here and are given None."""
+    leader = Leader(sampler)
+    if dist.get_rank() > 0:
+        leader.follow()
+        yield None
+        return
+    try:
+        yield leader
+    finally:
+        leader.end()
+
+
+def _no_opinion(place: int, sample: Sample) -> bool:
+    return False

@@ -1,0 +1,272 @@
+"""The Sampler: texts drawn from a live GPT, in a command, a server or in the middle of training."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.tokenization.tokenizer import Tokenizer
+from megatron_npu.generation.sampling import choice
+from megatron_npu.generation.sampling.forward import Forward, forward_of
+from megatron_npu.generation.sampling.options import Options
+from megatron_npu.generation.sampling.without_prediction import without_prediction
+
+
+@dataclass
+class Sample:
+    """A prompt and what the model has added.
+
+    Attributes:
+        prompt: its ids; the end token alone if the text begins with nothing.
+        tokens: the ids that were added, without the end token.
+        finished: whether the text came to an end: by the end token, or because ``watch`` ended it.
+        logprobs: of each added token, the natural logarithm of the model's own probability, if asked for.
+        alternatives: for each added token the likeliest ones and theirs, if asked for.
+    """
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    finished: bool = False
+    logprobs: list[float] = field(default_factory=list)
+    alternatives: list[dict[int, float]] = field(default_factory=list)
+
+    def ids(self) -> list[int]:
+        """Return the ids of the whole text."""
+        return [*self.prompt, *self.tokens]
+
+
+# Called for each new token with the prompt's place and its sample so far; True ends that text.
+Watch = Callable[[int, Sample], bool]
+
+
+class Sampler:
+    """Draws texts from a model that lives in this process and others.
+
+    Works in any layout: with tensor, sequence, context and pipeline parallelism, interleaved or not. Every
+    rank makes one and calls ``sample`` with the same arguments; every rank gets the same texts. Data-parallel
+    replicas draw the same texts, too.
+
+    Args:
+        model: this process's chunk of a GPTModel or all of them in their order, in wrappers or not.
+        tokenizer: of which the end token is asked for.
+        vocabulary: ids that stand for a token; ids from there on only pad the model's vocabulary. None: as
+            many as the tokenizer has.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        tokenizer: Tokenizer,
+        vocabulary: int | None = None,
+    ) -> None:
+        modules = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self.chunks: list[Any] = [_unwrapped(module) for module in modules]
+        self.end = tokenizer.eod
+        self.vocabulary = tokenizer.vocab_size if vocabulary is None else vocabulary
+        self.positions: int = self.chunks[0].max_sequence_length
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: Options | None = None,
+        watch: Watch | None = None,
+        batch: int | None = None,
+    ) -> list[Sample]:
+        """Return one text for each prompt, in their order. A collective of all ranks of the model.
+
+        The model is put into evaluation mode for it, and back; no random number generator is touched.
+
+        Args:
+            prompts: of ids, each of one token or more and of any length. ``[sampler.end]`` begins a text with
+                nothing before it.
+            options: how to draw.
+            watch: sees each token when it is there, and may end a text. Given on all ranks or on none; what
+                it returns counts on the model's first rank.
+            batch: texts that are drawn together at most; None: all. Prompts of similar length come together.
+
+        Raises:
+            UsageError: a prompt that is empty, has ids that the model does not know, or has no room for one
+                more token; logits that are not numbers.
+        """
+        options = options or Options()
+        samples = [Sample(list(prompt)) for prompt in prompts]
+        for sample in samples:
+            self.check(sample.prompt)
+        rows = sorted(range(len(samples)), key=lambda row: len(samples[row].prompt))
+        size = batch or max(len(rows), 1)
+        with torch.no_grad(), _evaluating(self.chunks):
+            for start in range(0, len(rows), size):
+                some = rows[start : start + size]
+                _Batch(self, {row: samples[row] for row in some}, options, watch).run()
+        return samples
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Refuse a prompt that cannot be gone on from.
+
+        Raises:
+            UsageError: it is empty, has ids that the model does not know, or leaves no position free.
+        """
+        if not prompt:
+            raise UsageError(
+                "an empty prompt", "at least one token", "Begin with the end token for any text."
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
+            raise UsageError(
+                f"a prompt with ids from {min(prompt)} to {max(prompt)}",
+                f"from 0 to {self.vocabulary - 1}, which the model knows",
+                "Take the tokenizer that the model was trained with.",
+            )
+        if len(prompt) >= self.positions:
+            raise UsageError(
+                f"a prompt of {len(prompt)} tokens",
+                f"at most {self.positions - 1}: the model has {self.positions} positions",
+                "Shorten the prompt.",
+            )
+
+
+class _Batch:
+    """Texts that are drawn together.
+
+    They stand left-aligned in one tensor. The part that all prompts have is read at once; then token follows
+    token, and a prompt that is longer gives its own.
+
+    Args:
+        sampler: whose model is asked.
+        samples: by the places of their prompts.
+        options, watch: of ``Sampler.sample``.
+    """
+
+    def __init__(
+        self, sampler: Sampler, samples: dict[int, Sample], options: Options, watch: Watch | None
+    ) -> None:
+        self.sampler, self.options, self.watch = sampler, options, watch
+        self.places, self.samples = list(samples), list(samples.values())
+        most = min(options.longest or sampler.positions, sampler.positions)
+        self.limits = [min(len(s.prompt) + options.num_tokens, most) for s in self.samples]
+        self.tokens = torch.full((len(self.samples), max(self.limits)), sampler.end, dtype=torch.int64)
+        for row, sample in zip(self.tokens, self.samples, strict=True):
+            row[: len(sample.prompt)] = torch.tensor(sample.prompt)[: len(row)]
+        self.open = [len(s.prompt) < limit for s, limit in zip(self.samples, self.limits, strict=True)]
+        self.generators = [torch.Generator().manual_seed(options.seed + place) for place in self.places]
+
+    def run(self) -> None:
+        """Fill the samples."""
+        forward = self._forward()
+        for length in range(min(len(s.prompt) for s in self.samples), self.tokens.size(1)):
+            if not any(self.open):
+                break
+            self._take(length, forward.logits(self.tokens[:, :length]))
+
+    def _forward(self) -> Forward:
+        return forward_of(self.sampler.chunks, len(self.samples), self.tokens.size(1), self.options.recompute)
+
+    def _take(self, length: int, logits: torch.Tensor | None) -> None:
+        """Choose the tokens at place ``length``, the same on all ranks, and note them."""
+        due = [row for row, s in enumerate(self.samples) if self.open[row] and len(s.prompt) <= length]
+        tokens = torch.zeros(len(due), dtype=torch.int64)
+        details = torch.zeros(len(due), self._details, dtype=torch.float32)
+        if logits is not None:
+            logits = logits[due, : self.sampler.vocabulary]
+            tokens = choice.choose(logits, self.options, self._draws(due))
+            if self._details:
+                details = choice.log_probabilities(logits, tokens, self._details // 2)
+        tokens = _from_last_stage(tokens)
+        if choice.NO_NUMBER in tokens:
+            raise _not_numbers()
+        details = _from_last_stage(details) if self._details else details
+        for row, token, detail in zip(due, tokens.tolist(), details.tolist(), strict=True):
+            self._note(row, length, token, detail)
+        self._ask(due)
+
+    @property
+    def _details(self) -> int:
+        """Numbers that ``choice.log_probabilities`` returns for a token; 0: it is not asked."""
+        count = self.options.alternatives
+        return 0 if count is None else 1 + 2 * min(count, self.sampler.vocabulary)
+
+    def _draws(self, due: Sequence[int]) -> torch.Tensor:
+        """Return one number from 0 to 1 for each of the rows, [b], each from the row's own generator."""
+        draws = [torch.rand((), generator=self.generators[row], dtype=torch.float64) for row in due]
+        return torch.stack(draws)
+
+    def _note(self, row: int, length: int, token: int, details: list[float]) -> None:
+        """Write down a row's token at place ``length``, or that it has ended."""
+        sample = self.samples[row]
+        if token == self.sampler.end:
+            sample.finished, self.open[row] = True, False
+            return
+        self.tokens[row, length] = token
+        self.open[row] = length + 1 < self.limits[row]
+        sample.tokens.append(token)
+        if details:
+            logprob, *rest = details
+            ids, logprobs = map(int, rest[: len(rest) // 2]), rest[len(rest) // 2 :]
+            sample.logprobs.append(logprob)
+            sample.alternatives.append(dict(zip(ids, logprobs, strict=True)))
+
+    def _ask(self, rows: Sequence[int]) -> None:
+        """Have ``watch`` see the new tokens of the rows, and end those that it ends."""
+        if self.watch is None:
+            return
+        some = [row for row in rows if not self.samples[row].finished]
+        ended = [self.watch(self.places[row], self.samples[row]) for row in some]
+        for row, end in zip(some, _from_first_rank(ended), strict=True):
+            if end:
+                self.samples[row].finished, self.open[row] = True, False
+
+
+def _unwrapped(module: Any) -> Any:
+    """Return the GPTModel inside the wrappers for data parallelism and half precision."""
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+@contextlib.contextmanager
+def _evaluating(chunks: Sequence[Any]) -> Iterator[None]:
+    """Have the chunks in evaluation mode inside the block, and as they were after it."""
+    training = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        with without_prediction(chunks):
+            yield
+    finally:
+        for chunk, before in zip(chunks, training, strict=True):
+            chunk.train(before)
+
+
+def _from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """Return what the last pipeline stage has; all its tensor-parallel ranks have the same."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return values
+    shared = values.to(devices.current().torch_device())
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(shared, last, group=parallel_state.get_pipeline_model_parallel_group())
+    return shared.cpu()
+
+
+def _from_first_rank(answers: list[bool]) -> list[bool]:
+    """Return the answers of rank 0."""
+    if dist.get_world_size() == 1 or not answers:
+        return answers
+    shared = torch.tensor(answers, dtype=torch.int32, device=devices.current().torch_device())
+    dist.broadcast(shared, 0)
+    return shared.bool().tolist()
+
+
+def _not_numbers() -> UsageError:
+    return UsageError(
+        "the model's logits are not numbers (NaN or infinite)",
+        "a model whose training did not diverge, in a precision that can hold its numbers",
+        "Load an earlier checkpoint, or compute in another precision.",
+    )

@@ -1,0 +1,138 @@
+"""A checkpoint that draws texts: the flags that name and shape it, and the Sampler made from it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_npu import devices
+from megatron_npu.base.arg_parser import positive, whole
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.tokenization import flags
+from megatron_npu.data.tokenization.tokenizer import Tokenizer
+from megatron_npu.generation.sampling import host_layout
+from megatron_npu.generation.sampling.sampler import Sample, Sampler
+from megatron_npu.pretrain.checkpoint.restore import restored
+from megatron_npu.pretrain.run import initialize, layout
+
+Add = Callable[..., Any]  # add_argument of a parser
+
+# Sizes that Megatron's own script wants to be told, though the checkpoint knows them.
+_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+
+
+def add_flags(add: Add) -> None:
+    """Add the flags that name a checkpoint, its tokenizer, its precision and its layout."""
+    add_checkpoint(add)
+    add("--tensor-model-parallel-size", type=positive, help="ranks that share each layer")
+    add("--pipeline-model-parallel-size", type=positive, help="ranks that share the layers")
+    for name in _SHAPE:
+        add(f"--{name.replace('_', '-')}", type=whole, help="must be the checkpoint's, which knows it itself")
+    add("--seq-length", type=whole, help="taken as Megatron's script takes it; says nothing here")
+    add("--tokenizer-type", help="must be the checkpoint's, which knows it itself")
+
+
+def add_checkpoint(add: Add) -> None:
+    """Add ``--load``, the tokenizer's files and the precision."""
+    add("--load", required=True, metavar="DIR", help="what --save was; the newest checkpoint is taken")
+    flags.add_gpt2_files(add, " (default: as in training)")
+    add("--fp16", action="store_true", help="compute in fp16 (default: the precision of the training)")
+    add("--bf16", action="store_true", help="compute in bf16 (default: the precision of the training)")
+
+
+def precision(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags of the run that ``--fp16`` and ``--bf16`` change.
+
+    Raises:
+        UsageError: both.
+    """
+    if given.fp16 and given.bf16:
+        raise UsageError("--fp16 and --bf16", "one of them", "Drop one.")
+    return {"fp16": given.fp16, "bf16": given.bf16} if given.fp16 or given.bf16 else {}
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A checkpoint in memory, shared by all processes of the command.
+
+    Attributes:
+        args: the flags of its training, in the layout of this command.
+        sampler: draws texts.
+        tokenizer: of its training.
+    """
+
+    args: argparse.Namespace
+    sampler: Sampler
+    tokenizer: Tokenizer
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt.
+
+        Raises:
+            UsageError: it is empty, not UTF-8, or too long.
+        """
+        ids = self.tokenizer.encode(text)
+        if not ids:
+            raise UsageError(
+                "an empty prompt",
+                "at least one token",
+                "Give some text; for text that begins with nothing leave the prompt out: --num-samples 1.",
+            )
+        self.sampler.check(ids)
+        return ids
+
+    def text(self, sample: Sample) -> str:
+        """Return prompt and continuation as text."""
+        return self.tokenizer.decode(self.content(sample))
+
+    def content(self, sample: Sample) -> list[int]:
+        """Return the ids that are text: all but an end token that stands for no prompt."""
+        return sample.tokens if sample.prompt == [self.sampler.end] else sample.ids()
+
+
+@contextlib.contextmanager
+def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
+    """Hold the model that the flags of ``add_flags`` name.
+
+    Args:
+        given: the command's flags.
+        changes: flags of the run to be changed, by their names in its arguments.
+
+    Raises:
+        UsageError: no such checkpoint, one of another shape, or one that cannot be shared so.
+    """
+    initialize.silence_known_warnings()
+    share = functools.partial(
+        layout.of_all_processes,
+        tensor=given.tensor_model_parallel_size,
+        pipeline=given.pipeline_model_parallel_size,
+    )
+    changes |= precision(given)
+    with restored(given.load, given.vocab_file, given.merge_file, share, **changes) as (args, gpt, tokenizer):
+        _require_shape(given, args)
+        yield of(args, gpt, tokenizer)
+
+
+def of(args: argparse.Namespace, gpt: torch.nn.Module, tokenizer: Tokenizer) -> TrainedModel:
+    """Return what ``restored`` gives, ready to draw texts."""
+    if devices.current().is_host:
+        host_layout.lay_out_for_vectors(gpt)
+    return TrainedModel(args, Sampler(gpt, tokenizer, args.tokenizer_vocab_size), tokenizer)
+
+
+def _require_shape(given: argparse.Namespace, args: argparse.Namespace) -> None:
+    """Refuse sizes on the command line that the checkpoint does not have."""
+    for name in (*_SHAPE, "tokenizer_type"):
+        wanted, there = getattr(given, name), getattr(args, name)
+        if wanted is not None and wanted != there:
+            raise UsageError(
+                f"--{name.replace('_', '-')} {wanted}",
+                f"{there}, as the checkpoint has it",
+                "Leave it out, or load another checkpoint.",
+            )

@@ -1,0 +1,83 @@
+"""Why a row does not go the document's way here: what this machine, or a model of this size, cannot show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron_npu.measuring import estimate
+from megatron_npu.measuring.plan import Plan
+from megatron_npu.measuring.schemes import Scheme
+
+AS_THERE, OTHERWISE, UNDECIDED = "as in the document", "not as in the document", "about the same"
+_THEIRS = "the document has 4 GPUs of 32 GB, which this machine is not"
+
+
+def why(plan: Plan, scheme: Scheme, verdicts: Mapping[str, str]) -> str:
+    """Return why a measured row goes another way than in the document; nothing where it does not.
+
+    Args:
+        plan: of the table.
+        scheme: of the row.
+        verdicts: ``peak`` and ``throughput``, as far as the document has numbers, each ``AS_THERE`` or not.
+    """
+    if scheme.printed.word == "OOM":
+        return _no_oom(plan, scheme)
+    parts = []
+    for name, reasons in (("peak", _of_peak), ("throughput", _of_throughput)):
+        verdict = verdicts.get(name, AS_THERE)
+        if verdict != AS_THERE:
+            found = [*reasons(plan, scheme, verdict)] or [_THEIRS]
+            parts.append(f"{name}: {', and '.join(found)}")
+    return "; ".join(parts)
+
+
+def _no_oom(plan: Plan, scheme: Scheme) -> str:
+    needed = estimate.bytes_of_a_rank(
+        plan.job(scheme), plan.suite.family, host_is_device=plan.machine.host_memory
+    )
+    return (
+        f"no OOM here: a rank needs {needed >> 20} MB or more by arithmetic, and has them; with fewer by "
+        "--memory-limit it ends as in the document"
+    )
+
+
+def _of_peak(plan: Plan, scheme: Scheme, verdict: str) -> Iterator[str]:
+    if scheme.mixed and scheme.sharding == "none" and plan.suite.workload.startswith("huggingface:"):
+        job = plan.job(scheme)
+        copies = 2 * estimate.parameters(plan.suite.family, plan.size)
+        yield (
+            f"while a step lasts autocast holds 16-bit copies of the weights, {copies >> 20} MB, and halves "
+            f"activations of which {estimate.activations(job) >> 20} MB or more are left"
+        )
+    if plan.machine.is_host:
+        yield "a resident set has what malloc and gloo keep beside tensors (exact on an NPU, simulated, too)"
+    yield from _size(plan)
+
+
+def _of_throughput(plan: Plan, scheme: Scheme, verdict: str) -> Iterator[str]:
+    if verdict == UNDECIDED:
+        yield "the repeats differ by more than the two rows do: --steps, --repeat and a quiet machine tell"
+        return
+    if plan.machine.is_host and plan.ranks > 1:
+        yield (
+            f"{plan.ranks} ranks share {plan.machine.cores} cores and one memory, where neither what several "
+            "devices gain nor what links between them cost can show"
+        )
+    if scheme.mixed and plan.machine.lacks(plan.mixed_precision):
+        yield f"{plan.mixed_precision} is emulated by this processor"
+    if scheme.graph:
+        yield "graphs are torch's inductor, the document's were ONNX Runtime's on GPUs"
+    yield from _size(plan)
+
+
+def _size(plan: Plan) -> Iterator[str]:
+    """Say of what size the document's model is, where this one is of another."""
+    theirs, ours = plan.suite.family.size(plan.suite.family.documented), plan.size
+    batch = plan.suite.micro_batch_size
+    if (ours.layers, ours.hidden, ours.seq_length) != (theirs.layers, theirs.hidden, theirs.seq_length) or (
+        plan.micro_batch_size != batch
+    ):
+        yield (
+            f"the document has {theirs.layers} layers x {theirs.hidden} channels, "
+            f"{theirs.seq_length} tokens, micro batch {batch}"
+        )

@@ -1,0 +1,62 @@
+"""How much memory a rank needs at least: asked before a row is started, so that it cannot starve the machine.
+
+A lower bound by arithmetic: a row that exceeds the limit by it cannot fit. A row that it lets pass may still
+end as OOM.
+"""
+
+from __future__ import annotations
+
+from megatron_npu.measuring.job import Job
+from megatron_npu.measuring.sizes import Family, layer_parameters, parameters
+from megatron_npu.options.switches import FULLY
+
+
+def bytes_of_a_rank(job: Job, family: Family, *, host_is_device: bool) -> int:
+    """Return the bytes of model states and activations on the largest rank, at least.
+
+    Args:
+        job: the row.
+        family: of its model.
+        host_is_device: whether what is offloaded rests in the same memory.
+    """
+    return states(job, family, host_is_device) + activations(job)
+
+
+def states(job: Job, family: Family, host_is_device: bool) -> int:
+    """Return the bytes of weights, gradients and Adam's two moments, as ZeRO counts them (arXiv:1910.02054).
+
+    By autocast (Transformers) the weights are fp32 in mixed precision, too: 4 + 4 + 8 bytes each. Megatron's
+    model has 2 bytes of weights, gradients of 4 (bf16) or 2 (fp16), and 12 of the optimizer.
+    """
+    scheme, shared = job.scheme, job.ranks
+    count = parameters(family, job.size)
+    if job.workload.startswith("megatron:"):
+        # the first and the last stage hold the embedding
+        layers = layer_parameters(job.size)
+        held = (layers // scheme.pipeline + (count - layers)) // scheme.tensor
+        gradient = 4 if job.mixed_precision == "bf16" else 2
+        return held * (2 + gradient + 12)
+    weights, gradients, moments = 4.0, 4.0, 8.0
+    if scheme.sharding != "none":
+        moments /= shared
+    if scheme.sharding in FULLY:
+        weights, gradients = weights / shared, gradients / shared
+    if scheme.sharding == "zero-2":
+        weights += 2  # gathered in 16 bits from the forward to the backward pass
+    if scheme.offload and not host_is_device:
+        moments = 0.0
+    return int(count * (weights + gradients + moments))
+
+
+def activations(job: Job) -> int:
+    """Return the bytes kept between forward and backward pass, with fused attention, and of the logits.
+
+    After arXiv:2205.05198, equations 1 and 2: s b h (10 + 24 / t) a layer in 16 bits, where 5 a s / h falls
+    away; the first stage of a pipeline keeps as many micro batches as there are stages.
+    """
+    size, scheme = job.size, job.scheme
+    tokens = job.micro_batch_size * size.seq_length
+    layer = tokens * size.hidden * (10 + 24 / scheme.tensor) * (1 if scheme.mixed else 2)
+    in_flight = min(scheme.pipeline, job.micro_batches)
+    logits = tokens * size.vocabulary * 4 / scheme.tensor if "finetuning" not in job.workload else 0
+    return int(max(layer * size.layers / scheme.pipeline * in_flight, logits))

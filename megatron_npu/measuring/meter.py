@@ -1,0 +1,133 @@
+"""What a rank measures: when its steps were done, and the most memory that it had."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+
+from megatron_npu import devices
+from megatron_npu.devices import malloc
+from megatron_npu.measuring.job import WARM_UP, Job
+
+_STATUS = Path("/proc/self/status")
+_STACKS = 512 << 20  # of threads, 8 MB each, which are mapped and hardly used
+_LOOK = 0.05  # seconds between two looks at the resident set
+
+
+@dataclass
+class Meter:
+    """Times the steps of one rank, and its memory.
+
+    On NPU and CUDA the memory is the peak of the device's allocator. On a CPU it is the peak of the
+    process's resident set less what it was before the model was built: Python and its packages do not count.
+    Building is left out of the peak: it counts from the end of the first step on, when all states are there.
+
+    Attributes:
+        seconds, processor: of each repeat: by the clock, and of processors for all threads of this rank.
+
+    Args:
+        job: the row.
+        steps: a file that grows by a byte with each step, for the parent to follow; None: nobody does.
+        exceeded: called from another thread, with the reason, when a rank on a CPU has more than its limit.
+    """
+
+    job: Job
+    steps: Path | None = None
+    exceeded: Callable[[str], None] | None = None
+    seconds: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+    _done: int = 0
+    _mark: float = 0.0
+    _processor_mark: float = 0.0
+    _before: int = 0
+
+    def start(self) -> None:
+        """Note what the process has before its model is built, and limit what it may have."""
+        device = devices.current()
+        if device.is_host:
+            malloc.trim()
+            self._before = device.memory().allocated
+        if self.job.memory_limit is not None:
+            _limit(self.job.memory_limit)
+            if device.is_host:
+                threading.Thread(target=self._watch, args=(self.job.memory_limit,), daemon=True).start()
+
+    def _watch(self, limit: int) -> None:
+        """Look at the resident set again and again, which is what is measured."""
+        while self._grown() <= limit:
+            time.sleep(_LOOK)
+        if self.exceeded is not None:
+            self.exceeded(f"a rank took more than the {limit >> 20} MB of memory that it may have")
+
+    def _grown(self) -> int:
+        return devices.current().memory().allocated - self._before
+
+    def step(self) -> None:
+        """Be told that a step is done; to be called at the same place of each."""
+        self._done += 1
+        device = devices.current()
+        if self._done == 1:
+            if device.is_host:
+                malloc.trim()
+            device.reset_peak_memory()
+        beyond = self._done - WARM_UP
+        if beyond >= 0 and beyond % self.job.steps == 0:
+            self._lap(first=beyond == 0)
+        if self.steps is not None:
+            with open(self.steps, "ab") as stream:
+                stream.write(b".")
+
+    def _lap(self, first: bool) -> None:
+        devices.current().synchronize()
+        now, processor = time.perf_counter(), time.process_time()
+        if not first:
+            self.seconds.append(now - self._mark)
+            self.processor.append(processor - self._processor_mark)
+        self._mark, self._processor_mark = now, processor
+
+    def peak(self) -> int:
+        """Return the most bytes that the rank had."""
+        return max(0, devices.current().memory().peak - self._before)
+
+
+def _limit(limit: int) -> None:
+    """Have the kernel refuse what brings this process above so many bytes more than it has now (RLIMIT_DATA).
+
+    It counts all that is mapped to be written: the stacks of threads, too, hence the allowance. Elsewhere
+    torch's allocator does it.
+    """
+    device = devices.current()
+    if device.is_host:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        wanted = _data() + limit + _STACKS
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        return
+    module = torch.get_device_module(device.name)
+    total = module.mem_get_info()[1]
+    module.set_per_process_memory_fraction(min(1.0, limit / total))
+
+
+def lift_limit() -> None:
+    """Let the process have what the kernel allows again: to report what has happened."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def _data() -> int:
+    """Return the bytes of this process that RLIMIT_DATA counts."""
+    try:
+        line = next(
+            row for row in _STATUS.read_text(encoding="utf-8").splitlines() if row.startswith("VmData:")
+        )
+    except (OSError, StopIteration):
+        return psutil.Process(os.getpid()).memory_info().vms
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,192 @@
+"""From flags to jobs: defaults by device, and the rows that this machine cannot run."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_npu.base import files
+from megatron_npu.base.arg_parser import Unfit
+from megatron_npu.base.errors import UsageError
+from megatron_npu.base.installed_packages import is_installed
+from megatron_npu.measuring import estimate
+from megatron_npu.measuring.job import Job, Setting
+from megatron_npu.measuring.machine import Machine
+from megatron_npu.measuring.ranks import NA, OOM, Outcome
+from megatron_npu.measuring.schemes import SUITES, Scheme, Suite
+from megatron_npu.measuring.sizes import Size
+from megatron_npu.options.switch_rules import Place, refuse
+from megatron_npu.pretrain.run import host_memory
+
+_DOCUMENTED_DEVICES = 4
+_SHARE = 0.8  # of the available memory of the host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Setting):
+    """What is to be measured; ``memory_limit`` as it was given.
+
+    Attributes:
+        suite: whose rows.
+        machine: where.
+        said: lines about what was chosen by itself.
+    """
+
+    suite: Suite
+    machine: Machine
+    said: tuple[str, ...] = ()
+
+    def job(self, scheme: Scheme) -> Job:
+        """Return what the ranks of a row are to train, with the memory that each may have now."""
+        setting = self.setting() | {"memory_limit": self._limit()}
+        return Job(workload=self.suite.workload, scheme=scheme, **setting)
+
+    def _limit(self) -> int | None:
+        """Return the bytes of a rank; None: the device sees to it."""
+        if self.memory_limit is not None or not self.machine.is_host:
+            return self.memory_limit
+        return self._share_of_the_host()
+
+    def _share_of_the_host(self) -> int:
+        return int(_SHARE * host_memory.available() / self.ranks)
+
+    def outcome_beforehand(self, job: Job) -> Outcome | None:
+        """Return OOM or NA for a row that need not be started to know it."""
+        reason = self._unfit(job.scheme) or _refused(job, self.machine.kind)
+        if reason:
+            return Outcome(NA, reason)
+        limits = [job.memory_limit] if job.memory_limit is not None else []
+        if self.machine.host_memory:
+            limits.append(self._share_of_the_host())
+        needed = estimate.bytes_of_a_rank(job, self.suite.family, host_is_device=self.machine.host_memory)
+        if limits and needed > min(limits):
+            return Outcome(
+                OOM,
+                f"not started: a rank needs {needed >> 20} MB or more by arithmetic, {min(limits) >> 20} MB "
+                "are there for it",
+            )
+        return None
+
+    def _unfit(self, scheme: Scheme) -> str:
+        parallel = scheme.tensor * scheme.pipeline
+        if self.ranks % parallel:
+            return f"{scheme.name} takes {parallel} devices, or a multiple of them; there are {self.ranks}"
+        if self.size.heads % scheme.tensor:
+            return f"{self.size.heads} heads are not shared by {scheme.tensor} ranks"
+        if self.size.layers % scheme.pipeline:
+            return f"{self.size.layers} layers are not shared by {scheme.pipeline} stages"
+        if self.global_batch_size % (self.micro_batch_size * (self.ranks // parallel)):
+            return "the global batch does not consist of whole micro batches for all ranks"
+        if scheme.sharding != "none" and self.ranks == 1:
+            return "one rank has nobody to share with"
+        return ""
+
+
+def _refused(job: Job, device: str) -> str:
+    """Return why the switches of a row do not go together here."""
+    if not job.workload.startswith("huggingface:"):
+        return ""
+    try:
+        refuse(job.switches, Place("transformers", device))
+    except UsageError as error:
+        return f"{error.given}; expected {error.expected}"
+    return ""
+
+
+def plan(args: Namespace, machine: Machine) -> Plan:
+    """Fill in the defaults.
+
+    Raises:
+        UsageError: a size or batch that no row could have, devices that are not there, files that cannot be
+            written.
+    """
+    suite, small = SUITES[args.suite], machine.host_memory
+    _check_surroundings(args)
+    model, said = _model(args.model, suite, small)
+    ranks = _ranks(args.devices, machine)
+    micro = args.micro_batch_size or (suite.small_micro_batch_size if small else suite.micro_batch_size)
+    whole = args.global_batch_size or micro * ranks
+    if whole % (micro * ranks):
+        raise UsageError(
+            f"--global-batch-size {whole}",
+            f"a multiple of {micro * ranks}: micro batch size {micro} x {ranks} devices",
+            "Change one of the three.",
+        )
+    return Plan(
+        suite=suite,
+        machine=machine,
+        said=said,
+        size=_size(args, suite, model),
+        ranks=ranks,
+        micro_batch_size=micro,
+        global_batch_size=whole,
+        steps=args.steps,
+        repeat=args.repeat,
+        mixed_precision=args.mixed_precision,
+        seed=args.seed,
+        memory_limit=args.memory_limit,
+    )
+
+
+def _model(asked: str | None, suite: Suite, small: bool) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the model, and a line about it where it was not asked for."""
+    documented = suite.family.documented
+    if asked is not None:
+        return asked, ()
+    if not small:
+        return documented, (f"--model {documented}: the document's",)
+    name = suite.family.sizes[0].name
+    return name, (f"--model {name}: what fits here in short time; the document's is {documented}",)
+
+
+def _size(args: Namespace, suite: Suite, model: str) -> Size:
+    try:
+        return suite.family.size(model, args.seq_length, args.vocab_size)
+    except Unfit as unfit:
+        raise UsageError(
+            f"--model {unfit.given} with --suite {suite.name}", unfit.expected, "Give one of these."
+        ) from None
+
+
+def _ranks(asked: int | None, machine: Machine) -> int:
+    if machine.count is None:
+        return asked or _DOCUMENTED_DEVICES
+    if asked is not None and asked > machine.count:
+        raise UsageError(
+            f"--devices {asked}",
+            f"at most {machine.count}, which are there",
+            "Give fewer, or a machine that has them.",
+        )
+    return asked or min(_DOCUMENTED_DEVICES, machine.count)
+
+
+def _check_surroundings(args: Namespace) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            "`megatron-npu bench` under torchrun", "one process: it starts its own ranks", "Start it alone."
+        )
+    if args.plot is not None and not is_installed("matplotlib"):
+        raise UsageError(
+            "--plot without the package matplotlib", "matplotlib, which draws it", "pip install matplotlib"
+        )
+    given = [path for path in (args.json, args.markdown, args.plot) if path is not None]
+    for path in given:
+        _check_file(path)
+    if len({path.absolute() for path in given}) < len(given):
+        raise UsageError(
+            f"one file for two of --json, --markdown and --plot: {given[0]}",
+            "a file for each",
+            "Name others.",
+        )
+
+
+def _check_file(path: Path) -> None:
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{path}: no folder {folder}", "a folder that is there", "Make the folder.")
+    if path.is_dir():
+        raise UsageError(f"{path}, a folder", "a file that can be written", "Name another.")
+    if reason := files.refusal(folder):
+        raise UsageError(f"{path}: {folder} takes no file ({reason})", "one that does", "Name another.")

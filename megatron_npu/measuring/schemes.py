@@ -1,0 +1,172 @@
+"""The document's four tables: what each row trains, and what the document printed for it.
+
+The document is "Accelerating PyTorch deep-learning training with Rapidformer": 4 GPUs of 32 GB, samples per
+second as mean and standard deviation, peak memory in MB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_npu.measuring.sizes import BERT, GPT, Family
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What the document printed in a row.
+
+    Attributes:
+        throughput: mean samples per second; None: it has ``word`` instead.
+        peak: MB; None: the same.
+        word: ``OOM``, ``NA``, or nothing for a row that it has not.
+    """
+
+    throughput: float | None = None
+    peak: float | None = None
+    word: str = ""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One row.
+
+    Attributes:
+        cells: its first columns, as they are printed.
+        printed: the document's numbers.
+        mixed: products in 16 bits, main weights in fp32; else fp32 throughout.
+        sharding: one of ``switches.SHARDINGS``.
+        offload: the optimizer's states rest in the host's memory.
+        graph: the blocks are compiled.
+        tensor, pipeline: ranks that share each layer, and the layers.
+        note: what is to be said about it, as a footnote.
+    """
+
+    cells: tuple[str, ...]
+    printed: Printed = Printed()
+    mixed: bool = False
+    sharding: str = "none"
+    offload: bool = False
+    graph: bool = False
+    tensor: int = 1
+    pipeline: int = 1
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its first columns in one text."""
+        return " x ".join(self.cells)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One table.
+
+    Attributes:
+        name: of ``--suite``.
+        title: what is trained.
+        workload: the function that trains it, ``module:function`` of ``workloads``.
+        family: of its models.
+        columns: the heads of the first columns.
+        micro_batch_size: the document's, on each device.
+        small_micro_batch_size: for a CPU.
+        schemes: the rows, in the document's order.
+    """
+
+    name: str
+    title: str
+    workload: str
+    family: Family
+    columns: tuple[str, ...]
+    micro_batch_size: int
+    small_micro_batch_size: int
+    schemes: tuple[Scheme, ...]
+
+
+_ZERO_1 = "the document's fairscale OSS (6.02 samples/s, 22077 MB) shares out the same: optimizer states"
+_ZERO_2 = "the document's fairscale OSS + SDP (7.01 samples/s, 17113 MB) shares out the same: gradients, too"
+_FSDP = "the document's fairscale FSDP; its successor in torch, fully_shard"
+_FOUR_BY_FOUR = (
+    "the document names this row 4 x 4 on 4 GPUs, which takes 16; its peak is that of 4 x 1. Here 16 devices"
+)
+
+
+def _layout(tensor: int, pipeline: int, throughput: float, peak: float, note: str = "") -> Scheme:
+    return Scheme(
+        (str(tensor), str(pipeline)),
+        Printed(throughput, peak),
+        mixed=True,
+        tensor=tensor,
+        pipeline=pipeline,
+        note=note,
+    )
+
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite(
+            "mixed-precision",
+            "pre-training of Hugging Face's BERT (masked words, next sentence)",
+            "huggingface:bert_pretraining",
+            BERT,
+            ("scheme",),
+            16,
+            4,
+            (
+                Scheme(("fp32",), Printed(103.07, 17025)),
+                Scheme(("mixed",), Printed(178.15, 12698), mixed=True),
+            ),
+        ),
+        Suite(
+            "sharding",
+            "pre-training of a GPT, model states shared out over data-parallel ranks",
+            "huggingface:gpt_pretraining",
+            GPT,
+            ("scheme",),
+            1,
+            1,
+            (
+                Scheme(("none (fp32)",), Printed(word="OOM")),
+                Scheme(("mixed",), Printed(9.57, 25061), mixed=True),
+                Scheme(("mixed + zero-1",), Printed(12.88, 15709), True, "zero-1", note=_ZERO_1),
+                Scheme(("mixed + zero-2",), Printed(10.27, 15693), True, "zero-2", note=_ZERO_2),
+                Scheme(("mixed + zero-3",), Printed(word="NA"), True, "zero-3"),
+                Scheme(("mixed + fsdp",), Printed(word="NA"), True, "fsdp", note=_FSDP),
+                Scheme(("mixed + offload",), Printed(), True, offload=True, note="not in the document"),
+            ),
+        ),
+        Suite(
+            "3d",
+            "pre-training of Megatron's GPT, tensor and pipeline parallel",
+            "megatron:gpt_pretraining",
+            GPT,
+            ("tensor parallel", "pipeline parallel"),
+            1,
+            1,
+            (
+                _layout(1, 1, 9.63, 25061),
+                _layout(2, 1, 7.59, 11300),
+                _layout(4, 1, 6.16, 5673),
+                _layout(1, 2, 8.46, 12375),
+                _layout(1, 4, 8.03, 8141),
+                _layout(2, 2, 7.37, 6211),
+                _layout(4, 4, 6.24, 5673, _FOUR_BY_FOUR),
+            ),
+        ),
+        Suite(
+            "graph",
+            "fine-tuning of Hugging Face's BERT (classes of sentences), blocks compiled by torch.compile",
+            "huggingface:bert_finetuning",
+            BERT,
+            ("scheme",),
+            16,
+            4,
+            (
+                Scheme(("fp32",), Printed(479.15, 2112)),
+                Scheme(("mixed",), Printed(589.66, 2127), mixed=True),
+                Scheme(("graph",), Printed(554.24, 2430), graph=True),
+                Scheme(("graph + mixed",), Printed(614.70, 2289), mixed=True, graph=True),
+            ),
+        ),
+    )
+}

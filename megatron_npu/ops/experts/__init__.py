@@ -1,0 +1,1 @@
+"""Mixtures of experts: who takes which token, and the grouped products."""

@@ -1,0 +1,1 @@
+"""Optimizers, and whole lists of tensors in one call."""

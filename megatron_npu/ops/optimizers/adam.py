@@ -1,0 +1,410 @@
+"""Adam and AdamW with the interface of apex's and TransformerEngine's FusedAdam."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.dispatch import Make, Operation
+from megatron_npu.ops.optimizers import narrow_states, swapped_memory
+from megatron_npu.ops.optimizers.fused_optimizer import FusedOptimizer, update_fused
+from megatron_npu.ops.optimizers.multi_tensor import local_parts
+from megatron_npu.ops.optimizers.narrow_states import Row
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """The numbers of one step of a parameter group.
+
+    Attributes:
+        number: counts from 1; None leaves the bias of the moments uncorrected.
+        lr, betas, eps, weight_decay: as in the papers.
+        decoupled: the decay is of the parameter (AdamW), not added to the gradient (Adam).
+    """
+
+    number: int | None
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam (Kingma and Ba 2015) or AdamW (Loshchilov and Hutter 2019) in one fused call per group.
+
+    Drop-in for ``apex.optimizers.FusedAdam``, same order of arguments: ``step`` is one integer per
+    parameter group, state is ``exp_avg`` and ``exp_avg_sq`` in fp32. ``load_state_dict`` also takes what
+    ``torch.optim.Adam`` and ``AdamW`` saved. Megatron's distributed optimizer relies on exactly that form; on
+    torch's own AdamW its resume is wrong (megatron-core 0.16: one shared step tensor, counted once per
+    parameter). Distributed tensors (FSDP2's) keep distributed state; each rank updates its part, and has the
+    state of those of which it holds nothing, too, in one order: saving ranks exchange the shapes of each.
+
+    Args:
+        params: parameters or groups.
+        lr, betas, eps, weight_decay: as in the papers.
+        bias_correction: divide the moments by 1 - betaᵗ.
+        adam_w_mode: decoupled weight decay (AdamW); False adds the decay to the gradient (Adam).
+        amsgrad: must be False, as in apex.
+        set_grad_none: whether ``zero_grad()`` drops gradients.
+        capturable: must be False: nothing here is captured into a CUDA graph.
+        master_weights: keep an fp32 copy of each 16-bit parameter in state ``master_param`` (the name
+            that TransformerEngine uses) and round from it; without it, 16-bit parameters are updated in
+            fp32 and rounded at every step.
+        use_decoupled_grad: read gradients from ``decoupled_grad``, whose dtype need not be the parameter's,
+            and have a ``master_param`` of every parameter; of one in fp32 it is the parameter itself.
+        master_weight_dtype: fp32, or fp16 with a scale per tensor.
+        exp_avg_dtype, exp_avg_sq_dtype: of the moments: fp32, bf16, or fp16 with a scale per tensor.
+        store_param_remainders: of bf16 parameters with fp32 main weights keep the 16 bits that the
+            parameter lacks alone (``remainders``): 2 bytes a parameter less, the same numbers to the bit.
+        others: further options of TransformerEngine's class, which are refused unless they are off.
+
+    Attributes:
+        swap_moments: whether fp32 moments rest in the host's memory, where the NPU's kernel updates them: 8
+            bytes a parameter less on the device, the same numbers to the bit. Of the class it is what the
+            next ones begin with: who builds them, Megatron, has no argument for it.
+
+    Raises:
+        ValueError: an option that this optimizer cannot honour.
+    """
+
+    swap_moments = False
+
+    _options = (
+        "set_grad_none",
+        "adam_w_mode",
+        "master_weights",
+        "use_decoupled_grad",
+        "store_param_remainders",
+        "swap_moments",
+        "_dtypes",
+        "_scales",
+    )
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        use_decoupled_grad: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        **others: Any,
+    ) -> None:
+        options = {"amsgrad": amsgrad, "capturable": capturable, **others}
+        refused = [name for name, value in options.items() if value]
+        if refused:
+            raise ValueError(f"FusedAdam does not have {', '.join(sorted(refused))}")
+        self._dtypes = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            "master_param": master_weight_dtype,
+        }
+        for name, dtype in self._dtypes.items():
+            if dtype not in _DTYPES[name]:
+                raise ValueError(f"FusedAdam keeps {name} in {_DTYPES[name]}, not in {dtype}")
+        self._scales: dict[Tensor, tuple[Tensor, ...]] = {}
+        self.adam_w_mode = adam_w_mode
+        self.master_weights = master_weights
+        self.use_decoupled_grad = use_decoupled_grad
+        self.store_param_remainders = store_param_remainders
+        self.swap_moments = type(self).swap_moments
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        group["step"] = int(group.get("step", 0)) + 1
+        step = AdamStep(
+            number=group["step"] if group["bias_correction"] else None,
+            lr=float(group["lr"]),
+            betas=tuple(group["betas"]),
+            eps=group["eps"],
+            weight_decay=float(group["weight_decay"]),
+            decoupled=bool(self.adam_w_mode),
+        )
+        for parameter in group["params"]:
+            if hasattr(parameter, "to_local") and parameter.requires_grad and parameter not in self.state:
+                self.initialize_state(parameter)
+        rows = [self._row(parameter) for parameter in parameters]
+        rows = [row for row in rows if row.weight.numel()]  # a rank may hold no row of a small weight
+        update = functools.partial(_adam, step=step)
+        narrow_states.update_in_blocks([row for row in rows if narrow_states.is_narrow(row)], update)
+        rows = [row for row in rows if not narrow_states.is_narrow(row)]
+        update_fused([(row.main, row.grad, row.first, row.second) for row in rows], update)
+        for row in rows:
+            if row.main is not row.weight:
+                row.weight.copy_(row.main)
+
+    @torch.no_grad()
+    def initialize_state(self, parameter: Tensor) -> None:
+        """Make the state of a parameter: zero moments, and its main weight, if it is to have one."""
+        dtypes = self._dtypes_of(parameter)
+        state = {
+            name: swapped_memory.zeros(parameter, dtype)
+            if self._swaps(parameter, name, dtype)
+            else torch.zeros_like(parameter, dtype=dtype)
+            for name, dtype in dtypes.items()
+        }
+        self.state[parameter] = state
+        if dtypes.get("master_param") is parameter.dtype:
+            # It is the main weight itself: Megatron's checkpoints look for one of every parameter.
+            state["master_param"] = parameter.detach()
+        elif dtypes.get("master_param") in (torch.float32, torch.float16):  # of a remainder, zero is right
+            self.set_scaled_state(parameter, "master_param", parameter.detach())
+
+    def _swaps(self, parameter: Tensor, name: str, dtype: torch.dtype) -> bool:
+        """Return whether this part of a parameter's state rests in the host's memory."""
+        fp32_moment = name in _MOMENT_NAMES and dtype is torch.float32
+        return self.swap_moments and fp32_moment and parameter.device.type == "npu" and parameter.numel() > 0
+
+    def _placed(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
+        if self._swaps(parameter, name, value.dtype):
+            return swapped_memory.moved(value, like=parameter)
+        if swapped_memory.is_swapped(value):  # of the optimizer that was swapped before it was saved
+            value = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+        return super()._placed(parameter, name, value)
+
+    def _dtypes_of(self, parameter: Tensor) -> dict[str, torch.dtype]:
+        """Return the names of what a parameter's state is made of, and the dtypes it rests in."""
+        precise = torch.promote_types(parameter.dtype, torch.float32)
+        dtypes = {name: precise if d is torch.float32 else d for name, d in self._dtypes.items()}
+        if not self.master_weights or (parameter.dtype is precise and not self.use_decoupled_grad):
+            del dtypes["master_param"]
+        elif parameter.dtype is precise:
+            dtypes["master_param"] = precise
+        elif (
+            self.store_param_remainders
+            and parameter.dtype is torch.bfloat16
+            and dtypes["master_param"] is torch.float32
+        ):
+            dtypes["master_param"] = torch.int16
+        return dtypes
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        return getattr(parameter, "decoupled_grad", None) if self.use_decoupled_grad else parameter.grad
+
+    def _row(self, parameter: Tensor, grad: Tensor | None = None) -> Row:
+        """Return this rank's parts of a parameter, its gradient and its state, made here if there is none.
+
+        Args:
+            parameter: of this optimizer.
+            grad: in place of the parameter's own, for who looks at the state alone.
+        """
+        if "exp_avg" not in self.state[parameter]:
+            self.initialize_state(parameter)
+        state = self.state[parameter]
+        main = state.get("master_param", parameter)
+        if main.dtype is parameter.dtype:
+            main = parameter
+        grad = self._dense_gradient(parameter) if grad is None else grad
+        weight, grad, first, second, own_main = local_parts(
+            (parameter, grad, state["exp_avg"], state["exp_avg_sq"], main)
+        )
+        row = Row(weight, grad, first, second, weight if main is parameter else own_main)
+        return replace(row, scales=self._scales_of(parameter, row))
+
+    def _scales_of(self, parameter: Tensor, row: Row) -> tuple[Tensor, ...]:
+        """Return the scales of a parameter's state; none where nothing of it is fp16."""
+        kept = (row.first, row.second, row.main if row.main is not row.weight else row.first)
+        if all(tensor.dtype is not torch.float16 for tensor in kept):
+            return ()
+        if parameter not in self._scales:
+            self._scales[parameter] = tuple(
+                torch.ones((), dtype=torch.float32, device=row.weight.device) for _ in kept
+            )
+        return self._scales[parameter]
+
+    @torch.no_grad()
+    def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
+        """Return ``exp_avg``, ``exp_avg_sq`` or ``master_param`` of a parameter in fp32, a copy if need be.
+
+        Whatever dtypes it rests in, a checkpoint holds fp32, which an optimizer of any dtypes reads.
+        """
+        return narrow_states.unscaled(self._row(parameter, grad=parameter), _PARTS[name])
+
+    @torch.no_grad()
+    def set_scaled_state(self, parameter: Tensor, name: str, value: Tensor) -> None:
+        """Let a parameter's ``exp_avg``, ``exp_avg_sq`` or ``master_param`` be ``value`` (fp32).
+
+        Of a parameter that keeps remainders, the parameter itself becomes the rounded main weight.
+        """
+        narrow_states.set_unscaled(self._row(parameter, grad=parameter), _PARTS[name], value)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients, decoupled ones too; ``set_to_none`` overrides the constructor's."""
+        super().zero_grad(set_to_none)
+        forget = self.set_grad_none if set_to_none is None else set_to_none
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            grad = getattr(parameter, "decoupled_grad", None)
+            if grad is not None and forget:
+                parameter.decoupled_grad = None
+            elif grad is not None:
+                grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as it rests; where something is fp16, with its ``scales``, fp32 ``[3]``."""
+        result = super().state_dict()
+        for group, saved_group in zip(self.param_groups, result["param_groups"], strict=True):
+            for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+                if parameter in self._scales:
+                    scales = torch.stack(self._scales[parameter])
+                    result["state"][key] = {**result["state"][key], "scales": scales}
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class, of apex's FusedAdam or of torch's Adam and AdamW.
+
+        What was saved in other dtypes than this optimizer's is converted.
+
+        Raises:
+            ValueError: parameters of one group are at different steps, or amsgrad was on.
+        """
+        super().load_state_dict(state_dict)
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            if group.get("amsgrad"):
+                raise ValueError("FusedAdam does not have amsgrad, which the state dict was saved with")
+            states = [self.state[p] for p in group["params"] if p in self.state]
+            steps = {int(state.pop("step")) for state in states if "step" in state}
+            if len(steps) > 1:
+                raise ValueError(f"parameters of one group are at different steps: {sorted(steps)}")
+            if steps:
+                group["step"] = steps.pop()
+            for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+                if "exp_avg" in self.state.get(parameter, {}):
+                    self._convert(parameter, state_dict["state"][key].get("scales"))
+
+    @torch.no_grad()
+    def _convert(self, parameter: Tensor, scales: Tensor | None) -> None:
+        """Let the state of a parameter, just loaded, rest as this optimizer's does."""
+        loaded = self.state[parameter]
+        loaded.pop("scales", None)
+        self._scales.pop(parameter, None)
+        if scales is not None:
+            self._scales[parameter] = tuple(scales.to(parameter.device, torch.float32).clone().unbind())
+        own = self._dtypes_of(parameter)
+        if own.get("master_param") is parameter.dtype and "master_param" in loaded:
+            parameter.copy_(loaded["master_param"])
+            loaded["master_param"] = parameter.detach()
+        if all(loaded[name].dtype is own.get(name) for name in loaded):
+            return
+        values = {name: self.get_unscaled_state(parameter, name) for name in loaded}
+        self._scales.pop(parameter, None)
+        self.state[parameter] = {}
+        self.initialize_state(parameter)
+        for name, value in values.items():  # the main weight last: its flag rests in a moment
+            if name in self.state[parameter]:
+                self.set_scaled_state(parameter, name, value)
+
+
+_MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
+_MOMENTS = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {"exp_avg": _MOMENTS, "exp_avg_sq": _MOMENTS, "master_param": (torch.float32, torch.float16)}
+_PARTS = {"exp_avg": "first", "exp_avg_sq": "second", "master_param": "main"}
+
+
+def _adam_reference(
+    targets: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    step: AdamStep,
+) -> None:
+    """One step, in place, formula by formula."""
+    beta1, beta2 = step.betas
+    correction1 = 1.0 if step.number is None else 1 - beta1**step.number
+    correction2 = 1.0 if step.number is None else 1 - beta2**step.number
+    for target, grad, m, v in zip(targets, grads, first, second, strict=True):
+        if step.decoupled:
+            target.mul_(1 - step.lr * step.weight_decay)
+        elif step.weight_decay:
+            grad = grad + step.weight_decay * target
+        m.lerp_(grad, 1 - beta1)
+        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        denominator = v.sqrt().div_(math.sqrt(correction2)).add_(step.eps)
+        target.addcdiv_(m, denominator, value=-step.lr / correction1)
+
+
+_adam = Operation("adam", _adam_reference)
+
+
+@_adam.on("cpu", "cuda", note="`torch._fused_adamw_`, `torch._fused_adam_`")
+def _adam_torch(
+    targets: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    step: AdamStep,
+) -> None:
+    """torch's fused kernels: one pass over memory."""
+    # They always correct by 1 - betaᵗ; at t = inf that is exactly 1.
+    number = math.inf if step.number is None else float(step.number)
+    at = torch.tensor(number, dtype=torch.float32, device=targets[0].device)
+    update = torch._fused_adamw_ if step.decoupled else torch._fused_adam_
+    # The kernel reads the steps and never writes them, so one tensor serves all.
+    update(
+        targets,
+        grads,
+        first,
+        second,
+        [],
+        [at] * len(targets),
+        lr=step.lr,
+        beta1=step.betas[0],
+        beta2=step.betas[1],
+        weight_decay=step.weight_decay,
+        eps=step.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+@_adam.on("npu", note="`torch._fused_adamw_`; without bias correction `npu_apply_adam_w`")
+def _adam_npu(
+    targets: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    step: AdamStep,
+) -> None:
+    """torch_npu's AdamW kernels; it has none for Adam, whose decay is added to the gradient beforehand."""
+    if not step.decoupled and step.weight_decay:
+        grads = list(torch._foreach_add(grads, targets, alpha=step.weight_decay))
+    step = replace(step, weight_decay=step.weight_decay if step.decoupled else 0.0, decoupled=True)
+    if step.number is not None:
+        _adam_torch(targets, grads, first, second, step)
+        return
+    import torch_npu
+
+    # Powers of zero make both corrections exactly 1, whichever step the kernel counts them from.
+    numbers = (0.0, 0.0, step.lr, step.weight_decay, *step.betas, step.eps)
+    for target, grad, m, v in zip(targets, grads, first, second, strict=True):
+        torch_npu.npu_apply_adam_w(*numbers, grad, None, False, False, out=(target, m, v))
+
+
+@_adam.example()
+def _example(make: Make) -> None:
+    parameter = torch.nn.Parameter(make(33, 65).detach())
+    parameter.grad = make(33, 65).detach()
+    FusedAdam([parameter], lr=0.1).step()

@@ -1,0 +1,168 @@
+"""Stochastic gradient descent with the interface of apex's FusedSGD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.dispatch import Make, Operation
+from megatron_npu.ops.optimizers.fused_optimizer import FusedOptimizer, update_fused
+
+
+@dataclass(frozen=True)
+class SgdStep:
+    """The numbers of one step of a parameter group.
+
+    Attributes:
+        lr: learning rate.
+        momentum, dampening, weight_decay, nesterov: as ``torch.optim.SGD``.
+        decay_after: apply the decay beside the momentum, not through it.
+        first: there is no momentum yet: the gradient becomes it.
+    """
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    decay_after: bool
+    first: bool
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD with momentum (Sutskever et al. 2013, as torch implements it) in one fused call per group.
+
+    Drop-in for ``apex.optimizers.FusedSGD``; the state, ``momentum_buffer`` in fp32, is that of
+    ``torch.optim.SGD`` too.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        momentum, dampening, weight_decay, nesterov: as ``torch.optim.SGD``.
+        wd_after_momentum: apply the decay beside the momentum, not through it.
+        materialize_master_grads: must be True, as by default: apex's amp, which this is for, is gone.
+        set_grad_none: whether ``zero_grad()`` drops gradients.
+
+    Raises:
+        ValueError: Nesterov without momentum or with dampening, or an option that cannot be honoured.
+    """
+
+    _options = ("set_grad_none", "wd_after_momentum")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        if nesterov and (momentum <= 0 or dampening):
+            raise ValueError("nesterov needs a momentum and no dampening")
+        if not materialize_master_grads:
+            raise ValueError("FusedSGD does not have materialize_master_grads=False")
+        self.wd_after_momentum = wd_after_momentum
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        fresh = [p for p in parameters if self.state[p].get("momentum_buffer") is None]
+        known = [p for p in parameters if self.state[p].get("momentum_buffer") is not None]
+        self._update(group, fresh, True)
+        self._update(group, known, False)
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor], first_step: bool) -> None:
+        step = SgdStep(
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=float(group["weight_decay"]),
+            nesterov=group["nesterov"],
+            decay_after=self.wd_after_momentum,
+            first=first_step,
+        )
+        update_fused(
+            [self._row(parameter, group["momentum"]) for parameter in parameters],
+            lambda targets, grads, buffers=(): _sgd(targets, grads, list(buffers), step),
+        )
+
+    def _row(self, parameter: Tensor, momentum: float) -> tuple[Tensor, ...]:
+        grad = self._dense_gradient(parameter)
+        if not momentum:
+            return parameter, grad
+        state = self.state[parameter]
+        if state.get("momentum_buffer") is None:
+            precise = torch.promote_types(parameter.dtype, torch.float32)
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=precise)
+        return parameter, grad, state["momentum_buffer"]
+
+
+def _sgd_reference(
+    targets: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    step: SgdStep,
+) -> None:
+    """One step, in place; ``buffers`` is empty without momentum and filled at the first step."""
+    for i, (target, grad) in enumerate(zip(targets, grads, strict=True)):
+        if step.decay_after:
+            target.mul_(1 - step.lr * step.weight_decay)
+        elif step.weight_decay:
+            grad = grad + step.weight_decay * target
+        if step.momentum:
+            if step.first:
+                buffers[i].copy_(grad)
+            else:
+                buffers[i].mul_(step.momentum).add_(grad, alpha=1 - step.dampening)
+            grad = grad + step.momentum * buffers[i] if step.nesterov else buffers[i]
+        target.add_(grad, alpha=-step.lr)
+
+
+_sgd = Operation("sgd", _sgd_reference)
+
+
+@_sgd.on("cpu", "cuda", "npu", note="`torch._fused_sgd_`")
+def _sgd_torch(
+    targets: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    step: SgdStep,
+) -> None:
+    """torch's fused kernel: one pass over memory, two where the decay does not go through the momentum."""
+    weight_decay = step.weight_decay
+    if step.decay_after and weight_decay:
+        torch._foreach_mul_(targets, 1 - step.lr * weight_decay)
+        weight_decay = 0.0
+    torch._fused_sgd_(
+        targets,
+        grads,
+        buffers,
+        lr=step.lr,
+        momentum=step.momentum,
+        dampening=step.dampening,
+        weight_decay=weight_decay,
+        nesterov=step.nesterov,
+        maximize=False,
+        is_first_step=step.first,
+    )
+
+
+@_sgd.example()
+def _example(make: Make) -> None:
+    parameter = torch.nn.Parameter(make(33, 65).detach())
+    parameter.grad = make(33, 65).detach()
+    FusedSGD([parameter], lr=0.1).step()

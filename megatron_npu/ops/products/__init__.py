@@ -1,0 +1,1 @@
+"""Products of linear layers and of their gradients."""

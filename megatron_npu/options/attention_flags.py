@@ -1,0 +1,97 @@
+"""The flags that the plug-in adds to Megatron's own, and their values.
+
+A flag is declared once, as a field of ``AttentionFlags``: every command and script has it then. The object
+goes from the command line through the layers to each call of ``ops.attention``, where the plan of a device
+reads it as ``spec.flags`` (docs/adding-a-flag.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from megatron_npu.base.arg_parser import whole
+
+
+def _flag(*spellings: str, default: Any = None, **options: Any) -> Any:
+    """Return a field that is declared on the command line.
+
+    Args:
+        spellings: of the flag; the first is the one that errors name.
+        default: of the field and of the flag.
+        options: of ``argparse.ArgumentParser.add_argument``.
+    """
+    return field(default=default, metadata={"spellings": spellings, "options": options})
+
+
+@dataclass(frozen=True)
+class AttentionFlags:
+    """The values of the flags; ``AttentionFlags()`` are the defaults.
+
+    Attributes:
+        pre_tokens: query i sees key j only if j >= i - pre_tokens. None: no limit.
+        next_tokens: query i sees key j only if j <= i + next_tokens. None: no limit.
+        shape_order: layout handed to the fused attention, ``SBH`` or ``BSH``.
+    """
+
+    # both spellings: Megatron-LM's users write ``tockens``
+    pre_tokens: int | None = _flag(
+        "--pre-tockens",
+        "--pre-tokens",
+        type=whole,
+        metavar="P",
+        help="query i sees keys from i - P on (default: all)",
+    )
+    next_tokens: int | None = _flag(
+        "--next-tockens",
+        "--next-tokens",
+        type=whole,
+        metavar="N",
+        help="query i sees keys up to i + N, the causal mask still holding (default: all)",
+    )
+    shape_order: str = _flag(
+        "--shape-order",
+        choices=["SBH", "BSH"],
+        default="SBH",
+        help="layout given to the fused attention; the results are the same",
+    )
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        """How many keys before and after its own position a query sees; None is all of them."""
+        return self.pre_tokens, self.next_tokens
+
+    def with_window(self, before: int | None, after: int | None) -> AttentionFlags:
+        """Return the same flags with another window."""
+        return replace(self, pre_tokens=before, next_tokens=after)
+
+    def without_window(self) -> AttentionFlags:
+        """Return the same flags without a window: cross-attention has none."""
+        return self.with_window(None, None)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the names of the flags in a namespace of parsed ones."""
+        return tuple(each.name for each in fields(cls))
+
+    @classmethod
+    def spellings(cls) -> tuple[str, ...]:
+        """Return the flags as a user writes them, each once."""
+        return tuple(each.metadata["spellings"][0] for each in fields(cls))
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> AttentionFlags:
+        """Return the values in a namespace; of a flag that its parser did not have, the default."""
+        return cls(**{name: getattr(args, name) for name in cls.names() if hasattr(args, name)})
+
+
+DEFAULTS = AttentionFlags()
+
+
+def add_attention_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags, in a group of their own."""
+    group = parser.add_argument_group(title="fused attention")
+    for each in fields(AttentionFlags):
+        spellings, options = each.metadata["spellings"], each.metadata["options"]
+        group.add_argument(*spellings, dest=each.name, default=each.default, **options)

@@ -1,0 +1,264 @@
+"""``--hccl-group-buffer-adaptive``: HCCL's buffers as large as the largest message of each group.
+
+HCCL holds two buffers for each communicator, of 200 MiB if nobody says otherwise. Its documentation
+(HCCL_BUFFSIZE) wants one to be as large as what a call reads or writes; a larger message may cost time, and
+nothing else. Which messages a group carries follows from the arguments, but for gradients: their
+buckets are known with the model (``adaptors.shared.communicators``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+
+FLAG = "--hccl-group-buffer-adaptive"
+DEFAULT = 200  # MiB, of each of a communicator's two (documentation of HCCL_BUFFSIZE)
+_MEBIBYTE = 1 << 20
+_FEW = 1  # norms, losses, counts of tokens, lengths: nothing near a MiB, the smallest buffer
+
+
+@dataclass(frozen=True)
+class GroupBuffers:
+    """The wish of a run: buffers as large as the messages of its groups. The device of the process has it.
+
+    Attributes:
+        args: of Megatron or of the driver, validated.
+        fitted: the MiB of the groups, by their names, whose buffers have been chosen so.
+    """
+
+    args: argparse.Namespace
+    fitted: dict[str, int] = field(default_factory=dict)
+
+    def largest_messages(self) -> dict[str, int]:
+        """Return what a call on each group reads or writes at most, see the function of this name."""
+        return largest_messages(self.args)
+
+
+def add(declare: Callable[..., Any]) -> None:
+    """Declare the flag, the name that users of Ascend know.
+
+    Args:
+        declare: ``add_argument`` of a parser or a group.
+    """
+    declare(
+        FLAG,
+        action="store_true",
+        help="HCCL's buffers as large as the largest message of each process group, where that is less than "
+        "its default of 2 x 200 MiB; sizes of --nccl-communicator-config-path win; NPU only",
+    )
+
+
+def choose(args: argparse.Namespace) -> None:
+    """Take note of the run's arguments, of whose groups sizes are asked later.
+
+    Raises:
+        UsageError: the flag on another device.
+    """
+    asked, device = getattr(args, "hccl_group_buffer_adaptive", False), devices.current()
+    if asked and device.name != "npu":
+        raise UsageError(
+            f"{FLAG} on the {device.name} device", "an Ascend NPU", "Leave it out: it is HCCL's."
+        )
+    device.group_buffers = GroupBuffers(args) if asked else None
+
+
+def of_run() -> GroupBuffers | None:
+    """Return what ``choose`` has noted; None: this run does not have the flag."""
+    noted = devices.current().group_buffers
+    assert noted is None or isinstance(noted, GroupBuffers)
+    return noted
+
+
+def asked() -> bool:
+    """Return whether this run has the flag."""
+    return of_run() is not None
+
+
+def default() -> int:
+    """Return the MiB of one buffer where nobody says otherwise."""
+    usual = os.environ.get("HCCL_BUFFSIZE", "")
+    return int(usual) if usual.isdecimal() and int(usual) > 0 else DEFAULT
+
+
+def size_of_group(name: str) -> int | None:
+    """Return the MiB of a buffer for upstream's group ``name``, such as ``tp``; None if nothing tells it."""
+    run = of_run()
+    largest = None if run is None else run.largest_messages().get(name)
+    return None if largest is None else size_of(largest)
+
+
+def size_of(message: int) -> int:
+    """Return the MiB of a buffer for messages of so many bytes, never more than the default."""
+    return min(max(1, -(-message // _MEBIBYTE)), default())
+
+
+def largest_messages(args: argparse.Namespace) -> dict[str, int]:
+    """Return what a call on each group reads or writes at most, in bytes, by upstream's short names.
+
+    Left out are groups of which the arguments do not tell: those of gradients (``dp_cp``, ``ep_dp`` and their
+    parts), the world, and what the optimizer or the model sends as it likes (Muon, state space models, FSDP).
+
+    Args:
+        args: of Megatron or of the driver, validated.
+    """
+    names = ("mp", "tp_cp", "tp_dp", "tp_dp_cp", "tp_ep_pp", "intra_dist_opt_instance")
+    sizes = dict.fromkeys(names, _FEW)
+    if any(getattr(args, flag, False) for flag in _SHARDED):
+        sizes = {}
+    else:
+        sizes["dp"] = _FEW
+    sizes["pp"] = _between_stages(args)
+    if "muon" not in getattr(args, "optimizer", "adam"):
+        sizes["tp"] = _of_tensor_parallel_ranks(args)
+    if not _has_state_spaces(args):
+        sizes["cp"] = sizes["hcp"] = _of_context_parallel_ranks(args)
+    if getattr(args, "num_experts", None):
+        sizes |= _of_experts(args)
+    vocabulary = getattr(args, "padded_vocab_size", None)
+    if vocabulary:
+        sizes["embd"] = vocabulary // args.tensor_model_parallel_size * args.hidden_size * 4
+    sizes["pos_embd"] = (args.max_position_embeddings or 0) * args.hidden_size * 4
+    return sizes
+
+
+_SHARDED = ("use_torch_fsdp2", "use_custom_fsdp", "use_megatron_fsdp", "fully_sharded")
+
+
+def _width(args: argparse.Namespace) -> int:
+    """Return the bytes of a number of the layers."""
+    return 2 if args.bf16 or args.fp16 else 4
+
+
+def _length(args: argparse.Namespace) -> int:
+    others = ("encoder_seq_length", "decoder_seq_length")
+    return max(args.seq_length or 0, *(getattr(args, name, None) or 0 for name in others))
+
+
+def _parts(args: argparse.Namespace) -> int:
+    return getattr(args, "context_parallel_size", 1)
+
+
+def _batch(args: argparse.Namespace) -> int:
+    return max(args.micro_batch_size, getattr(args, "eval_micro_batch_size", None) or 0)
+
+
+def _tokens(args: argparse.Namespace) -> int:
+    """Return how many tokens of a micro-batch a rank has that shares them with nobody but over ``cp``."""
+    tokens = _batch(args) * -(-_length(args) // _parts(args))
+    if getattr(args, "hybrid_context_parallel", False):
+        tokens = max(tokens, args.max_seqlen_per_dp_cp_rank)
+    return tokens
+
+
+def _states(args: argparse.Namespace) -> int:
+    """Return the bytes of the residual stream, ``[s / cp, b, h]``."""
+    width = 4 if getattr(args, "fp32_residual_connection", False) else _width(args)
+    return _tokens(args) * args.hidden_size * width * _streams(args)
+
+
+def _streams(args: argparse.Namespace) -> int:
+    return args.num_residual_streams if getattr(args, "enable_hyper_connections", False) else 1
+
+
+def _between_stages(args: argparse.Namespace) -> int:
+    """Return the bytes that a stage sends at once: with interleaving, states and gradients in one batch."""
+    together = 1 if getattr(args, "virtual_pipeline_model_parallel_size", None) is None else 2
+    return together * _states(args) // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+
+
+def _of_tensor_parallel_ranks(args: argparse.Namespace) -> int:
+    """Return the bytes of states, latents, the loss's vectors, the batch, or gradients of whole vectors."""
+    batch, length, tokens = _batch(args), _length(args), _tokens(args)
+    latent = 0
+    if getattr(args, "multi_latent_attention", False):
+        latent = max(args.q_lora_rank or 0, args.kv_lora_rank + args.qk_pos_emb_head_dim)
+    pairs = batch * length * length
+    mask = pairs if getattr(args, "create_attention_mask_in_dataloader", False) else 0
+    if getattr(args, "decoder_seq_length", None):  # T5: three masks as int64, in one tensor with the ids
+        mask = 3 * 8 * pairs
+    batch_of_ids = 8 * 8 * batch * (length + 1)
+    return max(
+        _states(args),
+        tokens * latent * _width(args),
+        2 * 4 * tokens,
+        mask + batch_of_ids,
+        _gradients_of_whole_parameters(args),
+    )
+
+
+def _gradients_of_whole_parameters(args: argparse.Namespace) -> int:
+    """Return the bytes of the gradients that sequence parallelism adds up in one call, at most.
+
+    Of each layer: norms of h (two, or four, and their biases), of heads and latents, the biases behind
+    row-parallel products, the router.
+    """
+    if not args.sequence_parallel:
+        return 0
+    layers = -(-args.num_layers // args.pipeline_model_parallel_size)
+    if _uneven(args):
+        layers = args.num_layers
+    layer = (12 + (getattr(args, "num_experts", None) or 0)) * args.hidden_size
+    positions = (args.max_position_embeddings or 0) * args.hidden_size
+    return 4 * ((layers + 1) * layer + positions)
+
+
+def _uneven(args: argparse.Namespace) -> bool:
+    """Return whether stages differ in their number of layers."""
+    names = (
+        *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        "pipeline_model_parallel_layout",
+    )
+    return any(getattr(args, name, None) for name in names)
+
+
+def _has_state_spaces(args: argparse.Namespace) -> bool:
+    names = ("hybrid_override_pattern", "hybrid_layer_pattern", "is_hybrid_model")
+    return any(getattr(args, name, None) for name in names)
+
+
+def _of_context_parallel_ranks(args: argparse.Namespace) -> int:
+    """Return the bytes of queries, keys and values in whichever way they are shared.
+
+    In a ring keys and values, in backward with their gradients; or all of them, one by one, swapped for
+    heads; or keys gathered, and a mask of the data loader, which is gathered in a ring, too.
+    """
+    width, tokens, parts = _width(args), _tokens(args), _parts(args)
+    heads, head = args.num_attention_heads, args.kv_channels
+    keys, values = heads, head
+    if getattr(args, "group_query_attention", False):
+        keys = args.num_query_groups
+    if getattr(args, "multi_latent_attention", False):
+        keys, head, values = heads, args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
+    shared = -(-keys // args.tensor_model_parallel_size) * (head + values)
+    own = heads // args.tensor_model_parallel_size * head
+    ring = tokens * shared * (width + 4)
+    swapped = tokens * (own + shared) * width
+    gathered = parts * tokens * shared * width
+    mask = _batch(args) * _length(args) ** 2
+    return max(ring, swapped, gathered, mask if getattr(args, "reset_attention_mask", False) else 0)
+
+
+def _of_experts(args: argparse.Namespace) -> dict[str, int]:
+    """Return the bytes of tokens on their way to experts, should all go to those of one rank."""
+    tokens = _tokens(args) // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    experts, ranks = args.num_experts, args.expert_model_parallel_size
+    sharing = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    each = args.moe_router_topk
+    sent, received = tokens * each, ranks * tokens * min(each, -(-experts // ranks))
+    if getattr(args, "moe_expert_capacity_factor", None):  # perhaps padded to the capacity
+        capacity = int(tokens * each / experts * args.moe_expert_capacity_factor) + 1
+        sent = received = max(sent, experts * capacity)
+    token = max(args.hidden_size * _width(args), 4)
+    everywhere = tokens * ranks * sharing
+    return {
+        "ep": max(sent, received) * token,
+        "ep_tp": sharing * max(sent, received) * token,
+        "tp_ep_mp": everywhere * max(args.hidden_size * _width(args), 4 * experts),
+    }

@@ -1,0 +1,264 @@
+"""The flags that move what a step needs out of the device's memory, where Megatron has none of its own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+
+# Fields of the scripts' and of the driver's arguments, by the flag that asks for them: where moments are not
+# fp32 tensors of the device.
+_OTHER_STATES = {
+    "--optimizer-cpu-offload": ("optimizer_cpu_offload",),
+    "--reuse-fp32-param": ("reuse_fp32_param",),
+    "--use-precision-aware-optimizer": ("use_precision_aware_optimizer",),
+    "FSDP": ("use_torch_fsdp2", "use_custom_fsdp", "use_megatron_fsdp", "fully_sharded"),
+}
+
+
+# What ``--use-precision-aware-optimizer`` stores, and its types; upstream's fp8 is TransformerEngine's alone.
+NARROW = {
+    "main_grads": ("fp32", "bf16"),
+    "main_params": ("fp32", "fp16"),
+    "exp_avg": ("fp32", "fp16", "bf16"),
+    "exp_avg_sq": ("fp32", "fp16", "bf16"),
+}
+
+
+def add_reuse_of_weights(add: Callable[..., Any]) -> None:
+    """Declare ``--reuse-fp32-param``, the name that users of Ascend know.
+
+    Args:
+        add: ``add_argument`` of a parser or a group.
+    """
+    add(
+        "--reuse-fp32-param",
+        action="store_true",
+        help="keep of each fp32 main weight only the 16 bits that its bf16 parameter lacks (the same numbers "
+        "to the bit); means --use-precision-aware-optimizer",
+    )
+
+
+def refuse_fp8_states(options: Any) -> None:
+    """Refuse what only TransformerEngine keeps.
+
+    Args:
+        options: an ``OptimizerConfig``, or arguments, with dtypes or their names.
+
+    Raises:
+        UsageError: a moment would be fp8.
+    """
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        value = getattr(options, name, None)
+        if value == "fp8" or str(value) == "torch.uint8":
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{flag} fp8 without TransformerEngine", "fp32, bf16 or fp16", f"Give {flag} bf16."
+            )
+
+
+def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
+    """Switch the precision-aware optimizer on for --reuse-fp32-param; refuse what it does not go with.
+
+    Raises:
+        UsageError: a flag is missing or does not go with it.
+    """
+    flag = "--use-precision-aware-optimizer"
+    if args.reuse_fp32_param:
+        flag = "--reuse-fp32-param"
+        if not args.bf16 or str(args.main_params_dtype) not in ("fp32", "torch.float32"):
+            raise UsageError(
+                f"{flag} without bf16 parameters that have fp32 main weights",
+                "--bf16, and no --main-params-dtype but fp32",
+                "Change them: the main weight is the parameter and the 16 bits that it lacks.",
+            )
+        args.use_precision_aware_optimizer = True
+    if not args.use_precision_aware_optimizer:
+        _refuse_types_alone(args)
+    if not args.use_precision_aware_optimizer or args.optimizer_cpu_offload:
+        return
+    refuse_fp8_states(args)
+    if not args.use_distributed_optimizer:
+        raise UsageError(f"{flag} alone", "--use-distributed-optimizer together with it", "Add it.")
+    if args.ckpt_format == "torch" and (args.save or args.load):
+        raise UsageError(
+            f"{flag} with --ckpt-format torch",
+            "--ckpt-format torch_dist",
+            "Change it: of Megatron's own format the main weights are read into the rounded ones.",
+        )
+
+
+def _refuse_types_alone(args: argparse.Namespace) -> None:
+    """Refuse types of an optimizer's state that the plain one does not have."""
+    for name in NARROW:
+        value = str(getattr(args, f"{name}_dtype", "fp32"))
+        if value not in ("fp32", "torch.float32"):
+            raise UsageError(
+                f"--{name.replace('_', '-')}-dtype {value} without --use-precision-aware-optimizer",
+                "both",
+                "Add that flag.",
+            )
+
+
+def refuse_moving_nothing(args: argparse.Namespace) -> None:
+    """Refuse one of ``--fine-grained-activation-offloading`` and ``--offload-modules`` without the other.
+
+    Raises:
+        UsageError: nothing would be moved.
+    """
+    asked = getattr(args, "fine_grained_activation_offloading", False)
+    if asked != bool(getattr(args, "offload_modules", None)):
+        raise UsageError(
+            f"one of {OFFLOADING} and --offload-modules", "both or none", "Add the other, or leave it out."
+        )
+
+
+def add_swap_optimizer(add: Callable[..., Any]) -> None:
+    """Declare ``--swap-optimizer``, the name that users of Ascend know.
+
+    Args:
+        add: ``add_argument`` of a parser or a group.
+    """
+    add(
+        "--swap-optimizer",
+        action="store_true",
+        help="keep Adam's moments in the host's memory, where the NPU updates them: 8 bytes a parameter "
+        "less on the device, the same numbers to the bit; NPU only",
+    )
+
+
+def refuse_foreign_adam(adam: object, ours: object) -> None:
+    """Refuse ``--swap-optimizer`` where ``adam``, the class that Megatron builds, is not ``ours``.
+
+    Raises:
+        UsageError: apex's or TransformerEngine's stands there.
+    """
+    if adam is not ours:
+        raise UsageError(
+            f"--swap-optimizer with the Adam of {getattr(adam, '__module__', adam)}",
+            "that of megatron_npu, which stands where neither apex nor TransformerEngine is installed",
+            "Leave out the flag, or uninstall the package.",
+        )
+
+
+def check_swap_optimizer(args: argparse.Namespace) -> None:
+    """Refuse ``--swap-optimizer`` where Adam's moments are not fp32 tensors of an NPU.
+
+    Raises:
+        UsageError: of another device, another optimizer, or with a flag that keeps moments elsewhere.
+    """
+    if not args.swap_optimizer:
+        return
+    flag, device = "--swap-optimizer", devices.current().name
+    if device != "npu":
+        raise UsageError(
+            f"{flag} on the {device} device", "an Ascend NPU", "Leave it out: only torch_npu has such memory."
+        )
+    optimizer = getattr(args, "optimizer", "adam")
+    if optimizer != "adam":
+        raise UsageError(f"{flag} with --optimizer {optimizer}", "--optimizer adam", "Change one of the two.")
+    for other, fields in _OTHER_STATES.items():
+        if any(getattr(args, field, None) for field in fields):
+            raise UsageError(
+                f"{flag} with {other}",
+                "the plain or the distributed optimizer with fp32 moments",
+                "Leave out one of the two.",
+            )
+
+
+OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+OFFLOADING = "--fine-grained-activation-offloading"
+OFFLOADED_OF_EXPERTS = ("expert_fc1", "moe_act")  # Megatron's own, since 0.16
+SMALLEST_OFFLOADED = 1024 * 1024  # numbers of a tensor that is worth its way: Megatron's default since 0.16
+# What upstream recomputes (a word of --recompute-modules) saves nothing that could be moved.
+_RECOMPUTED = {"core_attn": ("core_attn",), "layernorm": ("attn_norm", "mlp_norm")}
+
+
+def add_activation_offloading(add: Callable[..., Any]) -> None:
+    """Declare megatron-core 0.16's ``--fine-grained-activation-offloading`` for those that are older.
+
+    Args:
+        add: ``add_argument`` of a parser or a group.
+    """
+    add(
+        OFFLOADING,
+        action="store_true",
+        help="keep what the modules of --offload-modules save for backward in the host's memory meanwhile",
+    )
+    add(
+        "--offload-modules",
+        nargs="*",
+        default=[],
+        metavar="MODULE",
+        help=f"of each layer but the last: {', '.join(OFFLOADED)}",
+    )
+    add(
+        "--min-offloaded-tensor-size",
+        type=int,
+        default=SMALLEST_OFFLOADED,
+        metavar="NUMBERS",
+        help="smaller tensors stay on the device",
+    )
+
+
+def refuse_offloading_on_the_host() -> None:
+    """Refuse ``--fine-grained-activation-offloading`` on a device that is the host.
+
+    Raises:
+        UsageError: activations are in the host's memory already.
+    """
+    device = devices.current()
+    if device.is_host:
+        raise UsageError(
+            f"{OFFLOADING} on the {device.name} device",
+            "a device whose memory is not the host's",
+            "Leave out the flag: activations are in the host's memory already.",
+        )
+
+
+def check_activation_offloading(args: argparse.Namespace, known: Sequence[str] = OFFLOADED) -> None:
+    """Refuse ``--fine-grained-activation-offloading`` where nothing would be moved, or what is not known.
+
+    Args:
+        args: with what is recomputed filled in.
+        known: the modules whose tensors can be moved.
+
+    Raises:
+        UsageError: on a device that is the host; modules that are not there, none, or recomputed ones.
+    """
+    if not args.fine_grained_activation_offloading:
+        if args.offload_modules:
+            raise UsageError(
+                f"--offload-modules without {OFFLOADING}", "both", f"Add {OFFLOADING}, or leave it out."
+            )
+        return
+    refuse_offloading_on_the_host()
+    modules = args.offload_modules
+    unknown = [name for name in modules if name not in known]
+    if unknown or not modules:
+        raise UsageError(
+            f"{OFFLOADING} with --offload-modules {' '.join(unknown) or 'left out'}",
+            f"some of {', '.join(known)}",
+            "Experts' expert_fc1 and moe_act are megatron-core's since 0.16." if unknown else "Name some.",
+        )
+    if "attn_proj" in modules and "core_attn" not in modules:
+        raise UsageError(
+            "--offload-modules attn_proj without core_attn",
+            "both: the one's input is the other's output, which core_attn would hold",
+            "Add core_attn.",
+        )
+    if args.recompute_granularity == "full":
+        raise UsageError(
+            f"{OFFLOADING} with --recompute-granularity full", "one of the two", "Leave one out."
+        )
+    if args.recompute_granularity == "selective":
+        again = getattr(args, "recompute_modules", None) or ["core_attn"]
+        for name in (name for word in again for name in _RECOMPUTED.get(word, ()) if name in modules):
+            raise UsageError(
+                f"--offload-modules {name}, which is recomputed",
+                "modules that are not: a recomputed one saves nothing",
+                "Leave it out of one of the two.",
+            )

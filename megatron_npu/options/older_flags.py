@@ -1,0 +1,186 @@
+"""Flags of older Megatrons that tutorials still name: what each means today, or why it is refused.
+
+Megatron-LM of 2020 to 2023 (285068c8 among them) had them; megatron-core's scripts know some, and end at most
+of these with an assertion or with exit code 0. ``add`` declares what a parser lacks, ``apply`` does what
+the flags mean. The embedded driver and the adaptors of megatron-core's scripts use both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from megatron_npu.base.arg_parser import integer, number, positive
+from megatron_npu.base.errors import UsageError
+
+
+@dataclass(frozen=True)
+class OlderFlag:
+    """A flag that was.
+
+    Attributes:
+        flag: as it is typed.
+        today: what it means today, as the printed line and the help say it.
+        options: of ``add_argument``, besides ``help``.
+        fills: the fields of the arguments that it sets where no flag of today has.
+        sets: the fields of the arguments that get its value, those of them that there are.
+        only: the values that it still takes; empty: all that ``options`` let through.
+        remedy: what to do about another value, or about a flag that is refused.
+        refused: it means nothing that exists today.
+        said: it is mentioned only where it is typed: its default cannot be told from the same value given.
+    """
+
+    flag: str
+    today: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fills: Mapping[str, Any] = field(default_factory=dict)
+    sets: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    remedy: str = ""
+    refused: bool = False
+    said: bool = False
+
+    @property
+    def dest(self) -> str:
+        """The name of its value in the arguments."""
+        return self.options.get("dest", self.flag.removeprefix("--").replace("-", "_"))
+
+
+_SWITCH = {"action": "store_true"}
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+OLDER = (
+    OlderFlag(
+        "--checkpoint-activations",
+        "is now --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        _SWITCH,
+        fills=_FULL,
+    ),
+    OlderFlag(
+        "--checkpoint-num-layers",
+        "is now --recompute-num-layers",
+        {"type": positive},
+        sets=("recompute_num_layers",),
+    ),
+    OlderFlag(
+        "--data-impl",
+        "does nothing now: every dataset is read through a memory map",
+        {"metavar": "IMPL"},
+        only=("mmap", "infer"),
+        remedy="Make the dataset again with `megatron-npu preprocess`: lazy and cached are other formats.",
+    ),
+    OlderFlag(
+        "--mmap-warmup",
+        "does nothing now: the operating system reads ahead by itself",
+        _SWITCH,
+    ),
+    OlderFlag(
+        "--distributed-backend",
+        "is now the backend of the device: HCCL on npu, NCCL on cuda, gloo on cpu",
+        {"default": "nccl", "metavar": "BACKEND"},
+        only=("nccl", "gloo"),
+        remedy="Leave it out: the device decides.",
+        said=True,
+    ),
+    OlderFlag(
+        "--DDP-impl",
+        "does nothing now: Megatron's own data parallelism is the only one",
+        {"metavar": "IMPL"},
+        only=("local",),
+        remedy="Leave it out: gradients are averaged as torch's DDP averages them.",
+    ),
+    OlderFlag(
+        "--no-contiguous-buffers-in-local-ddp",
+        "does nothing now: gradients always lie in contiguous buffers",
+        _SWITCH,
+    ),
+    OlderFlag(
+        "--layernorm-epsilon",
+        "is now --norm-epsilon",
+        {"type": number, "dest": "older_layernorm_epsilon"},
+        sets=("norm_epsilon", "layernorm_epsilon"),
+    ),
+    OlderFlag(
+        "--no-query-key-layer-scaling",
+        "does nothing now: it is off unless --apply-query-key-layer-scaling asks for it",
+        _SWITCH,
+    ),
+    OlderFlag("--log-batch-size-to-tensorboard", "does nothing now: nobody has the choice any more", _SWITCH),
+    OlderFlag(
+        "--batch-size",
+        "",
+        {"type": integer},
+        refused=True,
+        remedy="Use --micro-batch-size (sequences of a rank) and --global-batch-size (of an iteration).",
+    ),
+    OlderFlag(
+        "--warmup",
+        "",
+        {"type": number},
+        refused=True,
+        remedy="Use --lr-warmup-fraction (it was a percentage) or --lr-warmup-iters.",
+    ),
+    OlderFlag(
+        "--model-parallel-size",
+        "",
+        {"type": integer},
+        refused=True,
+        remedy="Use --tensor-model-parallel-size.",
+    ),
+)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Declare those of the flags that ``parser`` does not have."""
+    group = parser.add_argument_group(title="older flags", description="of Megatron-LM before megatron-core")
+    for older in OLDER:
+        if older.flag not in parser._option_string_actions:
+            told = f"refused: {older.remedy}" if older.refused else older.today
+            group.add_argument(older.flag, **older.options, help=told)
+
+
+def apply(args: argparse.Namespace, words: Sequence[str]) -> None:
+    """Do what the flags that were given mean today, and say so in a line for each, on rank 0.
+
+    Args:
+        args: of a parser that has the flags; changed in place.
+        words: the command line.
+
+    Raises:
+        UsageError: a flag or its value is refused, or contradicts a flag of today.
+    """
+    for older in OLDER:
+        value = getattr(args, older.dest, None)
+        typed = any(word.partition("=")[0] == older.flag for word in words)
+        if value is None or value is False or (older.said and not typed):  # 0 is given, and equals False
+            continue
+        given = older.flag if value is True else f"{older.flag} {value}"
+        _check(older, value, given)
+        _fill(older, args)
+        for name in filter(partial(hasattr, args), older.sets):
+            setattr(args, name, value)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"megatron_npu: {given}, a flag of older Megatrons, {older.today}", flush=True)
+
+
+def _check(older: OlderFlag, value: Any, given: str) -> None:
+    if older.refused:
+        raise UsageError(f"{given}, a flag of older Megatrons", "a flag of today", older.remedy)
+    if older.only and value not in older.only:
+        raise UsageError(given, " or ".join(older.only), older.remedy)
+
+
+def _fill(older: OlderFlag, args: argparse.Namespace) -> None:
+    """Set the fields that a flag stands for; what a flag of today has said stays."""
+    granularity = getattr(args, "recompute_granularity", None) if older.fills else None
+    if granularity not in (None, older.fills.get("recompute_granularity")):
+        raise UsageError(
+            f"{older.flag} and --recompute-granularity {granularity}", "one of them", f"Drop {older.flag}."
+        )
+    for name, value in older.fills.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)

@@ -1,0 +1,289 @@
+"""Which switches go together, for which models, where; the rest is refused before anything is loaded.
+
+Both ``train`` and ``pretrain`` ask here, and docs/train-switches.md is written from the tables
+(scripts/switch_table.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.base.installed_packages import is_installed
+from megatron_npu.options.switches import FULLY, Switches
+
+FAMILIES = {
+    "transformers": "a Transformers model",
+    "user": "a user's own model",
+    "megatron": "a Megatron model",
+}
+DEVICES = ("cpu", "cuda", "npu")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where switches are to work.
+
+    Attributes:
+        family: one of ``FAMILIES``.
+        device: one of ``DEVICES``.
+        cut: whether tensor, pipeline or context parallelism cuts the model.
+        alone: whether there is one data-parallel rank.
+    """
+
+    family: str
+    device: str
+    cut: bool = False
+    alone: bool = False
+
+    def in_effect(self, switches: Switches) -> Switches:
+        """Return the switches with what their sharding comes to here.
+
+        Of a Megatron model that is cut, zero-2 is zero-1: a pipeline adds to whole gradients with every micro
+        batch. One rank has nobody to share with.
+        """
+        if self.family != "megatron" or switches.sharding not in FULLY:
+            return switches
+        if self.cut:
+            return replace(switches, sharding="zero-1") if switches.sharding == "zero-2" else switches
+        return replace(switches, sharding="none") if self.alone else switches
+
+
+@dataclass(frozen=True)
+class Word:
+    """A switch as it is typed, and what does its work.
+
+    Attributes:
+        flag: as typed.
+        name: the field of ``Switches``.
+        value: that it sets the field to.
+        ours: what it means for models of Transformers and of users; None: nothing, it is refused.
+        megatron: what it means for Megatron's; None as before.
+    """
+
+    flag: str
+    name: str
+    value: Any
+    ours: str | None
+    megatron: str | None
+
+    def given(self, switches: Switches) -> bool:
+        """Return whether the switch is on."""
+        value = getattr(switches, self.name)
+        return bool(value) and (value == self.value or self.name == "lora_rank")
+
+
+WORDS = (
+    Word(
+        "--mixed-precision bf16", "mixed_precision", "bf16", "autocast; what is gathered is bf16", "`--bf16`"
+    ),
+    Word(
+        "--mixed-precision fp16", "mixed_precision", "fp16", "the same in fp16, with a loss scale", "`--fp16`"
+    ),
+    Word(
+        "--zero-1-memory-optimization",
+        "sharding",
+        "zero-1",
+        "DDP; each rank steps its rows of each weight",
+        "`--use-distributed-optimizer`",
+    ),
+    Word(
+        "--zero-2-memory-optimization",
+        "sharding",
+        "zero-2",
+        "`fully_shard`, gathered from forward to backward",
+        "Megatron's FSDP, `optim_grads`; with tensor or pipeline parallelism the distributed optimizer",
+    ),
+    Word(
+        "--zero-3-memory-optimization",
+        "sharding",
+        "zero-3",
+        "`fully_shard`, gathered block by block",
+        "Megatron's FSDP, `optim_grads_params`",
+    ),
+    Word("--fsdp-memory-optimization", "sharding", "fsdp", "the same as zero-3", "torch's `fully_shard`"),
+    Word(
+        "--cpu-offload",
+        "cpu_offload",
+        True,
+        "`CPUOffloadPolicy`; with none or zero-1, the optimizer on the host",
+        "`--optimizer-cpu-offload`",
+    ),
+    Word(
+        "--checkpoint-activations",
+        "checkpoint_activations",
+        True,
+        "blocks without reentrance; Transformers' own switch",
+        "`--recompute-granularity full`",
+    ),
+    Word("--graph-optimization", "graph_optimization", True, "`torch.compile` of each block", None),
+    Word("--dynamic-shape", "dynamic_shape", True, "padding to few lengths; `compile(dynamic=True)`", None),
+    Word("--fused-ops", "fused_ops", True, "`megatron_npu.ops.swap`", "on as it is, by the plug-in"),
+    Word("--lora-rank", "lora_rank", 8, "peft", None),
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Switches that do not go together, or not there.
+
+    Attributes:
+        switches: name -> values; all of them must be given.
+        expected: what would have been accepted, and so the reason.
+        remedy: what to do.
+        families, devices: where.
+        cut: whether only of a model that is cut.
+    """
+
+    switches: Mapping[str, tuple[Any, ...]]
+    expected: str
+    remedy: str
+    families: tuple[str, ...] = tuple(FAMILIES)
+    devices: tuple[str, ...] = DEVICES
+    cut: bool = False
+
+    def refuses(self, given: Switches, place: Place) -> bool:
+        """Return whether it speaks against this combination."""
+        switches = place.in_effect(given)
+        return (
+            place.family in self.families
+            and place.device in self.devices
+            and (place.cut or not self.cut)
+            and all(
+                bool(getattr(switches, name)) if True in values else getattr(switches, name) in values
+                for name, values in self.switches.items()
+            )
+        )
+
+
+_OURS = ("transformers", "user")
+_MEGATRON = ("megatron",)
+_ON = (True,)
+
+REFUSALS = (
+    Refusal(
+        {"cpu_offload": _ON},
+        "a device whose memory is not the host's",
+        "Leave it out: everything is in the host's memory already.",
+        devices=("cpu",),
+    ),
+    Refusal(
+        {"graph_optimization": _ON},
+        "layers of plain torch: Megatron's run this project's fused operations and its own collectives, "
+        "neither of which torch.compile looks into",
+        "Leave it out: the fused operations do here what graphs do elsewhere.",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"graph_optimization": _ON},
+        "a device that torch's inductor writes kernels for: a CPU or CUDA",
+        "Leave it out, and use --fused-ops, whose kernels are the NPU's own.",
+        families=_OURS,
+        devices=("npu",),
+    ),
+    Refusal(
+        {"dynamic_shape": _ON},
+        "batches of many lengths: every sequence of a .bin/.idx has --seq-length tokens",
+        "Leave it out.",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"lora_rank": _ON},
+        "a Transformers model: Megatron's parallel layers have no adapters here",
+        "`megatron-npu convert --to hf`, then `megatron-npu train --lora-rank`.",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"sharding": ("zero-3", "fsdp")},
+        "data parallelism alone, for weights that are gathered where they are used",
+        "Use --zero-1-memory-optimization or --zero-2-memory-optimization, or drop the other sizes.",
+        families=_MEGATRON,
+        cut=True,
+    ),
+    Refusal(
+        {"mixed_precision": ("fp16",), "sharding": ("zero-2", "zero-3")},
+        "bf16 or fp32: unscaling, megatron-core 0.16 stumbles over weights of which a rank has no shard",
+        "Use bf16, or --zero-1-memory-optimization.",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"mixed_precision": ("fp16",), "sharding": ("fsdp",)},
+        "bf16 or fp32: megatron-core scales no loss under torch's FSDP",
+        "Use bf16, or --zero-1-memory-optimization.",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"cpu_offload": _ON, "sharding": FULLY},
+        "the optimizer alone to be offloaded (megatron-core's FSDP has no place for it)",
+        "Use --zero-1-memory-optimization.",
+        families=_MEGATRON,
+    ),
+    Refusal(
+        {"cpu_offload": _ON, "mixed_precision": (None,)},
+        "16-bit weights, whose fp32 copies go to the host",
+        "Add --mixed-precision.",
+        families=_MEGATRON,
+    ),
+)
+
+
+def refuse(switches: Switches, place: Place) -> None:
+    """Say in one line why these switches do not go together.
+
+    Raises:
+        UsageError: they do not, or what they need is not installed.
+    """
+    refusal = refusal_of(switches, place)
+    if refusal is not None:
+        raise UsageError(_given(refusal, switches, place), refusal.expected, refusal.remedy)
+    if switches.graph_optimization:
+        need_compiler(place.device)
+    if switches.lora_rank and not is_installed("peft"):
+        raise UsageError(
+            f"--lora-rank {switches.lora_rank} without the package peft",
+            "what adds adapters to a model",
+            "Install it: pip install peft.",
+        )
+
+
+def refusal_of(switches: Switches, place: Place) -> Refusal | None:
+    """Return the first rule against these switches; None where they go together."""
+    return next((rule for rule in REFUSALS if rule.refuses(switches, place)), None)
+
+
+def _given(refusal: Refusal, switches: Switches, place: Place) -> str:
+    """Return what was given that the refusal speaks against, in words."""
+    flags = [
+        word.flag
+        for word in WORDS
+        if word.name in refusal.switches and word.given(switches) and word.name != "mixed_precision"
+    ]
+    words = " with ".join(flags)
+    if "mixed_precision" in refusal.switches:  # --fp16 says it as well
+        words += f" in {switches.mixed_precision or 'fp32'}"
+    if refusal.cut:
+        words += " with tensor, pipeline or context parallelism"
+    if refusal.devices != DEVICES:
+        words += f" on the {place.device} device"
+    if refusal.families != tuple(FAMILIES):
+        words += f" for {FAMILIES[place.family]}"
+    return words
+
+
+def need_compiler(device: str) -> None:
+    """Say in one line that graphs cannot be compiled for a CPU.
+
+    Raises:
+        UsageError: there is no C++ compiler.
+    """
+    names = (os.environ.get("CXX"), "g++", "clang++")
+    if device == "cpu" and not any(name and shutil.which(name) for name in names):
+        raise UsageError(
+            "--graph-optimization without a C++ compiler",
+            "g++, clang++ or what the variable CXX names, which torch.compile needs on a CPU",
+            "Install one (apt-get install g++), or leave the switch out.",
+        )

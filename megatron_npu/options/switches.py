@@ -1,0 +1,93 @@
+"""The words that switch an acceleration on: the same for ``train`` and ``pretrain``, and what they exclude.
+
+The names are those of a document about such a tool (PAI-Rapidformer). What a word means for a kind of model
+is said where that model is prepared: ``acceleration`` for Transformers' and a user's own, ``training`` for
+Megatron's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from megatron_npu.base.arg_parser import whole
+
+SHARDINGS = ("none", "zero-1", "zero-2", "zero-3", "fsdp")
+FULLY = ("zero-2", "zero-3", "fsdp")  # those that share out more than the optimizer's states
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What is switched on; ``Switches()`` is nothing.
+
+    Attributes:
+        mixed_precision: ``bf16`` or ``fp16`` products with fp32 main weights; None: fp32 throughout.
+        sharding: one of ``SHARDINGS``: what the data-parallel ranks share out. ``zero-1`` optimizer states,
+            ``zero-2`` gradients too, ``zero-3`` and ``fsdp`` parameters too.
+        cpu_offload: what is sharded (without sharding: the optimizer's states) rests in the host's memory.
+        checkpoint_activations: a block keeps its input alone, and computes the rest again going backward.
+        graph_optimization: the blocks are compiled by torch.compile.
+        dynamic_shape: batches are padded to few lengths, and graphs are compiled for all of them at once.
+        fused_ops: this project's operations take the place of the model's own.
+        lora_rank: only adapters of this rank are trained; 0: every weight.
+    """
+
+    mixed_precision: str | None = None
+    sharding: str = "none"
+    cpu_offload: bool = False
+    checkpoint_activations: bool = False
+    graph_optimization: bool = False
+    dynamic_shape: bool = False
+    fused_ops: bool = False
+    lora_rank: int = 0
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Switches:
+        """Return the values in a namespace of parsed flags."""
+        return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__})
+
+
+def add_switches(parser: argparse.ArgumentParser) -> None:
+    """Declare the switches."""
+    group = parser.add_argument_group("acceleration")
+    add, share_out = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    add(
+        "--mixed-precision",
+        nargs="?",
+        choices=["bf16", "fp16"],
+        const="bf16",
+        help="products in 16 bits, main weights in fp32; the word alone means bf16",
+    )
+    for stage, what in enumerate(("optimizer states", "gradients too", "parameters too"), 1):
+        share_out(
+            f"--zero-{stage}-memory-optimization",
+            action="store_const",
+            const=f"zero-{stage}",
+            dest="sharding",
+            default="none",
+            help=f"share out over the data-parallel ranks: {what}",
+        )
+    share_out(
+        "--fsdp-memory-optimization",
+        action="store_const",
+        const="fsdp",
+        dest="sharding",
+        help="the same as zero-3, by torch's fully_shard",
+    )
+    add("--cpu-offload", action="store_true", help="what is shared out rests in the host's memory")
+    add("--checkpoint-activations", action="store_true", help="compute activations again going backward")
+    add(
+        "--graph-optimization",
+        "--onnx-runtime-training",
+        action="store_true",
+        help="compile the model's blocks (torch.compile does it, under either name)",
+    )
+    add("--dynamic-shape", action="store_true", help="pad batches to few lengths; graphs that fit them all")
+    add("--fused-ops", action="store_true", help="this project's operations in place of the model's own")
+    add(
+        "--lora-rank",
+        type=whole,
+        default=0,
+        metavar="R",
+        help="train adapters of rank R alone (0: all weights)",
+    )

@@ -1,0 +1,121 @@
+"""Checkpoints that are written while training goes on (``--async-save``): one at a time.
+
+megatron-core copies the state to the host and forks a process on each rank, which writes it. When all have
+ended, the ranks complete the checkpoint together: until then it has no name, and nobody takes it for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from megatron_npu import watchdog
+from megatron_npu.pretrain.checkpoint import (
+    checkpoint_failures,
+    checkpoint_files,
+    checkpoint_folder,
+    checkpoints,
+)
+from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
+
+# RuntimeError is megatron-core's where a writer was killed: it left no result.
+_FAILURES = (*checkpoint_failures.FAILURES, RuntimeError)
+
+
+class AsyncSaves:
+    """The checkpoint that is being written, if there is one. A context: an error abandons it.
+
+    Args:
+        args: what ``validation.check`` returned.
+        saved: called on every rank when a checkpoint is whole, with its directory and iteration.
+    """
+
+    def __init__(self, args: Namespace, saved: Callable[[Path, int], None]) -> None:
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+        self._args, self._saved = args, saved
+        self._queue = AsyncCallsQueue()
+        self._written: Position | None = None  # where the run stood
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._written is not None
+
+    @watchdog.phase(watchdog.SAVING)
+    def begin(self, state: State, position: Position) -> None:
+        """Begin to write the checkpoint of ``position``, when the one before is whole. Collective.
+
+        Raises:
+            UnsavedError: the one before could not be written.
+            OSError: this one cannot.
+        """
+        self.finish()
+        self._written = position
+        part = checkpoint_folder.begin(self._args.save, position.iteration)
+        self._queue.schedule_async_request(checkpoints.begin_async(self._args, state, position, part))
+
+    def take_finished(self) -> None:
+        """Complete the checkpoint if every rank has written its part. Collective.
+
+        Raises:
+            UnsavedError: it could not be written.
+        """
+        self._complete(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, and complete it. Collective.
+
+        Raises:
+            UnsavedError: it could not be written.
+        """
+        self._complete(blocking=True)
+
+    @watchdog.phase(watchdog.SAVING)  # also at the run's end, and before it goes back to an earlier one
+    def _complete(self, *, blocking: bool) -> None:
+        position, root = self._written, self._args.save
+        if position is None:
+            return
+        place = checkpoint_files.directory(root, position.iteration)
+        try:
+            if not self._queue.maybe_finalize_async_calls(blocking):
+                return
+            checkpoints.complete(self._args, position, checkpoint_folder.hidden(root, position.iteration))
+            checkpoint_folder.finish(root, position.iteration)
+        except _FAILURES as error:
+            raise checkpoint_failures.unsaved(error, position.iteration, root) from error
+        self._written = None
+        self._saved(place, position.iteration)
+
+    def __enter__(self) -> AsyncSaves:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End this rank's writer where the run ends with an error: other ranks may not be there any more."""
+        if kind is None or self._written is None:
+            return
+        for call in self._queue.async_calls:
+            process = call.async_caller.process
+            if process is not None:
+                process.kill()
+                process.join()
+        _forget_results()
+        checkpoint_folder.discard(self._args.save, self._written.iteration)
+
+
+def _forget_results() -> None:
+    """Take what an ended writer has said of its files: the next checkpoint of this process would hold it."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async as writers
+
+    results = (
+        getattr(writers, "get_write_results_queue", None) or writers._get_write_results_queue
+    )  # until 0.16
+    with contextlib.suppress(queue.Empty):
+        while True:
+            results().get_nowait()

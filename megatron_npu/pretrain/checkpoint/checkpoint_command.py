@@ -1,0 +1,235 @@
+"""``megatron-npu checkpoint``: what a folder of checkpoints holds, whether it is whole, and which to keep."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base import files
+from megatron_npu.base.arg_parser import Parser, positive, whole
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import checksums
+from megatron_npu.pretrain.checkpoint import checkpoint_description, checkpoint_files
+
+_SHOWN = (  # of the arguments
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size"),
+    *("num_experts", "moe_router_topk"),
+    *("global_batch_size", "train_iters", "bf16", "fp16", "use_distributed_optimizer", "tokenizer_type"),
+    *("task", "user_script", "pretrained_model_name_or_path", "data_path", "data_name"),  # of `train`
+    *("mixed_precision", "sharding", "cpu_offload", "lora_rank"),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code (1: something is damaged).
+
+    Raises:
+        UsageError: bad input.
+    """
+    args = _parser().parse_args(argv)
+    if not Path(args.directory).is_dir():
+        raise UsageError(
+            f"{args.directory}: no such directory", "what was given to --save", "Correct the path."
+        )
+    return {"list": _list, "inspect": _inspect, "verify": _verify, "prune": _prune, "sum": _sum}[args.action](
+        args
+    )
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "megatron-npu checkpoint",
+        __doc__,
+        epilog="exit code: 0; 1: a file is damaged or missing; 2: bad usage",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text in (
+        ("list", "the checkpoints: iteration, bytes, state"),
+        ("inspect", "one: position, layout, model, files"),
+        ("verify", "compare files with their checksums"),
+        ("sum", "write checksums for those that have none, such as a stock script's"),
+        ("prune", "remove old ones"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("directory", metavar="DIR", help="what was given to --save")
+        if name in ("inspect", "verify", "sum"):
+            action.add_argument("--ckpt-step", type=whole, metavar="N", help="that iteration alone")
+        if name == "inspect":
+            action.add_argument("--json", action="store_true", help="as JSON, with all arguments")
+        if name == "prune":
+            action.add_argument("--keep", type=positive, required=True, metavar="N", help="the newest N stay")
+            action.add_argument(
+                "--keep-every", type=positive, metavar="M", help="those of every M iterations, too"
+            )
+            action.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    return parser
+
+
+def _list(args: Namespace) -> int:
+    latest = checkpoint_files.newest(args.directory)
+    faults = 0
+    for path in _places(args.directory):
+        found = _faults(path)
+        faults += bool(found)
+        state = "damaged" if found else "whole" if (path / checksums.NAME).is_file() else "no checksums"
+        mark = "  <- latest" if path == latest else ""
+        print(f"{path.name}  {_size(path):>15,} bytes  {state}{mark}")
+    for path in checkpoint_files.unfinished(args.directory):
+        print(f"{path.name}  {_size(path):>15,} bytes  unfinished")
+    return 1 if faults else 0
+
+
+def _inspect(args: Namespace) -> int:
+    from megatron_npu.pretrain.checkpoint import stock_checkpoints
+
+    path = checkpoint_files.newest(args.directory, args.ckpt_step)
+    if path is not None and (path / checkpoint_files.DESCRIPTION_OF_TRAIN).is_file():
+        found = _of_train(path)
+    else:
+        found = stock_checkpoints.existing(args.directory, args.ckpt_step)
+    values = {name: value for name, value in vars(found).items() if name not in ("arguments", "path")}
+    given = found.arguments
+    shown = given if args.json else {name: given[name] for name in _SHOWN if given.get(name) is not None}
+    sizes = {path.name: path.stat().st_size for path in sorted(found.path.iterdir()) if path.is_file()}
+    report: dict[str, Any] = {"path": str(found.path), **values, "faults": _faults(found.path)}
+    if args.json:
+        print(json.dumps({**report, "arguments": shown, "files": sizes}, indent=1, default=str))
+        return 1 if report["faults"] else 0
+    for name, value in {**report, **shown}.items():
+        print(f"{name:<32} {', '.join(value) or 'none' if isinstance(value, list) else value}")
+    print("\n".join(f"{size:>15,} bytes  {name}" for name, size in sizes.items()))
+    return 1 if report["faults"] else 0
+
+
+def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:
+    """Return what ``megatron-npu train`` has written about a checkpoint.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    description = path / checkpoint_files.DESCRIPTION_OF_TRAIN
+    try:
+        found = json.loads(description.read_text(encoding="utf-8"))
+        checkpoint_description.require_known_format(description, found)
+        iteration, arguments = int(found["iteration"]), dict(found["arguments"])
+        samples = iteration * int(arguments.get("global_batch_size") or 0)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise UsageError(
+            f"{description}: {error}", "the description that `megatron-npu train` writes", "Name another one."
+        ) from error
+    return checkpoint_description.CheckpointInfo(
+        path=path,
+        iteration=iteration,
+        consumed_train_samples=samples,
+        consumed_valid_samples=0,
+        has_optimizer=True,
+        has_rng=True,
+        optimizer_sharding=None,  # any goes on with any
+        arguments=arguments,
+    )
+
+
+def _sum(args: Namespace) -> int:
+    for path in _asked_for(args):
+        if (path / checksums.NAME).is_file():
+            continue
+        checksums.write(path)
+        print(f"{path.name}: checksums written")
+    return 0
+
+
+def _asked_for(args: Namespace) -> list[Path]:
+    if args.ckpt_step is None:
+        return list(_places(args.directory))
+    place = checkpoint_files.newest(args.directory, args.ckpt_step)
+    return [place] if place else []
+
+
+def _verify(args: Namespace) -> int:
+    damaged = 0
+    for path in _asked_for(args):
+        faults = _faults(path)
+        damaged += bool(faults)
+        for fault in faults or [
+            "whole" if (path / checksums.NAME).is_file() else "no checksums to compare with"
+        ]:
+            print(f"{path.name}: {fault}")
+    return 1 if damaged else 0
+
+
+def _prune(args: Namespace) -> int:
+    """Remove what is older than the newest whole ones; damaged ones do not count, and newer ones stay."""
+    latest = checkpoint_files.newest(args.directory)
+    older = checkpoint_files.iterations(args.directory)
+    whole = damaged = 0
+    while older and whole < args.keep:
+        path = checkpoint_files.directory(args.directory, older.pop())
+        faults = _faults(path)
+        whole += not faults
+        damaged += bool(faults)
+        if faults:
+            print(f"{path.name} is damaged and does not count: {'; '.join(faults)}")
+    for iteration in older:
+        path = checkpoint_files.directory(args.directory, iteration)
+        if path == latest or (args.keep_every and iteration % args.keep_every == 0):
+            continue
+        link = f"  a link; {path.resolve()} stays" if path.is_symlink() else ""
+        print(f"{'would remove' if args.dry_run else 'removed'} {path.name}  {_size(path):,} bytes{link}")
+        if not args.dry_run:
+            _remove(path)
+    return 1 if damaged else 0
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, or a link to one, so that, killed meanwhile, none is left that looks complete.
+
+    Raises:
+        UsageError: it cannot be removed.
+    """
+    doomed = files.partial_folder(path)
+    try:
+        if path.is_symlink():
+            path.unlink()
+            return
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename or path} cannot be removed ({error.strerror})",
+            "a folder that you may write to",
+            "Change its mode, or remove it by hand.",
+        ) from error
+
+
+def _places(root: str) -> Iterator[Path]:
+    for iteration in checkpoint_files.iterations(root):
+        yield checkpoint_files.directory(root, iteration)
+    release = Path(root) / checkpoint_files.RELEASE
+    if release.is_dir():
+        yield release
+
+
+def _faults(path: Path) -> list[str]:
+    """Return what is damaged, or missing of what its writer has written last."""
+    is_own = (path / checkpoint_files.DESCRIPTION).is_file()
+    missing = checkpoint_files.missing(path) if is_own else _missing_of_others(path)
+    return sorted({*(f"{name} is missing" for name in missing), *checksums.damaged(path)})
+
+
+def _missing_of_others(path: Path) -> list[str]:
+    """Return what `train` or a stock script has not written of a checkpoint: both name shards at the end."""
+    if not any(path.iterdir()):
+        return ["everything"]
+    shards = (path / checkpoint_files.DESCRIPTION_OF_TRAIN).is_file() or any(path.glob("*.distcp"))
+    return [checkpoint_files.INDEX] if shards and not (path / checkpoint_files.INDEX).is_file() else []
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

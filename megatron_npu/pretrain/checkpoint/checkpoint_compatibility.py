@@ -1,0 +1,188 @@
+"""Whether a run can go on from a checkpoint: what its description and the run's flags must have in common."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
+from megatron_npu.pretrain.checkpoint.checkpoint_files import is_of_fsdp
+from megatron_npu.pretrain.flags import latent_flags
+
+# What decides the shapes of the weights and what is computed with them: (attribute, its flag).
+_SAME_MODEL = (
+    ("num_layers", "--num-layers"),
+    ("hidden_size", "--hidden-size"),
+    ("num_attention_heads", "--num-attention-heads"),
+    ("num_query_groups", "--num-query-groups"),
+    ("kv_channels", "--kv-channels"),
+    ("ffn_hidden_size", "--ffn-hidden-size"),
+    ("tokenizer_vocab_size", "the vocabulary's size"),
+    ("position_embedding_type", "--position-embedding-type"),
+    ("normalization", "--normalization"),
+    ("layernorm_zero_centered_gamma", "--apply-layernorm-1p"),
+    ("layernorm_epsilon", "--norm-epsilon"),
+    ("rotary_percent", "--rotary-percent"),
+    ("rotary_base", "--rotary-base"),
+    ("rotary_interleaved", "--rotary-interleaved"),
+    ("use_rope_scaling", "--use-rope-scaling"),
+    ("rope_scaling_factor", "--rope-scaling-factor"),
+    ("swiglu", "--swiglu"),
+    ("add_bias_linear", "--disable-bias-linear"),
+    ("add_qkv_bias", "--add-qkv-bias"),
+    ("qk_layernorm", "--qk-layernorm"),
+    ("untie_embeddings_and_output_weights", "--untie-embeddings-and-output-weights"),
+    ("num_experts", "--num-experts"),
+    ("multi_latent_attention", "--multi-latent-attention"),
+    ("mtp_num_layers", "--mtp-num-layers"),
+)
+# Values of checkpoints that are older than the flags.
+_BEFORE = {"multi_latent_attention": False}
+# The same of a model with multi-latent attention.
+_SAME_LATENT = tuple((name, f"--{name.replace('_', '-')}") for name in latent_flags.NAMES)
+# The same of a model with experts.
+_SAME_EXPERTS = tuple(
+    (name, f"--{name.replace('_', '-')}")
+    for name in """
+    moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
+    moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
+    """.split()
+)
+_MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+_EXPERT_PARALLEL_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+
+
+def require_same_model(found: CheckpointInfo, args: Namespace) -> None:
+    """Check that a checkpoint holds the model that the flags describe.
+
+    Args:
+        found: the checkpoint.
+        args: the flags of the run that is to load it, with what follows from them.
+
+    Raises:
+        UsageError: naming the flags that differ.
+    """
+    names = list(_SAME_MODEL)
+    if args.num_experts is not None:
+        names += _SAME_EXPERTS
+    if args.multi_latent_attention:
+        names += _SAME_LATENT
+    if args.position_embedding_type == "learned_absolute":
+        names.append(("max_position_embeddings", "--max-position-embeddings"))
+    if args.add_bias_linear and not args.swiglu:
+        names.append(("bias_gelu_fusion", "--no-bias-gelu-fusion"))  # which computes another form of GELU
+    saved = _BEFORE | found.arguments
+    differing = [
+        f"{flag} {_shown(getattr(args, name))} (the checkpoint: {_shown(saved.get(name))})"
+        for name, flag in names
+        if saved.get(name) != getattr(args, name)
+    ]
+    if differing:
+        raise UsageError(
+            f"--load {found.path} holds another model: {', '.join(differing)}",
+            "the checkpoint's values",
+            "Give the flags that it was trained with, or load another checkpoint.",
+        )
+
+
+def _shown(value: object) -> object:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return value
+
+
+def same_model_parallel_sizes(found: CheckpointInfo, args: Namespace) -> bool:
+    """Return whether a run has the sizes that share the model, with which a checkpoint was saved."""
+    return all(found.arguments.get(size) == getattr(args, size) for size in _sizes_of_sharing(args))
+
+
+def _sizes_of_sharing(args: Namespace) -> tuple[str, ...]:
+    return _MODEL_PARALLEL_SIZES + (_EXPERT_PARALLEL_SIZES if args.num_experts is not None else ())
+
+
+def require_readable_shards(found: CheckpointInfo, args: Namespace) -> None:
+    """Check that what Megatron's FSDP has saved, and this alone, is to be read into it.
+
+    Args:
+        found: the checkpoint.
+        args: the flags of the run that is to load it, ``load_optim`` among them.
+
+    Raises:
+        UsageError: only one of checkpoint and run is of Megatron's FSDP, or they differ in precision or the
+            padding of the vocabulary.
+    """
+    of_fsdp, into_fsdp = is_of_fsdp(found.path), args.fully_sharded == "megatron"
+    if into_fsdp and not of_fsdp:
+        raise UsageError(
+            f"--load {found.path} with --{args.sharding}-memory-optimization",
+            "a checkpoint of a run with zero-2 or zero-3: Megatron's FSDP reads its own format alone",
+            "Use --fsdp-memory-optimization, which goes on with all others.",
+        )
+    if of_fsdp and not into_fsdp and args.load_optim:
+        raise UsageError(
+            f"--load {found.path}, whose optimizer Megatron's FSDP has shared out",
+            "--zero-2-memory-optimization or --zero-3-memory-optimization, on two data-parallel ranks",
+            "Add it, or give --no-load-optim, or --finetune: any run reads the weights.",
+        )
+    saved, own = (
+        "16 bits" if flags.get("bf16") or flags.get("fp16") else "fp32"
+        for flags in (found.arguments, vars(args))
+    )
+    if into_fsdp and saved != own:
+        raise UsageError(
+            f"--load {found.path} was trained in {saved}, and this run is in {own}",
+            "the same: another wrapper is in the names of all weights",
+            "Change --mixed-precision, or use --fsdp-memory-optimization from the beginning.",
+        )
+    if of_fsdp and found.arguments.get("padded_vocab_size") != args.padded_vocab_size:
+        raise UsageError(
+            f"--load {found.path} has a vocabulary of {found.arguments.get('padded_vocab_size')} tokens with "
+            f"its padding, and this run {args.padded_vocab_size}",
+            "the same",
+            "Give its --make-vocab-size-divisible-by.",
+        )
+
+
+def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
+    """Check that the optimizer of a checkpoint can go on in a run's layout.
+
+    Args:
+        found: the checkpoint, which has an optimizer.
+        args: the flags of the run that is to load it, with what follows from them.
+
+    Raises:
+        UsageError: it is of another kind, or sharded for other sizes.
+    """
+    saved = found.arguments.get("optimizer", "adam")
+    if saved != args.optimizer:
+        raise UsageError(
+            f"--load {found.path} was saved with --optimizer {saved}, this run has {args.optimizer}",
+            "the same",
+            "Change --optimizer, or give --no-load-optim.",
+        )
+    kinds = {True: "the distributed optimizer", False: "the plain optimizer"}
+    distributed = bool(found.arguments.get("use_distributed_optimizer"))
+    if distributed != args.use_distributed_optimizer:
+        raise UsageError(
+            f"--load {found.path} was saved with {kinds[distributed]}, this run has "
+            f"{kinds[args.use_distributed_optimizer]}",
+            "the same kind",
+            "Change --use-distributed-optimizer, or give --no-load-optim.",
+        )
+    apart = int(found.arguments.get("expert_model_parallel_size", 1)) > 1
+    if apart != (args.expert_model_parallel_size > 1):
+        raise UsageError(
+            f"--load {found.path} was saved {'with' if apart else 'without'} --expert-model-parallel-size, "
+            f"this run is {'without' if apart else 'with'} it",
+            "both with it, of any size, or both without: the optimizer keeps experts apart with it alone",
+            "Change it, or give --no-load-optim.",
+        )
+    same = same_model_parallel_sizes(found, args)
+    if distributed and not same and found.optimizer_sharding == "dp_reshardable":
+        sizes = (f"{name.replace('_', ' ')} {found.arguments.get(name)}" for name in _sizes_of_sharing(args))
+        raise UsageError(
+            f"--load {found.path}: its distributed optimizer can change the data-parallel size only",
+            " and ".join(sizes),
+            "Give --no-load-optim, or save it with --dist-ckpt-optim-fully-reshardable.",
+        )

@@ -1,0 +1,160 @@
+"""What a checkpoint says of itself, in ``arguments.json``: the run's flags, its position, and the format.
+
+Neither torch nor Megatron is needed to read it. A field may be added without harm: versions that do not know
+it pass over it, and newer ones have a default for descriptions without it. What an older version would read
+wrongly raises the first number of the format.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.checkpoint import checkpoint_files
+
+FORMAT = "format"  # the field of the format's version; descriptions before 1.0 had none, and are alike
+VERSION = "1.0"
+# Of fields that a description may lack; without the others nobody knows where a run goes on, or with what.
+_DEFAULTS: dict[str, Any] = {
+    "consumed_valid_samples": 0,
+    "has_optimizer": True,  # one that lacks it after all says so when it is loaded
+    "has_rng": True,
+    "optimizer_sharding": None,
+}
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint on disk.
+
+    Attributes:
+        path: its own directory.
+        iteration: the iterations that it has seen.
+        consumed_train_samples, consumed_valid_samples: position in the data.
+        has_optimizer, has_rng: whether it holds them.
+        optimizer_sharding: megatron-core's name for how a distributed optimizer was cut; else None.
+        arguments: the flags of the run that wrote it, with what followed from them.
+    """
+
+    path: Path
+    iteration: int
+    consumed_train_samples: int
+    consumed_valid_samples: int
+    has_optimizer: bool
+    has_rng: bool
+    optimizer_sharding: str | None
+    arguments: dict[str, Any]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the driver has saved it, not one of Megatron-LM's own scripts."""
+        return (self.path / checkpoint_files.DESCRIPTION).is_file()
+
+
+def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
+    """Return the newest checkpoint under ``root``, None if there is none; or that of an iteration.
+
+    Raises:
+        UsageError: the one that tracker or ``step`` names is not there, or has no readable description.
+    """
+    place = checkpoint_files.newest(root, step)
+    return None if place is None else _read(place)
+
+
+def existing(root: str | Path, step: int | None = None) -> CheckpointInfo:
+    """Return the newest checkpoint under ``root``, or that of an iteration.
+
+    Raises:
+        UsageError: there is none, or it cannot be read.
+    """
+    found = find(root, step)
+    if found is None:
+        raise checkpoint_files.no_checkpoint(root)
+    return found
+
+
+def _read(path: Path) -> CheckpointInfo:
+    description = path / checkpoint_files.DESCRIPTION
+    try:
+        values = json.loads(description.read_text(encoding="utf-8"))
+        require_known_format(description, values)
+        found = CheckpointInfo(path=path, **_fields(values))
+        _require_sound(found)
+        return found
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"{description}: {reason}",
+            "the description that `megatron-npu pretrain` writes into each checkpoint",
+            "Load a checkpoint of this driver.",
+        ) from error
+
+
+def require_known_format(description: Path, values: object) -> None:
+    """Check that this version can read a description: the first number of its format is known.
+
+    Args:
+        description: where it is.
+        values: what is in it.
+
+    Raises:
+        UsageError: a newer version has written it.
+        ValueError, TypeError: what is there is no description.
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError("it does not describe a run")
+    saved = values.get(FORMAT, VERSION)
+    first, _, second = str(saved).partition(".")
+    if not (first.isdecimal() and second.isdecimal()):
+        raise ValueError(f"{FORMAT} {saved!r}")
+    if int(first) > int(VERSION.partition(".")[0]):
+        raise UsageError(
+            f"{description} has format {saved}",
+            f"format {VERSION.partition('.')[0]}.x, which this version of megatron_npu reads",
+            "Use the version that has saved the checkpoint, or a newer one.",
+        )
+
+
+def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``CheckpointInfo`` has but its path; other fields, of newer versions, are passed over.
+
+    Raises:
+        ValueError: one is missing that has no default.
+    """
+    known = {each.name for each in fields(CheckpointInfo)} - {"path"}
+    found = _DEFAULTS | {name: value for name, value in values.items() if name in known}
+    if missing := sorted(known - found.keys()):
+        raise ValueError(f"it has no {', '.join(missing)}")
+    return found
+
+
+def _require_sound(found: CheckpointInfo) -> None:
+    """Check that a description can be one.
+
+    Raises:
+        ValueError: saying what cannot be.
+    """
+    for name in ("iteration", "consumed_train_samples", "consumed_valid_samples"):
+        value = getattr(found, name)
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} {value!r}")
+    if not isinstance(found.arguments, dict) or "num_layers" not in found.arguments:
+        raise ValueError("its arguments do not describe a model")
+
+
+def describe(path: Path, found: CheckpointInfo) -> None:
+    """Write the description of a checkpoint into ``path``."""
+    values = {name: value for name, value in vars(found).items() if name != "path"}
+    files.write(path / checkpoint_files.DESCRIPTION, json.dumps({FORMAT: VERSION, **values}, indent=1))
+
+
+def plain_arguments(args: Namespace) -> dict[str, Any]:
+    """Return the flags that JSON can hold, without those of this machine and process."""
+    local = {"rank", "local_rank", "load_from", "load_optim", "load_rng"}
+    return {name: value for name, value in sorted(vars(args).items()) if name not in local}

@@ -1,0 +1,110 @@
+"""Checkpoints that cannot be written or read: what torch and megatron-core raise then, in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.checkpoint import checkpoint_files
+from megatron_npu.safe_files import torch_readers
+
+# Failures of files; CheckpointException, which is not an Exception, holds those of each process.
+FAILURES = (OSError, CheckpointException)
+_NOT_FOR_USERS = re.compile(r"\n(?=Exception raised from |Traceback \(most recent)")  # torch's stacks
+_LONGEST = 1500  # characters of a reason: some twenty names of weights
+_STUMBLES = (TypeError, KeyError, AttributeError, IndexError)  # over what a file holds in another's place
+
+
+class UnsavedError(RuntimeError):
+    """A checkpoint could not be written: the disk is full, say. Those before it are as they were."""
+
+
+def unsaved(error: BaseException, iteration: int, folder: str | Path) -> UnsavedError:
+    """Return what to raise where the checkpoint of an iteration could not be written.
+
+    Args:
+        error: one of ``FAILURES``.
+        iteration: of the checkpoint.
+        folder: that of all checkpoints.
+    """
+    return UnsavedError(
+        f"the checkpoint of iteration {iteration} could not be written into {folder}: {reason(error)}. "
+        f"{_advice(error)} Checkpoints before it are complete."
+    )
+
+
+def reason(error: BaseException) -> str:
+    """Return what went wrong in the first process that failed, in one line, without stacks.
+
+    Its further lines name the weights that are missing, say; of very many the number of characters left out.
+    """
+    if isinstance(error, CheckpointException) and error.failures:
+        failure = next(iter(error.failures.values()))
+        error = failure[0] if isinstance(failure, tuple) else failure
+    told = " ".join(_NOT_FOR_USERS.split(str(error).strip() or repr(error))[0].split())
+    if len(told) <= _LONGEST:
+        return told
+    return f"{told[:_LONGEST]}… ({len(told) - _LONGEST} more characters)"
+
+
+def _advice(error: BaseException) -> str:
+    """Return what to look at where a checkpoint could not be written."""
+    if "SIGKILL" in reason(error):
+        return "Did the machine run out of memory?"
+    return "Is the disk full?"
+
+
+@contextlib.contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Let what is read in the block be the checkpoint in ``path``.
+
+    Raises:
+        UsageError: files of it are missing or broken, or name code; it is of a newer megatron-core than this
+            one can read.
+    """
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    if missing := checkpoint_files.missing(Path(path)):
+        torch_readers.require_no_code(Path(path))  # an index that was exchanged names nothing of Megatron's
+        raise _broken(path, f"lacks {' and '.join(missing)}")
+    _require_readable_common(Path(path))
+    try:
+        with torch_readers.without_logged_tracebacks():
+            yield
+    except _STUMBLES as error:
+        raise _broken(path, f"cannot be read: {type(error).__name__}: {reason(error)}") from error
+    # a torn file is a ValueError to JSON, a RuntimeError or EOFError to torch
+    except (*FAILURES, CheckpointingException, ValueError, RuntimeError, EOFError) as error:
+        raise _broken(path, f"cannot be read: {reason(error)}") from error
+
+
+def _require_readable_common(path: Path) -> None:
+    """Refuse to let a megatron-core before 0.19 look for a file that newer ones write no more.
+
+    Raises:
+        UsageError: this one is older than the checkpoint.
+    """
+    from megatron.core import package_info
+
+    if (package_info.MAJOR, package_info.MINOR) >= (0, 19) or (path / checkpoint_files.COMMON).is_file():
+        return
+    if checkpoint_files.is_of_fsdp(path):
+        return
+    raise UsageError(
+        f"the checkpoint {path} is of megatron-core 0.19 or newer, and this is {package_info.__version__}",
+        f"{checkpoint_files.COMMON}, which older ones read and newer ones do not write",
+        "Install megatron-core 0.19 for it.",
+    )
+
+
+def _broken(path: str | Path, why: str) -> UsageError:
+    return UsageError(
+        f"the checkpoint {path} {why}",
+        "one whose files are whole",
+        f"Name an older one, by its iteration, in {Path(path).parent / checkpoint_files.TRACKER}.",
+    )

@@ -1,0 +1,137 @@
+"""Checkpoints as files: names, and the tracker. Neither torch nor Megatron is needed to read them.
+
+``<dir>/latest_checkpointed_iteration.txt`` names the newest ``<dir>/iter_0000010/``, as in Megatron. Beside
+what ``megatron.core.dist_checkpointing`` writes, each has ``arguments.json`` (``checkpoint_description``).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # Megatron's name, in tracker and directory, for weights that no run has trained here
+DESCRIPTION = "arguments.json"
+DESCRIPTION_OF_TRAIN = "run.json"  # the same of ``megatron-npu train``
+COMMON = "common.pt"  # megatron-core's name for what is not sharded; since 0.19 an object beside the weights:
+COMMON_OBJECT = "common_state/shard_0_1"
+INDEX = ".metadata"  # torch's name for what says where each tensor is; written when all shards are
+FILES = (COMMON, "metadata.json", INDEX)  # of megatron-core, beside those with the weights
+OF_FSDP = "fsdp_dtensor"  # upstream's name for the format of Megatron's FSDP, and its optimizer's sharding
+HF_FOLDER = "hf"  # in a converted checkpoint: the files of Hugging Face that came with the weights
+
+
+def directory(root: str | Path, iteration: int) -> Path:
+    """Return where the checkpoint of an iteration lies."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def unfinished(root: str | Path) -> list[Path]:
+    """Return where checkpoints were being written when their run was killed."""
+    return sorted(Path(root).glob(files.partial_folder(Path("iter_*")).name))
+
+
+def missing(path: Path) -> list[str]:
+    """Return which of megatron-core's files a checkpoint's own directory lacks."""
+    wanted = FILES[2:] if is_of_fsdp(path) else FILES
+    absent = [name for name in wanted if not (path / name).is_file()]
+    if COMMON in absent and common_lies_among_shards(path):
+        absent.remove(COMMON)
+    return absent
+
+
+def is_of_fsdp(path: Path) -> bool:
+    """Return whether the driver has saved a checkpoint of Megatron's FSDP: it has torch's files alone."""
+    try:
+        values = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and values.get("optimizer_sharding") == OF_FSDP
+
+
+def common_lies_among_shards(path: Path) -> bool:
+    """Return whether what is not sharded is an object beside the weights, as 0.19 and newer write it.
+
+    The index of a checkpoint's parts is a pickle: the name is looked for in its bytes, nothing is loaded.
+    """
+    index = path / INDEX
+    return index.is_file() and COMMON_OBJECT.encode() in index.read_bytes()
+
+
+def no_checkpoint(root: str | Path) -> UsageError:
+    """Return the error for a directory that was to have a checkpoint."""
+    return UsageError(
+        f"--load {root}: no checkpoint there", f"a directory with {TRACKER}", "Correct the path."
+    )
+
+
+def newest(root: str | Path, step: int | None = None) -> Path | None:
+    """Return the directory of the newest checkpoint under ``root``, None if there is none.
+
+    Args:
+        step: the iteration of the one to be returned instead (``--ckpt-step``).
+
+    Raises:
+        UsageError: the tracker or ``step`` names one that is not there.
+    """
+    if step is not None:
+        return _of_iteration(root, step)
+    tracker = Path(root) / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text != RELEASE and not text.isdecimal():
+        raise UsageError(f"{tracker}: {text[:40]!r}", "a number of iterations", "Write it into the file.")
+    path = Path(root) / RELEASE if text == RELEASE else directory(root, int(text))
+    if not path.is_dir():
+        raise UsageError(
+            f"{tracker} names {path.name}, which is not there",
+            "the name of a checkpoint in the same directory",
+            "Write the iteration of one that is complete into the file.",
+        )
+    return path
+
+
+def _of_iteration(root: str | Path, step: int) -> Path:
+    path = directory(root, step)
+    if not path.is_dir():
+        there = ", ".join(map(str, iterations(root))) or "none"
+        raise UsageError(
+            f"--ckpt-step {step}: no {path.name} in {root}",
+            f"the iteration of a checkpoint that is there: {there}",
+            "Give one of them, or leave --ckpt-step out for the newest." if there != "none" else "Drop it.",
+        )
+    return path
+
+
+def iterations(root: str | Path) -> list[int]:
+    """Return the iterations of the checkpoints under ``root``, in order."""
+    names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*") if path.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def relocated(root: str | Path, path: str | None) -> str | None:
+    """Return ``path`` if it is there; else what has its name in the checkpoint's directory, if anything.
+
+    A converted checkpoint brings its tokenizer along, and may have been moved.
+    """
+    if path is None or Path(path).exists():
+        return path
+    places = (Path(root) / HF_FOLDER / Path(path).name, Path(root) / Path(path).name)
+    return next((str(place) for place in places if place.exists()), path)
+
+
+def release(root: str | Path, path: Path) -> Path:
+    """Make a checkpoint the one that no run has trained here; return its new place."""
+    place = Path(root) / RELEASE
+    path.rename(place)
+    files.write(Path(root) / TRACKER, f"{RELEASE}\n")
+    return place
+
+
+def set_latest(root: str | Path, iteration: int) -> None:
+    """Make the tracker name ``iteration``."""
+    files.write(Path(root) / TRACKER, f"{iteration}\n")

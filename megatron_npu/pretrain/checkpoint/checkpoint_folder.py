@@ -1,0 +1,79 @@
+"""The folder of a checkpoint while all ranks write it: hidden, until it is whole and has its name."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_npu.base import files
+from megatron_npu.pretrain.checkpoint import checkpoint_files
+
+_TRIES, _PAUSE = 20, 0.1  # and seconds between them
+
+
+@contextlib.contextmanager
+def writing(root: str | Path, iteration: int) -> Iterator[Path]:
+    """Give the folder that all ranks write an iteration's checkpoint into. All ranks must call this.
+
+    If the block ends well on every rank, the folder has its name behind it and the tracker names it; else it
+    is removed, and the disk that was full has room again.
+
+    Args:
+        root: of all checkpoints of the run.
+        iteration: of this one.
+    """
+    part = hidden(root, iteration)
+    try:
+        begin(root, iteration)
+        yield part
+    except BaseException:
+        discard(root, iteration)
+        raise
+    finish(root, iteration)
+
+
+def begin(root: str | Path, iteration: int) -> Path:
+    """Make the hidden folder of an iteration's checkpoint and return it. All ranks must call this."""
+    part = hidden(root, iteration)
+    if dist.get_rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    dist.barrier()
+    return part
+
+
+def finish(root: str | Path, iteration: int) -> None:
+    """Give the folder its name, and have the tracker name it: all ranks have written. All must call this."""
+    if dist.get_rank() == 0:
+        # there is one if a run went back to an earlier iteration
+        files.replace_folder(checkpoint_files.directory(root, iteration), hidden(root, iteration))
+        checkpoint_files.set_latest(root, iteration)
+    dist.barrier()
+
+
+def discard(root: str | Path, iteration: int) -> None:
+    """Remove the hidden folder; each rank may call this by itself."""
+    if dist.get_rank() == 0:
+        _remove(hidden(root, iteration))
+
+
+def hidden(root: str | Path, iteration: int) -> Path:
+    """Return where an iteration's checkpoint lies while it is written."""
+    return files.partial_folder(checkpoint_files.directory(root, iteration))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that others may still write into.
+
+    megatron-core (0.12 to 0.16) forks its writers, and a Ctrl-C that ends a rank does not end them at once.
+    """
+    for _ in range(_TRIES):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(_PAUSE)

@@ -1,0 +1,391 @@
+"""Saving and loading through ``megatron.core.dist_checkpointing``, so that the layout may change between.
+
+A checkpoint is written into a hidden directory beside its place and renamed when every rank is done; the
+tracker follows. The keys are those of Megatron-LM's own checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices, watchdog
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import checksums
+from megatron_npu.pretrain.checkpoint import (
+    checkpoint_compatibility,
+    checkpoint_description,
+    checkpoint_failures,
+    checkpoint_files,
+    checkpoint_folder,
+    dist_ckpt_versions,
+    fsdp_checkpoint,
+    row_shards,
+    sharded_weights,
+    stock_checkpoints,
+    torch_format,
+    vocab_padding,
+)
+from megatron_npu.pretrain.model.gpt import mean_stage, unwrap
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+_PARTS = ("embedding", "decoder", "encoder", "output_layer", "mtp")  # where keys of weights begin
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run has come: iterations, and samples of training and validation used by all ranks."""
+
+    iteration: int = 0
+    train_samples: int = 0
+    valid_samples: int = 0
+
+
+@dataclass(frozen=True)
+class State:
+    """The objects whose state a checkpoint holds."""
+
+    model: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+
+
+@watchdog.phase(watchdog.SAVING)
+def save(args: Namespace, state: State, position: Position, common: Mapping[str, Any] | None = None) -> Path:
+    """Write the checkpoint of ``position``; return its directory. All ranks must call this.
+
+    Args:
+        common: plain values to be kept beside the state, the same on all ranks.
+    """
+    with checkpoint_folder.writing(args.save, position.iteration) as part:
+        _write(args, state, position, part, common or {})
+    return checkpoint_files.directory(args.save, position.iteration)
+
+
+def begin_async(args: Namespace, state: State, position: Position, part: Path) -> AsyncRequest:
+    """Return what writes the checkpoint of ``position`` into ``part``, for megatron-core's queue of writers.
+
+    The state is copied to the host when the writer is started. All ranks must call this.
+    """
+    return _shards(args, state, position, part, {}, in_background=True)
+
+
+def _write(args: Namespace, state: State, position: Position, part: Path, common: Mapping[str, Any]) -> None:
+    """Write the files of a checkpoint into ``part``."""
+    _shards(args, state, position, part, common, in_background=False)
+    complete(args, position, part)
+
+
+def _shards(
+    args: Namespace,
+    state: State,
+    position: Position,
+    part: Path,
+    common: Mapping[str, Any],
+    *,
+    in_background: bool,
+) -> Any:
+    """Write megatron-core's files into ``part``, or return the request that a writer of its own is given."""
+    from megatron.core import dist_checkpointing
+
+    metadata = dist_ckpt_versions.metadata(args)
+    content = _state_dict(state, metadata, optimizer=not args.no_save_optim, rng=not args.no_save_rng)
+    content["iteration"] = position.iteration
+    content |= common
+    if fsdp_checkpoint.sharded(state.model):
+        return fsdp_checkpoint.write(part, state.model[0], content)
+    keywords = dist_ckpt_versions.save_keywords(metadata, in_background=in_background)
+    return dist_checkpointing.save(content, str(part), **keywords)
+
+
+def complete(args: Namespace, position: Position, part: Path) -> None:
+    """Add the description and the checksums to what all ranks have written. All ranks must call this."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        checkpoint_description.describe(part, _description(args, position, dist_ckpt_versions.metadata(args)))
+    dist.barrier()
+    checksums.write(part)
+
+
+def _description(
+    args: Namespace, position: Position, metadata: dict[str, Any]
+) -> checkpoint_description.CheckpointInfo:
+    return checkpoint_description.CheckpointInfo(
+        path=Path(),
+        iteration=position.iteration,
+        consumed_train_samples=position.train_samples,
+        consumed_valid_samples=position.valid_samples,
+        has_optimizer=not args.no_save_optim,
+        has_rng=not args.no_save_rng,
+        optimizer_sharding=metadata.get("distrib_optim_sharding_type"),
+        arguments=checkpoint_description.plain_arguments(args),
+    )
+
+
+@watchdog.phase("loading")
+def load(args: Namespace, state: State) -> Position:
+    """Load what the flags ask for into ``state``; return where the run goes on. All ranks must call this.
+
+    Raises:
+        UsageError: files of the checkpoint are missing or broken; the schedule differs from its schedule and
+            no flag says which one counts.
+    """
+    found = stock_checkpoints.existing(args.load, args.ckpt_step)
+    reading = _load_own if found.is_own else _load_stock
+    if checkpoint_files.is_of_fsdp(found.path):
+        reading = _load_of_fsdp
+    with checksums.verifying(found.path) if args.verify_checkpoint else contextlib.nullcontext():
+        return reading(args, state, found)
+
+
+def _load_own(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
+    """Load what this driver has saved."""
+    from megatron.core import dist_checkpointing
+
+    path = str(found.path)
+    with checkpoint_failures.reading(path):
+        metadata = dist_ckpt_versions.saved_metadata(path, found.optimizer_sharding)
+    rng = args.load_rng and _same_ranks(args, found)
+    wanted = _state_dict(state, metadata, optimizer=args.load_optim, rng=rng, loading=True)
+    with checkpoint_failures.reading(path):
+        content = dist_checkpointing.load(wanted, path)
+        _load_weights(state.model, content)
+        if args.load_optim:
+            optimizer = row_shards.shared_out(content["optimizer"], state.optimizer.state_dict())
+            state.optimizer.load_state_dict(optimizer)
+            _load_schedule(state.schedule, content["opt_param_scheduler"])
+        else:
+            _begin_optimizer(args, state, found)
+        if rng:
+            set_rng_state(content["rng_state"][0])
+    return _position(args, found)
+
+
+def _load_of_fsdp(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
+    """Load what this driver has saved with Megatron's FSDP, into a model that it shards or any other."""
+    if not fsdp_checkpoint.sharded(state.model):
+        return _load_stock(args, state, found)
+    rng = args.load_rng and _same_ranks(args, found)
+    content = _fsdp_state_dict(state, optimizer=args.load_optim, rng=rng)
+    fsdp_checkpoint.read(found.path, state.model[0], content)
+    if args.load_optim:
+        state.optimizer.load_state_dict(content["optimizer"])
+        _load_schedule(state.schedule, content["opt_param_scheduler"])
+    if rng:
+        (states,) = content["rng_state"].values()
+        set_rng_state(states[0])
+    return _position(args, found)
+
+
+def _load_stock(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
+    """Load what Megatron-LM's own scripts have saved: its weights."""
+    load_weights(state.model, found.path)
+    _begin_optimizer(args, state, found)
+    return _position(args, found)
+
+
+def _begin_optimizer(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> None:
+    """Let the optimizer begin with loaded weights."""
+    saved = found.arguments["padded_vocab_size"]
+    if saved < args.padded_vocab_size:
+        vocab_padding.fill(state.model, saved, args.tokenizer_vocab_size)
+    state.optimizer.reload_model_params()
+
+
+def _position(args: Namespace, found: checkpoint_description.CheckpointInfo) -> Position:
+    if args.finetune:
+        return Position()
+    return Position(found.iteration, found.consumed_train_samples, found.consumed_valid_samples)
+
+
+@watchdog.phase("loading")
+def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
+    """Load the weights alone, whatever the layout that they were saved in. All ranks must call this.
+
+    Raises:
+        UsageError: files of the checkpoint are missing or broken; it has weights that the model has not.
+    """
+    from megatron.core import dist_checkpointing
+
+    if torch_format.holds_ranks(Path(path)):
+        return torch_format.load_weights(model, Path(path))
+    if checkpoint_files.is_of_fsdp(Path(path)):
+        return fsdp_checkpoint.load_weights(model, Path(path))
+    metadata = dist_ckpt_versions.module_metadata({})
+    wanted = _cut_weights(model, metadata)
+    with checkpoint_failures.reading(path):
+        _require_all_used(wanted, str(path))
+        sharded_weights.read_in_place(wanted)
+        content = dist_checkpointing.load(wanted, str(path))
+        _load_weights(model, content)
+
+
+def _require_all_used(wanted: dict[str, Any], path: str) -> None:
+    """Check that no weight is left over, which megatron-core would not mind."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    used = _of_all_ranks({sharded.key for sharded in nested_values(wanted)})
+    saved = dist_checkpointing.load_tensors_metadata(path)
+    rest = sorted(key for key in saved.keys() - used if key.partition(".")[0] in _PARTS)
+    if rest:
+        raise UsageError(
+            f"{path} has {rest[0]}" + (f" and {len(rest) - 1} more" if rest[1:] else ""),
+            "the weights of the model that its arguments describe",
+            "Another kind of model cannot be loaded here.",
+        )
+
+
+def _of_all_ranks(keys: set[str]) -> set[str]:
+    """Return the keys that any rank has: pipeline stages have different ones."""
+    parts: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(parts, keys)
+    return set().union(*parts)
+
+
+def _load_weights(model: Sequence[torch.nn.Module], content: dict[str, Any]) -> None:
+    for key, chunk in _chunks(model).items():
+        own = dict(chunk.named_parameters(remove_duplicate=False))
+        chunk.load_state_dict(row_shards.shared_out(content[key], own))
+
+
+def _load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) -> None:
+    try:
+        schedule.load_state_dict(content)
+    except AssertionError as error:
+        raise UsageError(
+            f"the schedule is not the checkpoint's: {error}",
+            "the flags of the run that goes on (--lr, --train-iters, --lr-decay-iters, ...)",
+            "Give --override-opt_param-scheduler for the new one, --use-checkpoint-opt_param-scheduler "
+            "for the old.",
+        ) from error
+
+
+def _chunks(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """Return the bare chunks under the names that Megatron-LM gives them."""
+    if len(model) == 1:
+        return {"model": unwrap(model[0])}
+    return {f"model{number}": unwrap(chunk) for number, chunk in enumerate(model)}
+
+
+def _cut_weights(model: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return what each chunk has of the weights, as parts of the whole ones."""
+    result = {}
+    for stage, (key, chunk) in enumerate(_chunks(model).items()):
+        mean_stage(stage if len(model) > 1 else None)
+        result[key] = row_shards.cut_as_rows(chunk, chunk.sharded_state_dict(metadata=metadata))
+    return result
+
+
+def _state_dict(
+    state: State, metadata: dict[str, Any], *, optimizer: bool, rng: bool, loading: bool = False
+) -> dict[str, Any]:
+    if fsdp_checkpoint.sharded(state.model):
+        return _fsdp_state_dict(state, optimizer=optimizer, rng=rng)
+    asked = dist_ckpt_versions.module_metadata(metadata)
+    content = _cut_weights(state.model, asked)
+    if optimizer:
+        content["optimizer"] = state.optimizer.sharded_state_dict(
+            content, is_loading=loading, **dist_ckpt_versions.optimizer_keywords(metadata)
+        )
+        content["opt_param_scheduler"] = state.schedule.state_dict()
+    if rng:
+        content["rng_state"] = _sharded_rng_state()
+    content["checkpoint_version"] = 3.0  # Megatron-LM's number for this order of the attention weights
+    return content
+
+
+def _fsdp_state_dict(state: State, *, optimizer: bool, rng: bool) -> dict[str, Any]:
+    content = fsdp_checkpoint.state_dict(state.model[0], state.optimizer if optimizer else None)
+    if optimizer:
+        content["opt_param_scheduler"] = state.schedule.state_dict()
+    if rng:
+        content["rng_state"] = {"(0, 0)": [rng_state()]}  # of the one pipeline and tensor rank
+    content["checkpoint_version"] = 3.0
+    return content
+
+
+def _same_ranks(args: Namespace, found: checkpoint_description.CheckpointInfo) -> bool:
+    """Return whether each rank finds its own generators: the sizes that share the model are the same."""
+    same = checkpoint_compatibility.same_model_parallel_sizes(found, args)
+    if args.expert_model_parallel_size > 1:  # which is a part of data parallelism
+        same = same and found.arguments.get("data_parallel_size") == args.data_parallel_size
+    if not same and dist.get_rank() == 0:
+        print(" the layout has changed: random numbers start again from --seed", flush=True)
+    return same
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of this rank's random generators, under Megatron-LM's names."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    device = devices.current()
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": device.host_rng_state(),
+        "cuda_rng_state": device.rng_state(),
+        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _sharded_rng_state() -> Any:
+    """Return the generators' states, one for each tensor and pipeline rank.
+
+    Data-parallel ranks draw the same numbers for other data (as in Megatron), so one copy is enough. Not so
+    with expert parallelism, whose ranks draw others for their experts.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    state = rng_state()
+    shape = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        return ShardedObject("rng_state", [state], (*shape, copies), (*place, copy), replica_id=0)
+    return ShardedObject("rng_state", [state], shape, place, replica_id=copy)
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put the generators into the states that ``rng_state`` returned."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    device = devices.current()
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    device.set_host_rng_state(state["torch_rng_state"])
+    device.set_rng_state(state["cuda_rng_state"])
+    get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+
+def advance(position: Position, *, train: int = 0, valid: int = 0, iterations: int = 0) -> Position:
+    """Return the position after so many more iterations and samples."""
+    return replace(
+        position,
+        iteration=position.iteration + iterations,
+        train_samples=position.train_samples + train,
+        valid_samples=position.valid_samples + valid,
+    )

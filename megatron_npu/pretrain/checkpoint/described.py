@@ -1,0 +1,102 @@
+"""What a checkpoint says of its model, compared with what can be: a description may come from a stranger.
+
+It is checked before anything is built of it: a layer number of 10⁹ would take all memory, and a text where a
+number belongs would end deep inside of megatron-core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_npu.base.arg_parser import Number
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
+from megatron_npu.pretrain.flags import arguments, expert_flags, validation
+
+# Beside the flags: what follows from them, and from the data.
+_SIZES = ("tokenizer_vocab_size", "padded_vocab_size", "world_size", "data_parallel_size")
+_size = Number("a whole number from 1 on", int, 1, metavar="N")
+
+
+def arguments_of(found: CheckpointInfo) -> dict[str, Any]:
+    """Return the arguments of a checkpoint, with the defaults of flags that were unknown when it was saved.
+
+    Raises:
+        UsageError: they cannot be flags of the driver, or speak of more weights than its files hold.
+    """
+    flags = {action.dest: action for action in arguments.parser()._actions if action.dest != "help"}
+    defaults = {name: flag.default for name, flag in flags.items() if not flag.required}
+    values = defaults | expert_flags.of_a_dense_model() | found.arguments
+    for name, flag in flags.items():
+        _require(found, name, values.get(name), *_admitted(flag))
+    for name in _SIZES:
+        _require(found, name, values.get(name), _size, (None,))
+    validation.ranges(Namespace(**values))
+    _require_weights(found, values)
+    return values
+
+
+def _admitted(flag: argparse.Action) -> tuple[Number | type[bool] | None, tuple[Any, ...]]:
+    """Return what values a flag has: numbers, on and off, or only some; None: more than is looked at here."""
+    others = () if flag.required or flag.default is not None else (None,)
+    if flag.choices is not None and flag.nargs is None:
+        return None, (*flag.choices, *others)
+    if isinstance(flag.type, Number) and flag.nargs is None:
+        return flag.type, others
+    if isinstance(flag.default, bool) and flag.nargs == 0:
+        return bool, others
+    return None, ()
+
+
+def _require(
+    found: CheckpointInfo, name: str, value: Any, kind: Number | type[bool] | None, others: tuple[Any, ...]
+) -> None:
+    """Raise UsageError where a value is neither of a kind nor among ``others``."""
+    if (kind is None and not others) or any(value is other or value == other for other in others):
+        return
+    if isinstance(kind, Number):
+        fits = _is_number(value, kind)
+        expected = kind.expected
+    else:
+        fits, expected = kind is bool and isinstance(value, bool), "on or off"
+        if kind is None:
+            expected = " or ".join(map(str, others))
+    if not fits:
+        raise _unfit(found, f"its {name} {repr(value)[:60]}", expected)
+
+
+def _is_number(value: Any, kind: Number) -> bool:
+    admitted = int if kind.kind is int else (int, float)
+    is_one = isinstance(value, admitted) and not isinstance(value, bool)
+    return is_one and math.isfinite(value) and kind.least <= value <= kind.most
+
+
+def _require_weights(found: CheckpointInfo, values: Mapping[str, Any]) -> None:
+    """Check that the files are large enough for the model: each weight has a byte at least."""
+    least, held = _fewest_weights(values), _bytes(found)
+    if least > held:
+        raise _unfit(found, f"a model of {least:,} weights and more in {held:,} bytes", "files that hold it")
+
+
+def _fewest_weights(values: Mapping[str, Any]) -> int:
+    """Return so many weights as a model has for certain: norms, tables and one matrix of an MLP."""
+    rows = max(values.get("tokenizer_vocab_size") or 0, values["make_vocab_size_divisible_by"])
+    if values["position_embedding_type"] == "learned_absolute":
+        rows += values["max_position_embeddings"]
+    experts = values["num_experts"] or 0
+    inner = 0 if experts else values["ffn_hidden_size"] or 0
+    latent = values["multi_latent_attention"]  # whose heads have sizes of their own
+    heads = 0 if latent else values["num_attention_heads"] * (values["kv_channels"] or 1)
+    return (values["num_layers"] + rows + experts + inner + heads) * values["hidden_size"]
+
+
+def _bytes(found: CheckpointInfo) -> int:
+    return sum(file.stat().st_size for file in found.path.rglob("*") if file.is_file())
+
+
+def _unfit(found: CheckpointInfo, given: str, expected: str) -> UsageError:
+    return UsageError(f"the checkpoint {found.path}: {given}", expected, "Load one that is whole.")

@@ -1,0 +1,87 @@
+"""How each version of megatron-core is told to cut the state of a checkpoint into shards."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_npu.pretrain.checkpoint.checkpoint_files import OF_FSDP
+
+Metadata = dict[str, Any]
+
+
+def _version() -> tuple[int, int]:
+    from megatron.core import package_info
+
+    return package_info.MAJOR, package_info.MINOR
+
+
+def metadata(args: Namespace) -> Metadata:
+    """Return what describes the cut: saved with the checkpoint, and used to load it."""
+    result: Metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if args.fully_sharded == "megatron":
+        return {"distrib_optim_sharding_type": OF_FSDP}
+    if args.use_distributed_optimizer:
+        fully = args.dist_ckpt_optim_fully_reshardable
+        result["distrib_optim_sharding_type"] = _sharding_type(fully)
+        if fully:
+            result["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return result
+
+
+def _sharding_type(fully_reshardable: bool) -> str:
+    """Return the name of the distributed optimizer's format; 0.15 has renamed them."""
+    if _version() >= (0, 15):
+        return "fully_reshardable" if fully_reshardable else "dp_reshardable"
+    return "fully_sharded_model_space" if fully_reshardable else "dp_zero_gather_scatter"
+
+
+def module_metadata(described: Metadata) -> Metadata:
+    """Return the metadata that modules are asked with: from 0.16 on it names the group, too."""
+    return described | {"dp_cp_group": _group()}
+
+
+def _group() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def optimizer_keywords(described: Metadata) -> dict[str, Any]:
+    """Return the arguments of the optimizer's ``sharded_state_dict`` that say how to cut."""
+    if _version() >= (0, 13):
+        return {"metadata": module_metadata(described)}
+    name = described.get("distrib_optim_sharding_type")
+    return {} if name is None else {"sharding_type": name}
+
+
+def save_keywords(described: Metadata, *, in_background: bool = False) -> dict[str, Any]:
+    """Return the arguments of ``dist_checkpointing.save`` that keep the description in the checkpoint.
+
+    Args:
+        described: what ``metadata`` returned.
+        in_background: it returns a request, which megatron-core's queue of writers takes.
+    """
+    result: dict[str, Any] = {"content_metadata": described} if _version() >= (0, 13) else {}
+    if in_background:
+        result["async_sharded_save"] = True
+        if _version() >= (0, 17):  # whose default is a package's queue
+            result["async_strategy"] = "mcore"
+    return result
+
+
+def saved_metadata(path: str, optimizer_sharding: str | None) -> Metadata:
+    """Return the description of the checkpoint in ``path``.
+
+    Args:
+        path: directory of the checkpoint.
+        optimizer_sharding: the optimizer's format as our own description of it says, for 0.12, which
+            keeps none.
+    """
+    if _version() >= (0, 13):
+        from megatron.core import dist_checkpointing
+
+        return dist_checkpointing.load_content_metadata(path) or {}
+    return {} if optimizer_sharding is None else {"distrib_optim_sharding_type": optimizer_sharding}

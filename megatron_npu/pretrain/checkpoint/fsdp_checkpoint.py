@@ -1,0 +1,159 @@
+"""Checkpoints of a model that Megatron's FSDP shards: upstream's format ``fsdp_dtensor``.
+
+``torch.distributed.checkpoint`` writes each weight and moment as one tensor, whatever rows of it each rank
+has: uneven ones, and of most tensors none at all. So a run goes on with another number of ranks. Names are
+those of Megatron-LM's own scripts, which give weights as the optimizer has them: in fp32, under the names of
+wrappers (``module.`` for the FSDP, another for 16 bits), a gated MLP's as its two halves (``_w``, ``_v``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.tensor import DTensor
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.checkpoint import checkpoint_failures, checkpoint_files
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+
+_GROUPS = "param_to_group_meta"  # upstream's name for the settings of each weight's group
+_HALVES = ("_w", "_v")  # gate and input of a gated MLP
+
+
+def sharded(model: Sequence[torch.nn.Module]) -> bool:
+    """Return whether Megatron's FSDP shards a model, whose checkpoints are then these."""
+    return hasattr(model[0], "megatron_fsdp_dist_index")
+
+
+def state_dict(model: Any, optimizer: MegatronOptimizer | None) -> dict[str, Any]:
+    """Return the weights and the optimizer's state of a run, as upstream arranges them.
+
+    Args:
+        model: the one chunk, in Megatron's FSDP.
+        optimizer: None to leave it out.
+    """
+    content = {"model": model.state_dict_for_save_checkpoint()}
+    if optimizer is not None:
+        (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
+        described = {"distrib_optim_sharding_type": checkpoint_files.OF_FSDP}
+        content["optimizer"] = part.sharded_state_dict(content, metadata=described)
+    return content
+
+
+def write(folder: Path, model: Any, content: dict[str, Any]) -> None:
+    """Write ``content``, with what ``state_dict`` returned, into ``folder``. All ranks must call this."""
+    dcp.save(_cut(model, content), storage_writer=FileSystemWriter(folder))
+
+
+def read(folder: Path, model: Any, content: dict[str, Any]) -> None:
+    """Read a checkpoint into ``content``, tensors in place, and use the weights. All ranks must call this.
+
+    Args:
+        folder: the checkpoint's own.
+        model: in Megatron's FSDP.
+        content: as ``write`` has taken it.
+
+    Raises:
+        UsageError: files of the checkpoint are missing or broken.
+    """
+    with checkpoint_failures.reading(folder):
+        reader = FileSystemReader(folder)
+        if "optimizer" in content:
+            _ask_for_all(content["optimizer"][_GROUPS], reader)
+        dcp.load(_cut(model, content), storage_reader=reader)
+    model.module.install_optimized_model_weights()  # from the fp32 weights to those that compute
+    model.start_param_sync()  # and to the other ranks, as after a step
+
+
+def _ask_for_all(groups: dict[str, dict[str, Any]], reader: FileSystemReader) -> None:
+    """Let all settings of a group be read, a fresh optimizer's missing ones, too: its count of steps."""
+    prefix = f"optimizer.{_GROUPS}."
+    for key in reader.read_metadata().state_dict_metadata:
+        name, _, setting = key.removeprefix(prefix).rpartition(".")
+        if key.startswith(prefix) and name in groups:
+            groups[name].setdefault(setting, None)
+
+
+def _cut(model: Any, content: dict[str, Any]) -> dict[str, Any]:
+    """Return ``content`` with gated MLPs in halves, and every shard told its place in the whole."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
+    from megatron.core.transformer import fsdp_dtensor_checkpoint
+
+    cut = {**content, "model": {k: v for k, v in content["model"].items() if isinstance(v, Tensor)}}
+    if model.config.gated_linear_unit:
+        weights, optimizer = fsdp_dtensor_checkpoint.handle_swiglu_in_state_dict(
+            model, cut["model"], cut.get("optimizer")
+        )
+        cut |= {"model": weights} | ({} if optimizer is None else {"optimizer": optimizer})
+    uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(cut)
+    return cut
+
+
+def _bare(name: str) -> str:
+    """Return the name of a weight without those of wrappers."""
+    return re.sub(r"^(module\.)+", "", name)
+
+
+def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
+    """Load the weights alone into a model that each process has all of. All ranks must call this.
+
+    Args:
+        model: the one chunk; in its wrappers, or none.
+        folder: the checkpoint's own.
+
+    Raises:
+        UsageError: the model is cut; files are missing or broken; the weights are another model's.
+    """
+    from megatron.core import parallel_state
+
+    sizes = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    if sizes != (1, 1) or any(isinstance(parameter, DTensor) for parameter in model[0].parameters()):
+        raise UsageError(
+            f"{folder}, which was saved by Megatron's FSDP, for a model that is cut",
+            "tensor and pipeline parallel size 1, without --fsdp-memory-optimization",
+            "Save its weights with one process (--load, --no-load-optim, --save) for other layouts.",
+        )
+    with checkpoint_failures.reading(folder):
+        reader = FileSystemReader(folder)
+        names = {
+            _bare(key.removeprefix("model.")): key
+            for key in reader.read_metadata().state_dict_metadata
+            if key.startswith("model.")
+        }
+        wanted = dict(_whole(model[0], names))
+        _require_same(names.keys(), wanted.keys(), folder)
+        dcp.load({names[name]: part for name, part in wanted.items()}, storage_reader=reader)
+
+
+def _whole(model: torch.nn.Module, saved: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight with its name, one that was saved in halves as these."""
+    for wrapped, parameter in model.named_parameters():
+        name = _bare(wrapped)
+        if name + _HALVES[0] in saved:
+            for half, part in zip(_HALVES, parameter.data.chunk(2), strict=True):
+                yield name + half, part
+        else:
+            yield name, parameter.data
+
+
+def _require_same(saved: Any, wanted: Any, folder: Path) -> None:
+    differing = sorted(saved ^ wanted)
+    if differing:
+        where = "the checkpoint" if differing[0] in saved else "the model"
+        raise UsageError(
+            f"{folder}: {differing[0]} is in {where} alone",
+            "the weights of the model that its arguments describe",
+            "Another kind of model cannot be loaded here.",
+        )

@@ -1,0 +1,111 @@
+"""A trained model from its checkpoint, whole or shared by processes: for text, LAMBADA and conversion."""
+
+from __future__ import annotations
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron_npu import devices, plugin
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import checksums
+from megatron_npu.generation.sampling.without_prediction import without_prediction
+from megatron_npu.pretrain.checkpoint import checkpoints, described, stock_checkpoints
+from megatron_npu.pretrain.data import tokenizers
+from megatron_npu.pretrain.data.tokenizers import Tokenizer
+from megatron_npu.pretrain.flags import derive
+from megatron_npu.pretrain.flags.checks import machine
+from megatron_npu.pretrain.flags.frozen_flags import Flags
+from megatron_npu.pretrain.model import gpt as model
+from megatron_npu.pretrain.run import host_memory, initialize, layout
+
+
+@contextlib.contextmanager
+def restored(
+    load: str,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    share: Callable[[Mapping[str, Any]], dict[str, object]] | None = None,
+    widened_by_caller: bool = False,
+    **changes: object,
+) -> Iterator[tuple[Namespace, torch.nn.Module, Tokenizer]]:
+    """Hold a trained model in evaluation mode, with its flags and tokenizer.
+
+    Whatever the layout that it was trained in, it is put together here.
+
+    Args:
+        load: directory that a run saved into, the driver's or a stock script's.
+        vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
+        share: flags of the training -> those of the layout in which this and other processes share the model
+            (``layout.of_all_processes``), or have a copy each (``layout.copies``); None: this one process has
+            all of it.
+        widened_by_caller: the weights have the type that they were trained in, and the modules expect fp32:
+            the caller widens each when it is used.
+        changes: flags of the run to be changed, by their names in its arguments.
+
+    Raises:
+        UsageError: no such checkpoint; its tokenizer's files, megatron-core, or memory are missing.
+    """
+    plugin.install()
+    machine.require_megatron_core()
+    found = stock_checkpoints.existing(load)
+    trained = described.arguments_of(found)
+    shared = layout.ALONE if share is None else share(trained)
+    args = Flags(**{**trained, **changes, **shared})
+    stored = model.dtype(args)
+    if widened_by_caller:
+        derive.widened(args)
+    derive.grouped_experts(args)
+    derive.tokenizer_files(args, load, {"vocab_file": vocab_file, "merge_file": merge_file})
+    tokenizer = tokenizers.build(args)
+    if "tokenizer_vocab_size" not in args:  # a stock script does not write it down
+        derive.vocabulary(args, tokenizers.model_vocabulary(args, tokenizer))
+        stock_checkpoints.require_vocabulary(found, args)
+    else:
+        _require_vocabulary(args, tokenizer)
+    derive.padded_vocab_size(args)
+    args.freeze()
+    with initialize.session(args):
+        config = model.transformer_config(args)
+        config.perform_initialization = False  # every weight is read
+        first, last = model.at_ends()
+        gpt = model.gpt(args, config, None, first, last)
+        if widened_by_caller:
+            for parameter in gpt.parameters():
+                parameter.data = torch.empty_like(parameter, dtype=stored)
+        _require_memory(gpt, load)
+        gpt = model.on_device(args, config, gpt)
+        with checksums.verifying(found.path):
+            checkpoints.load_weights([gpt], found.path)
+        with without_prediction([model.unwrap(gpt)]):
+            yield args, gpt.eval(), tokenizer
+
+
+def _require_vocabulary(args: Namespace, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer whose ids are not those of the training.
+
+    Raises:
+        UsageError: it has another number of tokens.
+    """
+    expected = args.tokenizer_vocab_size
+    fits = tokenizer.vocab_size <= expected if args.vocab_size else tokenizer.vocab_size == expected
+    if not fits:
+        raise UsageError(
+            f"a tokenizer of {tokenizer.vocab_size} tokens",
+            f"the {expected} tokens that the model was trained with",
+            "Give the files of the training with --vocab-file and --merge-file.",
+        )
+
+
+def _require_memory(module: torch.nn.Module, load: str) -> None:
+    """Check that the weights fit into the memory of the host, where they are there.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if devices.current().is_host:
+        size = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+        host_memory.require(size, f"the model in {load}")

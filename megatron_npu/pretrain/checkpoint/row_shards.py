@@ -1,0 +1,100 @@
+"""Parameters that torch's FSDP shares out, in megatron-core's checkpoints: each rank has rows of the whole.
+
+megatron-core (0.12 to 0.19) writes such rows as parts of the whole tensor, so that the checkpoint is the one
+of a run without FSDP: every layout goes on with it. Done here is what it leaves to its own scripts, or gets
+wrong: a gated MLP's weight, and what was read as plain tensors becoming shards again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_npu.base.errors import UsageError
+
+
+def require_even(model: Sequence[torch.nn.Module]) -> None:
+    """Check that every rank has as many rows as the others, as parts of megatron-core's checkpoints have.
+
+    Raises:
+        UsageError: a parameter has rows that the ranks cannot share alike.
+    """
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+            if parameter.size(0) % ranks:
+                raise UsageError(
+                    f"--fsdp-memory-optimization with --save or --load, and {parameter.size(0)} rows of "
+                    f"{name.removeprefix('module.')} for {ranks} ranks",
+                    "rows that the ranks share alike, as the parts of megatron-core's checkpoints",
+                    "Use a number of ranks that divides them, or --zero-1-memory-optimization.",
+                )
+
+
+def cut_as_rows(chunk: torch.nn.Module, content: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``sharded_state_dict`` of a chunk has returned, gated MLPs as the rows that they are.
+
+    megatron-core (to 0.19) takes the rows of each rank for half gate, half input: with FSDP the first ranks
+    have the gate and the others the input, and the checkpoint would fit that number of ranks alone.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    if not any(isinstance(parameter, DTensor) for parameter in chunk.parameters()):
+        return content
+    return {
+        name: _rows(entry) if isinstance(entry, ShardedTensorFactory) else entry
+        for name, entry in content.items()
+    }
+
+
+def _rows(factory: Any) -> Any:
+    """Return the rows of a tensor that was to be cut in two, as one part of it."""
+    first = factory.build()[0]  # as wide as half of the rows, at this rank's place among the first halves
+    axis, rows = first.prepend_axis_num, factory.data.size(0)
+    rank = first.global_offset[axis] // first.local_shape[0]
+    offset, parts = list(first.global_offset), list(first.axis_fragmentations)
+    offset[axis], parts[axis] = rank * rows, first.global_shape[axis] // rows
+    return dataclasses.replace(
+        first,
+        data=factory.data,
+        local_shape=tuple(factory.data.shape),
+        global_offset=tuple(offset),
+        axis_fragmentations=tuple(parts),
+    )
+
+
+def shared_out(content: Any, current: Any) -> Any:
+    """Return ``content`` with rows that were read as the shards that stand in their place in ``current``.
+
+    Args:
+        content: dictionaries and lists of tensors and other values.
+        current: the same of the running model or optimizer; it may have more or fewer entries.
+    """
+    if isinstance(content, dict) and isinstance(current, dict):
+        return {name: shared_out(value, current.get(name)) for name, value in content.items()}
+    if isinstance(content, list) and isinstance(current, list) and len(content) == len(current):
+        return [shared_out(*pair) for pair in zip(content, current, strict=True)]
+    if isinstance(current, DTensor) and isinstance(content, Tensor) and not isinstance(content, DTensor):
+        return DTensor.from_local(
+            content.to(current.device),
+            current.device_mesh,
+            current.placements,
+            run_check=False,
+            shape=current.shape,
+            stride=current.stride(),
+        )
+    return content
+
+
+def rows_of_rank(parameter: Tensor) -> tuple[Tensor, slice]:
+    """Return this rank's rows of a parameter, and which of the whole they are; all, if nothing shares it."""
+    if not isinstance(parameter, DTensor):
+        return parameter, slice(0, parameter.size(0))
+    rows = parameter.to_local()
+    first = parameter.device_mesh.get_local_rank() * rows.size(0)
+    return rows, slice(first, first + rows.size(0))

@@ -1,0 +1,51 @@
+"""The folder that a run saves into: one run at a time, and nothing in it of runs that were killed."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import folder_lock
+from megatron_npu.pretrain.checkpoint import checkpoint_files
+
+
+@contextlib.contextmanager
+def owned(args: Namespace) -> Iterator[None]:
+    """Hold ``--save`` for this run in the block: rank 0 locks it, and removes what killed runs have left.
+
+    A file system without locks gives none, and then nothing is refused and nothing removed.
+
+    Raises:
+        UsageError: another run holds it, or it cannot be made.
+    """
+    if not args.save or args.rank != 0:
+        yield
+        return
+    folder = Path(args.save)
+    try:
+        lock = folder_lock.hold(folder)
+    except OSError as error:
+        raise UsageError(
+            f"--save {folder}: {error.strerror}", "a directory that can be made", "Give another path."
+        ) from None
+    if lock is None:
+        yield
+        return
+    try:
+        remove_unfinished(folder)
+        yield
+    finally:
+        folder_lock.release(lock)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove checkpoints that a killed run was writing, and give back what it was about to replace."""
+    files.restore_replaced(folder)
+    for unfinished in checkpoint_files.unfinished(folder):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        print(f" removed {unfinished}, which a run that was killed left unfinished", flush=True)

@@ -1,0 +1,132 @@
+"""Checkpoints that Megatron-LM's own scripts have saved, as the driver describes its own.
+
+Where the driver writes ``arguments.json``, they keep their argparse.Namespace in a pickle: in ``common.pt``
+beside shards (``torch_dist``), since 0.19 among them, or in the file of each rank (``torch``). It is read
+with torch's ``weights_only``, and what it names of Megatron and Python is replaced by inert values: nothing
+that the file names is imported or called.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.checkpoint import checkpoint_description, checkpoint_files, torch_format
+from megatron_npu.pretrain.flags import stock_arguments
+from megatron_npu.safe_files import safe_load, torch_readers
+
+
+def find(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo | None:
+    """Return the newest checkpoint under ``root``, the driver's or a stock script's; None if there is none.
+
+    A stock script's is good for its weights alone: optimizer and random numbers are not offered. What follows
+    from its tokenizer is not among its arguments yet.
+
+    Raises:
+        UsageError: it cannot be read, or holds a model that the driver does not have.
+    """
+    path = checkpoint_files.newest(root, step) or torch_format.untracked(root)
+    if path is None or (path / checkpoint_files.DESCRIPTION).is_file():
+        return checkpoint_description.find(root, step)
+    if torch_format.holds_ranks(path):
+        return _of_ranks(path)
+    common = path / checkpoint_files.COMMON
+    if common.is_file():
+        return _sharded(path, common, read_common(common))
+    if checkpoint_files.common_lies_among_shards(path):
+        return _sharded(path, path, _read_among_shards(path))
+    return checkpoint_description.find(root, step)
+
+
+def existing(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo:
+    """Return what ``find`` does, which must be there.
+
+    Raises:
+        UsageError: there is none, or it cannot be read.
+    """
+    found = find(root, step)
+    if found is None:
+        raise checkpoint_files.no_checkpoint(root)
+    return found
+
+
+def _of_ranks(path: Path) -> checkpoint_description.CheckpointInfo:
+    found = torch_format.Checkpoint(path)
+    if found.args.get("num_experts"):
+        raise UsageError(
+            f"{path} holds a model with experts in the format torch",
+            "the format torch_dist, which says where each expert is",
+            "Save it with --ckpt-format torch_dist.",
+        )
+    return _weights_alone(
+        path, found.args, iteration=found.iteration, train=found.train_samples, valid=found.valid_samples
+    )
+
+
+def _sharded(path: Path, source: Path, values: dict[str, Any]) -> checkpoint_description.CheckpointInfo:
+    if not isinstance(values.get("args"), Namespace):
+        raise UsageError(
+            f"{source} holds no arguments",
+            "a checkpoint of pretrain_gpt.py or of `megatron-npu pretrain`",
+            "Load another one.",
+        )
+    return _weights_alone(path, vars(values["args"]), iteration=int(values.get("iteration", 0)))
+
+
+def _weights_alone(
+    path: Path, args: Mapping[str, Any], *, iteration: int, train: int = 0, valid: int = 0
+) -> checkpoint_description.CheckpointInfo:
+    return checkpoint_description.CheckpointInfo(
+        path=path,
+        iteration=iteration,
+        consumed_train_samples=train,
+        consumed_valid_samples=valid,
+        has_optimizer=False,
+        has_rng=False,
+        optimizer_sharding=None,
+        arguments=stock_arguments.to_driver(args),
+    )
+
+
+def read_common(file: Path) -> dict[str, Any]:
+    """Return what a ``common.pt`` holds; nothing in it is executed.
+
+    Raises:
+        UsageError: it is broken, or names something that is not a plain value.
+    """
+    return _values(safe_load.read(file, safe_load.OF_STOCK_SCRIPTS), file)
+
+
+def _read_among_shards(path: Path) -> dict[str, Any]:
+    """Return what 0.19 keeps of it among the shards, a list of one: nothing in it is executed."""
+    content = torch_readers.stored_value(path, checkpoint_files.COMMON_OBJECT)
+    values = safe_load.read_part(content, path, safe_load.OF_STOCK_SCRIPTS)
+    return _values(values[0] if isinstance(values, list) and values else values, path)
+
+
+def _values(found: object, file: Path) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise safe_load.refusal(file, f"it holds a {type(found).__name__}")
+    return found
+
+
+def require_vocabulary(found: checkpoint_description.CheckpointInfo, args: Namespace) -> None:
+    """Check that a stock script's checkpoint has an embedding for every token.
+
+    Args:
+        found: the checkpoint.
+        args: with ``tokenizer_vocab_size``.
+
+    Raises:
+        UsageError: it has fewer.
+    """
+    rows = found.arguments["padded_vocab_size"]
+    if rows is not None and rows < args.tokenizer_vocab_size:
+        raise UsageError(
+            f"--load {found.path} has a vocabulary of {rows} tokens, padding included",
+            f"at least the {args.tokenizer_vocab_size} of the tokenizer",
+            "Give the files of the tokenizer that it was trained with.",
+        )

@@ -1,0 +1,21 @@
+"""Checkpoints of the format ``torch``: ``iter_0000010/mp_rank_00_001/model_optim_rng.pt``, one for each rank.
+
+Megatron-LM 285068c8 knows no other format, and NVIDIA's 345M and Megatron-DeepSpeed's converted models have
+it; megatron-core's scripts write it with ``--ckpt-format torch``. ``files`` finds and reads them, ``names``
+knows what the weights were called over the years, ``shards`` how ranks share them; ``read`` puts a model
+together, ``write`` cuts one into pieces.
+"""
+
+from megatron_npu.pretrain.checkpoint.torch_format.files import holds_ranks, untracked
+from megatron_npu.pretrain.checkpoint.torch_format.read import Checkpoint, load_weights
+from megatron_npu.pretrain.checkpoint.torch_format.write import flags, require_writable, write
+
+__all__ = [
+    "Checkpoint",
+    "flags",
+    "holds_ranks",
+    "load_weights",
+    "require_writable",
+    "untracked",
+    "write",
+]

@@ -1,0 +1,225 @@
+"""A model put together from the files of all ranks, whatever the layout that it was trained in."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.checkpoint import row_shards
+from megatron_npu.pretrain.checkpoint.torch_format import files, names, shards
+from megatron_npu.pretrain.model.gpt import unwrap
+
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_LARGEST = 2**53  # iterations, samples, layers: what JSON keeps exactly
+_HEAD = 64  # channels of a head in every GPT-2, and in the models that NVIDIA has released without arguments
+
+# What Megatron's tool that changes the layout of a checkpoint (tools/checkpoint_util.py at 285068c8) writes
+# into it, whatever the training had.
+_OF_THE_TOOL = {
+    "bias_gelu_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "perform_initialization": False,
+}
+
+_logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _say(message: str) -> None:
+    """Say once what had to be assumed; a checkpoint is looked into several times."""
+    _logger.warning(message)
+
+
+class Checkpoint:
+    """The weights of a checkpoint, whole, under megatron-core's names, and what describes them.
+
+    Args:
+        path: its own directory.
+
+    Attributes:
+        args: what ``args`` of the run were when it saved; deduced where a file has none.
+        iteration, train_samples, valid_samples: how far the run had come.
+
+    Raises:
+        UsageError: files are missing or broken, or name something that is not a plain value.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        found = files.ranks(path)
+        first = files.read(found.paths[0, 0])
+        self._version = self._number(first, "checkpoint_version")
+        self.args = files.arguments(first) or {}
+        files.require_layout(found, path, self.args)
+        self._parts: dict[str, list[Tensor]] = {}
+        self._tensor = found.tensor
+        self._gather(found)
+        self.args = self.args or self._deduced()
+        self._assume_fused_gelu()
+        self.args["padded_vocab_size"] = self.whole(_VOCABULARY[0]).size(0)
+        self._require_all_layers()
+        self.iteration = int(self._number(first, "iteration" if "iteration" in first else "total_iters"))
+        self.train_samples, self.valid_samples = (
+            int(self._number(self.args, f"consumed_{kind}_samples")) for kind in ("train", "valid")
+        )
+
+    def _number(self, values: Mapping[str, Any], name: str) -> float:
+        """Return a number of the description; 0 where there is none."""
+        value = values.get(name) or 0
+        if not isinstance(value, int | float) or not 0 <= value < _LARGEST:
+            raise self._damaged(f"{name} {value!r}")
+        return value
+
+    def _gather(self, found: files.RankFiles) -> None:
+        """Collect each rank's part of every weight; layers get their numbers in the whole model."""
+        for tensor in range(found.tensor):
+            stages = [_chunks(files.read(found.paths[tensor, stage])) for stage in range(found.pipeline)]
+            if len({len(chunks) for chunks in stages}) != 1 or not stages[0]:
+                raise self._damaged("its pipeline stages do not have the same number of chunks of a model")
+            if not all(isinstance(chunk, Mapping) for chunks in stages for chunk in chunks):
+                raise self._damaged("its model is no table of weights")
+            before = 0  # interleaved: the first chunk of each stage, then the second of each
+            for chunk in (chunks[number] for number in range(len(stages[0])) for chunks in stages):
+                weights = names.of_core(chunk)
+                for name, weight in weights.items():
+                    self._parts.setdefault(names.renumbered(name, before), []).append(weight)
+                before += len(names.layers_in(weights))
+
+    def names(self) -> set[str]:
+        """Return the names of all weights; tied ones have one name."""
+        extra = set() if self.args.get("untie_embeddings_and_output_weights") else {_VOCABULARY[1]}
+        return self._parts.keys() - extra
+
+    def whole(self, name: str) -> Tensor:
+        """Return a weight on the host.
+
+        Raises:
+            UsageError: the checkpoint has no such weight, or ranks lack their parts.
+        """
+        parts = self._parts.get(name, [])
+        if len(parts) != self._tensor or not all(isinstance(part, Tensor) for part in parts):
+            raise self._damaged(f"{len(parts)} parts of {name} on {self._tensor} tensor-parallel ranks")
+        try:
+            return shards.join(
+                name, [self._ordered(name, part) for part in parts], gated=bool(self.args.get("swiglu"))
+            )
+        except (RuntimeError, IndexError) as error:
+            raise self._damaged(f"the parts of {name} do not fit each other") from error
+
+    def _ordered(self, name: str, part: Tensor) -> Tensor:
+        if self._version >= 2:
+            return part
+        heads = int(self._number(self.args, "num_attention_heads")) // self._tensor
+        return names.in_todays_order(name, part, self._version, heads)
+
+    def _deduced(self) -> dict[str, Any]:
+        """Return the arguments of a GPT-2 with these shapes: files of old have none."""
+        layers = names.layers_in(self._parts)
+        positions, hidden = self.whole("embedding.position_embeddings.weight").shape
+        _say(
+            f"{self.path} has no arguments: {len(layers)} layers of {hidden} channels, "
+            f"{hidden // _HEAD} heads of {_HEAD} channels as in GPT-2"
+        )
+        return {
+            "num_layers": len(layers),
+            "hidden_size": hidden,
+            "num_attention_heads": hidden // _HEAD,
+            "ffn_hidden_size": self.whole("decoder.layers.0.mlp.linear_fc1.bias").size(0),
+            "max_position_embeddings": positions,
+            "seq_length": positions,
+            "tokenizer_type": "GPT2BPETokenizer",
+        }
+
+    def _assume_fused_gelu(self) -> None:
+        """Take the default form of GELU, which is the fused one, where Megatron's tool has lost the flag."""
+        if all(self.args.get(name) is value for name, value in _OF_THE_TOOL.items()):
+            self.args["bias_gelu_fusion"] = True
+            _say(
+                f"{self.path} was written by Megatron's tool that changes layouts, which forgets "
+                "--no-bias-gelu-fusion and --layernorm-epsilon: the defaults of both are assumed"
+            )
+
+    def _require_all_layers(self) -> None:
+        found, wanted = names.layers_in(self._parts), self._number(self.args, "num_layers")
+        if len(found) != wanted or max(found, default=-1) != wanted - 1:
+            raise self._damaged(f"it has {len(found)} layers, its arguments say {wanted}")
+
+    def _damaged(self, reason: str) -> UsageError:
+        return UsageError(
+            f"the checkpoint {self.path} cannot be read: {reason}",
+            "a GPT of Megatron-LM, with the files of all ranks",
+            "Get the missing files, or load another checkpoint.",
+        )
+
+
+def _chunks(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the chunks of the model in a rank's file: several if stages are interleaved."""
+    if "model" in content:
+        return [content["model"]]
+    return [content[f"model{number}"] for number in range(len(content)) if f"model{number}" in content]
+
+
+@torch.no_grad()
+def load_weights(model: Sequence[torch.nn.Module], path: Path) -> None:
+    """Fill this rank's chunks of a model, in any layout, with the weights of a checkpoint.
+
+    Rows of the vocabulary that the checkpoint does not have become zeros.
+
+    Raises:
+        UsageError: files are missing or broken, or the weights are of another model.
+    """
+    from megatron.core import parallel_state
+
+    found = Checkpoint(path)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    used = set()
+    for chunk in map(unwrap, model):
+        for name, parameter in chunk.named_parameters():
+            name = _in_whole_model(chunk, name)
+            used.add(name)
+            tied = name == _VOCABULARY[1] and name not in found.names()
+            tensor = found.whole(_VOCABULARY[0] if tied else name)
+            if name in _VOCABULARY:
+                tensor = shards.with_rows(tensor, parameter.size(0) * size)
+            part = shards.cut(name, tensor, size, gated=bool(found.args.get("swiglu")))[rank]
+            _copy(parameter, part, name, path)
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        _require_all_used(found.names() - used, path)
+
+
+def _in_whole_model(chunk: Any, name: str) -> str:
+    """Return a weight's name in the whole model, from that in a chunk."""
+    numbers = sorted(names.layers_in({name: None}))
+    if not numbers:
+        return name
+    return names.renumbered(name, chunk.decoder.layers[numbers[0]].layer_number - 1 - numbers[0])
+
+
+def _copy(parameter: Tensor, part: Tensor, name: str, path: Path) -> None:
+    if part.shape != parameter.shape:
+        raise UsageError(
+            f"{path}: {name} has the shape {list(part.shape)}",
+            f"{list(parameter.shape)}, as its arguments say",
+            "Load another checkpoint.",
+        )
+    rows, where = row_shards.rows_of_rank(parameter)
+    rows.copy_(part[where])
+
+
+def _require_all_used(rest: set[str], path: Path) -> None:
+    if rest:
+        more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+        raise UsageError(
+            f"{path} has {min(rest)}{more}",
+            "the weights of a plain GPT as its arguments describe it",
+            "Another kind of model cannot be loaded here.",
+        )

@@ -1,0 +1,181 @@
+"""A model cut into the files of ranks, as Megatron-LM 285068c8 loads them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.checkpoint import checkpoint_files
+from megatron_npu.pretrain.checkpoint.torch_format import names, shards
+from megatron_npu.pretrain.checkpoint.torch_format.files import NAMES
+
+UPSTREAM = "Megatron-LM 285068c8"
+_EMBEDDING = "embedding.word_embeddings.weight"
+# Attribute of the driver's arguments, the only value that 285068c8 has, what it is called.
+_ONLY: tuple[tuple[str, object, str], ...] = (
+    ("position_embedding_type", "learned_absolute", "learned positions"),
+    ("normalization", "LayerNorm", "LayerNorm"),
+    ("layernorm_zero_centered_gamma", False, "LayerNorm's scale as it is"),
+    ("swiglu", False, "an MLP with GELU"),
+    ("add_bias_linear", True, "biases in every linear layer"),
+    ("qk_layernorm", False, "no norm of queries and keys"),
+    ("untie_embeddings_and_output_weights", False, "the embedding as output layer"),
+    ("pre_tokens", None, "no window"),
+    ("num_experts", None, "no experts"),
+)
+# Arguments that 285068c8 compares with those of the run that loads, or takes over, or its tools ask for.
+_KEPT = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels seq_length
+    max_position_embeddings layernorm_epsilon attention_dropout hidden_dropout init_method_std
+    apply_query_key_layer_scaling bias_gelu_fusion bf16 fp16 padded_vocab_size tokenizer_type vocab_file
+    merge_file
+""".split()
+
+
+def require_writable(args: Namespace, tensor: int, pipeline: int) -> None:
+    """Check that 285068c8 has such a model, and that it can be cut so.
+
+    Args:
+        args: the driver's arguments of the model.
+        tensor, pipeline: sizes of model parallelism.
+
+    Raises:
+        UsageError: naming what does not fit.
+    """
+    for name, value, meaning in _ONLY:
+        if getattr(args, name) != value:
+            raise _refusal(
+                f"a model with {name} {getattr(args, name)}", f"{meaning}, as {UPSTREAM} has alone"
+            )
+    if args.num_query_groups != args.num_attention_heads:
+        raise _refusal(
+            f"{args.num_query_groups} query groups", f"keys and values for each head in {UPSTREAM}"
+        )
+    if args.tokenizer_type != "GPT2BPETokenizer":
+        raise _refusal(
+            "a model without GPT-2's tokenizer", f"vocab.json and merges.txt, which {UPSTREAM} needs for text"
+        )
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        if getattr(args, name) % tensor:
+            raise _refusal(
+                f"--tensor-model-parallel-size {tensor}", f"a divisor of {name} {getattr(args, name)}"
+            )
+    if args.num_layers % pipeline:
+        raise _refusal(
+            f"--pipeline-model-parallel-size {pipeline}", f"a divisor of the {args.num_layers} layers"
+        )
+
+
+def _refusal(given: str, expected: str) -> UsageError:
+    return UsageError(
+        f"--ckpt-format torch: {given}", expected, "Nothing was written; torch_dist has no such limits."
+    )
+
+
+def write(root: Path, args: Namespace, weights: Mapping[str, Tensor], tensor: int, pipeline: int) -> None:
+    """Write ``release/mp_rank_TT[_PPP]/model_optim_rng.pt`` for each rank, and the tracker.
+
+    Args:
+        root: what ``--load`` will be.
+        args: the driver's arguments of the model; ``make_vocab_size_divisible_by`` counts all ranks.
+        weights: the whole model under megatron-core's names.
+        tensor, pipeline: sizes of model parallelism.
+    """
+    place = root / checkpoint_files.RELEASE
+    common = {"args": _arguments(args, tensor, pipeline), "checkpoint_version": 3.0, "iteration": 0}
+    for stage in range(pipeline):
+        for rank in range(tensor):
+            folder = place / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else ""))
+            folder.mkdir(parents=True)
+            model = _nested(_of_rank(args, weights, (rank, tensor), (stage, pipeline)))
+            if pipeline > 1 and stage == pipeline - 1:
+                last = _part(_EMBEDDING, weights[_EMBEDDING], rank, tensor)
+                model["word_embeddings_for_head"] = {"weight": last}
+            with files.writing(folder / NAMES[0]) as stream:
+                torch.save({**common, "model": model}, stream)
+    files.write(root / checkpoint_files.TRACKER, checkpoint_files.RELEASE)
+
+
+def _of_rank(
+    args: Namespace, weights: Mapping[str, Tensor], tensor: tuple[int, int], pipeline: tuple[int, int]
+) -> Iterator[tuple[list[str], Tensor]]:
+    """Yield the keys and the part of each weight that one (rank of size, stage of stages) has."""
+    stage, stages = pipeline
+    count = args.num_layers // stages
+    for name, weight in weights.items():
+        layer = next(iter(names.layers_in({name: None})), None)
+        if layer is not None:
+            home = layer // count
+            name = names.renumbered(name, -home * count)
+        else:
+            home = 0 if name.startswith("embedding.") else stages - 1
+        if home == stage:
+            yield names.to_285068c8(name), _part(name, weight, *tensor)
+
+
+def _part(name: str, weight: Tensor, rank: int, size: int) -> Tensor:
+    # a copy: torch.save writes all of the memory that a view is a part of
+    return (
+        shards.cut(name, weight, size, gated=False)[rank]
+        .detach()
+        .clone(memory_format=torch.contiguous_format)
+    )
+
+
+def _nested(items: Iterator[tuple[list[str], Tensor]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for (*folders, name), value in items:
+        place = result
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[name] = value
+    return result
+
+
+def _arguments(args: Namespace, tensor: int, pipeline: int) -> Namespace:
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    return Namespace(
+        **{name: getattr(args, name) for name in _KEPT},
+        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by // tensor,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        num_layers_per_virtual_pipeline_stage=None,
+        data_parallel_random_init=False,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        bert_binary_head=True,
+        params_dtype=dtype,
+    )
+
+
+def flags(args: Namespace, tensor: int, pipeline: int) -> list[str]:
+    """Return the flags with which 285068c8 loads the model."""
+    values = {
+        "--num-layers": args.num_layers,
+        "--hidden-size": args.hidden_size,
+        "--ffn-hidden-size": args.ffn_hidden_size,
+        "--num-attention-heads": args.num_attention_heads,
+        "--kv-channels": args.kv_channels,
+        "--seq-length": args.seq_length,
+        "--max-position-embeddings": args.max_position_embeddings,
+        "--layernorm-epsilon": args.layernorm_epsilon,
+        "--attention-dropout": args.attention_dropout,
+        "--hidden-dropout": args.hidden_dropout,
+        "--init-method-std": args.init_method_std,
+        "--make-vocab-size-divisible-by": args.make_vocab_size_divisible_by // tensor,
+        "--tensor-model-parallel-size": tensor,
+        "--pipeline-model-parallel-size": pipeline,
+        "--tokenizer-type": args.tokenizer_type,
+        "--vocab-file": args.vocab_file,
+        "--merge-file": args.merge_file,
+    }
+    switches = [] if args.bias_gelu_fusion else ["--no-bias-gelu-fusion"]
+    switches += ["--bf16"] if args.bf16 else ["--fp16"] if args.fp16 else []
+    return [word for flag, value in values.items() for word in (flag, str(value))] + switches

@@ -1,0 +1,61 @@
+"""Rows that pad the vocabulary, where weights have fewer of them than this layout needs.
+
+megatron-core fills them with zeros. Their logit is 0 then, which is the likeliest token of a model whose
+other logits are far below, as those of OpenAI's GPT-2 are. Here they are the mean of the real rows: the
+exponential of the mean of all logits is at most the mean of their exponentials, so that a padding row takes
+at most 1/V of what the softmax sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from megatron_npu.pretrain.checkpoint import row_shards
+from megatron_npu.pretrain.model.gpt import unwrap
+
+
+def mean_row(rows: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the row that pads a vocabulary, [h] fp32.
+
+    Args:
+        rows: [rows, h], the rows of this process that stand for tokens; perhaps none.
+        vocab_size: such rows of all processes together.
+        group: the processes that share them, all of which must call this; None: this one has all.
+    """
+    total = rows.float().sum(0)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total / vocab_size
+
+
+@torch.no_grad()
+def fill(model: Sequence[torch.nn.Module], saved_rows: int, vocab_size: int) -> None:
+    """Fill the rows that a checkpoint did not have. All ranks must call this.
+
+    Args:
+        model: this process's chunks.
+        saved_rows: rows of the embedding in the checkpoint, padding included.
+        vocab_size: rows that stand for tokens.
+    """
+    for chunk in map(unwrap, model):
+        for name in ("embedding.word_embeddings", "output_layer"):
+            weight = dict(chunk.named_parameters()).get(f"{name}.weight")
+            if weight is not None:  # other pipeline stages have it, or both are one
+                _fill_shard(weight, saved_rows, vocab_size)
+
+
+def _fill_shard(weight: torch.Tensor, saved_rows: int, vocab_size: int) -> None:
+    """Fill the part [rows, h] of this tensor-parallel rank, or of a rank of torch's FSDP."""
+    from megatron.core import parallel_state
+
+    if isinstance(weight, DTensor):
+        rows, where = row_shards.rows_of_rank(weight)
+        first, group = where.start, weight.device_mesh.get_group()
+    else:
+        rows, first = weight, parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
+        group = parallel_state.get_tensor_model_parallel_group()
+    rows[max(saved_rows - first, 0) :] = mean_row(rows[: max(vocab_size - first, 0)], vocab_size, group)

@@ -1,0 +1,209 @@
+"""Training, validation and test samples: megatron-core's datasets, read from where a run stands.
+
+Each process reads what it needs by itself (the files are mapped into memory), so no broadcast is needed
+between tensor-parallel ranks; stages in the middle of a pipeline read nothing.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.sequence_parts import part_of_this_rank
+from megatron_npu.pretrain.data import tokenizers
+from megatron_npu.pretrain.data.epochs import Passes, RoundAndRound
+from megatron_npu.pretrain.data.sources import PARTS, blend
+
+Batch = dict[str, torch.Tensor]
+Batches = list[Iterator[Batch]] | None  # of each chunk of the model
+
+
+class Datasets(NamedTuple):
+    """The datasets of a run; None where the split leaves nothing or nothing is needed."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+
+
+def datasets(args: Namespace) -> Datasets:
+    """Build the indices on rank 0, then open them on every rank; all ranks must call this.
+
+    As in Megatron the split is by documents, and a split that is too short is gone through again.
+
+    Raises:
+        UsageError: the indices cannot be written.
+    """
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+
+    read = {
+        "train": True,
+        "valid": args.eval_iters > 0,
+        "test": bool(args.eval_iters and args.test_data_path),
+    }
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        **_source(args, read),
+        path_to_cache=args.data_cache_path,
+        tokenizer=tokenizers.DatasetTokenizer(tokenizers.build(args)),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.reset_attention_mask,  # else causal, which needs none
+    )
+    batch = args.global_batch_size
+    train = args.epoch_samples or args.train_samples or args.train_iters * batch
+    sizes = [train, evaluation_count(args) * batch, args.eval_iters * batch * read["test"]]
+    return build(MockGPTDataset if args.mock_data else GPTDataset, sizes, config)
+
+
+def build(kind: Any, sizes: Sequence[int], config: Any) -> Datasets:
+    """Return megatron-core's datasets of a kind; all ranks must call this.
+
+    Args:
+        kind: a class of dataset.
+        sizes: samples of training, validation and test; a part of 0 is not read.
+        config: of the datasets; its split is changed in place.
+
+    Raises:
+        UsageError: the indices cannot be written.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+    if config.split is not None:
+        _leave_out_unread_parts(config, sizes)
+    builder = BlendedMegatronDatasetBuilder(kind, list(sizes), lambda: True, config)
+    try:
+        return Datasets(*builder.build())
+    except Exception as error:  # megatron-core raises a bare one (0.12 to 0.16)
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise UsageError(
+            f"the indices of the data cannot be written: {error.__cause__}",
+            "a directory for them (default: one beside the data, with their name)",
+            "Give --data-cache-path DIR.",
+        ) from error
+
+
+def _source(args: Namespace, read: Mapping[str, bool]) -> dict[str, Any]:
+    """Return what tells megatron-core where the samples of each part come from: nothing for made-up ones."""
+    if args.train_data_path:
+        words = {part: getattr(args, f"{part}_data_path") if read[part] else None for part in PARTS}
+        return {"blend_per_split": [_blend(words[part], f"--{part}-data-path") for part in PARTS]}
+    return {"blend": _blend(args.data_path, "--data-path"), "split": args.split}
+
+
+def _blend(words: Sequence[str] | None, flag: str) -> tuple[list[str], list[float] | None] | None:
+    if not words:
+        return None
+    weights, prefixes = blend(words, flag)
+    return prefixes, weights
+
+
+def _leave_out_unread_parts(config: Any, sizes: Sequence[int]) -> None:
+    """Take the parts that no one reads out of the split; the others stay the documents they are.
+
+    megatron-core (0.12 to 0.16) looks for the first token of a part without documents for ever.
+    """
+    config.split_matrix = [
+        bounds if size else None for size, bounds in zip(sizes, config.split_matrix, strict=True)
+    ]
+
+
+def evaluation_count(args: Namespace) -> int:
+    """Return the batches that all evaluations of a run need: one at the end, the others in between."""
+    between = args.train_iters // args.eval_interval if args.eval_interval else 0
+    return (between + 1) * args.eval_iters
+
+
+class ResumableBatchSampler:
+    """Sample numbers of the micro batches of one data-parallel rank, from ``consumed`` on.
+
+    Args:
+        order: which sample of the dataset comes at a place, counted from 0 since the run first began.
+        consumed: samples that all ranks together have used before.
+        micro_batch: samples of one micro batch.
+        rank, size: of the data-parallel group.
+    """
+
+    def __init__(
+        self, order: Callable[[int], int], consumed: int, micro_batch: int, rank: int, size: int
+    ) -> None:
+        self.order, self.consumed, self.micro_batch = order, consumed, micro_batch
+        self.rank, self.size = rank, size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        at = self.consumed
+        while True:
+            begin = at + self.rank * self.micro_batch
+            yield [self.order(number) for number in range(begin, begin + self.micro_batch)]
+            at += self.micro_batch * self.size
+
+
+def training_batches(args: Namespace, dataset: Dataset | None, consumed: int) -> Batches:
+    """Return ``batches`` of the training samples, in epochs if the flags say so."""
+    order = None if args.epochs is None else Passes(args.epoch_samples, args.seed)
+    return batches(args, dataset, consumed, order)
+
+
+def batches(
+    args: Namespace, dataset: Dataset | None, consumed: int, order: Callable[[int], int] | None = None
+) -> Batches:
+    """Return one endless iterator of micro batches for each chunk of the model; None if none is needed.
+
+    Args:
+        consumed: samples that all ranks together have used before.
+        order: of the samples; None: that of the dataset.
+    """
+    from megatron.core import parallel_state
+
+    at_an_end = parallel_state.is_pipeline_first_stage(
+        ignore_virtual=True
+    ) or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    if dataset is None or not at_an_end:
+        return None
+    order = order or RoundAndRound(len(dataset))  # type: ignore[arg-type]  # torch leaves __len__ to each
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    return [micro_batches(args, dataset, consumed, order) for _ in range(chunks)]
+
+
+def micro_batches(
+    args: Namespace,
+    dataset: Any,
+    consumed: int,
+    order: Callable[[int], int],
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> Iterator[Batch]:
+    """Give this process's micro batches on its device, without an end.
+
+    Args:
+        consumed: samples that all ranks together have used before.
+        order: of the samples.
+        collate_fn: makes a batch of a list of samples; None: torch's own.
+    """
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_data_parallel_rank()
+    sampler = ResumableBatchSampler(
+        order, consumed, args.micro_batch_size, rank, parallel_state.get_data_parallel_world_size()
+    )
+    device = devices.current()
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate_fn,
+        num_workers=args.num_workers,
+        pin_memory=not device.is_host,
+        persistent_workers=args.num_workers > 0,
+        generator=torch.Generator(),  # the loader's own draws must not move the run's generators
+    )
+    for batch in loader:
+        moved = {name: value.to(device.torch_device(), non_blocking=True) for name, value in batch.items()}
+        yield part_of_this_rank(moved)

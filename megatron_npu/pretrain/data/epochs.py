@@ -1,0 +1,70 @@
+"""The order of samples; epochs: passes through the training data, each sample once, each in another order.
+
+megatron-core has none: a dataset that is asked for more samples than its documents give shuffles several
+passes together. Here it is asked for one pass, and ``Passes`` says in which order each pass goes through it.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from functools import lru_cache
+
+import numpy as np
+
+from megatron_npu.data.preprocessing import indexed_dataset
+from megatron_npu.pretrain.data.sources import blend, sizes_of_parts, split_shares
+
+
+def samples_of_one(args: Namespace) -> int:
+    """Return the samples of one epoch: those that the training documents give once.
+
+    The last token of a sample is the first of the next one, as in megatron-core's GPTDataset. Where
+    ``--data-path`` has weights, an epoch is as many samples, drawn with these weights.
+    """
+    flag = "--train-data-path" if args.train_data_path else "--data-path"
+    words = args.train_data_path or args.data_path
+    return sum(
+        max(0, _training_tokens(args, prefix) - 1) // args.seq_length for prefix in blend(words, flag)[1]
+    )
+
+
+def _training_tokens(args: Namespace, prefix: str) -> int:
+    lengths = indexed_dataset.sequence_lengths(prefix)
+    if not args.train_data_path:
+        lengths = lengths[: sizes_of_parts(split_shares(args.split), len(lengths))[0]]
+    return int(lengths.sum(dtype=np.int64))
+
+
+class RoundAndRound:
+    """Samples in the order of a dataset; after the last one comes the first again."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __call__(self, number: int) -> int:
+        """Return which sample comes at a place, counted from 0."""
+        return number % self.samples
+
+
+class Passes:
+    """The order of samples over epochs. The first is the dataset's own order, which is shuffled already.
+
+    Args:
+        samples: of one epoch.
+        seed: of the orders; with an epoch's number it says everything, so that a run can go on anywhere.
+    """
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self.samples, self.seed = samples, seed
+        self._order = lru_cache(maxsize=2)(self._shuffled)  # a batch may lie in two epochs
+
+    def __call__(self, number: int) -> int:
+        """Return which sample of the dataset comes at a place, counted from 0 over all epochs."""
+        epoch, place = divmod(number, self.samples)
+        return place if epoch == 0 else int(self._order(epoch)[place])
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        kind = np.uint32 if self.samples < 2**32 else np.int64
+        return np.random.RandomState((self.seed + epoch) % 2**32).permutation(
+            np.arange(self.samples, dtype=kind)
+        )

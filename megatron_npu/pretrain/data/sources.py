@@ -1,0 +1,59 @@
+"""Where samples come from: prefixes, their weights, and the parts of a split."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from megatron_npu.base.errors import UsageError
+
+PARTS = ("train", "valid", "test")  # in the order of a split; a flag --PART-data-path each
+
+
+def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] | None, list[str]]:
+    """Read a flag's value: prefixes alone, or a weight before each; return weights (or None) and prefixes.
+
+    Raises:
+        UsageError: weights before some prefixes only, or one that is not above 0.
+    """
+    weights = [_number(word) for word in words[::2]]
+    if all(weight is None for weight in weights):
+        return None, list(words)
+    known = [weight for weight in weights if weight is not None]
+    if len(words) % 2 or len(known) < len(weights) or min(known) <= 0:
+        raise UsageError(
+            f"{flag} {' '.join(words)}",
+            "prefixes, or a weight above 0 before each prefix",
+            f"Write for example {flag} 0.7 first 0.3 second.",
+        )
+    return known, list(words[1::2])
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def split_shares(text: str) -> list[float]:
+    """Return the shares of training, validation and test that ``--split`` names.
+
+    Raises:
+        UsageError: they are not such numbers.
+    """
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+        raise UsageError(
+            f"--split {text!r}", "up to three numbers with commas between", "For example 969,30,1."
+        )
+    return [*shares, 0.0, 0.0][:3]
+
+
+def sizes_of_parts(shares: Sequence[float], sequences: int) -> list[int]:
+    """Return how many sequences of a dataset (mostly a document each) megatron-core gives to each part."""
+    bounds = [round(sum(shares[:part]) / sum(shares) * sequences) for part in range(4)]
+    return [last - first for first, last in itertools.pairwise(bounds)]

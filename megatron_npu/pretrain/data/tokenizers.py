@@ -1,0 +1,108 @@
+"""The tokenizer of a run: GPT-2's, one of Hugging Face, or none at all for data that is numbers already."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
+from megatron_npu.data.tokenization.tokenizer import Tokenizer
+
+
+class NullTokenizer:
+    """Megatron's NullTokenizer: a text is numbers with blanks between; the end of document is the last id.
+
+    Args:
+        size: number of ids; ``vocab_size`` has one more, the end of document.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.vocab_size = size + 1
+        self.eod = size
+
+    def encode(self, text: str) -> list[int]:
+        """Return the numbers of a text.
+
+        Raises:
+            UsageError: a word that is not an id.
+        """
+        words = text.split()
+        if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
+            raise UsageError(
+                f"the prompt {text!r}",
+                f"numbers from 0 to {self.eod}, as the NullTokenizer has no words",
+                "Give ids, for example 5 17 3.",
+            )
+        return [int(word) for word in words]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the numbers as text."""
+        return " ".join(map(str, ids))
+
+
+def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
+    """Return the ids of ``more`` behind ``text``.
+
+    GPT-2's tokenizers cut ``more`` on its own, as Megatron's LAMBADA does. One of Hugging Face may put
+    something before every text, so that it has to see both.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.encode(text + more)[len(tokenizer.encode(text)) :]
+    return tokenizer.encode(more)
+
+
+def model_vocabulary(args: Namespace, tokenizer: Tokenizer) -> int:
+    """Return how many tokens the model knows: as many as its tokenizer, or more if ``--vocab-size`` says so.
+
+    Raises:
+        UsageError: ``--vocab-size`` has no room for the tokenizer.
+    """
+    if args.tokenizer_type == "NullTokenizer" or args.vocab_size is None:
+        return tokenizer.vocab_size
+    if args.vocab_size < tokenizer.vocab_size:
+        raise UsageError(
+            f"--vocab-size {args.vocab_size}",
+            f"at least the {tokenizer.vocab_size} tokens of the tokenizer",
+            "Leave it out.",
+        )
+    return args.vocab_size
+
+
+def build(args: Namespace) -> Tokenizer:
+    """Return the tokenizer that ``--tokenizer-type`` and its files name.
+
+    Raises:
+        UsageError: a file or size is missing or broken.
+    """
+    if args.tokenizer_type == "NullTokenizer":
+        if args.vocab_size is None:
+            raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size together with it", "Add it.")
+        return NullTokenizer(args.vocab_size)
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        if args.tokenizer_model is None:
+            raise UsageError(
+                "--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model together with it", "Add it."
+            )
+        return HuggingFaceTokenizer(args.tokenizer_model)
+    for flag, value in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
+        if value is None:
+            raise UsageError(
+                f"no {flag}", "GPT-2's vocab.json and merges.txt", "Give both, or a NullTokenizer."
+            )
+    from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
+
+    return GPT2Tokenizer(args.vocab_file, args.merge_file)
+
+
+class DatasetTokenizer:
+    """What megatron-core's datasets ask of a tokenizer: its size, end of document and identity.
+
+    The identity enters the name of the cached indices, so it must be the same in every run.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.vocab_size, self.eod = tokenizer.vocab_size, tokenizer.eod
+        kind = type(tokenizer).__name__
+        self.unique_identifiers = OrderedDict(type=kind, vocab_size=self.vocab_size, eod=self.eod)

@@ -1,0 +1,1 @@
+"""The driver's flags: declared, checked, resolved."""

@@ -1,0 +1,102 @@
+"""Checks of the data: tokenizer, files, and documents for every part that is read."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import indexed_dataset
+from megatron_npu.data.tokenization.tokenizer import Tokenizer
+from megatron_npu.pretrain.data import epochs, tokenizers
+from megatron_npu.pretrain.data.sources import PARTS, blend, sizes_of_parts, split_shares
+from megatron_npu.pretrain.flags import derive
+from megatron_npu.pretrain.report import drawn_texts
+
+
+def check(args: Namespace) -> None:
+    """Check tokenizer and datasets, which are opened; fill in the sizes of the vocabulary.
+
+    Raises:
+        UsageError: a file is missing or broken, or a part that is read has no documents.
+    """
+    vocabulary = tokenizer(args).vocab_size
+    _one_source(args)
+    derive.split(args)
+    derive.data(args, bool(args.mock_data or args.data_path or args.train_data_path))
+    if not args.has_data:
+        if args.trains or not args.save:
+            raise UsageError("no --data-path", "the prefix of a dataset, or --mock-data", "Give one.")
+        return
+    if args.train_data_path:
+        _parts_of_their_own(args, vocabulary)
+    else:
+        _shared(args, vocabulary)
+    if args.epochs is not None:
+        derive.epoch(args, epochs.samples_of_one(args))
+
+
+def tokenizer(args: Namespace) -> Tokenizer:
+    """Return the tokenizer; fill in the sizes of the vocabulary.
+
+    Raises:
+        UsageError: a file of it is missing or broken.
+    """
+    if args.load:  # flags.txt of a converted checkpoint names files of its folder, which may have been moved
+        derive.tokenizer_files(args, args.load)
+    result = tokenizers.build(args)
+    derive.vocabulary(args, tokenizers.model_vocabulary(args, result))
+    derive.padded_vocab_size(args)
+    drawn_texts.check(args, result)
+    return result
+
+
+def _one_source(args: Namespace) -> None:
+    """Refuse data of two kinds, of which Megatron takes one."""
+    parts = [f"--{part}-data-path" for part in PARTS if getattr(args, f"{part}_data_path")]
+    kinds = [["--mock-data"] * args.mock_data, ["--data-path"] * bool(args.data_path), parts[:1]]
+    given = [flag for kind in kinds for flag in kind]
+    if len(given) > 1:
+        raise UsageError(" and ".join(given), "one of them", "Drop one.")
+    if parts and not args.train_data_path:
+        raise UsageError(parts[0], "--train-data-path together with it", "Add it.")
+    if parts and args.split is not None:
+        raise UsageError(
+            f"--split {args.split!r} and --train-data-path", "one of them", "--split is for --data-path."
+        )
+
+
+def _parts_of_their_own(args: Namespace, vocab_size: int) -> None:
+    """Check the datasets of ``--train-data-path`` and its like."""
+    if args.eval_iters and not args.valid_data_path:
+        raise UsageError(
+            "--train-data-path without --valid-data-path",
+            "data for validation, too",
+            "Add it, or give --eval-iters 0.",
+        )
+    for part in PARTS:
+        flag, words = f"--{part}-data-path", getattr(args, f"{part}_data_path") or []
+        for prefix in blend(words, flag)[1]:
+            indexed_dataset.validate(prefix, vocab_size)
+
+
+def _shared(args: Namespace, vocab_size: int) -> None:
+    """Check the datasets of ``--data-path``, and that the split leaves documents of each to what is read."""
+    shares = split_shares(args.split)
+    _require_parts(args, shares, "")
+    for prefix in blend(args.data_path or [])[1]:
+        sequences = indexed_dataset.validate(prefix, vocab_size).sequences
+        _require_parts(args, sizes_of_parts(shares, sequences), f" of the {sequences} in {prefix}")
+
+
+def _require_parts(args: Namespace, parts: Sequence[float], of: str) -> None:
+    """Refuse an empty part that is read: megatron-core 0.12 to 0.16 would look for its tokens for ever."""
+    for name, part, needed in zip(
+        ("training", "validation"), parts, (args.trains, args.eval_iters), strict=False
+    ):
+        if needed and part <= 0:
+            raise UsageError(
+                f"--split {args.split!r} leaves no document{of} for {name}",
+                "a share above 0, and documents enough for it",
+                "Change --split" + ("." if name == "training" else ", or give --eval-iters 0."),
+            )

@@ -1,0 +1,208 @@
+"""Checks of a mixture of experts: its flags, its layout, and what each version of megatron-core has of it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.flags import derive, expert_flags
+from megatron_npu.pretrain.flags.checks import divides, nothing_without
+
+# (first version of megatron-core, the attribute, the values that it does not have before, what to do there)
+_SINCE: tuple[tuple[str, str, object, str], ...] = (
+    ("0.13", "moe_router_force_load_balancing", True, "Leave it out."),
+    ("0.14", "moe_router_load_balancing_type", "global_aux_loss", "Give aux_loss."),
+    ("0.14", "moe_router_fusion", True, "Leave it out."),
+    ("0.15", "add_bias_linear", True, "Give --disable-bias-linear."),
+)
+
+
+def check(args: Namespace) -> None:
+    """Check the model's part of it; fill in the sizes that follow.
+
+    Raises:
+        UsageError: a flag that lacks --num-experts or another, or that this megatron-core does not have.
+    """
+    if args.num_experts is None:
+        nothing_without("--num-experts", expert_flags.add, args, "a mixture of experts", "Add it.")
+        derive.experts(args)
+        return
+    derive.experts(args)
+    _layers(args)
+    _router(args)
+    _balance(args)
+    _bias(args)
+    _versions(args)
+    if args.moe_shared_expert_gate and args.moe_shared_expert_intermediate_size is None:
+        raise UsageError("--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size", "Add it.")
+    if args.moe_token_dispatcher_type == "flex":
+        raise UsageError(
+            "--moe-token-dispatcher-type flex",
+            "allgather or alltoall: flex sends through DeepEP or HybridEP, libraries of CUDA",
+            "Give alltoall.",
+        )
+
+
+def _layers(args: Namespace) -> None:
+    frequency = args.moe_layer_freq
+    if isinstance(frequency, list) and len(frequency) != args.num_layers:
+        raise UsageError(
+            f"--moe-layer-freq of {len(frequency)} layers", f"--num-layers {args.num_layers}", "Change one."
+        )
+    if not any(derive.expert_layers(args)):
+        raise UsageError(f"--moe-layer-freq {frequency}", "at least one layer with experts", "Change it.")
+
+
+def _router(args: Namespace) -> None:
+    if args.moe_router_topk > args.num_experts:
+        raise UsageError(
+            f"--moe-router-topk {args.moe_router_topk}",
+            f"at most --num-experts {args.num_experts}",
+            "Lower it.",
+        )
+    plain = args.moe_router_score_function == "softmax" and not args.moe_router_pre_softmax
+    if args.moe_router_topk == 1 and plain and args.moe_router_load_balancing_type != "sinkhorn":
+        raise UsageError(
+            "--moe-router-topk 1 with a softmax over the chosen experts, which is 1 whatever the router says",
+            "--moe-router-pre-softmax, a softmax over all of them",
+            "Add it.",
+        )
+    if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
+        raise UsageError(
+            "--moe-router-enable-expert-bias", "--moe-router-score-function sigmoid with it", "Add it."
+        )
+    groups, taken = args.moe_router_num_groups, args.moe_router_group_topk
+    if (groups is None) != (taken is None):
+        raise UsageError(
+            "one of --moe-router-num-groups and --moe-router-group-topk", "both or none", "Add the other."
+        )
+    if groups is not None:
+        divides(groups, "--moe-router-num-groups", args.num_experts, "--num-experts")
+        divides(taken, "--moe-router-group-topk", args.moe_router_topk, "--moe-router-topk")
+        if taken > groups:
+            raise UsageError(
+                f"--moe-router-group-topk {taken}", f"at most --moe-router-num-groups {groups}", "Lower it."
+            )
+
+
+def _balance(args: Namespace) -> None:
+    kinds, weights = _list(args.moe_router_load_balancing_type), _list(args.moe_aux_loss_coeff)
+    if len(kinds) != len(weights) or len(set(kinds)) != len(kinds):
+        raise UsageError(
+            f"{len(kinds)} --moe-router-load-balancing-type and {len(weights)} --moe-aux-loss-coeff",
+            "one weight for each type, and each type once",
+            "Change one of the two.",
+        )
+    for kind, weight in zip(kinds, weights, strict=True):
+        if kind in ("sinkhorn", "none") and (weight or len(kinds) > 1):
+            raise UsageError(
+                f"--moe-aux-loss-coeff {weight:g} with --moe-router-load-balancing-type {kind}",
+                "a type with a loss, or no weight",
+                "Change one of the two.",
+            )
+    if args.moe_expert_capacity_factor is not None and "sinkhorn" in kinds:
+        raise UsageError(
+            "--moe-expert-capacity-factor with sinkhorn",
+            "another --moe-router-load-balancing-type",
+            "Drop it.",
+        )
+    if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
+        raise UsageError(
+            "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor with it", "Add it."
+        )
+
+
+def _bias(args: Namespace) -> None:
+    if not args.add_bias_linear:
+        return
+    for attribute, flag in (
+        ("moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"),
+        ("moe_grouped_gemm", "--moe-grouped-gemm"),
+    ):
+        if getattr(args, attribute):
+            raise UsageError(flag, "--disable-bias-linear with it: it knows no bias", "Add it.")
+
+
+def _versions(args: Namespace) -> None:
+    version = tuple(int(part) for part in args.megatron_version.split(".")[:2])
+    if version == (0, 16) and args.moe_grouped_gemm and not args.bf16:
+        raise UsageError(
+            f"--moe-grouped-gemm without --bf16 with megatron-core {args.megatron_version}",
+            "the one type that it has it for",
+            "Add --bf16.",
+        )
+    for since, name, value, remedy in _SINCE:
+        if value in _list(getattr(args, name)) and version < tuple(map(int, since.split("."))):
+            flag = "biases of experts" if name == "add_bias_linear" else f"--{name.replace('_', '-')}"
+            shown = flag if value is True else f"{flag} {value}"
+            raise UsageError(
+                f"{shown} with megatron-core {args.megatron_version}", f"{since} or later", remedy
+            )
+    if version < (0, 14) and isinstance(args.moe_router_load_balancing_type, list):
+        raise UsageError(
+            f"several --moe-router-load-balancing-type with megatron-core {args.megatron_version}",
+            "0.14 or later",
+            "Give one.",
+        )
+
+
+def layout(args: Namespace) -> None:
+    """Check how ranks share the experts, once the layout of the rest is known.
+
+    Raises:
+        UsageError: sizes that do not divide what they share, or a layout that megatron-core does not train.
+    """
+    derive.expert_layout(args)
+    if args.num_experts is None:
+        return
+    tensor, expert = args.expert_tensor_parallel_size, args.expert_model_parallel_size
+    _divided(args, tensor, expert)
+    if args.add_bias_linear and tensor > 1:
+        raise UsageError(
+            f"biases of experts with --expert-tensor-parallel-size {tensor}",
+            "1",
+            "Give --disable-bias-linear.",
+        )
+    if expert == 1 and tensor != args.tensor_model_parallel_size:
+        raise UsageError(
+            f"--expert-tensor-parallel-size {tensor} with --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} and no --expert-model-parallel-size",
+            "equal sizes, or expert parallelism: else megatron-core does not sum the gradients of experts",
+            "Change one.",
+        )
+    if args.tensor_model_parallel_size > 1 and args.train_iters != 0 and not args.sequence_parallel:
+        raise UsageError(
+            "experts with --tensor-model-parallel-size, without --sequence-parallel",
+            "both, for megatron-core trains them so alone",
+            "Add --sequence-parallel.",
+        )
+    if expert > 1 and args.use_cpu_initialization:
+        raise UsageError(
+            "--use-cpu-initialization with --expert-model-parallel-size",
+            "weights drawn on the device: on the host each rank would draw the same for other experts",
+            "Leave it out.",
+        )
+
+
+def _divided(args: Namespace, tensor: int, expert: int) -> None:
+    """Check that ranks divide what they share of the experts."""
+    divides(expert, "--expert-model-parallel-size", args.num_experts, "--num-experts")
+    divides(tensor, "--expert-tensor-parallel-size", args.moe_ffn_hidden_size, "--moe-ffn-hidden-size")
+    divides(
+        tensor * expert * args.pipeline_model_parallel_size,
+        "expert-tensor x expert x pipeline parallel sizes",
+        args.world_size,
+        "the number of processes",
+    )
+    shared = args.moe_shared_expert_intermediate_size
+    if shared is not None:
+        divides(
+            args.tensor_model_parallel_size,
+            "--tensor-model-parallel-size",
+            shared,
+            "--moe-shared-expert-intermediate-size",
+        )
+
+
+def _list(value: object) -> list:
+    return value if isinstance(value, list) else [value]

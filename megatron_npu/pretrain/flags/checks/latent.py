@@ -1,0 +1,73 @@
+"""Checks of multi-latent attention and of multi-token prediction."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.flags import derive, latent_flags
+from megatron_npu.pretrain.flags.checks import nothing_without
+
+
+def check(args: Namespace) -> None:
+    """Check both, and fill in the kind of rotation.
+
+    Raises:
+        UsageError: a flag that lacks another, or one that megatron-core would not heed.
+    """
+    if args.multi_latent_attention:
+        derive.latent(args)
+        _attention(args)
+    else:
+        nothing_without("--multi-latent-attention", latent_flags.add, args, "both", "Add that flag.")
+    if args.mtp_num_layers is not None:
+        _prediction(args)
+
+
+def _attention(args: Namespace) -> None:
+    for flag, given in (
+        ("--group-query-attention", args.group_query_attention),
+        ("--use-rope-scaling", args.use_rope_scaling),
+        ("--rotary-interleaved", args.rotary_interleaved),
+        ("--add-qkv-bias", args.add_qkv_bias),
+    ):
+        if given:
+            raise UsageError(
+                f"{flag} with --multi-latent-attention",
+                "one of them: this attention has keys, rotations and projections of its own",
+                f"Drop {flag}.",
+            )
+    if args.position_embedding_type != "rope":
+        raise UsageError(
+            f"--multi-latent-attention with --position-embedding-type {args.position_embedding_type}",
+            "rope: it rotates a part of each head whatever the flag says",
+            "Give --position-embedding-type rope.",
+        )
+    if args.qk_pos_emb_head_dim % 2:
+        raise UsageError(
+            f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim}",
+            "an even number: pairs are rotated",
+            "Change it.",
+        )
+
+
+def _prediction(args: Namespace) -> None:
+    if args.position_embedding_type == "learned_absolute":
+        raise UsageError(
+            "--mtp-num-layers with --position-embedding-type learned_absolute",
+            "rope or none, for megatron-core trains it so alone",
+            "Give --position-embedding-type rope.",
+        )
+    if args.pipeline_model_parallel_size > 1 and not args.untie_embeddings_and_output_weights:
+        raise UsageError(
+            "--mtp-num-layers with --pipeline-model-parallel-size and a tied output layer",
+            "an output layer of its own: the last stage has the embedding as well, and megatron-core (0.16) "
+            "ends in an assertion when it is to save both",
+            "Give --untie-embeddings-and-output-weights.",
+        )
+    if args.context_parallel_size > 1 and tuple(map(int, args.megatron_version.split(".")[:2])) < (0, 15):
+        raise UsageError(
+            f"--mtp-num-layers and --context-parallel-size with megatron-core {args.megatron_version}",
+            "0.15 or later",
+            "Drop one.",
+        )

@@ -1,0 +1,48 @@
+"""Checks of how long a run trains: in iterations, samples or epochs."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.flags import derive
+
+_UNITS = ("--train-iters", "--train-samples", "--epochs")
+
+
+def check(args: Namespace) -> None:
+    """Check that one flag says how long, before the data are looked at; fill in whether it trains at all.
+
+    Raises:
+        UsageError: none does, or two.
+    """
+    values = (args.train_iters, args.train_samples, args.epochs)
+    given = [f"{flag} {value}" for flag, value in zip(_UNITS, values, strict=True) if value is not None]
+    if len(given) != 1:
+        raise UsageError(
+            " and ".join(given) or "no --train-iters",
+            f"exactly one of {', '.join(_UNITS)}",
+            "Drop the others." if given else "Give one, for example --train-iters 1000.",
+        )
+    if args.epochs is not None and args.mock_data:
+        raise UsageError(given[0], "data of a known size, not --mock-data", "Give --train-iters.")
+    derive.length(args)
+
+
+def iterations(args: Namespace) -> None:
+    """Fill in the iterations that samples or epochs mean, once the sizes of batch and data are known.
+
+    Raises:
+        UsageError: they are not enough for one.
+    """
+    samples = derive.samples_in_all(args)
+    if samples is None:
+        return
+    derive.iterations(args)
+    if not args.train_iters:
+        flag = f"--epochs {args.epochs}" if args.epochs else f"--train-samples {args.train_samples}"
+        raise UsageError(
+            f"{flag}, which is {samples} samples of {args.seq_length} tokens",
+            f"at least one global batch of {args.global_batch_size}",
+            "Give more, or lower --global-batch-size.",
+        )

@@ -1,0 +1,46 @@
+"""Checks of the machine: its Megatron, and devices for all processes."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+
+from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.flags import derive
+from megatron_npu.upstream import megatrons
+
+
+def check(args: Namespace) -> None:
+    """Check that there is megatron-core, and a device for each process.
+
+    Raises:
+        UsageError: one of them is missing.
+    """
+    derive.version(args, require_megatron_core())
+    derive.process(args)
+    device, local = devices.current(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if local > device.count():
+        raise UsageError(
+            f"{local} processes on a machine with {device.count()} {device.name} device(s)",
+            "at most one process a device",
+            "Give torchrun a smaller --nproc-per-node.",
+        )
+
+
+def require_megatron_core() -> str:
+    """Return the version of the megatron-core that is on the path.
+
+    Raises:
+        UsageError: another Megatron comes first there, or none at all, or an unsupported version.
+    """
+    found = megatrons.find()
+    found.require_supported()
+    if found.name != "megatron_core":
+        raise UsageError(
+            f"the Megatron in {found.root} is {found.name} {found.version}",
+            "megatron-core",
+            "Use its own script with `megatron-npu run`, or start from another folder (`python -m` looks into"
+            " the current one first) with the wheel installed: pip install megatron-core==0.16.1.",
+        )
+    return found.version

@@ -1,0 +1,89 @@
+"""Checks of the model's flags: sizes, positions, precision, attention, recomputation."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.options import memory_flags
+from megatron_npu.options.attention_flags import DEFAULTS, AttentionFlags
+from megatron_npu.pretrain.flags import derive
+from megatron_npu.pretrain.flags.checks import divides
+
+
+def check(args: Namespace) -> None:
+    """Check the sizes of the model, its positions and its precision.
+
+    Raises:
+        UsageError: they do not fit together.
+    """
+    if args.kv_channels is None:
+        divides(args.num_attention_heads, "--num-attention-heads", args.hidden_size, "--hidden-size")
+    if args.group_query_attention:
+        divides(args.num_query_groups, "--num-query-groups", args.num_attention_heads, "attention heads")
+    derive.model(args)
+    if args.seq_length > args.max_position_embeddings:
+        raise UsageError(
+            f"--seq-length {args.seq_length}",
+            f"at most --max-position-embeddings {args.max_position_embeddings}",
+            "Shorten the sequence or raise the number of positions.",
+        )
+    if args.bf16 and args.fp16:
+        raise UsageError("--bf16 and --fp16", "one of them or none", "Drop one.")
+    if args.position_embedding_type == "rope":
+        _rotary(args)
+    if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
+        raise UsageError(
+            "--cross-entropy-fusion-impl linear alone",
+            "--cross-entropy-loss-fusion together with it",
+            "Add it: without, Megatron's loss heeds neither.",
+        )
+
+
+def _rotary(args: Namespace) -> None:
+    rotated = -(-int(args.kv_channels * args.rotary_percent) // 2) * 2  # megatron-core rounds up to pairs
+    if not 2 <= rotated <= args.kv_channels:
+        raise UsageError(
+            f"--rotary-percent {args.rotary_percent} of --kv-channels {args.kv_channels}",
+            "at least one pair of channels, and no more than there are",
+            "Change one of the two.",
+        )
+
+
+def attention(args: Namespace) -> None:
+    """Check that the attention flags meet an attention that heeds them.
+
+    Raises:
+        UsageError: Megatron's own attention, which knows no window and no layout.
+    """
+    if args.attention_backend in ("unfused", "local") and AttentionFlags.from_args(args) != DEFAULTS:
+        *others, last = AttentionFlags.spellings()
+        raise UsageError(
+            f"{', '.join(others)} or {last} with --attention-backend {args.attention_backend}",
+            "a fused backend, for which these flags are meant",
+            "Leave --attention-backend out.",
+        )
+
+
+def recompute(args: Namespace) -> None:
+    """Check the flags of recomputation, and of what is moved to the host instead.
+
+    Raises:
+        UsageError: one lacks those that it needs.
+    """
+    derive.recompute(args)
+    if args.recompute_granularity == "full" and None in (args.recompute_method, args.recompute_num_layers):
+        raise UsageError(
+            "--recompute-granularity full",
+            "--recompute-method and --recompute-num-layers together with it",
+            "Add them.",
+        )
+    if args.recompute_granularity != "full" and args.recompute_method is not None:
+        raise UsageError(
+            "--recompute-method",
+            "--recompute-granularity full together with it",
+            "Add it, or drop the method.",
+        )
+    since_0_16 = tuple(map(int, args.megatron_version.split(".")[:2])) >= (0, 16)
+    more = memory_flags.OFFLOADED_OF_EXPERTS if since_0_16 and args.num_experts else ()
+    memory_flags.check_activation_offloading(args, (*memory_flags.OFFLOADED, *more))

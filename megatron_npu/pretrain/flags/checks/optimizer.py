@@ -1,0 +1,165 @@
+"""Checks of the optimizer's flags and of its schedules."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.options import memory_flags
+from megatron_npu.pretrain.flags import derive, muon_flags
+from megatron_npu.pretrain.flags.checks import nothing_without
+
+
+def check(args: Namespace) -> None:
+    """Check the learning rate, its schedule and that of the weight decay.
+
+    Raises:
+        UsageError: they do not fit together.
+    """
+    derive.optimizer(args)
+    if args.optimizer == "muon":
+        _muon(args)
+    else:
+        nothing_without("--optimizer muon", muon_flags.add, args, "both", "Add that flag.")
+    _narrow(args)
+    memory_flags.check_swap_optimizer(args)
+    _learning_rate(args)
+    _one_unit(args)
+    derive.schedule(args)
+    _schedule(args)
+    _weight_decay(args)
+    derive.weight_decay(args)
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise UsageError(
+            "both --override- and --use-checkpoint-opt_param-scheduler", "one of them", "Drop one."
+        )
+
+
+def _muon(args: Namespace) -> None:
+    """Refuse what megatron-core's Muon does not do, and what it is not made of here."""
+    version = tuple(map(int, args.megatron_version.split(".")[:2]))
+    if version < muon_flags.SINCE:
+        raise UsageError(
+            f"--optimizer muon with megatron-core {args.megatron_version}",
+            "0.16 or later: there is none before",
+            "Give --optimizer adam.",
+        )
+    if version < muon_flags.COEFFICIENTS_SINCE and args.muon_coefficient_type != "quintic":
+        raise UsageError(
+            f"--muon-coefficient-type {args.muon_coefficient_type} of megatron-core {args.megatron_version}",
+            "quintic: others can be chosen from 0.17 on",
+            "Leave it out.",
+        )
+    if not muon_flags.installed():
+        raise UsageError(
+            f"--optimizer muon without the package {muon_flags.PACKAGE}",
+            "it: megatron-core takes Muon from there",
+            f"pip install --no-deps --ignore-requires-python {muon_flags.PACKAGE}==0.3.0",
+        )
+    for what, given in (
+        ("fp16", args.fp16),
+        ("a distributed optimizer", args.use_distributed_optimizer),
+        ("sharded weights", args.fully_sharded),
+        ("--overlap-grad-reduce", args.overlap_grad_reduce),
+    ):
+        if given:
+            raise UsageError(
+                f"--optimizer muon with {what}",
+                "fp32 or bf16, and whole matrices on every data-parallel rank",
+                "Leave one out.",
+            )
+
+
+def _narrow(args: Namespace) -> None:
+    """Check the precision-aware optimizer, which takes its types only where it is asked for."""
+    memory_flags.check_precision_aware_optimizer(args)
+    asked = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
+    for what in memory_flags.NARROW:
+        value = getattr(args, f"{what}_dtype")
+        if value != "fp32" and not asked:
+            raise UsageError(
+                f"--{what.replace('_', '-')}-dtype {value} without --use-precision-aware-optimizer",
+                "both",
+                "Add that flag.",
+            )
+    if not asked:
+        return
+    if args.optimizer != "adam" or args.fully_sharded:
+        raise UsageError(
+            "--use-precision-aware-optimizer or --reuse-fp32-param with "
+            + ("FSDP" if args.fully_sharded else f"--optimizer {args.optimizer}"),
+            "Adam as the distributed optimizer",
+            "Drop one.",
+        )
+    if args.main_grads_dtype == "bf16" and not (args.bf16 and not args.accumulate_allreduce_grads_in_fp32):
+        raise UsageError(
+            "--main-grads-dtype bf16 without --bf16, or with --accumulate-allreduce-grads-in-fp32",
+            "gradients that are summed in bf16",
+            "Change one of the two.",
+        )
+
+
+def _learning_rate(args: Namespace) -> None:
+    if args.lr is None:
+        raise UsageError("no --lr", "the highest learning rate", "Give one, for example --lr 1e-3.")
+    if not 0 <= args.min_lr <= args.lr:
+        raise UsageError(f"--min-lr {args.min_lr}", f"from 0 to --lr {args.lr}", "Change one of the two.")
+    if not 0 <= args.lr_warmup_init <= args.lr:
+        raise UsageError(f"--lr-warmup-init {args.lr_warmup_init}", f"from 0 to --lr {args.lr}", "Change it.")
+
+
+def _one_unit(args: Namespace) -> None:
+    """Refuse a schedule that does not count what the run's length counts, as Megatron does."""
+    iterations, samples = (
+        [f"--lr-{part}-{unit}" for part in ("decay", "warmup", "wsd-decay")] for unit in ("iters", "samples")
+    )
+    by_samples = args.train_samples is not None
+    foreign = next((flag for flag in (iterations if by_samples else samples) if _given(args, flag)), None)
+    if foreign:
+        own = foreign.replace("iters", "samples") if by_samples else foreign.replace("samples", "iters")
+        raise UsageError(
+            f"{foreign} {'with' if by_samples else 'without'} --train-samples",
+            f"{own}, for the schedule counts what the run counts",
+            f"Give {own}.",
+        )
+
+
+def _given(args: Namespace, flag: str) -> bool:
+    return bool(getattr(args, flag.removeprefix("--").replace("-", "_")))
+
+
+def _schedule(args: Namespace) -> None:
+    unit = "iters" if args.train_samples is None else "samples"
+    warmup, decay = getattr(args, f"lr_warmup_{unit}"), getattr(args, f"lr_decay_{unit}")
+    if args.lr_warmup_fraction is not None:
+        if warmup:
+            raise UsageError(f"--lr-warmup-fraction and --lr-warmup-{unit}", "one of them", "Drop one.")
+        if not 0 <= args.lr_warmup_fraction < 1:
+            raise UsageError(
+                f"--lr-warmup-fraction {args.lr_warmup_fraction}", "from 0 to below 1", "Change it."
+            )
+    elif warmup >= decay:
+        raise UsageError(
+            f"--lr-warmup-{unit} {warmup}",
+            f"less than the {decay} {'iterations' if unit == 'iters' else unit} of the decay",
+            f"Lower it, raise --lr-decay-{unit}, or train longer.",
+        )
+    if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
+        raise UsageError("--lr-decay-style WSD", f"--lr-wsd-decay-{unit} together with it", "Add it.")
+
+
+def _weight_decay(args: Namespace) -> None:
+    start, end = args.start_weight_decay, args.end_weight_decay
+    if args.weight_decay_incr_style == "constant":
+        if start is not None or end is not None:
+            raise UsageError(
+                "--start-weight-decay or --end-weight-decay",
+                "--weight-decay-incr-style linear or cosine together with them",
+                "Add it, or give --weight-decay alone.",
+            )
+    elif start is None or end is None or not 0 <= start <= end:
+        raise UsageError(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} from {start} to {end}",
+            "--start-weight-decay from 0 to --end-weight-decay",
+            "Give both.",
+        )

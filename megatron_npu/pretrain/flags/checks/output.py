@@ -1,0 +1,241 @@
+"""Checks of what a run writes and goes on from: logs, checkpoints, and places for them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.base.installed_packages import is_installed
+from megatron_npu.pretrain.checkpoint import (
+    checkpoint_compatibility,
+    checkpoint_files,
+    stock_checkpoints,
+    whole_checkpoints,
+)
+from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
+from megatron_npu.pretrain.flags import derive
+from megatron_npu.web.address import require_packages
+
+
+def logging(args: Namespace) -> None:
+    """Check that what a run writes its numbers with is installed, and that they have a place.
+
+    Raises:
+        UsageError: they have none.
+    """
+    sinks(args)
+    if args.dashboard is not None:
+        if not (args.json_log or args.save or args.tensorboard_dir):
+            raise UsageError(
+                "--dashboard", "--save, --tensorboard-dir or --json-log, whose numbers it shows", "Add one."
+            )
+        require_packages("--dashboard")
+
+
+def sinks(args: Namespace) -> None:
+    """Check that what writes TensorBoard's files and the plot is installed; fill in whether there is one.
+
+    Raises:
+        UsageError: it is not, or the plot has no place.
+    """
+    if args.tensorboard_dir and not is_installed("tensorboard"):
+        raise UsageError(
+            "--tensorboard-dir, but tensorboard is not installed", "tensorboard", "pip install tensorboard"
+        )
+    if args.plot and not derive.has_matplotlib():
+        raise UsageError("--plot, but matplotlib is not installed", "matplotlib", "pip install matplotlib")
+    if args.plot and not (args.save or args.tensorboard_dir):
+        raise UsageError("--plot", "--save or --tensorboard-dir, into which it goes", "Add one.")
+    derive.plot(args)
+
+
+def checkpoints(args: Namespace) -> None:
+    """Find the checkpoint that the run goes on from; check that it fits, and that no other is written over.
+
+    Raises:
+        UsageError: there is none, it holds another model, or ``--save`` holds those of another run.
+    """
+    if args.save_interval and not args.save:
+        raise UsageError("--save-interval", "--save DIR together with it", "Add --save.")
+    if args.async_save and args.fully_sharded:
+        raise UsageError(
+            "--async-save with weights that are sharded (zero-2, zero-3, fsdp)",
+            "checkpoints that are written at once, the only ones of such a run",
+            "Drop --async-save.",
+        )
+    _rewinding(args)
+    for flag, given in (
+        ("--ckpt-step", args.ckpt_step is not None),
+        ("--load-last-good", args.load_last_good),
+    ):
+        if given and not args.load:
+            raise UsageError(flag, "--load DIR together with it", "Add --load.")
+    if args.load_last_good:
+        _choose_whole(args)
+    found = _find_checkpoint(args)
+    derive.beginning(args, None if found is None else found.path)
+    if found is not None:
+        if not found.is_own:
+            found = _of_stock_script(args, found)
+        checkpoint_compatibility.require_same_model(found, args)
+        derive.loaded(args, has_optimizer=found.has_optimizer, has_rng=found.has_rng)
+        checkpoint_compatibility.require_readable_shards(found, args)
+        if args.load_optim:
+            checkpoint_compatibility.require_loadable_optimizer(found, args)
+        if not args.finetune:
+            derive.iterations_from(args, found.iteration, found.consumed_train_samples)
+    _spare(args, found)
+
+
+def _rewinding(args: Namespace) -> None:
+    """Check that there will be checkpoints to go back to.
+
+    Raises:
+        UsageError: there will be none, or none that a run goes on from.
+    """
+    if args.loss_spike_policy != "rewind":
+        return
+    if not args.save_interval:
+        raise UsageError(
+            "--loss-spike-policy rewind",
+            "--save DIR --save-interval N together with it: checkpoints to go back to",
+            "Add them, or give --loss-spike-policy skip.",
+        )
+    for flag, left_out in (("--no-save-optim", args.no_save_optim), ("--no-save-rng", args.no_save_rng)):
+        if left_out:
+            raise UsageError(
+                f"--loss-spike-policy rewind {flag}", "checkpoints with all of a run's state", f"Drop {flag}."
+            )
+
+
+def _choose_whole(args: Namespace) -> None:
+    """Make ``--ckpt-step`` the newest checkpoint that is whole, and say which later ones are damaged.
+
+    Raises:
+        UsageError: there are checkpoints, and none is whole; or an iteration is asked for, too.
+    """
+    if args.ckpt_step is not None:
+        raise UsageError(
+            f"--ckpt-step {args.ckpt_step} --load-last-good", "one of them", "Leave one of them out."
+        )
+    there = checkpoint_files.iterations(args.load)
+    derive.last_good(args, whole_checkpoints.newest_whole(args.load))
+    if there and args.ckpt_step is None:
+        raise UsageError(
+            f"--load {args.load} --load-last-good: none of {len(there)} checkpoints is whole",
+            "at least one whose files are as they were saved",
+            f"`megatron-npu checkpoint verify {args.load}` says what is wrong with each.",
+        )
+    passed = [number for number in there if number > (args.ckpt_step or 0)]
+    if passed and args.rank == 0:
+        print(
+            f" {args.load}: damaged and passed over: iterations {', '.join(map(str, passed))}; "
+            f"loading {args.ckpt_step}",
+            flush=True,
+        )
+
+
+def _find_checkpoint(args: Namespace) -> CheckpointInfo | None:
+    if not args.load:
+        return None
+    found = stock_checkpoints.find(args.load, args.ckpt_step)
+    if found is None and not same_directory(args.load, args.save):
+        raise UsageError(
+            f"--load {args.load}: no checkpoint there",
+            f"a directory with {checkpoint_files.TRACKER}",
+            "Correct the path, or leave --load out to start from scratch.",
+        )
+    return found
+
+
+def _of_stock_script(args: Namespace, found: CheckpointInfo) -> CheckpointInfo:
+    """Return a checkpoint of Megatron-LM's own scripts with this run's vocabulary, which must fit.
+
+    Raises:
+        UsageError: the vocabulary is too large, or the run would go on without the optimizer unasked.
+    """
+    stock_checkpoints.require_vocabulary(found, args)
+    if found.path.name != checkpoint_files.RELEASE and not (args.finetune or args.no_load_optim):
+        raise UsageError(
+            f"--load {found.path} was saved by a script of Megatron-LM, whose optimizer is not read here",
+            "--finetune, or --no-load-optim",
+            "--finetune takes the weights and begins at iteration 0, --no-load-optim goes on from "
+            f"iteration {found.iteration} with a fresh optimizer.",
+        )
+    same = {"tokenizer_vocab_size": args.tokenizer_vocab_size}
+    return replace(found, arguments=found.arguments | same)
+
+
+def same_directory(one: str | None, other: str | None) -> bool:
+    """Return whether both name one folder; what is not given names none."""
+    return bool(one and other) and Path(one or "").resolve() == Path(other or "").resolve()
+
+
+def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
+    """Check that saving will not write over the checkpoints of another run."""
+    if not args.save:
+        return
+    if Path(args.save).exists() and not Path(args.save).is_dir():
+        raise UsageError(f"--save {args.save} is a file", "a directory", "Give another path.")
+    goes_on = found is not None and same_directory(args.save, args.load) and not args.finetune
+    if not goes_on and (Path(args.save) / checkpoint_files.TRACKER).exists():
+        raise UsageError(
+            f"--save {args.save} holds checkpoints already",
+            "an empty directory, or one that this run goes on from",
+            f"Add --load {args.save} to go on, or give another directory.",
+        )
+    later = [number for number in checkpoint_files.iterations(args.save) if number > (args.ckpt_step or 0)]
+    if goes_on and args.ckpt_step is not None and later and not args.load_last_good:
+        raise UsageError(
+            f"--save {args.save} holds checkpoints of later iterations than --ckpt-step {args.ckpt_step}: "
+            + ", ".join(map(str, later)),
+            "a directory where the run overwrites none of another",
+            "Give another --save, or move them away.",
+        )
+
+
+def places(args: Namespace) -> None:
+    """Check that what is written later can be: after hours of training is no time to find out.
+
+    Raises:
+        UsageError: a directory is a file, or cannot be written to.
+    """
+    if args.rank:  # on other machines there may be no such places, and only the first process writes to all
+        return
+    for flag, place in (
+        ("--save", args.save),
+        ("--tensorboard-dir", args.tensorboard_dir),
+        ("--data-cache-path", args.data_cache_path),
+    ):
+        if place:
+            _require_writable(flag, Path(place).absolute())
+    if args.json_log:
+        _require_appendable("--json-log", Path(args.json_log).absolute())
+
+
+def _require_writable(flag: str, place: Path) -> None:
+    there = next(path for path in (place, *place.parents) if path.exists())
+    if not there.is_dir():
+        raise UsageError(f"{flag}: {there} is a file", "a directory", "Give another path.")
+    if reason := files.refusal(there):
+        raise UsageError(
+            f"{flag}: {there} cannot be written ({reason})", "a directory of yours", "Give another path."
+        )
+
+
+def _require_appendable(flag: str, file: Path) -> None:
+    if file.is_dir():
+        raise UsageError(f"{flag}: {file} is a directory", "a file", "Give another path.")
+    if not file.exists():
+        _require_writable(flag, file.parent)
+    if not file.is_file():  # to be made; or a device or a pipe, which an attempt could hold up
+        return
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise UsageError(
+            f"{flag}: {file} cannot be written ({error.strerror})", "a file of yours", "Give another path."
+        ) from None

@@ -1,0 +1,131 @@
+"""Checks of the layout: how ranks share model and batch."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+
+from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+from megatron_npu.options import hccl_buffers
+from megatron_npu.pretrain.flags import derive
+from megatron_npu.pretrain.flags.checks import divides
+
+
+def check(args: Namespace) -> None:
+    """Check that the sizes of the model can be shared as the layout says.
+
+    Raises:
+        UsageError: a size does not divide what it is to share, or a flag lacks another.
+    """
+    divides(
+        derive.model_parallel_size(args),
+        "tensor x pipeline x context parallel sizes",
+        args.world_size,
+        "the number of processes",
+    )
+    derive.layout(args)
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    divides(tensor, "--tensor-model-parallel-size", args.num_attention_heads, "--num-attention-heads")
+    divides(tensor, "--tensor-model-parallel-size", args.num_query_groups, "--num-query-groups")
+    divides(tensor, "--tensor-model-parallel-size", args.ffn_hidden_size, "--ffn-hidden-size")
+    divides(pipeline, "--pipeline-model-parallel-size", args.num_layers, "--num-layers")
+    _sequence(args)
+    _interleaving(args)
+    _hierarchy(args)
+    if args.tp_comm_overlap and devices.current().name != "npu":  # of an NPU the configuration says what fits
+        raise UsageError(
+            f"--tp-comm-overlap on the {devices.current().name} device",
+            "an Ascend NPU: elsewhere TransformerEngine's layers have it, which this command does not build",
+            "Leave it out; --sequence-parallel works without.",
+        )
+    hccl_buffers.choose(args)
+    if args.check_weight_hash_across_dp_replicas_interval and args.fully_sharded:
+        raise UsageError(
+            f"--check-weight-hash-across-dp-replicas-interval with FSDP ({args.fully_sharded}'s)",
+            "replicas to compare: each rank has its own part of every weight there",
+            "Leave it out, or use the distributed optimizer.",
+        )
+    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
+        raise UsageError(
+            "--overlap-param-gather",
+            "--use-distributed-optimizer and --overlap-grad-reduce together with it",
+            "Add both.",
+        )
+
+
+def _sequence(args: Namespace) -> None:
+    factors: dict[str, int] = {}  # those that count here, by what they are
+    if args.context_parallel_size > 1:  # each rank has two chunks, see megatron.core.utils
+        factors["2 x --context-parallel-size"] = 2 * args.context_parallel_size
+    if args.sequence_parallel:
+        factors["--tensor-model-parallel-size (with --sequence-parallel)"] = args.tensor_model_parallel_size
+    divides(math.prod(factors.values()), " x ".join(factors), args.seq_length, "--seq-length")
+
+
+def _hierarchy(args: Namespace) -> None:
+    sizes, ring = args.hierarchical_context_parallel_sizes, args.cp_comm_type == "a2a+p2p"
+    if ring != (sizes is not None):
+        raise UsageError(
+            "one of --cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes",
+            "both or none",
+            "Add the other.",
+        )
+    if sizes is not None and (len(sizes) != 2 or math.prod(sizes) != args.context_parallel_size):
+        raise UsageError(
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} with "
+            f"--context-parallel-size {args.context_parallel_size}",
+            "two sizes, of near ranks and of far ones, whose product it is",
+            "Change one of the two.",
+        )
+
+
+def _interleaving(args: Namespace) -> None:
+    layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    if layers is not None and chunks is not None:
+        raise UsageError(
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank",
+            "one of them",
+            "Drop one.",
+        )
+    if layers is not None or chunks is not None:
+        flag = (
+            "--num-layers-per-virtual-pipeline-stage" if layers else "--num-virtual-stages-per-pipeline-rank"
+        )
+        if args.pipeline_model_parallel_size == 1:
+            raise UsageError(
+                flag, "--pipeline-model-parallel-size of at least 2", "Raise it, or drop the flag."
+            )
+        stage = args.num_layers // args.pipeline_model_parallel_size
+        divides(layers or chunks, flag, stage, "layers of a pipeline stage")
+    derive.interleaving(args)
+    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    if interleaved and args.pipeline_model_parallel_size == 2 and not args.overlap_p2p_comm:
+        raise UsageError(
+            "an interleaved pipeline of 2 stages with --no-overlap-p2p-communication",
+            "overlapped p2p (batched sends of two chunks to one neighbour cannot be told apart)",
+            "Drop --no-overlap-p2p-communication.",
+        )
+
+
+def batches(args: Namespace) -> None:
+    """Check that the global batch consists of whole micro batches for all ranks.
+
+    Raises:
+        UsageError: it does not.
+    """
+    derive.global_batch_size(args)
+    divides(
+        args.micro_batch_size * args.data_parallel_size,
+        "micro batch size x data-parallel size",
+        args.global_batch_size,
+        "--global-batch-size",
+    )
+    derive.micro_batches(args)
+    if args.virtual_pipeline_model_parallel_size is not None:
+        divides(
+            args.pipeline_model_parallel_size,
+            "the pipeline stages, which interleaving requires",
+            args.num_microbatches,
+            "the number of micro batches",
+        )

@@ -1,0 +1,166 @@
+"""The switches of acceleration on Megatron's own models: Megatron's flags for them, or one line why not."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+
+from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+from megatron_npu.options.switch_rules import Place, refuse
+from megatron_npu.options.switches import Switches
+from megatron_npu.pretrain.flags import derive
+
+_FIRST_FSDP = (0, 16)  # before, Megatron's FSDP multiplies the wrong gradients on a device without NCCL
+
+
+def check(args: Namespace) -> None:
+    """Check the switches that are given, and say on rank 0 what each means: Megatron's flags for it.
+
+    Raises:
+        UsageError: a switch that Megatron's models do not have, or that another flag contradicts.
+    """
+    switches, place = Switches.from_args(args), _place(args)
+    derive.sharding(args, None)
+    _precision(args, switches)
+    precision = "fp16" if args.fp16 else "bf16" if args.bf16 else None
+    refuse(replace(switches, mixed_precision=precision), place)
+    if switches.sharding != "none":
+        _share_out(args, switches.sharding, place)
+    _offload(args, switches)
+    if switches.checkpoint_activations:
+        derive.recompute_all(args)
+    if switches.fused_ops:
+        _say(args, "--fused-ops: nothing to do: the plug-in has put this project's operations in already")
+
+
+def _say(args: Namespace, line: str) -> None:
+    if args.rank == 0:
+        print(f"megatron_npu: {line}", flush=True)
+
+
+def _precision(args: Namespace, switches: Switches) -> None:
+    wanted = switches.mixed_precision
+    if wanted is None:
+        return
+    other = "fp16" if wanted == "bf16" else "bf16"
+    if getattr(args, other):
+        raise UsageError(f"--mixed-precision {wanted} and --{other}", "one of them", "Drop one.")
+    derive.precision(args, wanted)
+    _say(args, f"--mixed-precision is --{wanted} here: weights in {wanted}, the optimizer's in fp32")
+
+
+def _place(args: Namespace) -> Place:
+    cut = derive.model_parallel_size(args) > 1
+    return Place("megatron", devices.current().name, cut, alone=_ranks(args) == 1)
+
+
+def _share_out(args: Namespace, sharding: str, place: Place) -> None:
+    flag = f"--{sharding}-memory-optimization"
+    if sharding == "zero-1":
+        _optimizer_states(args, flag)
+    elif place.cut:
+        _optimizer_states(
+            args,
+            flag,
+            "; the gradients of a rank's part of the model stay whole, as a pipeline adds to them with every "
+            "micro batch, and only their sums at the end of a step go to the shards; weights are whole",
+        )
+    elif place.alone:  # where megatron-core 0.16's FSDP doubles its gradients
+        _say(args, f"{flag}: one data-parallel rank, so there is nothing to share out")
+    else:
+        _FULLY[sharding](args, flag)
+
+
+def _optimizer_states(args: Namespace, flag: str, note: str = "") -> None:
+    derive.distributed_optimizer(args)
+    _say(
+        args,
+        f"{flag} is --use-distributed-optimizer here: {_ranks(args)} data-parallel rank(s) share out Adam's "
+        f"states and the fp32 main weights{note}",
+    )
+
+
+def _gradients_too(args: Namespace, flag: str) -> None:
+    _megatron_fsdp(args, flag, "optim_grads", "Adam's states, the fp32 main weights and the gradients")
+
+
+def _parameters_too(args: Namespace, flag: str) -> None:
+    what = "Adam's states, gradients and weights; a layer's weights are gathered while it computes"
+    _megatron_fsdp(args, flag, "optim_grads_params", what)
+
+
+def _megatron_fsdp(args: Namespace, flag: str, strategy: str, what: str) -> None:
+    version = tuple(int(part) for part in args.megatron_version.split(".")[:2])
+    if version < _FIRST_FSDP:
+        raise UsageError(
+            f"{flag} with megatron-core {args.megatron_version}",
+            "0.16 or newer, whose FSDP reduces the right gradients",
+            "Use --fsdp-memory-optimization, which is torch's, --zero-1-memory-optimization, or install it.",
+        )
+    _require_shardable(args, flag)
+    derive.sharding(args, "megatron", strategy)
+    derive.distributed_optimizer(args)
+    _say(args, f"{flag} is Megatron's FSDP ({strategy}) here: shares out {what}")
+
+
+def _torch_fsdp(args: Namespace, flag: str) -> None:
+    if args.use_distributed_optimizer:
+        raise UsageError(f"{flag} and --use-distributed-optimizer", "one of them", "Drop the second.")
+    _require_shardable(args, flag)
+    derive.sharding(args, "torch")
+    _say(args, f"{flag} is torch's fully_shard here: shares out Adam's states, gradients and weights")
+
+
+def _require_shardable(args: Namespace, flag: str) -> None:
+    """Check that no other flag speaks against sharding the weights."""
+    overlaps = "no flag of overlapping: FSDP overlaps by itself"
+    for word, expected, remedy in (
+        (
+            "--num-experts",
+            "a dense model: experts have ranks of their own",
+            "Use --zero-1-memory-optimization.",
+        ),
+        ("--sample-prompt", "no samples: weights are gathered for training alone", "Leave it out."),
+        ("--overlap-grad-reduce", overlaps, "Leave it out."),
+        ("--overlap-param-gather", overlaps, "Leave it out."),
+    ):
+        if getattr(args, word.removeprefix("--").replace("-", "_")):
+            raise UsageError(f"{word} with {flag}", expected, remedy)
+
+
+def _ranks(args: Namespace) -> int:
+    return max(args.world_size // derive.model_parallel_size(args), 1)
+
+
+_FULLY: dict[str, Callable[[Namespace, str], None]] = {
+    "zero-2": _gradients_too,
+    "zero-3": _parameters_too,
+    "fsdp": _torch_fsdp,
+}
+
+
+def _offload(args: Namespace, switches: Switches) -> None:
+    if not switches.cpu_offload:
+        derive.offloaded_optimizer(args, on=False)
+        return
+    if args.use_precision_aware_optimizer or args.reuse_fp32_param:
+        raise UsageError(
+            "--cpu-offload with --use-precision-aware-optimizer or --reuse-fp32-param",
+            "one of them: what is updated on the host is fp32",
+            "Drop one.",
+        )
+    for flag, given, without in (
+        ("--save", args.save, args.no_save_optim),
+        ("--load", args.load, args.no_load_optim or args.finetune),
+    ):
+        if given and not without:
+            raise UsageError(
+                f"{flag} with --cpu-offload",
+                "a checkpoint without the optimizer: megatron-core 0.12 to 0.16 writes objects of torch into "
+                "that of an offloaded one, which are not read",
+                f"Give --no-{flag.removeprefix('--')}-optim, or leave out --cpu-offload.",
+            )
+    derive.offloaded_optimizer(args, on=True)
+    _say(args, "--cpu-offload: Adam's states and the fp32 main weights rest and are updated on the host")

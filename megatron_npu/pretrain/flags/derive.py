@@ -1,0 +1,280 @@
+"""Values that follow from the flags, as in Megatron. Each function fills them in; none refuses anything.
+
+Flags are written here alone. The checks of each group (``checks``) call these functions when the values that
+they need are known to fit; at the end ``validation.check`` freezes them.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from megatron_npu import devices
+from megatron_npu.base.installed_packages import is_installed
+from megatron_npu.pretrain.checkpoint import checkpoint_files
+
+NOTHING: Mapping[str, str | None] = MappingProxyType({})
+
+
+def version(args: Namespace, of_core: str) -> None:
+    """Fill in which megatron-core it is."""
+    args.megatron_version = of_core
+
+
+def process(args: Namespace) -> None:
+    """Fill in this process's place among the others, and the defaults that depend on the device."""
+    args.rank = int(os.environ.get("RANK", "0"))
+    args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    device = devices.current()
+    if args.use_cpu_initialization is None:
+        # on the host expert-parallel ranks would draw the same weights for different experts
+        args.use_cpu_initialization = device.is_host and args.expert_model_parallel_size == 1
+    if args.num_workers is None:
+        args.num_workers = 0 if device.is_host else 2
+
+
+def model(args: Namespace) -> None:
+    """Fill in sizes of a layer, and flags that are short for others."""
+    if args.kv_channels is None:
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    if args.ffn_hidden_size is None:
+        # 8/3 keeps the number of parameters of a gated layer (arXiv:2002.05202); whole 64s as Megatron
+        args.ffn_hidden_size = (
+            int(4 * args.hidden_size * 2 / 3) // 64 * 64 if args.swiglu else 4 * args.hidden_size
+        ) or 64
+    if not args.group_query_attention:
+        args.num_query_groups = args.num_attention_heads
+    args.bias_gelu_fusion = args.bias_gelu_fusion and args.add_bias_linear  # as Megatron
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    if args.use_flash_attn:
+        args.attention_backend = "flash"
+
+
+def latent(args: Namespace) -> None:
+    """Fill in how multi-latent attention rotates."""
+    args.rope_type = args.rope_type or "yarn"
+
+
+def precision(args: Namespace, wanted: str) -> None:
+    """Fill in what ``--mixed-precision`` is short for: ``bf16`` or ``fp16``."""
+    setattr(args, wanted, True)
+
+
+def sharding(args: Namespace, wrapper: str | None, strategy: str = "no_shard") -> None:
+    """Fill in what shards the weights, ``megatron``, ``torch`` or None, and what Megatron's FSDP shards."""
+    args.fully_sharded, args.fsdp_strategy = wrapper, strategy
+    if wrapper is not None:
+        args.gradient_accumulation_fusion = False  # adds into a buffer that FSDP does not have
+
+
+def distributed_optimizer(args: Namespace) -> None:
+    """Fill in that the optimizer is shared out."""
+    args.use_distributed_optimizer = True
+
+
+def offloaded_optimizer(args: Namespace, on: bool) -> None:
+    """Fill in whether the optimizer rests on the host, and what megatron-core asks for with that."""
+    args.optimizer_cpu_offload, args.optimizer_offload_fraction = on, 1.0
+    if on:
+        args.use_precision_aware_optimizer = True
+        args.use_distributed_optimizer = True  # which the offloaded optimizer is a part of
+
+
+def recompute_all(args: Namespace) -> None:
+    """Fill in what ``--checkpoint-activations`` is short for."""
+    if args.recompute_granularity is None:  # not by older_flags
+        args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
+
+
+def experts(args: Namespace) -> None:
+    """Fill in the inner size of an expert, None in a dense model; a loss of no weight is none."""
+    args.moe_z_loss_coeff = args.moe_z_loss_coeff or None  # which megatron-core divides by
+    args.num_experts = args.num_experts or None  # megatron-core 0.12 writes 0
+    if args.num_experts is None:
+        args.moe_ffn_hidden_size = None
+        return
+    # scaled by the router's probability there is SwiGLU alone, and without biases (0.12 to 0.19)
+    args.bias_gelu_fusion = False
+    args.bias_swiglu_fusion = args.bias_swiglu_fusion and not args.add_bias_linear
+    if args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size
+
+
+def expert_layers(args: Namespace) -> list[bool]:
+    """Return for each layer whether it has experts, as ``--moe-layer-freq`` says."""
+    frequency = args.moe_layer_freq
+    if args.num_experts is None:
+        return [False] * args.num_layers
+    if isinstance(frequency, list):
+        return [bool(layer) for layer in frequency]
+    return [number % frequency == 0 for number in range(args.num_layers)]
+
+
+def expert_layout(args: Namespace) -> None:
+    """Fill in the ranks that share each expert: those that share each dense layer."""
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
+
+
+def recompute(args: Namespace) -> None:
+    """Fill in what ``--recompute-activations`` is short for."""
+    if args.recompute_activations:
+        args.recompute_granularity = "selective"
+
+
+def layout(args: Namespace) -> None:
+    """Fill in the data-parallel size, and whether there is a sequence to be shared."""
+    args.data_parallel_size = args.world_size // model_parallel_size(args)
+    args.sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1  # as Megatron
+
+
+def model_parallel_size(args: Namespace) -> int:
+    """Return the number of processes that share one model and one batch."""
+    return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+
+
+def interleaving(args: Namespace) -> None:
+    """Fill in the number of chunks of each pipeline stage; None without interleaving."""
+    layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    if layers is not None:
+        chunks = args.num_layers // args.pipeline_model_parallel_size // layers
+    args.virtual_pipeline_model_parallel_size = chunks if chunks is not None and chunks > 1 else None
+
+
+def global_batch_size(args: Namespace) -> None:
+    """Fill in the global batch size: one micro batch on each data-parallel rank."""
+    if args.global_batch_size is None:
+        args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+
+
+def micro_batches(args: Namespace) -> None:
+    """Fill in the micro batches that each data-parallel rank takes in one iteration."""
+    args.num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+
+
+def length(args: Namespace) -> None:
+    """Fill in whether it trains at all, before the data are looked at."""
+    args.trains = args.train_iters != 0
+
+
+def iterations(args: Namespace) -> None:
+    """Fill in the iterations that samples or epochs mean."""
+    samples = samples_in_all(args)
+    if samples is not None:
+        args.train_iters = samples // args.global_batch_size
+
+
+def tokenizer_files(args: Namespace, root: str, given: Mapping[str, str | None] = NOTHING) -> None:
+    """Fill in where the tokenizer's files are now: a converted checkpoint, which names them, may have moved.
+
+    Args:
+        args: with the files by the names of their flags.
+        root: of the checkpoint.
+        given: of these files, those that a user names himself.
+    """
+    for name in ("vocab_file", "merge_file", "tokenizer_model"):
+        setattr(args, name, given.get(name) or checkpoint_files.relocated(root, getattr(args, name)))
+
+
+def vocabulary(args: Namespace, size: int) -> None:
+    """Fill in the number of tokens."""
+    args.tokenizer_vocab_size = size
+
+
+def data(args: Namespace, there: bool) -> None:
+    """Fill in whether there are any, and that nobody has counted them."""
+    args.has_data, args.epoch_samples = there, None
+
+
+def epoch(args: Namespace, samples: int) -> None:
+    """Fill in the samples of one pass."""
+    args.epoch_samples = samples
+
+
+def last_good(args: Namespace, iteration: int | None) -> None:
+    """Fill in which checkpoint ``--load-last-good`` means."""
+    args.ckpt_step = iteration
+
+
+def beginning(args: Namespace, place: Path | None) -> None:
+    """Fill in the checkpoint that the run goes on from; None: it begins anew."""
+    args.load_from = None if place is None else str(place)
+
+
+def loaded(args: Namespace, *, has_optimizer: bool, has_rng: bool) -> None:
+    """Fill in what is read of it beside the weights."""
+    args.load_optim = not (args.finetune or args.no_load_optim) and has_optimizer
+    args.load_rng = not (args.finetune or args.no_load_rng) and has_rng
+
+
+def widened(args: Namespace) -> None:
+    """Fill in that a trained model is built of modules of fp32."""
+    args.bf16 = args.fp16 = False
+
+
+def grouped_experts(args: Namespace) -> None:
+    """Fill in whether a trained model's experts are multiplied at once, by 0.16 in bf16 alone."""
+    args.moe_grouped_gemm = args.moe_grouped_gemm and args.bf16
+
+
+def samples_in_all(args: Namespace) -> int | None:
+    """Return the samples that a whole run uses; None where its iterations are given."""
+    if args.epochs is not None:
+        return args.epochs * args.epoch_samples
+    return args.train_samples
+
+
+def iterations_from(args: Namespace, iteration: int, consumed_samples: int) -> None:
+    """Fill in the last iteration of a run by samples that goes on with, perhaps, another global batch."""
+    samples = samples_in_all(args)
+    if samples is not None:
+        args.train_iters = iteration + max(0, samples - consumed_samples) // args.global_batch_size
+
+
+def split(args: Namespace) -> None:
+    """Fill in Megatron's split of the documents where one set of them is for all parts."""
+    if args.split is None and not args.train_data_path:
+        args.split = "969, 30, 1"
+
+
+def optimizer(args: Namespace) -> None:
+    """Fill in the type of gradients, and a learning rate where none is needed."""
+    args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and args.main_grads_dtype == "fp32"
+    if args.lr is None and not args.train_iters:
+        args.lr = args.min_lr
+
+
+def schedule(args: Namespace) -> None:
+    """Fill in the end of the learning rate's decay, in what the run's length is given in."""
+    if args.train_samples is not None:
+        args.lr_decay_samples = args.lr_decay_samples or args.train_samples
+    else:
+        args.lr_decay_iters = args.lr_decay_iters or max(args.train_iters, 1)
+
+
+def weight_decay(args: Namespace) -> None:
+    """Fill in the two ends of a weight decay that does not change."""
+    if args.weight_decay_incr_style == "constant":
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+
+
+def plot(args: Namespace) -> None:
+    """Fill in whether there is a plot: where there is a place for it, and what draws it."""
+    if args.plot is None:
+        args.plot = has_matplotlib() and bool(args.save or args.tensorboard_dir)
+
+
+def has_matplotlib() -> bool:
+    """Return whether matplotlib, which draws the plot, is installed."""
+    return is_installed("matplotlib")
+
+
+def padded_vocab_size(args: Namespace) -> None:
+    """Fill in the rows of the embedding: the vocabulary, padded so that tensor-parallel ranks share it."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-args.tokenizer_vocab_size // multiple) * multiple

@@ -1,0 +1,99 @@
+"""The driver's flags, checked against each other and the machine before anything is built.
+
+Bad input ends here, with one line each. ``check`` also fills in what follows from the flags (``derive``), so
+that the rest of the driver reads plain values.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.flags.checks import (
+    data,
+    experts,
+    latent,
+    length,
+    machine,
+    model,
+    optimizer,
+    output,
+    parallel,
+    switches,
+)
+from megatron_npu.pretrain.flags.frozen_flags import Flags
+
+# What megatron-core ends in an assertion for, deep inside, or computes nonsense with.
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "attention-dropout hidden-dropout adam-beta1 adam-beta2 muon-momentum moe-input-jitter-eps",
+        lambda value: 0 <= value < 1,
+        "a number from 0 to below 1",
+    ),
+    (
+        "clip-grad weight-decay init-method-std adam-eps sample-temperature moe-z-loss-coeff "
+        "moe-router-bias-update-rate mscale mscale-all-dim mtp-loss-scaling-factor",
+        lambda value: value >= 0,
+        "a number from 0 on",
+    ),
+    (
+        "rotary-base rope-scaling-factor norm-epsilon loss-scale initial-loss-scale min-loss-scale "
+        "moe-router-topk-scaling-factor moe-expert-capacity-factor rotary-scaling-factor "
+        "muon-extra-scale-factor",
+        lambda value: value > 0,
+        "a number above 0",
+    ),
+    ("rotary-percent", lambda value: 0 < value <= 1, "a number above 0, up to 1"),
+    ("seed", lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295"),
+)
+
+
+def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check) -> Flags:
+    """Return the flags with everything that follows from them, frozen; the given ones are left as they are.
+
+    Args:
+        args: what ``arguments.parse`` returned.
+        data_check: checks tokenizer and data, and fills in what follows from them.
+
+    Raises:
+        UsageError: a flag, a file, the machine or a checkpoint does not fit the others.
+    """
+    flags = Flags(**vars(args))
+    ranges(flags)
+    for check_group in (
+        machine.check,
+        switches.check,
+        model.check,
+        model.attention,
+        latent.check,
+        experts.check,
+        parallel.check,
+        experts.layout,
+        parallel.batches,
+        length.check,
+        data_check,
+        length.iterations,
+        optimizer.check,
+        model.recompute,
+        output.logging,
+        output.checkpoints,
+        output.places,
+    ):
+        check_group(flags)
+    flags.freeze()
+    return flags
+
+
+def ranges(args: Namespace) -> None:
+    """Check the numbers that have limits by themselves.
+
+    Raises:
+        UsageError: one is beyond them.
+    """
+    for flags, fits, expected in _RANGES:
+        for flag in flags.split():
+            field = "layernorm_epsilon" if flag == "norm-epsilon" else flag.replace("-", "_")
+            value = getattr(args, field)
+            if value is not None and not fits(value):
+                raise UsageError(f"--{flag} {value}", expected, "Change it.")

@@ -1,0 +1,1 @@
+"""The driver's model, optimizer and data-parallel wrapper."""

@@ -1,0 +1,351 @@
+"""The GPT, its optimizer and schedule, from flags: megatron-core's own classes and local layer spec."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+from megatron_npu.ops.optimizers.adam import FusedAdam
+from megatron_npu.options import memory_flags
+from megatron_npu.options.attention_flags import AttentionFlags
+from megatron_npu.pretrain.model import data_parallel
+from megatron_npu.pretrain.model.data_parallel import of_the_same_name
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype(args: Namespace) -> torch.dtype:
+    """Return the type of weights and activations."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+
+def transformer_config(args: Namespace) -> TransformerConfig:
+    """Return the model's configuration; the flags of the fused attention are its ``attention_flags``.
+
+    Raises:
+        UsageError: megatron-core refuses the combination, or does not have such a softmax.
+    """
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    values = of_the_same_name(kind, args)
+    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    values |= {
+        "num_moe_experts": args.num_experts,
+        "params_dtype": dtype(args),
+        "pipeline_dtype": dtype(args),
+        "attention_backend": AttnBackend[args.attention_backend],
+        "transformer_impl": "local",
+        "gated_linear_unit": args.swiglu,
+        "activation_func": torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        "bias_activation_fusion": args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
+        "deallocate_pipeline_outputs": True,
+        # batched sends of two chunks to one neighbour carry no tag: with 2 stages they get mixed up
+        "overlap_p2p_comm": args.overlap_p2p_comm and interleaved,
+        "batch_p2p_comm": not (args.overlap_p2p_comm and interleaved),
+    }
+    known = {field.name for field in dataclasses.fields(kind)}
+    if args.softmax_type != "vanilla" and "softmax_type" not in known:
+        raise UsageError(
+            f"--softmax-type {args.softmax_type} with a megatron-core before 0.15",
+            "0.15 or later",
+            "Leave it out, or install that.",
+        )
+    try:
+        # transformer_impl came with 0.14; before, the layer spec alone says it
+        config = kind(**{name: value for name, value in values.items() if name in known})
+    except UsageError:
+        raise
+    except (AssertionError, ValueError) as error:
+        raise UsageError(
+            f"megatron-core refuses this model: {error}", "flags that go together", "Change them."
+        ) from error
+    config.attention_flags = AttentionFlags.from_args(args)  # for the adaptor of core attention; no field
+    if "offload_modules" not in known:  # nor these before 0.16, for the adaptor of activation_offloading
+        config.offload_modules = args.offload_modules
+        config.min_offloaded_tensor_size = args.min_offloaded_tensor_size
+    return config
+
+
+def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bool, last: bool) -> GPTModel:
+    """Return one chunk of the model on the host or device, as ``--use-cpu-initialization`` says.
+
+    Args:
+        stage: number of the interleaved chunk, None without interleaving.
+        first, last: whether the chunk has the embedding, and whether the output layer.
+    """
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    layers = _layers(args, config, stage)
+    return GPTModel(
+        config,
+        layers,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        mtp_block_spec=_predicting_layers(args, config, layers, stage),
+        **_stage(stage),
+    )
+
+
+def _layers(args: Namespace, config: TransformerConfig, stage: int | None) -> Any:
+    """Return megatron-core's local specification of the layers of a chunk: one for all, or one for each."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if args.num_experts is None:
+        return gpt_layer_specs.get_gpt_layer_local_spec(
+            normalization=args.normalization,
+            qk_layernorm=args.qk_layernorm,
+            multi_latent_attention=args.multi_latent_attention,
+        )
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=args.normalization, **_stage(stage)
+    )
+    if args.moe_shared_expert_gate and not hasattr(config, "moe_shared_expert_gate"):
+        # 0.16 has a field for it; before, the specification says False itself
+        for layer in block.layer_specs:
+            shared = getattr(layer.submodules.mlp.submodules, "shared_experts", None)
+            if shared is not None:
+                shared.params = {**shared.params, "gate": True}
+    return block
+
+
+def _predicting_layers(args: Namespace, config: TransformerConfig, layers: Any, stage: int | None) -> Any:
+    """Return the specification of the layers of multi-token prediction that the chunk has; None: none.
+
+    Args:
+        layers: what ``_layers`` returned; those of prediction are of the last one's kind.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if args.mtp_num_layers is None:
+        return None
+    return gpt_layer_specs.get_gpt_mtp_block_spec(
+        config, layers, use_transformer_engine=False, **_stage(stage)
+    )
+
+
+def _stage_is_passed() -> bool:
+    """Return whether chunks are told their number; megatron-core 0.12 keeps it in a global instead."""
+    from megatron.core import parallel_state
+
+    return "vp_stage" in inspect.signature(parallel_state.is_pipeline_first_stage).parameters
+
+
+def _stage(stage: int | None) -> dict[str, int | None]:
+    return {"vp_stage": stage} if _stage_is_passed() else {}
+
+
+def mean_stage(stage: int | None) -> None:
+    """Let what follows be of this interleaved chunk, where megatron-core asks a global for it: 0.12."""
+    from megatron.core import parallel_state
+
+    if stage is not None and not _stage_is_passed():
+        parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+
+
+def at_ends(stage: int | None = None) -> tuple[bool, bool]:
+    """Return whether a chunk of this process is the model's first one, and whether its last one.
+
+    Args:
+        stage: number of the interleaved chunk, None without interleaving.
+    """
+    from megatron.core import parallel_state
+
+    chunk = {"ignore_virtual": stage is None, **_stage(stage)}
+    first = parallel_state.is_pipeline_first_stage(**chunk)
+    return first, parallel_state.is_pipeline_last_stage(**chunk)
+
+
+def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module on the device, in half precision (with outputs in fp32) if the flags say so."""
+    from megatron.core.transformer.module import Float16Module
+
+    module = module.to(devices.current().torch_device())
+    return Float16Module(config, module) if args.fp16 or args.bf16 else module
+
+
+def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
+    """Return this process's chunks of the model (one without interleaving), on the device."""
+    stages = args.virtual_pipeline_model_parallel_size
+    chunks = []
+    for stage in range(stages) if stages else [None]:
+        mean_stage(stage)
+        chunks.append(wrapped(args, config, gpt(args, config, stage, *at_ends(stage)), stage))
+    return chunks
+
+
+def wrapped(
+    args: Namespace, config: TransformerConfig, module: torch.nn.Module, stage: int | None = None
+) -> DistributedDataParallel:
+    """Return a chunk of a model on the device, in its precision and in the wrapper of data parallelism.
+
+    Args:
+        stage: number of the interleaved chunk, None without interleaving.
+    """
+    from megatron.core import tensor_parallel
+
+    for parameter in module.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return data_parallel.wrap(args, config, on_device(args, config, module), stage)
+
+
+def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """Return the optimizer as megatron-core builds it: master weights, loss scale, clipping, decay groups."""
+    from megatron.core import optimizer as upstreams
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    if args.swap_optimizer:
+        memory_flags.refuse_foreign_adam(upstreams.Adam, FusedAdam)
+    FusedAdam.swap_moments = args.swap_optimizer
+    values = of_the_same_name(OptimizerConfig, args) | {"params_dtype": dtype(args)}
+    values |= {f"{what}_dtype": _TYPES[getattr(args, f"{what}_dtype")] for what in memory_flags.NARROW}
+    make = get_megatron_optimizer
+    if args.optimizer == "muon" and hasattr(OptimizerConfig, "muon_use_nesterov"):  # until 0.17
+        from megatron.core.optimizer import muon
+
+        make = muon.get_megatron_muon_optimizer
+        values["muon_use_nesterov"] = args.muon_nesterov
+    result = make(OptimizerConfig(**values), model)
+    for part in getattr(result, "chained_optimizers", [result]):
+        # before the first update there are no moments, and a checkpoint without them cannot be loaded
+        if part.init_state_fn is not None:  # an offloaded one makes them itself
+            part.init_state_fn(part.optimizer, part.config)
+    return result
+
+
+def schedule(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Return the schedule of learning rate and weight decay, which counts samples as Megatron's does."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    batch = args.global_batch_size
+    if args.train_samples is not None:
+        total, decay, warmup = args.train_samples, args.lr_decay_samples, args.lr_warmup_samples
+        last_part = args.lr_wsd_decay_samples
+    else:
+        total, decay, warmup = (
+            n * batch for n in (args.train_iters, args.lr_decay_iters, args.lr_warmup_iters)
+        )
+        last_part = args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * batch
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=total,
+        wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wsd_decay_steps=last_part,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
+
+
+def unwrap(chunk: Any) -> Any:
+    """Return the GPTModel inside the wrappers for data parallelism and half precision."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def connect(
+    args: Namespace,
+    config: TransformerConfig,
+    model: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+) -> None:
+    """Tell the schedules how gradients are scaled, when they are summed, and how a step's are finished."""
+    from megatron.core.distributed import finalize_model_grads
+
+    def each(method: str) -> Any:
+        functions = [getattr(chunk, method) for chunk in model]
+        return functions if len(functions) > 1 else functions[0]
+
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if args.overlap_grad_reduce:
+        config.no_sync_func = each("no_sync")
+        config.grad_sync_func = each("start_grad_sync")
+    if args.overlap_param_gather and len(model) > 1:
+        config.param_sync_func = each("start_param_sync")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """Numbers of weights in the whole model, each weight counted once.
+
+    Attributes:
+        total: all.
+        without_embeddings: of the layers and the last norm.
+        active: those that compute one token: with experts, the ``--moe-router-topk`` of each layer.
+    """
+
+    total: int
+    without_embeddings: int
+    active: int
+
+
+def count(args: Namespace, model: list[DistributedDataParallel]) -> Parameters:
+    """Return the numbers of weights of the whole model (padding of the vocabulary included).
+
+    A collective: all ranks must call it. Each counts its share as megatron-core's norm of the gradients does:
+    without the last stage's copy of a tied embedding, and what all tensor-parallel ranks have on the first.
+    Experts are shared by ranks of their own.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+
+    own, of_experts = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for chunk in map(unwrap, model):
+        for name, parameter in chunk.named_parameters():
+            if ".mlp.experts." in name:
+                of_experts += parameter.numel() * _counts_of_expert(parameter)
+            elif param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
+                in_body = name.startswith(("decoder.", "mtp."))
+                own += torch.tensor([parameter.numel(), parameter.numel() * in_body])
+    device = devices.current().torch_device()
+    dense, experts = own.to(device), of_experts.to(device)
+    dist.all_reduce(dense, group=parallel_state.get_model_parallel_group())
+    dist.all_reduce(experts, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
+    total, body = (dense + experts).tolist()
+    idle = int(experts) * (args.num_experts - args.moe_router_topk) // args.num_experts if int(experts) else 0
+    return Parameters(total, body, total - idle)
+
+
+def _counts_of_expert(parameter: torch.nn.Parameter) -> bool:
+    """Return whether a weight of an expert is counted here, and not by another of the ranks that share it."""
+    from megatron.core import parallel_state
+
+    is_part = getattr(parameter, "tensor_model_parallel", False)
+    return is_part or parallel_state.get_expert_tensor_parallel_rank() == 0

@@ -1,0 +1,1 @@
+"""What a run says: log, JSON lines, TensorBoard, dashboard."""

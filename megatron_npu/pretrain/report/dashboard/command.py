@@ -1,0 +1,67 @@
+"""``megatron-npu dashboard``: the page of a run that has ended, or that another process trains."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_npu.base.arg_parser import Parser
+from megatron_npu.base.errors import UsageError
+from megatron_npu.web.address import LOOPBACK, Address, address, listening, require_packages, url
+
+METRICS = "metrics.jsonl"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    result = Parser("megatron-npu dashboard", description=__doc__)
+    result.add_argument("run", metavar="DIR", help=f"what --save was; or the file, where it is no {METRICS}")
+    result.add_argument(
+        "--at",
+        type=address,
+        metavar="[HOST:]PORT",
+        default=Address(LOOPBACK, 0),
+        help=f"where to serve the page (default: {LOOPBACK}, a free port)",
+    )
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until Ctrl-C; return the exit code.
+
+    Raises:
+        UsageError: no such run, or the page cannot be served there.
+    """
+    args = parser().parse_args(argv)
+    metrics = find(args.run)
+    require_packages("dashboard")
+    from megatron_npu.pretrain.report.dashboard import server
+
+    with listening(f"--at {args.at}", args.at) as sock:
+        print(f" {metrics} is shown at {url(sock)} (Ctrl-C ends it)", flush=True)
+        server.serve(metrics, name_of(metrics), sock, args.at)
+    return 0
+
+
+def find(run: str) -> Path:
+    """Return the file of JSON lines of a run.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    path = Path(run)
+    path = path / METRICS if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(
+            f"{path}: no such file",
+            f"the --save of a run, which has a {METRICS}, or the file of its --json-log",
+            "Correct the path.",
+        )
+    return path
+
+
+def name_of(metrics: Path) -> str:
+    """Return what a run is called on its page: its directory, or its file where that has another name."""
+    metrics = metrics.resolve()
+    return metrics.parent.name if metrics.name == METRICS else metrics.stem

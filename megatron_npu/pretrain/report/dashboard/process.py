@@ -1,0 +1,70 @@
+"""The server of a run's page as a process beside the run, which ends with it in whatever way it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import megatron_npu
+from megatron_npu.pretrain.report.dashboard.command import name_of
+from megatron_npu.web.address import Address, listening, url
+
+_SECONDS = 5.0  # for the server to end after the run
+
+
+@contextlib.contextmanager
+def shown(metrics: Path, at: Address) -> Iterator[str]:
+    """Have a run's page served inside the block; give its address.
+
+    The server ends when the block does, and when this process is gone, were it by SIGKILL. It gives clients
+    the last state before. Ctrl-C does not reach it.
+
+    Args:
+        metrics: the file of JSON lines that the run writes.
+        at: where to listen.
+
+    Raises:
+        UsageError: it cannot listen there.
+    """
+    with listening(f"--dashboard {at}", at) as sock:
+        place = url(sock)
+        process = _start(metrics.absolute(), sock.fileno(), at.host)
+    try:
+        yield place
+    finally:
+        _end(process)
+
+
+def _start(metrics: Path, descriptor: int, host: str) -> subprocess.Popen[bytes]:
+    package = Path(megatron_npu.__file__).parents[1]  # which need not be installed
+    path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
+    module = "megatron_npu.pretrain.report.dashboard.server"
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, str(metrics), name_of(metrics), str(descriptor), host],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,  # its end tells the server that this process is gone
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[descriptor],
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    # processes that read data are forked, and may outlive this one by seconds: its end is not theirs to hold
+    os.register_at_fork(after_in_child=process.stdin.close)
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        print(f" the dashboard ended early, with exit code {process.returncode}", flush=True)
+        return
+    process.terminate()
+    try:
+        process.wait(_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

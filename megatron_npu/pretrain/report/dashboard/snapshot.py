@@ -1,0 +1,154 @@
+"""What the page shows of a run, as one JSON object."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_npu.pretrain.report.history import History, Points, Reader
+
+POINTS = 1000  # of a curve; more than a screen has pixels for
+SAMPLES = 20  # texts, the newest
+_PAUSE = 20  # a snapshot is taken again after so many times what the last one cost
+_RECENT = 10  # log events whose speed says how long the rest takes
+_FACTS = ("world_size", "device", "train_iters", "global_batch_size", "seq_length")
+
+
+class Run:
+    """A run, through the file of JSON lines that it writes or has written.
+
+    Args:
+        metrics: the file; it may not be there yet.
+        name: of the run, as the page is headed.
+    """
+
+    def __init__(self, metrics: Path, name: str) -> None:
+        self.metrics, self.name = metrics, name
+        self._reader = Reader(metrics)
+        self._lock = threading.Lock()
+        self._text, self._version, self._next = "", 0, 0.0
+
+    def snapshot(self, at_once: bool = False) -> tuple[int, str]:
+        """Return the number of the newest state and the state as JSON; a change is one number more.
+
+        Whoever calls it, and however often, a long run's curves are not gone through all the time.
+
+        Args:
+            at_once: have what was written last, whatever it costs.
+        """
+        with self._lock:
+            begin = time.monotonic()
+            if at_once or begin >= self._next:
+                if self._reader.update() or not self._text:
+                    self._version += 1
+                    state = _state(self._reader.history) | {"name": self.name, "updated": self._updated()}
+                    self._text = json.dumps(state)
+                self._next = time.monotonic() + _PAUSE * (time.monotonic() - begin)
+            return self._version, self._text
+
+    def _updated(self) -> float | None:
+        try:
+            return self.metrics.stat().st_mtime
+        except OSError:
+            return None
+
+
+def _state(history: History) -> dict[str, Any]:
+    last = history.last
+    return {
+        **{name: history.start.get(name) for name in _FACTS},
+        "iteration": _iteration(history),
+        "ended_by": history.end.get("ended_by"),
+        "seconds_left": _seconds_left(history),
+        "latest": {
+            "loss": last.get("loss"),
+            "validation": _newest(history.validation),
+            **{
+                name: last.get(name)
+                for name in (
+                    "learning_rate",
+                    "tokens_per_second",
+                    "tflops_per_device",
+                    "memory_bytes",
+                    "peak_memory_bytes",
+                    "utilization",
+                    "grad_norm",
+                    "consumed_samples",
+                    "epoch",
+                )
+            },
+        },
+        "curves": {
+            "loss": thinned(history.losses),
+            "validation": thinned(history.validation),
+            "evaluated": thinned(history.evaluated),
+            "learning_rate": thinned(history.learning_rates),
+            "tokens_per_second": thinned(history.throughput),
+            "peak_memory_bytes": thinned(history.memory),
+            "utilization": thinned(history.utilization),
+            "grad_norm": thinned(history.grad_norms),
+        },
+        "samples": _samples(history),
+    }
+
+
+def _iteration(history: History) -> int:
+    return max(history.start.get("iteration", 0), history.last.get("iteration", 0))
+
+
+def _seconds_left(history: History) -> float | None:
+    """Return how long training takes from here if it goes on like this; None if nobody knows."""
+    tokens = (history.start.get("global_batch_size") or 0) * (history.start.get("seq_length") or 0)
+    speeds = list(history.throughput.values())[-_RECENT:]
+    total = history.start.get("train_iters")
+    speed = statistics.median(speeds) if speeds else 0
+    if history.end or total is None or not speed or not tokens:
+        return None
+    return max(0, total - _iteration(history)) * tokens / speed
+
+
+def _newest(points: Points) -> float | None:
+    return points[max(points)] if points else None
+
+
+def _samples(history: History) -> list[dict[str, Any]]:
+    """Return the newest texts, the newest first."""
+    rows = [
+        {"iteration": iteration, **text}
+        for iteration in sorted(history.samples, reverse=True)
+        for text in history.samples[iteration]
+    ]
+    return rows[:SAMPLES]
+
+
+def thinned(points: Points, most: int = POINTS) -> dict[str, list[float]]:
+    """Return a curve as lists ``x`` and ``y``; of a longer one means of equal parts, and their extremes.
+
+    Args:
+        points: values by iteration, all finite.
+        most: points that are left.
+
+    Returns:
+        ``x``: the last iteration of each part; ``y``: its mean; ``low``, ``high`` (of a longer curve alone):
+        its least and largest value.
+    """
+    x = np.fromiter(points, np.int64, len(points))
+    y = np.fromiter(points.values(), np.float64, len(points))
+    order = np.argsort(x, kind="stable")  # a run that went on from an earlier point may have added some later
+    x, y = x[order], y[order]
+    if len(x) <= most:
+        return {"x": x.tolist(), "y": y.tolist()}
+    begins = np.linspace(0, len(x), most, endpoint=False).astype(np.int64)
+    ends = np.append(begins[1:], len(x))
+    return {
+        "x": x[ends - 1].tolist(),
+        "y": (np.add.reduceat(y, begins) / (ends - begins)).tolist(),
+        "low": np.minimum.reduceat(y, begins).tolist(),
+        "high": np.maximum.reduceat(y, begins).tolist(),
+    }

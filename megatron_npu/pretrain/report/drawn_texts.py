@@ -1,0 +1,79 @@
+"""Texts that a model draws while it is trained: ``--sample-prompt``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.tokenization.tokenizer import Tokenizer
+from megatron_npu.generation.sampling.options import Options
+from megatron_npu.generation.sampling.sampler import Sampler
+from megatron_npu.pretrain.data import tokenizers
+
+
+class Text(NamedTuple):
+    """A prompt and what the model has added."""
+
+    prompt: str
+    added: str
+
+
+class Samples:
+    """Draws the same prompts' texts again and again.
+
+    Args:
+        args: what ``validation.check`` returned.
+        model: this process's chunks.
+    """
+
+    def __init__(self, args: Namespace, model: Sequence[torch.nn.Module]) -> None:
+        self.prompts: list[str] = args.sample_prompt
+        self._options = Options(args.sample_tokens, temperature=args.sample_temperature, seed=args.seed)
+        self._tokenizer = tokenizers.build(args)
+        self._ids = [ids_of(self._tokenizer, prompt) for prompt in self.prompts]
+        self._sampler = Sampler(model, self._tokenizer, args.tokenizer_vocab_size)
+
+    def draw(self) -> list[Text]:
+        """Return a text for each prompt. A collective of all ranks; no random generator is touched.
+
+        Raises:
+            UsageError: the model gives no numbers.
+        """
+        drawn = self._sampler.sample(self._ids, self._options)
+        return [
+            Text(prompt, _added(self._tokenizer, sample.prompt, sample.tokens))
+            for prompt, sample in zip(self.prompts, drawn, strict=True)
+        ]
+
+
+def ids_of(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return a prompt's ids; of an empty one the end token, behind which any text begins."""
+    return tokenizer.encode(prompt) or [tokenizer.eod]
+
+
+def _added(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """Return the text of ``tokens`` as it stands behind the prompt's."""
+    if prompt == [tokenizer.eod]:
+        return tokenizer.decode(tokens)
+    head, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *tokens])
+    return whole.removeprefix(head) if whole.startswith(head) else tokenizer.decode(tokens)
+
+
+def check(args: Namespace, tokenizer: Tokenizer) -> None:
+    """Check the prompts before anything is built.
+
+    Raises:
+        UsageError: one has no room in the model, or is nothing that the tokenizer knows.
+    """
+    for prompt in args.sample_prompt or []:
+        number, most = len(ids_of(tokenizer, prompt)), args.max_position_embeddings - 1
+        if number > most:
+            raise UsageError(
+                f"a --sample-prompt of {number} tokens",
+                f"at most {most}, one less than --max-position-embeddings",
+                "Shorten it.",
+            )

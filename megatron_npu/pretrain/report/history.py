@@ -1,0 +1,210 @@
+"""The history of a run from its JSON lines, and a picture of it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base import files
+
+Points = dict[int, float]  # by iteration
+
+
+@dataclass
+class History:
+    """What has been logged of a run and of those that it went on from.
+
+    Attributes:
+        losses: training loss of every iteration.
+        learning_rates, grad_norms: of the logged iterations.
+        throughput, memory: tokens per second and the most bytes in use, of the logged iterations.
+        utilization: of the device at the logged iterations, from 0 to 1.
+        validation: validation losses.
+        evaluated: losses of training samples that were evaluated together with them.
+        samples: texts drawn at an iteration, each with its ``prompt`` and ``text``.
+        start, last, end: values of the last ``start``, ``train`` and ``end`` object; empty if there is none.
+    """
+
+    losses: Points = field(default_factory=dict)
+    learning_rates: Points = field(default_factory=dict)
+    throughput: Points = field(default_factory=dict)
+    memory: Points = field(default_factory=dict)
+    utilization: Points = field(default_factory=dict)
+    grad_norms: Points = field(default_factory=dict)
+    validation: Points = field(default_factory=dict)
+    evaluated: Points = field(default_factory=dict)
+    samples: dict[int, list[dict[str, str]]] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)
+    end: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Take in one JSON object.
+
+        Raises:
+            KeyError, TypeError, ValueError, OverflowError: it is none of a run's: it may be a stranger's.
+        """
+        kind = row["event"]
+        if type(row["iteration"]) is not int or not 0 <= row["iteration"] < _MANY:
+            raise ValueError(f"iteration {row['iteration']!r}")
+        if kind == "start":
+            self._restart(row)
+        elif kind == "train":
+            self._train(row["iteration"], row)
+        elif kind == "validation":
+            _note(self.validation, row["iteration"], row["loss"])
+            _note(self.evaluated, row["iteration"], row.get("training_loss"))
+        elif kind == "sample":
+            texts = self.samples.setdefault(row["iteration"], [])
+            texts.append({name: _text(row[name]) for name in ("prompt", "text")})
+        elif kind == "rewind":
+            self._forget_after(row["iteration"])
+        elif kind == "end":
+            self.end = row
+
+    def _restart(self, row: dict[str, Any]) -> None:
+        """Forget what came after the iteration at which a run begins."""
+        for name in _COUNTED:
+            if not 0 <= (row.get(name) or 0) < _MANY:
+                raise ValueError(f"{name} {row[name]!r}")
+        self.start, self.last, self.end = row, {}, {}
+        self._forget_after(row["iteration"])
+
+    def _forget_after(self, iteration: int) -> None:
+        for points in vars(self).values():
+            for number in [n for n in points if isinstance(n, int) and n > iteration]:
+                del points[number]
+
+    def _train(self, iteration: int, row: dict[str, Any]) -> None:
+        first = iteration - len(row["losses"]) + 1
+        for number, loss in enumerate(row["losses"], first):
+            _note(self.losses, number, loss)
+        for points, name in (
+            (self.learning_rates, "learning_rate"),
+            (self.throughput, "tokens_per_second"),
+            (self.memory, "peak_memory_bytes"),
+            (self.utilization, "utilization"),
+            (self.grad_norms, "grad_norm"),
+        ):
+            _note(points, iteration, row.get(name))
+        self.last = {name: value for name, value in row.items() if not isinstance(value, list)}
+
+
+_MANY = 1 << 63
+_COUNTED = ("global_batch_size", "seq_length", "train_iters")  # what the dashboard computes with
+
+
+def _note(points: Points, iteration: int, value: float | None) -> None:
+    if value is not None:  # as JSON says a number that is none
+        points[iteration] = _number(value)
+
+
+def _number(value: float) -> float:
+    if not math.isfinite(value):  # which takes numbers alone, and none that no float can hold
+        raise ValueError(f"{value} is no number of a run")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+class Reader:
+    """Reads the file that ``log.Log`` writes, and later what has been added to it.
+
+    Args:
+        path: the file; it may not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.history = History()
+        self._place = 0
+        self._inode = -1
+
+    def update(self) -> bool:
+        """Read what is new; return whether anything was.
+
+        A line without its end is left for the next time, one that is none of a run's is left out. A file
+        that has been replaced is read anew.
+        """
+        if not self.path.exists():
+            return False
+        with open(self.path, "rb") as stream:
+            found = os.fstat(stream.fileno())
+            if found.st_ino != self._inode or found.st_size < self._place:
+                self.history, self._place, self._inode = History(), 0, found.st_ino
+            stream.seek(self._place)
+            lines = stream.read().rpartition(b"\n")[0]
+        self._place += len(lines) + 1 if lines else 0
+        for line in lines.splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                self.history.add(json.loads(line))
+        return bool(lines)
+
+
+def read(path: Path) -> History:
+    """Return the history in the file that ``log.Log`` writes."""
+    reader = Reader(path)
+    reader.update()
+    return reader.history
+
+
+def draw(history: History, path: Path) -> None:
+    """Write a PNG: training and validation loss above, learning rate below.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is absent (``validation.check`` asks before).
+    """
+    with _without_old_garbage():
+        _draw(history, path)
+
+
+@contextlib.contextmanager
+def _without_old_garbage() -> Iterator[None]:
+    """Free at its end what the block has made in circles, such as a figure and its canvas.
+
+    Python's collector would find them among the old objects, dozens of pictures later: a hundred megabytes.
+    Kept from running in the block, it leaves them among the young ones, which are looked through at once.
+    """
+    ran = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect(0)
+        if ran:
+            gc.enable()
+
+
+def _draw(history: History, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    loss.plot(list(history.losses), list(history.losses.values()), linewidth=1, label="training")
+    if history.validation:
+        loss.plot(list(history.validation), list(history.validation.values()), "o-", label="validation")
+    if history.evaluated:
+        loss.plot(
+            list(history.evaluated), list(history.evaluated.values()), ".--", label="training, evaluated"
+        )
+    loss.set_ylabel("loss")
+    loss.legend()
+    rate.plot(list(history.learning_rates), list(history.learning_rates.values()), linewidth=1)
+    rate.set_ylabel("learning rate")
+    rate.set_xlabel("iteration")
+    for axes in (loss, rate):
+        axes.grid(alpha=0.3)
+    with files.writing(path) as stream:
+        FigureCanvasAgg(figure).print_png(stream)

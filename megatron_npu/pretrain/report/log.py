@@ -1,0 +1,220 @@
+"""What a pre-training says: lines like Megatron's, and the same as JSON lines and TensorBoard's curves.
+
+Between two log events a step costs two Python appends: losses stay on the device, and one reduction for the
+whole interval (``loss.means``) brings them together.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from megatron_npu import devices
+from megatron_npu.devices.rows import Rows
+from megatron_npu.pretrain.report import flops
+from megatron_npu.pretrain.report.drawn_texts import Text
+from megatron_npu.pretrain.report.sinks import Sinks
+from megatron_npu.pretrain.run.expert_losses import LOSSES
+from megatron_npu.pretrain.run.prediction_losses import PREFIX
+
+_CURVES = "learning_rate grad_norm loss_scale tokens_per_second tflops_per_device utilization".split()
+
+
+@dataclass
+class Interval:
+    """What happened since the last log event.
+
+    Attributes:
+        losses: for each iteration [2], this process's sum of losses and number of tokens.
+        norms: the norm of each iteration's gradient; None where there was none.
+        skipped: iterations whose update was left out.
+    """
+
+    losses: Rows = field(default_factory=Rows)
+    norms: list[float | None] = field(default_factory=list)
+    skipped: int = 0
+
+
+class Log(Sinks):
+    """What is reported of a run, on rank 0.
+
+    Args:
+        args: what ``validation.check`` returned.
+        iteration: where the run begins.
+    """
+
+    def __init__(self, args: Namespace, iteration: int) -> None:
+        names = ("world_size", "train_iters", "global_batch_size", "seq_length")
+        super().__init__(args, iteration, {name: getattr(args, name) for name in names})
+
+    def training(
+        self,
+        iteration: int,
+        samples: int,
+        interval: Interval,
+        losses: list[float],
+        seconds: float,
+        learning_rate: float,
+        scale: float,
+        of_ranks: Mapping[int, float] | None = None,
+        of_experts: Mapping[str, list[float]] | None = None,
+        of_predictions: Mapping[str, float] | None = None,
+    ) -> None:
+        """Report the iterations of an interval: a line, a JSON object and TensorBoard's curves.
+
+        Args:
+            iteration: the last of them, counted from 1 since the run first began.
+            samples: training samples that all ranks together have used since then.
+            interval: what happened in them.
+            losses: their mean training losses over all processes, in nats a token (``loss.means``).
+            seconds: that all of them took together, evaluation and saving left out.
+            learning_rate: of the last one.
+            scale: the loss scale after the last one; 1 without fp16.
+            of_ranks: each rank's own mean loss (``loss.of_ranks``), to be reported, too.
+            of_experts: the losses of each layer with experts (``expert_losses.take``), likewise.
+            of_predictions: those of multi-token prediction (``prediction_losses.take``), likewise.
+        """
+        if not self.on_rank_0:
+            return
+        of_experts, of_predictions = of_experts or {}, of_predictions or {}
+        row = _row(self.args, samples, interval, losses, seconds, learning_rate, scale)
+        row |= {name: sum(layers) / len(layers) for name, layers in of_experts.items()}
+        row |= of_predictions
+        if self.args.moe_per_layer_logging:
+            row |= {f"{name}_of_layers": layers for name, layers in of_experts.items()}
+        self.say(line(self.args, iteration, row))
+        if of_ranks is not None:
+            self._of_ranks(iteration, of_ranks)
+            row["losses_of_ranks"] = {str(rank): loss for rank, loss in of_ranks.items()}
+        self.write("train", iteration, row)
+        self._curves(iteration, losses, row, [*_CURVES, *of_experts, *of_predictions])
+
+    def _of_ranks(self, iteration: int, losses: Mapping[int, float]) -> None:
+        for rank, loss in losses.items():
+            self.say(
+                f" [rank {rank}] iteration {iteration:8d}/{self.args.train_iters:8d} | lm loss: {loss:.6E} |"
+            )
+            self.scalars(iteration, [(f"lm loss of rank {rank}", loss)])
+
+    def _curves(self, iteration: int, losses: list[float], row: dict[str, Any], names: list[str]) -> None:
+        first = iteration - len(losses) + 1
+        for number, loss in enumerate(losses):
+            self.scalars(first + number, [("lm loss", loss)])
+        self.scalars(iteration, [(name.replace("_", "-"), row[name]) for name in names])
+
+    def validation(self, iteration: int, loss: float, trained: float | None = None) -> None:
+        """Report an evaluation.
+
+        Args:
+            iteration: after which the model was evaluated.
+            loss: mean over the validation samples, in nats a token; its perplexity is reported, too.
+            trained: the same over samples of training, if they were evaluated.
+        """
+        perplexity = perplexity_of(loss)
+        compared = "" if trained is None else f" training samples' lm loss value: {trained:.6E} |"
+        self.say(
+            f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | "
+            f"lm loss PPL: {perplexity:.6E} |{compared}"
+        )
+        row = {"loss": loss, "perplexity": perplexity}
+        curves = [("lm loss validation", loss), ("lm loss validation perplexity", perplexity)]
+        if trained is not None:
+            row["training_loss"] = trained
+            curves.append(("lm loss of training samples, evaluated", trained))
+        self.write("validation", iteration, row)
+        self.scalars(iteration, curves)
+
+    def sample(self, iteration: int, text: Text) -> None:
+        """Report a text that the model has drawn; on the console in one line, whatever it holds."""
+        self.say(f" sample at iteration {iteration} | {_printable(text.prompt + text.added)}")
+        self.write("sample", iteration, {"prompt": text.prompt, "text": text.added})
+        if self._board is not None:
+            quoted = "\n".join(f"    {line}" for line in (text.prompt + text.added).splitlines())
+            self._board.add_text(f"sample: {text.prompt}", quoted, iteration)  # Markdown: as it is
+
+    def test(self, iteration: int, loss: float) -> None:
+        """Report the evaluation at the end on data that nothing else has seen, as ``validation`` does."""
+        perplexity = perplexity_of(loss)
+        self.say(
+            f" validation loss at iteration {iteration} on test set | lm loss value: {loss:.6E} | "
+            f"lm loss PPL: {perplexity:.6E} |"
+        )
+        self.write("test", iteration, {"loss": loss, "perplexity": perplexity})
+        self.scalars(iteration, [("lm loss test", loss), ("lm loss test perplexity", perplexity)])
+
+
+def _printable(text: str) -> str:
+    """Return a text for the console: escapes for line ends, control codes and what it cannot show."""
+    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def perplexity_of(loss: float) -> float:
+    """Return exp(loss), with Megatron's limit of exp(20)."""
+    return math.exp(min(20.0, loss))
+
+
+def _row(
+    args: Namespace,
+    samples: int,
+    interval: Interval,
+    losses: list[float],
+    seconds: float,
+    learning_rate: float,
+    scale: float,
+) -> dict[str, Any]:
+    each, memory = seconds / len(losses), devices.current().memory()
+    counted = [loss for loss in losses if math.isfinite(loss)]
+    return {
+        "consumed_samples": samples,
+        **({} if args.epochs is None else {"epoch": samples / args.epoch_samples}),
+        "loss": sum(counted) / len(counted) if counted else math.nan,
+        "losses": losses,
+        "grad_norm": interval.norms[-1],
+        "grad_norms": interval.norms,
+        "learning_rate": learning_rate,
+        "loss_scale": scale,
+        "elapsed_ms": each * 1e3,
+        "tokens_per_second": args.global_batch_size * args.seq_length / each,
+        "tflops_per_device": flops.of_step(args) / each / args.world_size / 1e12,
+        "peak_memory_bytes": memory.peak,
+        "memory_bytes": memory.allocated,
+        "utilization": devices.current().utilization(),
+        "skipped_iterations": interval.skipped,
+        "nan_iterations": len(losses) - len(counted),
+    }
+
+
+def _spaced(name: str) -> str:
+    """Return the name of a loss as upstream writes it: ``load balancing loss``, ``mtp_1 loss``."""
+    return PREFIX * name.startswith(PREFIX) + name.removeprefix(PREFIX).replace("_", " ")
+
+
+def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
+    """Return the console's line for one log event: Megatron's fields, then throughput and memory."""
+    norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
+    device = devices.current()
+    note = f" {device.title} |" if device.simulated else ""
+    busy = "" if row["utilization"] is None else f" device utilization: {row['utilization']:.0%} |"
+    epoch = f" epoch: {row['epoch']:.3f}/{args.epochs} |" if "epoch" in row else ""
+    names = [*LOSSES, *(name for name in row if name.startswith(PREFIX))]
+    further = "".join(f" {_spaced(name)}: {row[name]:.6E} |" for name in names if name in row)
+    return (
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.train_iters:8d} |"
+        f" consumed samples: {row['consumed_samples']:12d} |{epoch}"
+        f" elapsed time per iteration (ms): {row['elapsed_ms']:.1f} |"
+        f" throughput per device (TFLOP/s): {row['tflops_per_device']:.4g} |"
+        f" tokens per second: {row['tokens_per_second']:.1f} |"
+        f" learning rate: {row['learning_rate']:.6E} |"
+        f" global batch size: {args.global_batch_size:5d} |"
+        f" lm loss: {row['loss']:.6E} |{further} loss scale: {row['loss_scale']:.1f} |{norm}"
+        f" number of skipped iterations: {row['skipped_iterations']:3d} |"
+        f" number of nan iterations: {row['nan_iterations']:3d} |"
+        f" peak memory (MiB): {row['peak_memory_bytes'] / 2**20:.0f} |{busy}{note}"
+    )

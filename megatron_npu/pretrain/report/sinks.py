@@ -1,0 +1,113 @@
+"""Where what a run says goes: console, JSON lines, TensorBoard, a progress bar, a picture; from rank 0."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_npu import devices
+from megatron_npu.pretrain.report import history
+from megatron_npu.pretrain.report.json_lines import JsonLines
+
+
+class Sinks:
+    """The sinks of a run. On ranks other than 0 every method is silent.
+
+    Args:
+        args: the flags.
+        iteration: where the run begins.
+        start: what the JSON lines are to begin with, beside the device.
+    """
+
+    def __init__(self, args: Namespace, iteration: int, start: dict[str, Any]) -> None:
+        self.args = args
+        self.on_rank_0 = args.rank == 0
+        self.path = metrics_path(args) if self.on_rank_0 else None
+        self._reader = None if self.path is None else history.Reader(self.path)
+        self._lines = JsonLines(self.path)
+        self._board, self._bar = self._open_board(), self._open_bar(iteration)
+        self.write("start", iteration, {"device": devices.current().title, **start})
+
+    def _open_board(self) -> Any:
+        if not self.on_rank_0 or not self.args.tensorboard_dir:
+            return None
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(devices.board_folder(self.args.tensorboard_dir))
+
+    def _open_bar(self, iteration: int) -> Any:
+        if not self.on_rank_0 or not (sys.stdout.isatty() and sys.stderr.isatty()):
+            return None
+        from tqdm import tqdm
+
+        return tqdm(total=self.args.train_iters, initial=iteration, unit="it", dynamic_ncols=True)
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if not self.on_rank_0:
+            return
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def tick(self) -> None:
+        """Move the bar by one iteration."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def write(self, event: str, iteration: int, values: dict[str, Any]) -> None:
+        """Append one JSON object: the event, its iteration and values; numbers that are not are null."""
+        self._iteration = iteration
+        self._lines.write(event, iteration, values)
+
+    def scalars(self, iteration: int, values: Iterable[tuple[str, float | None]]) -> None:
+        """Give numbers to TensorBoard; None is none."""
+        if self._board is not None:
+            for name, value in values:
+                if value is not None:
+                    self._board.add_scalar(name, value, iteration)
+
+    def past(self) -> history.History:
+        """Return what has been logged of the run and of those that it went on from; empty without a file."""
+        if self._reader is None:
+            return history.History()
+        self._reader.update()
+        return self._reader.history
+
+    def draw(self) -> Path | None:
+        """Write the picture of the run up to here, if there is to be one; return its path.
+
+        A picture that cannot be written is no reason to end a run: that is said, and the run goes on.
+        """
+        if not self.args.plot or not (past := self.past()).losses:
+            return None
+        path = Path(self.args.save or self.args.tensorboard_dir) / "training.png"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            history.draw(past, path)
+        except OSError as error:
+            self.say(f" {path} could not be written: {error.strerror}")
+            return None
+        return path
+
+    def end(self, reason: str) -> None:
+        """Note that the run has ended: why, or the kind of the error that ended it."""
+        self.write("end", self._iteration, {"ended_by": reason})
+
+    def close(self) -> None:
+        """Close the sinks."""
+        for sink in (self._board, self._bar):
+            if sink is not None:
+                sink.close()
+
+
+def metrics_path(args: Namespace) -> Path | None:
+    """Return where the JSON lines go, None without a place for them."""
+    if args.json_log:
+        return Path(args.json_log)
+    directory = args.save or args.tensorboard_dir
+    return Path(directory) / "metrics.jsonl" if directory else None

@@ -1,0 +1,1 @@
+"""A run of the driver: from the command to the last iteration."""

@@ -1,0 +1,221 @@
+"""Iterations that go wrong, found before their update: computed again, left out, or gone back from.
+
+``--rerun-mode validate_results`` is that of megatron-core's rerun state machine (0.16): an iteration with an
+unexpected result is computed again from the same state, to tell a device that computes wrongly from data or
+weights that are bad. What then happens is --loss-spike-policy's, which upstream does not have.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices, watchdog
+from megatron_npu.checkpoint_files import replicas
+from megatron_npu.pretrain.checkpoint import checkpoint_files, checkpoints, whole_checkpoints
+from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
+from megatron_npu.pretrain.flags.frozen_flags import Flags
+from megatron_npu.pretrain.run import loss
+from megatron_npu.pretrain.run.divergence import DivergedError, Spikes
+
+LEFT_OUT = 10  # updates one after the other: more are no accident of the data
+GONE_BACK = 3  # times to the same checkpoint
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with an iteration.
+
+    Attributes:
+        words: for the log and for errors.
+        is_leap: its loss and gradients are finite, and the loss leaps.
+    """
+
+    words: str
+    is_leap: bool = False
+
+
+class Replay(Iterator[Any]):
+    """Gives what an iterator gives, and what it has given since ``begin`` once more.
+
+    Args:
+        source: of micro batches.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source, self._kept, self._at = source, list[Any](), 0
+
+    def __next__(self) -> Any:
+        if self._at == len(self._kept):
+            self._kept.append(next(self._source))
+        self._at += 1
+        return self._kept[self._at - 1]
+
+    def begin(self) -> None:
+        """Forget what was given: an iteration begins."""
+        self._kept, self._at = [], 0
+
+    def again(self) -> None:
+        """Give it once more."""
+        self._at = 0
+
+
+class Guard:
+    """Judges each iteration before its update. Without the two flags it does nothing, and costs nothing.
+
+    Otherwise each iteration waits for its loss: two small collectives, and one look at all gradients.
+
+    Args:
+        args: the run's flags.
+        state: its model and optimizer.
+        spikes: what losses are usual.
+        say: prints a line on rank 0.
+    """
+
+    def __init__(self, args: Flags, state: State, spikes: Spikes, say: Callable[[str], None]) -> None:
+        self.args, self.state, self.spikes, self.say = args, state, spikes, say
+        self.reruns = args.rerun_mode != "disabled"
+        self.acts = args.loss_spike_policy != "note"
+        self.watches = self.reruns or self.acts
+        self._left_out = 0
+        self._gone_back: dict[int, int] = {}
+        self._random: dict[str, Any] = {}
+        self._data: list[Replay] = []
+
+    def batches(self, found: list[Iterator[Any]] | None) -> list[Iterator[Any]] | None:
+        """Return a run's micro batches so that they can be given once more, if that may be needed."""
+        if found is None or not self.reruns:
+            return found
+        self._data = [Replay(each) for each in found]
+        return [*self._data]
+
+    def begin(self) -> None:
+        """Begin an iteration: keep what it takes to compute it again."""
+        if self.reruns:
+            self._random = checkpoints.rng_state()
+            for each in self._data:
+                each.begin()
+
+    def judged(
+        self, number: int, sums: torch.Tensor, compute: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, Fault | None]:
+        """Judge an iteration whose gradients are complete. All ranks must call this, and get the same.
+
+        Args:
+            number: of the iteration, from 1.
+            sums: what ``Trainer._forward`` returned, [2].
+            compute: computes its gradients again, and returns the same.
+
+        Returns:
+            The sums that count, and what is wrong with them.
+        """
+        fault = self._fault(number, sums)
+        if fault is not None and self.reruns:
+            sums, fault = self._again(number, sums, fault, compute)
+        if fault is None:
+            self._left_out = 0
+        return sums, fault
+
+    def _fault(self, number: int, sums: torch.Tensor) -> Fault | None:
+        (value,) = loss.means(sums[None])
+        if not math.isfinite(value):
+            # fp16's scaler leaves such an update out by itself, and lowers the scale
+            return None if self.args.fp16 else Fault(f"the loss is {value} at iteration {number}")
+        if not self.args.fp16 and not self._gradients_are_finite():
+            return Fault(f"a gradient is not finite at iteration {number}")
+        leap = self.spikes.leap(number, value)
+        if leap is None or not self.acts:
+            self.spikes.take(value)
+        return None if leap is None else Fault(leap, is_leap=True)
+
+    def _gradients_are_finite(self) -> bool:
+        found = torch.zeros(1, dtype=torch.int32, device=devices.current().torch_device())
+        for chunk in self.state.model:
+            for parameter in chunk.parameters():
+                gradient = replicas.gradient(parameter)
+                if gradient is not None:
+                    found += (~torch.isfinite(_local(gradient))).any()
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return not found.item()
+
+    def _again(
+        self, number: int, sums: torch.Tensor, fault: Fault, compute: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, Fault | None]:
+        """Compute an iteration again from the same state; the second result counts."""
+        checkpoints.set_rng_state(self._random)
+        for each in self._data:
+            each.again()
+        second = compute()
+        same = torch.equal(sums.view(torch.int32), second.view(torch.int32))
+        places: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(places, None if same else f"{dist.get_rank()} ({socket.gethostname()})")
+        wrong = [place for place in places if place is not None]
+        if not wrong:
+            return second, replace(fault, words=f"{fault.words}; computed again, it is the same")
+        (value,) = loss.means(second[None])
+        self.say(
+            f" {fault.words}; computed again, the loss is {value:.4f}, and another on rank "
+            f"{', '.join(wrong)}: a device or memory that computes wrongly? The second result counts"
+        )
+        return second, self._fault(number, second)
+
+    def leave_out(self, fault: Fault) -> None:
+        """Say that an update is left out.
+
+        Raises:
+            DivergedError: too many were, one after the other.
+        """
+        self._left_out += 1
+        if self._left_out > LEFT_OUT:
+            raise DivergedError(
+                f"{fault.words}; the updates of {LEFT_OUT} iterations before it were left out, too. Lower "
+                "--lr, look at the data, or go on from an older checkpoint (--ckpt-step)."
+            )
+        self.say(f" {fault.words}: its update is left out")
+
+    @watchdog.phase("loading")
+    def goes_back_to(self) -> int | None:
+        """Return the iteration of the newest whole checkpoint of this run, None if there is none yet.
+
+        All ranks must call this, and get the same.
+        """
+        found = [whole_checkpoints.newest_whole(self.args.save) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found, 0)
+        return found[0]
+
+    def go_back(self, iteration: int, fault: Fault, position: Position) -> Position:
+        """Load a checkpoint of this run; return where it goes on: behind the samples that it has seen.
+
+        Args:
+            iteration: of the checkpoint.
+            fault: what is wrong.
+            position: where the run stands, with the samples of the bad iteration.
+
+        Raises:
+            DivergedError: the run has been there too often.
+        """
+        self._gone_back[iteration] = times = self._gone_back.get(iteration, 0) + 1
+        if times > GONE_BACK:
+            raise DivergedError(
+                f"{fault.words}; the run has gone back to iteration {iteration} {GONE_BACK} times. Lower "
+                "--lr, look at the data, or go on from an older checkpoint (--ckpt-step)."
+            )
+        changes = {"load": self.args.save, "ckpt_step": iteration, "load_optim": True, "load_rng": True}
+        saved = checkpoints.load(self.args.changed(**changes, finetune=False), self.state)
+        self._left_out = 0
+        self.say(
+            f" {fault.words}: gone back to {checkpoint_files.directory(self.args.save, iteration)}; "
+            f"samples {saved.train_samples} to {position.train_samples - 1} are left out"
+        )
+        return Position(saved.iteration, position.train_samples, position.valid_samples)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a gradient, which torch's FSDP shards."""
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient

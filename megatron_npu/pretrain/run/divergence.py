@@ -1,0 +1,81 @@
+"""Numbers that are none, and losses that leap: what is said of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from megatron_npu.base import settings
+from megatron_npu.ops import verify
+
+REMEMBERED = 100  # losses that a new one is compared with
+ENOUGH = 20  # without so many nothing is compared
+FAR = 8.0  # times the usual distance from the median (median absolute deviation, as of a normal distribution)
+LEAST = 0.02  # of the median: less than this is never unusual
+_NORMAL = 1.4826  # median absolute deviation -> standard deviation
+
+
+class DivergedError(RuntimeError):
+    """The gradient or the loss is not a number; going on would only spoil the weights."""
+
+
+class Spikes:
+    """Tells losses that leap out of those before them. What is to be done about one is the caller's."""
+
+    def __init__(self) -> None:
+        self._usual: deque[float] = deque(maxlen=REMEMBERED)
+
+    def note(self, last: int, losses: Sequence[float]) -> str | None:
+        """Take in the losses up to an iteration; return a line to be logged if one of them leaps.
+
+        Args:
+            last: the number of the last of these iterations.
+            losses: in nats a token.
+        """
+        found = None
+        for number, loss in enumerate(losses, last - len(losses) + 1):
+            found = found or self.leap(number, loss)
+            self.take(loss)
+        return found
+
+    def take(self, loss: float) -> None:
+        """Take in the loss of an iteration that counts; one that is not finite does not."""
+        if math.isfinite(loss):
+            self._usual.append(loss)
+
+    def leap(self, number: int, loss: float) -> str | None:
+        """Return what is to be said of the loss of an iteration if it leaps; it is not taken in."""
+        if not math.isfinite(loss) or not self._leaps(loss):
+            return None
+        usual = statistics.median(self._usual)
+        return f"loss spike at iteration {number}: {loss:.4f} after {usual:.4f} in the median"
+
+    def _leaps(self, loss: float) -> bool:
+        if len(self._usual) < ENOUGH:
+            return False
+        middle = statistics.median(self._usual)
+        distance = _NORMAL * statistics.median(abs(each - middle) for each in self._usual)
+        return loss - middle > max(FAR * distance, LEAST * abs(middle))
+
+
+class FirstNonFinite:
+    """Names the first module of a step whose output is not finite. Only in verify mode: each look waits."""
+
+    def __init__(self) -> None:
+        self.watches = bool(settings.verified_operations())
+        if self.watches:
+            verify.follow_modules()
+
+    def forget(self) -> None:
+        """Begin a step."""
+        verify.forget_bad_output()
+
+    def words(self) -> str:
+        """Return where it began, as a sentence."""
+        if not self.watches:
+            return f"{settings.VERIFY.name}=all names the first module whose output is not finite."
+        if (where := verify.first_bad_output()) is None:
+            return "Every output on this rank was finite: it arose in the backward pass, or elsewhere."
+        return f"The first output that is not finite is that of {where}."

@@ -1,0 +1,109 @@
+"""What a run measures of its model between two steps: losses on other data, and the texts that it draws."""
+
+from __future__ import annotations
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.utils.data import Dataset
+
+from megatron_npu import watchdog
+from megatron_npu.base.errors import UsageError
+from megatron_npu.devices.rows import Rows
+from megatron_npu.pretrain.checkpoint import checkpoints
+from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
+from megatron_npu.pretrain.checkpoint.gathered_parameters import gathered
+from megatron_npu.pretrain.data import datasets as data
+from megatron_npu.pretrain.report.drawn_texts import Samples
+from megatron_npu.pretrain.report.log import Log
+from megatron_npu.pretrain.run import loss
+
+
+class Evaluation:
+    """Measures a model, leaving generators and training data untouched.
+
+    Args:
+        args: what ``validation.check`` returned.
+        state: with the model.
+        datasets: of training, validation and test.
+        log: the run's log.
+        batches: returns micro batches of a dataset, behind so many samples of it.
+        forward: runs one global batch of them; returns this process's sum of losses and tokens, [2].
+
+    Attributes:
+        loss: of the last validation; None: there was none.
+        test_loss: on --test-data-path; None: not measured yet.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        state: State,
+        datasets: data.Datasets,
+        log: Log,
+        batches: Callable[[Dataset | None, int], data.Batches],
+        forward: Callable[[data.Batches], torch.Tensor],
+    ) -> None:
+        self.args, self.datasets, self.log = args, datasets, log
+        self._model, self._batches, self._forward = state.model, batches, forward
+        self._samples = Samples(args, state.model) if args.sample_prompt else None
+        self.loss: float | None = None
+        self.test_loss: float | None = None
+
+    def measure(self, position: Position) -> Position:
+        """Do what is done every --eval-interval; return where the run stands then."""
+        position = self._validate(position)
+        self._sample(position.iteration)
+        return position
+
+    def test(self, iteration: int) -> None:
+        """Measure the loss on the samples of --test-data-path."""
+        if self.datasets.test is not None:
+            with self._evaluating():
+                self.test_loss = self._mean_loss(self.datasets.test, 0)
+            self.log.test(iteration, self.test_loss)
+
+    def _validate(self, position: Position) -> Position:
+        """Measure the loss on the validation samples, and on those of training if a flag says so."""
+        if not self.args.eval_iters or self.datasets.valid is None:
+            return position
+        with self._evaluating():
+            self.loss = self._mean_loss(self.datasets.valid, position.valid_samples)
+            # always the first samples, so that two evaluations can be compared
+            trained = self._mean_loss(self.datasets.train, 0) if self.args.eval_train_loss else None
+        self.log.validation(position.iteration, self.loss, trained)
+        return checkpoints.advance(position, valid=self.args.eval_iters * self.args.global_batch_size)
+
+    def _sample(self, iteration: int) -> None:
+        """Draw the texts of --sample-prompt; that the model cannot is no reason to end its training."""
+        if self._samples is None:
+            return
+        with self._evaluating():
+            try:
+                texts = self._samples.draw()
+            except UsageError as error:
+                self.log.say(f" no sample at iteration {iteration}: {error}")
+                return
+        for text in texts:
+            self.log.sample(iteration, text)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Hold the model in evaluation mode, without gradients."""
+        with watchdog.phase("evaluating"), gathered(self.args, self._model), torch.no_grad():
+            for chunk in self._model:
+                chunk.eval()
+            yield
+            for chunk in self._model:
+                chunk.train()
+
+    def _mean_loss(self, dataset: Dataset | None, consumed: int) -> float:
+        """Return the loss of --eval-iters global batches."""
+        batches = self._batches(dataset, consumed)
+        sums = Rows()
+        for _ in range(self.args.eval_iters):
+            sums.add(self._forward(batches)[None])
+        (mean,) = loss.means(sums.all().sum(0)[None])
+        return mean

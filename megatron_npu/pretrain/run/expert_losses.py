@@ -1,0 +1,86 @@
+"""The losses that keep experts balanced, for the log; megatron-core adds their gradients by itself."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices
+from megatron_npu.pretrain.flags import derive
+
+# --moe-router-load-balancing-type -> megatron-core's name for what it measures
+_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+LOSSES = (*_NAMES.values(), "z_loss")
+
+
+def names(args: Namespace) -> list[str]:
+    """Return megatron-core's names of the losses that a run has."""
+    if args.num_experts is None:
+        return []
+    kinds, weights = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    pairs = zip(kinds, weights, strict=True) if isinstance(kinds, list) else [(kinds, weights)]
+    found = [_name(kind, args.megatron_version) for kind, weight in pairs if weight]
+    return found + ["z_loss"] * (args.moe_z_loss_coeff is not None)
+
+
+def _name(kind: str, version: str) -> str:
+    """Return the name of a loss; up to 0.13 that of sequences has no name of its own."""
+    old = tuple(map(int, version.split(".")[:2])) < (0, 14)
+    return "load_balancing_loss" if old else _NAMES[kind]
+
+
+def take(args: Namespace, iterations: int) -> dict[str, list[float]]:
+    """Return each loss of each layer with experts, a mean over what happened since the last time.
+
+    Unweighted, as Megatron logs them: of the losses of balance 1 is perfect. A collective: all ranks must
+    call it.
+
+    Args:
+        iterations: since the last time.
+    """
+    from megatron.core import parallel_state
+
+    found, layers = names(args), derive.expert_layers(args)
+    if not found:
+        return {}
+    tracker = _tracker()
+    device = devices.current().torch_device()
+    own = torch.zeros(len(found), args.num_layers, dtype=torch.float32, device=device)
+    for row, name in zip(own, found, strict=True):
+        if name in tracker:
+            row += tracker[name]["values"]
+            group = tracker[name]["reduce_group"]
+            if group is not None:  # each rank has measured a part of the tokens' loss
+                dist.all_reduce(row, group=group)
+            tracker[name]["values"].zero_()
+    # megatron-core's own reduction leaves data parallelism out of some of them, other ones in each version
+    dist.all_reduce(own)
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    own *= stages / (dist.get_world_size() * args.num_microbatches * iterations)
+    return {
+        name: [value for value, has in zip(row, layers, strict=True) if has]
+        for name, row in zip(found, own.tolist(), strict=True)
+    }
+
+
+def forget(args: Namespace) -> None:
+    """Drop what an earlier run of this process has left, perhaps of another number of layers."""
+    if names(args):
+        _tracker().clear()
+
+
+def _tracker() -> dict[str, dict[str, Any]]:
+    from megatron.core import parallel_state
+
+    try:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+    except ImportError:  # 0.12 has it elsewhere
+        return parallel_state.get_moe_layer_wise_logging_tracker()
+    return get_moe_layer_wise_logging_tracker()

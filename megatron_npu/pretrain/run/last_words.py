@@ -1,0 +1,63 @@
+"""What a run that ends before its end says, and which rank says it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megatron_npu.base import errors
+from megatron_npu.base.errors import LoaderWorkerError
+from megatron_npu.checkpoint_files.replicas import ReplicasDifferError
+from megatron_npu.pretrain.checkpoint import checkpoint_files
+from megatron_npu.pretrain.checkpoint.checkpoint_failures import UnsavedError
+from megatron_npu.pretrain.run.divergence import DivergedError
+
+# what ``tell`` is for
+FAILURES = (DivergedError, LoaderWorkerError, ReplicasDifferError, UnsavedError, OSError)
+
+_SECONDS = 10.0  # for rank 0 to tell what all ranks have found
+
+
+def tell(command: str, failure: BaseException) -> int:
+    """Say in one line why a run has failed; return its exit code.
+
+    Args:
+        command: of this program.
+        failure: one of ``FAILURES``.
+
+    Raises:
+        OSError: the failure itself, where a user can do nothing about it and its traceback is needed.
+    """
+    if not isinstance(failure, OSError):
+        print(f"megatron-npu {command}: {failure}", file=sys.stderr)
+    elif errors.is_of_files(failure):
+        print(f"megatron-npu {command}: error: {failure}", file=sys.stderr)
+    else:
+        raise failure
+    return 1
+
+
+def what_is_saved(save: str | None) -> str:
+    """Return where a run that is interrupted can go on, as the end of a sentence.
+
+    Args:
+        save: where its checkpoints are; None: nowhere, or nobody knows yet.
+    """
+    if not save:
+        return "; nothing was saved"
+    tracker = Path(save) / checkpoint_files.TRACKER
+    if not tracker.is_file():
+        return f"; nothing was saved in {save}"
+    return f"; the last checkpoint in {save} is of iteration {tracker.read_text().strip()}"
+
+
+def wait_for_rank_0_to_report() -> None:
+    """Wait to be ended: a launcher stops all ranks when the first one fails, and that must be rank 0.
+
+    Where the mistake is this rank's alone, nobody ends it, and it goes on to tell.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(2))
+    time.sleep(_SECONDS)

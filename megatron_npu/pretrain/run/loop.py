@@ -1,0 +1,381 @@
+"""The training loop: one step, and when to log, evaluate, save and end."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset
+
+from megatron_npu import devices, watchdog
+from megatron_npu.checkpoint_files import replicas
+from megatron_npu.pretrain.checkpoint import checkpoints as checkpoint
+from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
+from megatron_npu.pretrain.checkpoint.gathered_parameters import gathered
+from megatron_npu.pretrain.data import datasets as data
+from megatron_npu.pretrain.flags.frozen_flags import Flags
+from megatron_npu.pretrain.flags.run_plan import RunPlan
+from megatron_npu.pretrain.report.log import Interval, Log
+from megatron_npu.pretrain.run import expert_losses, loss, prediction_losses
+from megatron_npu.pretrain.run.bad_iterations import Fault, Guard
+from megatron_npu.pretrain.run.clock import Clock
+from megatron_npu.pretrain.run.divergence import DivergedError, FirstNonFinite, Spikes
+from megatron_npu.pretrain.run.evaluating import Evaluation
+from megatron_npu.pretrain.run.pace import Pace
+from megatron_npu.pretrain.run.saving import Saving
+from megatron_npu.pretrain.run.termination import Termination
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+OnGradients = Callable[[int, list[torch.nn.Module]], None]
+
+
+@dataclass
+class Outcome:
+    """How the loop ended.
+
+    Attributes:
+        position: where; until then, where it began.
+        loss_first, loss_last: training loss of the first and last iteration of this process's run.
+        validation_loss: of the last evaluation.
+        test_loss: of the evaluation at the end on --test-data-path.
+        seconds, steps: of training alone.
+        first_seconds, first_steps: the part of them up to the first log event, which includes warming up.
+        checkpoint: the last one written.
+        ended_by: ``iterations``, ``exit-interval`` or ``signal``.
+    """
+
+    position: Position
+    loss_first: float | None = None
+    loss_last: float | None = None
+    validation_loss: float | None = None
+    test_loss: float | None = None
+    seconds: float = 0.0
+    steps: int = 0
+    first_seconds: float = 0.0
+    first_steps: int = 0
+    checkpoint: Path | None = None
+    ended_by: str = "iterations"
+
+    def seconds_per_step(self) -> float | None:
+        """Return how long a step takes, warming up left out where there is more; None without a step."""
+        if self.steps > self.first_steps:
+            return (self.seconds - self.first_seconds) / (self.steps - self.first_steps)
+        return self.seconds / self.steps if self.steps else None
+
+
+class Trainer:
+    """Trains a model from a position on.
+
+    Args:
+        args: what ``validation.check`` returned.
+        config: the model's, connected to its optimizer.
+        state: model, optimizer and schedule.
+        datasets: of training and validation samples.
+        position: where the run begins.
+        log: the run's log.
+        on_gradients: called in each iteration with its number and the chunks of the model, when every
+            ``main_grad`` is complete and before the optimizer's step.
+    """
+
+    goes_on = "; --no-check-for-nan-in-loss-and-grad goes on"  # what a user can do about a loss that is none
+
+    def __init__(
+        self,
+        args: Flags,
+        config: TransformerConfig,
+        state: State,
+        datasets: data.Datasets,
+        position: Position,
+        log: Log,
+        on_gradients: OnGradients | None = None,
+    ) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.args, self.config, self.state = args, config, state
+        self.plan = RunPlan.of(args)
+        self.datasets, self.log, self.on_gradients = datasets, log, on_gradients
+        self.begin = position.iteration
+        self.position = position
+        self.outcome = Outcome(position)
+        self.clock = Clock()
+        self.interval, self.pace, self.spikes = Interval(), Pace(), Spikes()
+        self._data: list[Iterator[data.Batch]] | None = None  # of training, where the run stands
+        self.guard = Guard(args, state, self.spikes, log.say)
+        self.nonfinite = FirstNonFinite()
+        forward = functools.partial(self._forward, forward_only=True)
+        self.evaluation = Evaluation(args, state, datasets, log, self.batches, forward)
+        self.saving = Saving(args, state, self.clock, log)
+        self.forward_backward = get_forward_backward_func()
+        self.no_loss = torch.zeros(2, dtype=torch.float32, device=devices.current().torch_device())
+
+    def run(self) -> Outcome:
+        """Train to the end, or to where a flag or signal ends it; evaluate and save; return how it went."""
+        expert_losses.forget(self.args)
+        prediction_losses.forget(self.args)
+        for chunk in self.state.model:
+            chunk.train()
+        self._data = self.guard.batches(self.training_batches())
+        with self.saving:
+            with Termination(self.args.exit_signal_handler) as termination:
+                self.clock.start()
+                with watchdog.phase("between two steps"):
+                    while self.position.iteration < self.plan.iterations:
+                        self._iterate()
+                        if self._ends(termination):
+                            break
+                self.clock.stop()
+            self._finish()
+        return self.outcome
+
+    def training_batches(self) -> data.Batches:
+        """Return micro batches of the training data, from where the run stands."""
+        return data.training_batches(self.args, self.datasets.train, self.position.train_samples)
+
+    def batches(self, dataset: Dataset | None, consumed: int) -> data.Batches:
+        """Return micro batches to evaluate on, behind the first ``consumed`` samples."""
+        return data.batches(self.args, dataset, consumed)
+
+    def forward_step(self, batches: Any, chunk: torch.nn.Module) -> tuple[Any, Any]:
+        """Run one micro batch through one chunk of the model; the signature is megatron-core's."""
+        return _forward_step(batches, chunk)
+
+    def _iterate(self) -> None:
+        """Train one iteration; log, evaluate and save if it is time."""
+        args, end = self.args, self.plan.iterations
+        if not self._step():
+            return
+        iteration = self.position.iteration
+        self.log.tick()
+        self.saving.take_finished()
+        if iteration % args.log_interval == 0 or iteration in (self.begin + 1, end):
+            self._report()
+        last = iteration == end  # what is done then is done once, at the end
+        if args.eval_interval and iteration % args.eval_interval == 0 and not last:
+            with self.clock.paused():
+                self._evaluate()
+                self.log.draw()
+        if args.save_interval and iteration % args.save_interval == 0 and not last:
+            self.saving.save(self.position)
+
+    @watchdog.phase("training")
+    def _step(self) -> bool:
+        """Train one iteration; return False where the run has gone back instead."""
+        watchdog.step(self.position.iteration + 1)
+        if self.position.iteration in self.args.iterations_to_skip:
+            self._skip_data()
+            return True
+        self.guard.begin()
+        losses = self._compute_gradients()
+        if self.guard.watches:
+            losses, fault = self.guard.judged(self.position.iteration + 1, losses, self._compute_gradients)
+            if fault is not None and not self._goes_on(fault):
+                return self._evade(fault, losses)
+        self._update(losses)
+        return True
+
+    def _compute_gradients(self) -> torch.Tensor:
+        """Compute the gradients of one global batch; return this process's sum of losses and tokens, [2]."""
+        self.nonfinite.forget()
+        for chunk in self.state.model:
+            chunk.zero_grad_buffer()
+        self.state.optimizer.zero_grad()
+        return self._forward(self._data, forward_only=False)
+
+    def _skip_data(self) -> None:
+        """Pass over the samples of an iteration of --iterations-to-skip, as upstream's loop does."""
+        self._report()  # the iterations of a log event follow one another
+        for batches in self._data or ():
+            for _ in range(self.plan.micro_batches):
+                next(batches)
+        self._advance()
+        self.log.say(f" iteration {self.position.iteration}: left out, with its data (--iterations-to-skip)")
+
+    def _advance(self) -> None:
+        self.position = checkpoint.advance(self.position, train=self.plan.global_batch_size, iterations=1)
+
+    def _goes_on(self, fault: Fault) -> bool:
+        """Return whether an iteration is to count in spite of its fault, after saying so; or end the run."""
+        if self.guard.acts:
+            return False
+        if not fault.is_leap:
+            self._diverged(fault.words)
+        self.log.say(f" {fault.words}")
+        return True
+
+    def _evade(self, fault: Fault, losses: torch.Tensor) -> bool:
+        """Go back to the last good checkpoint, or leave this update out; return whether that was it."""
+        self.saving.wait()  # what is being written may be the last good one
+        to = self.guard.goes_back_to() if self.args.loss_spike_policy == "rewind" else None
+        if to is None:
+            self.guard.leave_out(fault)
+            self._count(losses, None, updated=False)
+            return True
+        self._report()  # of what came before
+        self._advance()
+        with self.clock.paused(), gathered(self.args, self.state.model):
+            self.position = self.guard.go_back(to, fault, self.position)
+        self.log.write("rewind", to, {"fault": fault.words})
+        self._data = self.guard.batches(self.training_batches())
+        return False
+
+    def _count(self, losses: torch.Tensor, norm: float | None, *, updated: bool) -> None:
+        """Note an iteration for the log; the run has come by it."""
+        self.interval.losses.add(losses[None])
+        self.interval.norms.append(norm)
+        self.interval.skipped += not updated
+        self._advance()
+
+    def _update(self, losses: torch.Tensor) -> None:
+        """Update the weights by the gradients that were computed."""
+        model, optimizer = self.state.model, self.state.optimizer
+        if self.on_gradients is not None:
+            self.on_gradients(self.position.iteration + 1, model)
+        compares = self._compares_replicas()
+        if compares:
+            replicas.check_megatron_gradients(model)
+        updated, norm, _ = optimizer.step()
+        self._check_gradient(norm)
+        if updated:
+            self.state.schedule.step(self.plan.global_batch_size)
+        else:
+            self._report_skipped_update()
+        self._count(losses, None if norm is None else float(norm), updated=updated)
+        if compares:
+            self._compare_weights()
+
+    def _compares_replicas(self) -> bool:
+        interval = self.args.check_weight_hash_across_dp_replicas_interval
+        return bool(interval) and (self.position.iteration + 1) % interval == 0
+
+    def _compare_weights(self) -> None:
+        with gathered(self.args, self.state.model):
+            replicas.check_megatron(self.state.model)
+        self.log.say(f" the replicas are the same after iteration {self.position.iteration}")
+
+    def _forward(self, batches: list[Iterator[data.Batch]] | None, *, forward_only: bool) -> torch.Tensor:
+        """Run one global batch; return this process's sum of losses and tokens, [2]."""
+        model = self.state.model
+        single = len(model) == 1
+        iterators: list[Iterator[data.Batch] | None] = [*batches] if batches else [None] * len(model)
+        outputs = self.forward_backward(
+            forward_step_func=self.forward_step,
+            data_iterator=iterators[0] if single else iterators,
+            model=model[0] if single else model,
+            num_microbatches=self.plan.micro_batches,
+            seq_length=self.plan.seq_length,
+            micro_batch_size=self.plan.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return torch.stack(outputs).sum(0) if outputs else self.no_loss
+
+    def _check_gradient(self, norm: float | None) -> None:
+        """End a run whose gradient is not a number (fp16 skips such an update and lowers its scale)."""
+        if norm is not None and not math.isfinite(norm):
+            self._diverged(f"the norm of the gradient is {norm} at iteration {self.position.iteration + 1}")
+
+    def _check_losses(self, losses: list[float]) -> None:
+        """End a run whose loss is not a number, though its gradient is; say where one leaps."""
+        if self.guard.watches:  # which has looked at each before its update
+            return
+        last = self.position.iteration
+        for number, value in enumerate(losses, last - len(losses) + 1):
+            if not math.isfinite(value):
+                self._diverged(f"the loss is {value} at iteration {number}")
+        if leap := self.spikes.note(last, losses):
+            self.log.say(f" {leap}")
+
+    def _diverged(self, what: str) -> None:
+        if self.args.check_for_nan_in_loss_and_grad and not self.args.fp16:
+            raise DivergedError(
+                f"{what}; nothing was saved after it. {self.nonfinite.words()} Lower --lr or look at the "
+                f"data{self.goes_on}."
+            )
+
+    def _report_skipped_update(self) -> None:
+        scale = self.state.optimizer.get_loss_scale().item()
+        self.log.say(
+            f" iteration {self.position.iteration + 1}: the gradient overflowed, update skipped, "
+            f"loss scale now {scale:g}"
+        )
+
+    def _report(self) -> None:
+        """Log what was gathered since the last time."""
+        if not self.interval.losses:
+            return
+        groups = self.state.optimizer.param_groups
+        seconds = self.clock.lap()
+        losses = loss.means(self.interval.losses.all())
+        self.log.training(
+            self.position.iteration,
+            self.position.train_samples,
+            self.interval,
+            losses,
+            seconds,
+            learning_rate=groups[0]["lr"] if groups else 0.0,
+            scale=self.state.optimizer.get_loss_scale().item(),
+            of_ranks=loss.of_ranks(self.interval.losses.all()) if self.args.log_loss_per_rank else None,
+            of_experts=expert_losses.take(self.args, len(losses)),
+            of_predictions=prediction_losses.take(self.args, len(losses)),
+        )
+        self._check_losses(losses)
+        slower = self.pace.note(seconds, len(losses))
+        if slower:
+            self.log.say(slower)
+        if self.outcome.loss_first is None:
+            self.outcome.loss_first = losses[0]
+            self.outcome.first_seconds, self.outcome.first_steps = seconds, len(losses)
+        self.outcome.loss_last = losses[-1]
+        self.outcome.steps += len(losses)
+        self.interval = Interval()
+
+    def _evaluate(self) -> None:
+        self.position = self.evaluation.measure(self.position)
+
+    def _ends(self, termination: Termination) -> bool:
+        iteration = self.position.iteration
+        if termination.requested():
+            self.outcome.ended_by = "signal"
+        elif self.args.exit_interval and iteration % self.args.exit_interval == 0:
+            self.outcome.ended_by = "exit-interval"
+        else:
+            return False
+        if iteration < self.plan.iterations:
+            self.log.say(f" ending at iteration {iteration}: {self.outcome.ended_by}")
+        return True
+
+    def _finish(self) -> None:
+        """Log the rest, evaluate at the true end, save what is not saved yet."""
+        args, plan = self.args, self.plan
+        self._report()
+        self.saving.wait()
+        iteration = self.position.iteration
+        if iteration >= plan.iterations and not (plan.only_saves and args.save):
+            self._evaluate()
+            self.evaluation.test(iteration)
+        is_new = iteration > self.begin or (plan.only_saves and plan.load_from is None) or args.finetune
+        if args.save and is_new:
+            self.saving.save_last(self.position)
+        self.outcome.position = self.position
+        self.outcome.seconds = self.clock.total
+        self.outcome.checkpoint = self.saving.last
+        self.outcome.validation_loss, self.outcome.test_loss = self.evaluation.loss, self.evaluation.test_loss
+
+
+def _forward_step(batches: Iterator[data.Batch] | None, model: torch.nn.Module) -> tuple[Any, Any]:
+    """Run one micro batch through one chunk of the model; the signature is megatron-core's."""
+    batch = {} if batches is None else next(batches)
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+        loss_mask=batch.get("loss_mask"),  # of multi-token prediction, whose losses the model adds itself
+    )
+    return output, lambda losses: loss.masked_sum(batch["loss_mask"], losses)

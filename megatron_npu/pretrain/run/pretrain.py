@@ -1,0 +1,261 @@
+"""``megatron-npu pretrain``: parse, check, set up, build, train, report."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_npu import devices, plugin
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.checkpoint import checkpoints as checkpoint
+from megatron_npu.pretrain.checkpoint import row_shards, save_folder
+from megatron_npu.pretrain.data import datasets as data
+from megatron_npu.pretrain.flags import arguments, validation
+from megatron_npu.pretrain.flags.frozen_flags import Flags
+from megatron_npu.pretrain.flags.run_plan import RunPlan
+from megatron_npu.pretrain.model import gpt
+from megatron_npu.pretrain.report import flops, history, log, sinks
+from megatron_npu.pretrain.report.dashboard.process import shown
+from megatron_npu.pretrain.run import initialize, last_words, loop
+from megatron_npu.process import collector, extension_locks
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run did; also in ``<save>/summary.json``. None: there was no such thing.
+
+    Attributes:
+        device, backend, upstream: what it ran on, such as ``cpu``, ``gloo``, ``megatron_core 0.16.1``.
+        simulated: whether the device is no hardware, so that times and throughput say nothing.
+        ledger: the patches, in one line.
+        world_size: processes.
+        parameters, parameters_without_embeddings: weights of the whole model.
+        active_parameters: those that compute one token; fewer where it does not take every expert.
+        iterations, consumed_samples: since the run first began.
+        loss_first, loss_last: training loss of the first and last iteration since the run first began, in
+            nats a token.
+        validation_loss, validation_perplexity: of the last evaluation.
+        test_loss: of the evaluation at the end on --test-data-path.
+        tokens_per_second, tflops_per_device: of this part of the run, without its first log event; of the
+            last log event of an earlier part if nothing was left to train.
+        peak_memory_bytes: of rank 0.
+        ended_by: ``iterations``, ``exit-interval`` or ``signal``.
+        checkpoint, plot, metrics: paths.
+    """
+
+    device: str
+    backend: str
+    simulated: bool
+    upstream: str
+    ledger: str
+    world_size: int
+    parameters: int
+    parameters_without_embeddings: int
+    active_parameters: int
+    iterations: int
+    consumed_samples: int
+    loss_first: float | None
+    loss_last: float | None
+    validation_loss: float | None
+    validation_perplexity: float | None
+    test_loss: float | None
+    tokens_per_second: float | None
+    tflops_per_device: float | None
+    peak_memory_bytes: int
+    ended_by: str
+    checkpoint: str | None
+    plot: str | None
+    metrics: str | None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code.
+
+    Raises:
+        UsageError: bad input, on rank 0; the other ranks end silently with exit code 2.
+    """
+    initialize.silence_known_warnings()
+    args = None
+    try:
+        args = arguments.parse(argv)
+        extension_locks.remove_stale("megatron-npu pretrain")  # 0.19's core would wait for ever for them
+        train(args)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(last_words.what_is_saved(args.save if args else None)) from None
+    except UsageError:
+        if int(os.environ.get("RANK", "0")) == 0:
+            raise
+        last_words.wait_for_rank_0_to_report()
+        return 2
+    except last_words.FAILURES as failure:
+        return last_words.tell("pretrain", failure)
+    return 0
+
+
+def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summary:
+    """Train as the flags say.
+
+    Args:
+        args: what ``arguments.parse`` returned.
+        on_gradients: called in each iteration with its number and the chunks of the model, when every
+            ``main_grad`` is complete and before the optimizer's step.
+
+    Raises:
+        UsageError: bad input; nothing has been written.
+        DivergedError: the gradient is not a number any more.
+        ReplicasDifferError: data-parallel ranks hold different weights or gradients.
+    """
+    plugin.install()
+    flags = validation.check(args)
+    config = gpt.transformer_config(flags)
+    repeatable = initialize.deterministic(flags.deterministic_mode)
+    with save_folder.owned(flags), _dashboard(flags), initialize.session(flags), repeatable:
+        chunks = gpt.build(flags, config)
+        datasets = data.datasets(flags) if RunPlan.of(flags).has_data else data.Datasets(None, None, None)
+        trainer = functools.partial(loop.Trainer, on_gradients=on_gradients)
+        collector.resume()
+        return train_chunks(flags, config, chunks, datasets, trainer)[1]
+
+
+def train_chunks(
+    args: Flags,
+    config: TransformerConfig,
+    chunks: list[DistributedDataParallel],
+    datasets: data.Datasets,
+    trainer: Callable[..., loop.Trainer],
+    journal_of: Callable[[Namespace, int], log.Log] = log.Log,
+) -> tuple[loop.Outcome, Summary]:
+    """Train chunks of a model inside ``initialize.session``; return how it went, and what it was.
+
+    Args:
+        args: what ``validation.check`` returned.
+        config: the model's.
+        chunks: what ``model.wrapped`` returned.
+        datasets: of training, validation and test.
+        trainer: ``loop.Trainer``, or a kind of it.
+        journal_of: makes the log, given the iteration that the run goes on from.
+
+    Raises:
+        UsageError: the checkpoint that the run is to go on from does not fit.
+        DivergedError: the gradient is not a number any more.
+        ReplicasDifferError: data-parallel ranks hold different weights or gradients.
+    """
+    optimizer = gpt.optimizer(args, chunks)
+    state = checkpoint.State(chunks, optimizer, gpt.schedule(args, optimizer))
+    gpt.connect(args, config, chunks, optimizer)
+    size = gpt.count(args, chunks)
+    plan = RunPlan.of(args)
+    if plan.fully_sharded == "torch" and (args.save or plan.load_from):
+        row_shards.require_even(chunks)
+    position = checkpoint.load(args, state) if plan.load_from else checkpoint.Position()
+    journal = journal_of(args, position.iteration)
+    try:
+        _log_start(args, size, journal, position)
+        outcome = trainer(args, config, state, datasets, position, journal).run()
+        summary = _report(args, size, outcome, journal)
+        journal.end(outcome.ended_by)
+        return outcome, summary
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the disk may be full: that is what has to be told then
+            journal.end(type(error).__name__)
+        raise
+    finally:
+        journal.close()
+
+
+@contextlib.contextmanager
+def _dashboard(args: Namespace) -> Iterator[None]:
+    """Have the page of the run served inside the block, if the flags ask for it."""
+    metrics = sinks.metrics_path(args)
+    if args.dashboard is None or args.rank or metrics is None:
+        yield
+        return
+    with shown(metrics, args.dashboard) as url:
+        print(f" the run is shown at {url}", flush=True)
+        yield
+
+
+def _log_start(
+    args: Namespace, size: gpt.Parameters, journal: log.Log, position: checkpoint.Position
+) -> None:
+    names = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
+    experts = ""
+    if args.num_experts is not None:
+        names += ["expert_model_parallel_size", "expert_tensor_parallel_size"]
+        experts = f", {size.active} of them active ({args.moe_router_topk} of {args.num_experts} experts)"
+    sizes = ", ".join(f"{name.replace('_', ' ')} {getattr(args, name)}" for name in names)
+    plan = RunPlan.of(args)
+    journal.say(
+        f" {size.total} parameters, {size.without_embeddings} without embeddings{experts}; "
+        f"{sizes}, data parallel size {plan.data_parallel_size}; "
+        f"{plan.micro_batches} micro batches of {plan.micro_batch_size} x {plan.seq_length} tokens; "
+        f"vocabulary {plan.vocabulary}, padded to {plan.padded_vocabulary}"
+    )
+    if plan.load_from:
+        journal.say(f" loaded {plan.load_from}; going on from iteration {position.iteration}")
+    elif args.load:
+        journal.say(f" no checkpoint in {args.load} yet: starting from scratch")
+
+
+def _report(args: Namespace, size: gpt.Parameters, outcome: loop.Outcome, journal: log.Log) -> Summary:
+    """Draw the plot, write the summary, return it."""
+    summary = _summary(args, size, outcome, journal.past(), journal.draw(), journal.path)
+    if args.save and args.rank == 0:
+        path = Path(args.save) / "summary.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write(path, json.dumps(asdict(summary), indent=1) + "\n")
+    return summary
+
+
+def _summary(
+    args: Namespace,
+    size: gpt.Parameters,
+    outcome: loop.Outcome,
+    past: history.History,
+    picture: Path | None,
+    metrics: Path | None,
+) -> Summary:
+    device, plan = devices.current(), RunPlan.of(args)
+    losses, throughputs = list(past.losses.values()), list(past.throughput.values())
+    tokens, step = plan.tokens, outcome.seconds_per_step()
+    throughput = tokens / step if step else throughputs[-1] if throughputs else None
+    operations = flops.of_step(args) / tokens
+    saved = outcome.checkpoint or plan.load_from
+    loss = outcome.validation_loss
+    return Summary(
+        device=device.name,
+        backend=device.backend,
+        simulated=device.simulated,
+        upstream=f"megatron_core {args.megatron_version}",
+        ledger=plugin.engine().ledger.summary(),
+        world_size=plan.world_size,
+        parameters=size.total,
+        parameters_without_embeddings=size.without_embeddings,
+        active_parameters=size.active,
+        iterations=outcome.position.iteration,
+        consumed_samples=outcome.position.train_samples,
+        loss_first=losses[0] if losses else outcome.loss_first,
+        loss_last=losses[-1] if losses else outcome.loss_last,
+        validation_loss=loss,
+        validation_perplexity=None if loss is None else log.perplexity_of(loss),
+        test_loss=outcome.test_loss,
+        tokens_per_second=throughput,
+        tflops_per_device=throughput and throughput * operations / plan.world_size / 1e12,
+        peak_memory_bytes=device.memory().peak,
+        ended_by=outcome.ended_by,
+        checkpoint=None if saved is None else str(saved),
+        plot=None if picture is None else str(picture),
+        metrics=None if metrics is None else str(metrics),
+    )

@@ -1,0 +1,93 @@
+"""A run's checkpoints: written at once, or by others while it goes on, and told when each is whole."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from types import TracebackType
+
+from megatron_npu.pretrain.checkpoint import checkpoint_failures, checkpoint_files, checkpoints
+from megatron_npu.pretrain.checkpoint.async_saves import AsyncSaves
+from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
+from megatron_npu.pretrain.checkpoint.gathered_parameters import gathered
+from megatron_npu.pretrain.report.log import Log
+from megatron_npu.pretrain.run.clock import Clock
+
+
+class Saving:
+    """Writes checkpoints into ``--save``. A context: an error abandons the one that is being written.
+
+    Args:
+        args: what ``validation.check`` returned.
+        state: what they hold.
+        clock: of the training, which stands meanwhile.
+        log: the run's log.
+
+    Attributes:
+        last: the newest that is whole, of those that this has written.
+    """
+
+    def __init__(self, args: Namespace, state: State, clock: Clock, log: Log) -> None:
+        self.args, self.state, self.clock, self.log = args, state, clock, log
+        self.last: Path | None = None
+        self._writers = AsyncSaves(args, self._saved) if args.async_save else None
+
+    def save(self, position: Position) -> None:
+        """Write the checkpoint of a position, or with --async-save begin to. Collective.
+
+        Raises:
+            UnsavedError: it cannot be written, or the one before could not.
+        """
+        try:
+            with self.clock.paused(), gathered(self.args, self.state.model):
+                if self._writers is not None:
+                    return self._writers.begin(self.state, position)
+                path = checkpoints.save(self.args, self.state, position)
+        except checkpoint_failures.FAILURES as error:
+            raise checkpoint_failures.unsaved(error, position.iteration, self.args.save) from error
+        return self._saved(path, position.iteration)
+
+    def save_last(self, position: Position) -> None:
+        """Write that of the run's end, unless it has been, and wait for it. Collective.
+
+        Raises:
+            UnsavedError: see ``save``.
+        """
+        if self.last != checkpoint_files.directory(self.args.save, position.iteration):
+            self.save(position)
+            self.wait()
+
+    def take_finished(self) -> None:
+        """Complete what others have written meanwhile. Collective.
+
+        Raises:
+            UnsavedError: they could not.
+        """
+        if self._writers is not None and self._writers.busy:
+            with self.clock.paused():
+                self._writers.take_finished()
+
+    def wait(self) -> None:
+        """Wait for those who write. Collective.
+
+        Raises:
+            UnsavedError: they could not.
+        """
+        if self._writers is not None:
+            with self.clock.paused():
+                self._writers.finish()
+
+    def _saved(self, path: Path, iteration: int) -> None:
+        """Note that the checkpoint of an iteration, perhaps an earlier one, is whole."""
+        self.last = path
+        self.log.say(f" saved {path}")
+        self.log.write("checkpoint", iteration, {"path": str(path)})
+
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writers is not None:
+            self._writers.__exit__(kind, error, trace)

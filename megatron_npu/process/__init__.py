@@ -1,0 +1,1 @@
+"""The process itself: signals, stacks, how it ends, what its children inherit."""

@@ -1,0 +1,205 @@
+"""C++ of this project's, compiled once for a user, a compiler and a processor, and loaded.
+
+The first process that needs a library compiles it under a lock, and the others wait. One that was cut short,
+or that the loader refuses, is compiled again. Each reason for which there is none has its own remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.process import user_cache
+
+_LONGEST = 300  # seconds of a compilation, which takes seven
+_OUT_OF_MEMORY = ("Killed", "out of memory", "Cannot allocate memory")
+_ANOTHER = "Name another folder with XDG_CACHE_HOME"
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a library is made of.
+
+    Attributes:
+        folder: where it is kept.
+        sources: what is compiled.
+        headers: what these include.
+        flags: of the compiler.
+        links: libraries, and flags that have to stand behind the sources.
+        without: how to do without it, for advice.
+    """
+
+    folder: Path
+    sources: tuple[Path, ...]
+    headers: tuple[Path, ...]
+    flags: tuple[str, ...]
+    links: tuple[str, ...]
+    without: str
+
+    def remedy(self, first: str) -> str:
+        """Return an instruction, and the other way out."""
+        return f"{first}, or {self.without}"
+
+
+def load(recipe: Recipe) -> ctypes.CDLL:
+    """Return a library, compiled first if there is none for this source, compiler and processor.
+
+    Raises:
+        UsageError: there is no compiler, it refuses the sources or takes too long, the cache is not this
+            user's alone or cannot be written to, or the library cannot be loaded.
+    """
+    compiler = _compiler(recipe)
+    key, remedy = _key(recipe, compiler), recipe.remedy(_ANOTHER)
+    name = f"{key}.so"
+    with user_cache.opened(recipe.folder, remedy) as folder:
+        _require_executable(recipe, folder)
+        library, _ = _loaded(recipe, folder, name)
+        if library is not None:
+            return library
+        lock = recipe.folder / f"{key}.lock"
+        with user_cache.locked(lock, remedy, lambda: _logger.info("waiting for %s", lock), _LONGEST + 60):
+            library, _ = _loaded(recipe, folder, name)  # by another process, meanwhile
+            if library is None:
+                _build(recipe, compiler, folder, name)
+                library, error = _loaded(recipe, folder, name)
+    if library is None:
+        raise UsageError(
+            f"{recipe.folder / name} cannot be loaded: {error}",
+            f"what {compiler} has just made",
+            recipe.remedy("Let g++ be of the machine that the program runs on"),
+        )
+    return library
+
+
+def _compiler(recipe: Recipe) -> Path:
+    found = shutil.which("g++")
+    if found is None:
+        raise UsageError(
+            "there is no g++ on PATH",
+            "a compiler that knows C++17",
+            recipe.remedy("Install g++ (apt install g++)"),
+        )
+    return Path(found).resolve()
+
+
+def _key(recipe: Recipe, compiler: Path) -> str:
+    """Return a digest of what decides about the result; a cache may be one of several machines."""
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*recipe.sources, *recipe.headers)))
+    digest.update(repr((recipe.flags, recipe.links, _processor())).encode())
+    status = compiler.stat()  # instead of --version, which would take longer than all the rest
+    digest.update(f"{compiler} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _processor() -> tuple[str, ...]:
+    """Return the kind of the first processor and what it can."""
+    info = Path("/proc/cpuinfo")
+    first = info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else platform.processor()
+    names = ("model name", "flags", "Features", "CPU part")
+    return tuple(line for line in first.splitlines() if line.startswith(names))
+
+
+def _require_executable(recipe: Recipe, folder: int) -> None:
+    if os.fstatvfs(folder).f_flag & os.ST_NOEXEC:
+        raise UsageError(
+            f"{recipe.folder} is on a file system that is mounted noexec",
+            "one from which a library can be loaded",
+            recipe.remedy(_ANOTHER),
+        )
+
+
+def _loaded(recipe: Recipe, folder: int, name: str) -> tuple[ctypes.CDLL | None, str]:
+    """Return the library; or None, and why: it is not there, cut short, or not for this machine."""
+    path = recipe.folder / name
+    descriptor = user_cache.opened_file(folder, path, recipe.remedy(f"Remove {path}"))
+    if descriptor is None:
+        return None, "it is not there"
+    if not user_cache.is_whole(descriptor):
+        os.close(descriptor)
+        return None, "it is not whole"
+    try:
+        return user_cache.loaded(descriptor), ""
+    except OSError as error:
+        return None, str(error)
+
+
+def _build(recipe: Recipe, compiler: Path, folder: int, name: str) -> None:
+    """Compile under a name of its own, and publish what is whole; remove what nobody uses any more."""
+    _logger.info("compiling %s", recipe.folder / name)
+    try:
+        stream, partial = tempfile.mkstemp(".partial", f"{name}.", recipe.folder)
+        os.close(stream)
+    except OSError as error:
+        raise user_cache.unusable(recipe.folder, error, recipe.remedy(_ANOTHER)) from error
+    try:
+        _compile(recipe, [str(compiler), *recipe.flags, *map(str, recipe.sources), *recipe.links], partial)
+        user_cache.seal(folder, os.path.basename(partial))
+        os.replace(os.path.basename(partial), name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError as error:
+        raise user_cache.unusable(recipe.folder, error, recipe.remedy(_ANOTHER)) from error
+    finally:
+        Path(partial).unlink(missing_ok=True)
+    _remove_unused(folder)
+
+
+def _compile(recipe: Recipe, command: list[str], target: str) -> None:
+    process = subprocess.Popen(
+        [*command, "-o", target],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "LC_ALL": "C"},  # messages are searched for "error"
+        start_new_session=True,  # so that what g++ itself starts can be ended with it
+    )
+    try:
+        output, _ = process.communicate(timeout=_LONGEST)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise UsageError(
+            f"{command[0]} has not ended after {_LONGEST} s",
+            "a compilation of some seconds",
+            recipe.remedy("Start again when the machine has less to do"),
+        ) from None
+    if process.returncode:
+        raise _refused(recipe, command[0], output)
+
+
+def _refused(recipe: Recipe, compiler: str, output: str) -> UsageError:
+    errors = [line for line in output.splitlines() if "error" in line] or [output[-200:]]
+    if any(word in output for word in _OUT_OF_MEMORY):
+        remedy = "Let the machine have a gigabyte of memory free"
+    elif "No space left" in output:
+        remedy = "Let there be room in the folder of TMPDIR"
+    else:
+        remedy = "Install a newer g++ (9 or newer)"
+    given = f"{compiler} does not compile them: {errors[0].strip()}"
+    return UsageError(given, "a compiler that knows C++17", recipe.remedy(remedy))
+
+
+def _remove_unused(folder: int) -> None:
+    """Remove libraries and locks of other sources, compilers and processors, and rests, after a month."""
+    with os.scandir(folder) as entries:
+        unused = [entry.name for entry in entries if user_cache.is_unused(entry)]
+    for name in unused:
+        if name.endswith((".so", ".lock", ".partial")):
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=folder)

@@ -1,0 +1,58 @@
+"""What DeepSpeed is told of this process's device: its own abstraction of devices stays as it is."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.base.installed_packages import is_installed
+
+VARIABLES = ("DS_ACCELERATOR", "ASCEND_HOME_PATH")  # that ``choose`` sets, of this process and its children
+# What DeepSpeed puts into its files beside tensors, numbers and texts.
+_HOLDERS = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+)
+
+
+def installed() -> bool:
+    """Return whether there is a DeepSpeed; nothing of it is imported."""
+    return is_installed("deepspeed")
+
+
+def choose(device: str) -> None:
+    """Let DeepSpeed take ``cpu``, ``cuda`` or ``npu``; before it is imported.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    if not installed():
+        raise UsageError(
+            "no package deepspeed",
+            "DeepSpeed, which trains here",
+            "Install it: pip install 'megatron_npu[deepspeed]'.",
+        )
+    accelerator, toolkit = VARIABLES
+    os.environ[accelerator] = device
+    if device == "npu":  # DeepSpeed 0.19.8 looks there for its operations: without it, a KeyError
+        os.environ.setdefault(toolkit, "/nowhere")
+
+
+def compile_nothing() -> None:
+    """Leave DeepSpeed's communication over shared memory out, which is compiled at a CPU's first start.
+
+    Only inference uses it, and a compilation that is interrupted stops all later ones (``extension_locks``).
+    """
+    operations = importlib.import_module("deepspeed.ops")
+    operations.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def harmless() -> list[Any]:
+    """Return the classes that torch may build when it reads what DeepSpeed has saved."""
+    names = (name.rpartition(".") for name in _HOLDERS)
+    return [getattr(importlib.import_module(module), kind) for module, _, kind in names]

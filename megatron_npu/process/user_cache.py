@@ -1,0 +1,209 @@
+"""Folders of this user's from which code is loaded: nobody else can have written what is there.
+
+A folder is opened and looked at, a file in it opened relative to that, and the loader is given the open file:
+whoever swaps a name in between changes nothing. A library ends in a digest of all before it, so that one that
+was cut short is compiled again instead of loaded: the system kills a process that reads behind a file's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_npu.base.errors import UsageError
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+PRIVATE = 0o700
+_BY_OTHERS = 0o022  # writable
+_ROOT = 0  # may do anything without a cache, too
+_SEAL = b"\nmegatron_npu sha256 "
+_SEALED = len(_SEAL) + hashlib.sha256().digest_size
+_DAY = 86400.0
+_UNUSED = 30 * _DAY
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system that has none says
+
+
+def root() -> Path:
+    """Return this project's folder in the user's cache; it need not exist.
+
+    Raises:
+        UsageError: nothing says where that user's files are.
+    """
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        cache = Path(chosen) if os.path.isabs(chosen) else Path.home() / ".cache"
+    except RuntimeError as error:
+        expected = "HOME or XDG_CACHE_HOME"
+        raise UsageError(f"no home folder: {error}", expected, "Export one of them.") from None
+    return cache / "megatron_npu"
+
+
+@contextlib.contextmanager
+def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
+    """Give a descriptor of a folder that is made, 0700, if it is not there, and that only this user fills.
+
+    Args:
+        path: the folder.
+        remedy: how to have another one.
+        within: a descriptor of the folder that ``path`` is relative to.
+
+    Raises:
+        UsageError: it is another user's, others may write to it, or it cannot be made or read.
+    """
+    try:
+        if within is None:
+            path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=within)
+    except OSError as error:
+        raise unusable(path, error, remedy) from error
+    try:
+        _require_own(path, descriptor, remedy)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def unusable(path: Path, error: OSError, remedy: str) -> UsageError:
+    """Return what to raise where a file system refuses a folder of the cache."""
+    return UsageError(
+        f"the cache {path} ({error.strerror or error})", "a directory that can be made and written to", remedy
+    )
+
+
+def _require_own(path: Path, descriptor: int, remedy: str) -> None:
+    status = os.fstat(descriptor)
+    if status.st_uid not in (os.geteuid(), _ROOT):
+        wrong = f"belongs to user {status.st_uid}, not to {os.geteuid()}"
+    elif status.st_mode & _BY_OTHERS:
+        wrong = f"has mode {stat.S_IMODE(status.st_mode):o}: others may write to it"
+    else:
+        return
+    raise UsageError(f"{path} {wrong}", "what this user alone has written: code is loaded from it", remedy)
+
+
+def opened_file(folder: int, path: Path, remedy: str) -> int | None:
+    """Return a descriptor of a regular file, which the caller closes; None: it is not there.
+
+    Args:
+        folder: a descriptor of the folder that it is in.
+        path: of the file; its last part is looked for in that folder.
+        remedy: how to have another one.
+
+    Raises:
+        UsageError: it is another user's, others may write to it, or it is a link or no file.
+    """
+    try:
+        descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unusable(path, error, remedy) from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise UsageError(f"{path} is no regular file", "a library", remedy)
+        _require_own(path, descriptor, remedy)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def seal(folder: int, name: str) -> None:
+    """Put the digest of a new library behind it, take its mode from all others, and bring it to disk."""
+    with open(os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder), "r+b") as stream:
+        digest = hashlib.sha256(stream.read()).digest()
+        stream.write(_SEAL + digest)
+        os.fchmod(stream.fileno(), PRIVATE)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def is_whole(descriptor: int) -> bool:
+    """Return whether a library ends in the digest of all before it."""
+    content = memoryview(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+    before, end = content[:-_SEALED], content[-_SEALED:]
+    return bytes(end) == _SEAL + hashlib.sha256(before).digest()
+
+
+def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
+    """Load an open library, whose descriptor stays open: the loader knows the library by that number.
+
+    Raises:
+        OSError: it cannot be loaded; the descriptor is closed.
+    """
+    try:
+        library = ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=mode)
+    except OSError:
+        os.close(descriptor)
+        raise
+    note_use(descriptor)
+    return library
+
+
+def note_use(descriptor: int) -> None:
+    """Let a file or folder be as new as today, for ``is_unused``; of root's that cannot be, and need not."""
+    with contextlib.suppress(OSError):
+        if time.time() - os.fstat(descriptor).st_mtime > _DAY:
+            os.utime(descriptor)
+
+
+def is_unused(entry: os.DirEntry[str]) -> bool:
+    """Return whether nobody has loaded what a folder has under this name for a month."""
+    with contextlib.suppress(OSError):
+        return time.time() - entry.stat(follow_symlinks=False).st_mtime > _UNUSED
+    return False
+
+
+@contextlib.contextmanager
+def locked(path: Path, remedy: str, waits: Callable[[], object], longest: float = -1) -> Iterator[None]:
+    """Let one process at a time into the block; a file system without locks lets all of them.
+
+    Args:
+        path: the file that is locked; it stays.
+        remedy: how to have another one.
+        waits: is called if another process is in the block.
+        longest: seconds to wait for it; -1: for ever.
+
+    Raises:
+        UsageError: that has taken longer, or the file cannot be made.
+    """
+    from filelock import FileLock, Timeout  # torch requires it; not above: every start imports this module
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        waits()
+        _wait(lock, longest, remedy)
+    except NotImplementedError:
+        pass
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise unusable(path.parent, error, remedy) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _wait(lock: BaseFileLock, longest: float, remedy: str) -> None:
+    from filelock import Timeout
+
+    try:
+        lock.acquire(timeout=longest)
+    except Timeout:
+        raise UsageError(
+            f"another process has held {lock.lock_file} for {longest:.0f} s",
+            "one that compiles, and ends",
+            f"End it (fuser {lock.lock_file} names it) and start again. {remedy}",
+        ) from None

@@ -1,0 +1,179 @@
+"""Files that torch or pickle has written, read without running what they say.
+
+``read`` is for files of Megatron-LM: what they name of Megatron and Python is replaced by inert values, and
+a name that is not on a list is refused. ``allowing`` is for upstream's own reading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickletools
+import re
+import zipfile
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import serialization
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.safe_files import checked_numpy
+
+# What the scripts of core_v0.12 to 0.19 put into a checkpoint beside numbers and texts: enumerations, plain
+# holders and random states.
+OF_STOCK_SCRIPTS = frozenset(
+    """
+    argparse.Namespace types.SimpleNamespace pathlib.PosixPath signal.Signals
+    megatron.core.enums.ModelType megatron.core.transformer.enums.AttnBackend
+    megatron.core.transformer.enums.CudaGraphScope megatron.core.transformer.enums.CudaGraphModule
+    megatron.core.transformer.enums.InferenceCudaGraphScope
+    megatron.core.optimizer.optimizer_config.OptimizerConfig
+    megatron.core.rerun_state_machine.RerunDiagnostic megatron.core.rerun_state_machine.RerunMode
+    megatron.core.rerun_state_machine.RerunState
+    megatron.core.dist_checkpointing.tensor_aware_state_dict.MCoreTensorAwareStateDict
+    megatron.core.dist_checkpointing.mapping.ShardedObject
+    megatron.core.dist_checkpointing.mapping.ShardedTensor
+    numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct numpy.core.multiarray.scalar
+    numpy._core.multiarray.scalar numpy.ndarray numpy.dtype numpy.dtypes.UInt32DType
+    numpy.dtypes.Int32DType numpy.dtypes.Int64DType numpy.dtypes.Float32DType numpy.dtypes.Float64DType
+    """.split()
+)
+_NAMED = re.compile(r"\bGLOBAL (\S+)")  # in torch's refusal
+
+
+class Inert:
+    """Stands for a value whose class is not imported.
+
+    Attributes:
+        given: what the class would have been called with.
+    """
+
+    def __init__(self, *given: object) -> None:
+        self.given = given
+
+    def __setstate__(self, state: object) -> None:
+        """Forget what the class would have been told further."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{self.given}"
+
+
+def read(file: Path, harmless: frozenset[str]) -> Any:
+    """Return what ``torch.save`` has put into a file; nothing in it is executed.
+
+    Tensors are on the host, mapped from the file where its format allows it.
+
+    Args:
+        harmless: names of classes and functions that may occur. ``argparse.Namespace`` is built, the others
+            are ``Inert`` values.
+
+    Raises:
+        UsageError: it is broken, or names something else.
+    """
+    return _read(file, file, harmless, mmap=_is_archive(file))
+
+
+def _is_archive(file: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(file)
+    except zipfile.BadZipFile:  # of several disks, it says
+        return False
+
+
+def read_part(content: bytes, file: Path, harmless: frozenset[str]) -> Any:
+    """Return what ``read`` does of bytes that are a part of ``file``, and in it what ``torch.save`` wrote."""
+    return _read(io.BytesIO(content), file, harmless, mmap=False)
+
+
+def _read(source: Path | IO[bytes], file: Path, harmless: frozenset[str], *, mmap: bool) -> Any:
+    if not hasattr(serialization, "get_unsafe_globals_in_checkpoint"):
+        raise UsageError(
+            f"{file} with torch {torch.__version__}", "torch 2.6, which can read it safely", "Update torch."
+        )
+    inert = [(type(name, (Inert,), {}), name) for name in sorted(harmless - {"argparse.Namespace"})]
+    try:
+        with allowing(Namespace, *inert, alone=True):
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # torch raises many kinds, with pages of advice
+        raise refusal(file, refused_name(error)) from error
+
+
+def refused_name(error: BaseException) -> str:
+    """Return what torch refused to build, or why it could not read at all; one line."""
+    text = str(error).partition("\n")[0] or type(error).__name__
+    named = _NAMED.search(str(error))
+    return f"it names {named[1]}" if named else text
+
+
+def names_in_pickle(stream: IO[bytes]) -> set[str]:
+    """Return what a pickle names, without running it; nothing if it is none."""
+    found: set[str] = set()
+    texts: list[str] = []
+    try:
+        for code, value, _ in pickletools.genops(stream):
+            if code.name in ("GLOBAL", "INST"):
+                found.add(str(value).replace(" ", "."))
+            elif code.name == "STACK_GLOBAL":
+                found.add(".".join(texts[-2:]))
+            elif isinstance(value, str):
+                texts = [*texts[-1:], value]
+    except ValueError:  # it ends, or is none
+        pass
+    return found
+
+
+@contextlib.contextmanager
+def weights_only() -> Iterator[None]:
+    """Make ``torch.load`` read data only, whatever it is called with and the environment asks for.
+
+    What is numpy's among it is looked at before it is built, see ``checked_numpy``.
+    """
+    names = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
+    former = {name: os.environ.pop(name, None) for name in names}
+    os.environ.update({name: value for name, value in names.items() if value is not None})
+    others = [entry for entry in serialization.get_safe_globals() if not _is_numpys(entry)]
+    try:
+        with allowing(*others, *checked_numpy.ENTRIES, alone=True):
+            yield
+    finally:
+        for name, value in former.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _is_numpys(entry: Any) -> bool:
+    """Return whether an entry of torch's list stands for a name of numpy."""
+    name = entry[1] if isinstance(entry, tuple) else f"{entry.__module__}."
+    return name.partition(".")[0] == "numpy"
+
+
+def refusal(file: Path, reason: str) -> UsageError:
+    """Return the error for a file that is not read."""
+    return UsageError(f"{file}: {reason}", "what Megatron-LM saves", "Do not load it if you do not trust it.")
+
+
+@contextlib.contextmanager
+def allowing(*entries: Any, alone: bool = False) -> Iterator[None]:
+    """Let torch build these, and afterwards what it was allowed before.
+
+    ``torch.serialization.safe_globals`` (2.13) forbids afterwards what it was given, even what was allowed
+    before; megatron-core allows its classes for the whole process when it is imported.
+
+    Args:
+        entries: classes and functions, or pairs of one with the name that it has in the file.
+        alone: and nothing else.
+    """
+    before = serialization.get_safe_globals()
+    if alone:
+        serialization.clear_safe_globals()
+    serialization.add_safe_globals(list(entries))
+    try:
+        yield
+    finally:
+        serialization.clear_safe_globals()
+        serialization.add_safe_globals(before)

@@ -1,0 +1,84 @@
+"""numpy for upstream modules that read and write index files: no pickle, no half-written file.
+
+It stands in those modules' globals under their name for it; every other name is numpy's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.safe_files import safe_load
+
+_MAGIC = b"\x93NUMPY"
+
+
+class DamagedIndexError(UsageError, ValueError):
+    """An index file that is not what upstream writes.
+
+    Args:
+        file: its path.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, file: str | Path, reason: str) -> None:
+        self.file = Path(file)
+        super().__init__(
+            f"{file}: {reason}", "an index that Megatron has written", "Remove it: it is made anew."
+        )
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(numpy, name)
+
+
+def load(file: Any, *args: Any, **kwargs: Any) -> Any:
+    """``numpy.load`` that never unpickles.
+
+    Raises:
+        DamagedIndexError: it is truncated, or not numpy's.
+        UsageError: it holds Python objects.
+    """
+    try:
+        return numpy.load(file, *args, **{**kwargs, "allow_pickle": False})
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:  # numpy parses the file's header as Python
+        if named := _pickled(Path(file)):
+            raise UsageError(
+                f"{file} holds a pickle that names {', '.join(sorted(named))}",
+                "an index that Megatron has written: numbers",
+                "Someone has put it there; remove it.",
+            ) from error
+        raise DamagedIndexError(file, str(error).partition("\n")[0]) from error
+
+
+def _pickled(file: Path) -> set[str]:
+    """Return what a pickle under the name of an index names, be it raw or an array of objects."""
+    with contextlib.suppress(Exception), open(file, "rb") as stream:
+        if stream.read(len(_MAGIC)) == _MAGIC:
+            stream.seek(0)
+            form = numpy.lib.format
+            first = form.read_magic(stream)[0] == 1
+            # to where the objects begin
+            (form.read_array_header_1_0 if first else form.read_array_header_2_0)(stream)
+        else:
+            stream.seek(0)
+        return safe_load.names_in_pickle(stream)
+    return set()
+
+
+def save(file: str, array: Any, **_: Any) -> None:
+    """``numpy.save`` under a temporary name that is renamed when the array is complete.
+
+    Raises:
+        ValueError: the array holds Python objects.
+    """
+    name = file if file.endswith(".npy") else file + ".npy"
+    with files.writing(name) as stream:
+        numpy.save(stream, array, allow_pickle=False)

@@ -1,0 +1,63 @@
+"""pickle for upstream modules that read pickled arrays: builds numbers, texts, tables and arrays alone.
+
+It stands in those modules' globals under their name for it; every other name is pickle's own.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import IO, Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.safe_files import checked_numpy
+from megatron_npu.safe_files.data_unpickler import DataUnpickler
+
+_ALLOWED = {name: value for value, name in checked_numpy.ENTRIES}
+
+
+class _ArrayUnpickler(DataUnpickler):
+    """Builds numpy's values, looked at first."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for one of numpy's.
+
+        Raises:
+            UnpicklingError: another one.
+        """
+        try:
+            return _ALLOWED[f"{module}.{name}"]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it names {module}.{name}") from None
+
+    def check_change(self, made: Any) -> None:
+        """Check that a state is given to what stands for one of numpy's.
+
+        Raises:
+            UnpicklingError: it is not.
+        """
+        if not isinstance(made, (checked_numpy.CheckedArray, checked_numpy.CheckedDtype)):
+            raise pickle.UnpicklingError(f"it changes {type(made).__name__}")
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(pickle, name)
+
+
+def load(stream: IO[bytes]) -> Any:
+    """``pickle.load`` of data.
+
+    Raises:
+        UsageError: it is broken, or names something else.
+    """
+    try:
+        return _ArrayUnpickler(io.BytesIO(stream.read())).load()
+    except OSError:
+        raise
+    except Exception as error:  # a broken pickle raises whatever it stumbles over
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UsageError(
+            f"{getattr(stream, 'name', 'a pickle')}: {reason[:1000]}",
+            "numbers, texts and arrays of numpy",
+            "It cannot be read; what names something else may run it, and does not come from Megatron.",
+        ) from error

@@ -1,0 +1,234 @@
+"""What torch's reader of distributed checkpoints unpickles: a list of types, while Megatron runs here.
+
+``torch.distributed.checkpoint`` unpickles two things without restraint: ``.metadata``, and what is no tensor
+inside a ``.distcp`` (states of random generators, for instance). While the guard is on, torch's two modules
+see a ``pickle`` and a ``torch.load`` that build types of a list alone. Every way to such a checkpoint goes
+through them: the driver, the stock scripts of megatron-core, their tools.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import io
+import logging
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+import torch
+from torch import serialization
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.base.replaced import Replaced
+from megatron_npu.safe_files import safe_load
+from megatron_npu.safe_files.data_unpickler import DataUnpickler
+
+_OF_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+# Module -> what ``.metadata`` may name of it. Older torch kept some of it in other modules.
+_OF_METADATA = {
+    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata "
+    "ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType BytesIOWriteData "
+    "TensorWriteData",
+    _OF_MEGATRON: "MCoreSavePlan MCoreMetadata",
+    "torch.serialization": "_get_layout",
+    "torch": "Size",
+    "pathlib": "PosixPath",
+    "collections": "OrderedDict",
+}
+_MANY = 1000  # a file may be larger than memory; a name is not
+_refusals: list[UsageError] = []  # the last one
+_replaced = Replaced()
+
+
+def refusal(what: str, reason: str) -> UsageError:
+    """Return the error for a part of a checkpoint that is not read, and remember it for ``last_refusal``.
+
+    Args:
+        what: the part.
+        reason: why, such as ``it names os.system``.
+    """
+    error = UsageError(
+        f"{what}: {reason[:_MANY]}",
+        "what torch and Megatron write",
+        "Do not load it if you do not trust it; MEGATRON_NPU_TRUST_FILES=1 lets it run.",
+    )
+    _refusals[:] = [error]
+    return error
+
+
+def last_refusal() -> UsageError | None:
+    """Return what was refused since the last call: torch makes a text of it on the way out."""
+    return _refusals.pop() if _refusals else None
+
+
+class _MetadataUnpickler(DataUnpickler):
+    """Builds what torch writes into ``.metadata``."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a type of the list.
+
+        Raises:
+            UsageError: another one.
+        """
+        if name in _OF_METADATA.get(module, "").split():
+            return getattr(importlib.import_module(module), name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise refusal("the checkpoint's .metadata", f"it names {module}.{name}")
+
+    def check_change(self, made: Any) -> None:
+        """Check that a state is given to what this file has made.
+
+        Raises:
+            UsageError: it is for what others use, too.
+        """
+        # 0.16's MCoreSavePlan, with which it reads what 0.12 wrote, is no dataclass
+        own = dataclasses.is_dataclass(made) or type(made).__module__ == _OF_MEGATRON
+        if isinstance(made, type) or not own:
+            raise refusal("the checkpoint's .metadata", f"it changes {made!r}")
+
+
+def _load_metadata(stream: IO[bytes]) -> Any:
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(stream.read())).load()
+        # 0.16 has a MCoreMetadata that is none of torch's, to read what 0.15 wrote
+        if not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
+            raise ValueError(f"it holds a {type(metadata).__name__}")
+        return metadata
+    except (UsageError, OSError):
+        raise
+    except Exception as error:  # a broken pickle raises whatever it stumbles over
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"the checkpoint's .metadata is broken: {reason[:_MANY]}") from error
+
+
+def require_no_code(folder: Path) -> None:
+    """Look at the index of a distributed checkpoint, whether or not it can be used.
+
+    Raises:
+        UsageError: it names what may not be built.
+    """
+    with contextlib.suppress(OSError, ValueError), (folder / ".metadata").open("rb") as stream:
+        _load_metadata(stream)
+
+
+def stored_value(folder: Path, key: str) -> bytes:
+    """Return the bytes that a distributed checkpoint keeps of a value that is no tensor; none is unpickled.
+
+    Args:
+        folder: the checkpoint's own.
+        key: of the value, such as ``common_state/shard_0_1``.
+
+    Raises:
+        UsageError: its index cannot be read or has no such value; or the value is in none of its files.
+    """
+    try:
+        with (folder / ".metadata").open("rb") as stream:
+            index = _load_metadata(stream)
+        place = next((place for name, place in index.storage_data.items() if name.fqn == key), None)
+        if place is None:
+            raise ValueError("its index does not say where it is")
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"{place.relative_path} is no name of a file")
+        file = folder / place.relative_path
+        with file.open("rb") as stream:
+            stream.seek(place.offset)
+            return stream.read(min(place.length, file.stat().st_size))
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise refusal(f"{key} of the checkpoint {folder}", str(error) or type(error).__name__) from error
+
+
+@functools.cache
+def allow_values() -> None:
+    """Let torch build what scripts of Megatron keep beside tensors, as megatron-core does from 0.14 on.
+
+    What only a newer Megatron has, an enumeration of 0.18 say, is an inert value: weights do not need it.
+    """
+    for name in sorted(safe_load.OF_STOCK_SCRIPTS | {"_io.BytesIO"}):
+        module, _, kind = name.rpartition(".")
+        try:
+            value = getattr(importlib.import_module(module), kind)
+        except (ImportError, AttributeError):  # of another version of Megatron or numpy
+            if name.startswith("megatron."):
+                serialization.add_safe_globals([(type(kind, (safe_load.Inert,), {}), name)])
+            continue
+        serialization.add_safe_globals([value, (value, name)])
+
+
+def _load_value(stream: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.load`` of what is no tensor, in a checkpoint of Megatron."""
+    allow_values()
+    return _load_plain(stream, *args, **kwargs)
+
+
+def _load_plain(stream: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.load`` of what is no tensor."""
+    try:
+        with safe_load.weights_only():
+            return torch.load(stream, *args, **{**kwargs, "weights_only": True})
+    except pickle.UnpicklingError as error:
+        raise refusal("a value in the checkpoint's .distcp", safe_load.refused_name(error)) from error
+
+
+class _Module:
+    """A module with some names of its own."""
+
+    def __init__(self, module: ModuleType, **own: Any) -> None:
+        self._module = module
+        vars(self).update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def guard(of_megatron: bool = True) -> None:
+    """Let torch's reader build types of the list alone.
+
+    Args:
+        of_megatron: those that scripts of Megatron keep beside tensors, too, for which Megatron is imported.
+    """
+    from torch.distributed.checkpoint import default_planner, filesystem
+
+    release()
+    _put(filesystem, "pickle", load=_load_metadata)
+    _put(default_planner, "torch", load=_load_value if of_megatron else _load_plain)
+
+
+def _put(place: ModuleType, name: str, **own: Any) -> None:
+    _replaced.set(place, name, _Module(getattr(place, name), **own))
+
+
+@contextlib.contextmanager
+def without_logged_tracebacks() -> Iterator[None]:
+    """Keep torch in the block from logging a traceback for a ``.metadata`` that it cannot read.
+
+    The error that it raises then says the same.
+    """
+    root = logging.getLogger()
+    root.addFilter(_not_of_torchs_loader)
+    try:
+        yield
+    finally:
+        root.removeFilter(_not_of_torchs_loader)
+
+
+def _not_of_torchs_loader(record: logging.LogRecord) -> bool:
+    return record.module != "state_dict_loader"
+
+
+def guarding() -> bool:
+    """Return whether the guard is on."""
+    return bool(_replaced)
+
+
+def release() -> None:
+    """Give torch's reader its own modules back."""
+    _replaced.undo()

@@ -1,0 +1,209 @@
+"""Which Megatron is on the path, which version and where: found without importing it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import logging
+import sys
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
+
+_logger = logging.getLogger(__name__)
+
+NAMES = ("megatron_core", "megatron_lm", "megatron_deepspeed", "megatron_deepspeed_core")
+# Tested versions of megatron-core: first that works, first that is not yet supported.
+OLDEST_CORE, FIRST_TOO_NEW_CORE = (0, 12), (0, 20)
+LEGACY_VERSION = "285068c8"
+BIGSCIENCE_VERSION = "8387ae17"
+DEEPSPEEDAI_VERSION = "4efb479d"
+# These trees state no version: they are recognised by the SHA-256 of these files, concatenated.
+_LEGACY_FILES = ("model/transformer.py", "schedules.py", "optimizer/optimizer.py", "arguments.py")
+_BY_DIGEST = {
+    "ea09827de4da290fe48eaaec8f60cb95ed25031b179df8bd0469a805e8f372d6": LEGACY_VERSION,
+    "f73edf7a672785bbcc21d3670744fa99d88734a30a15bf40512fbbc431cbc31b": BIGSCIENCE_VERSION,
+    "a216689b4ea84c86853c3aa6e964338c6c0f5f4cbe7de21f8f6426de18ea4738": DEEPSPEEDAI_VERSION,
+}
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """A Megatron on disk.
+
+    Attributes:
+        name: ``megatron_core``, ``megatron_lm`` (the tree of January 2023), ``megatron_deepspeed``
+            (bigscience's) or ``megatron_deepspeed_core`` (deepspeedai's, with a megatron-core in it).
+        version: of megatron-core, ``0.16.1``; of the others, their commit, ``285068c8``, or ``unknown`` for
+            another tree of that time (the pins then tell what differs).
+        root: the folder that holds the ``megatron`` package.
+        shadowed: other folders on the path that hold one too, with their versions.
+    """
+
+    name: str
+    version: str
+    root: Path
+    shadowed: tuple[tuple[Path, str], ...] = ()
+
+    def require_supported(self) -> None:
+        """Check the version and that no second Megatron mixes in.
+
+        Raises:
+            UsageError: too old, too new (unless ``MEGATRON_NPU_DRIFT=warn``, which says so and goes on), or
+                two different versions on the path.
+        """
+        if self.name == "megatron_core":
+            self._require_supported_version()
+            self._require_alone()
+        # The trees of old are regular packages: nothing on the path can mix into them.
+
+    def _require_supported_version(self) -> None:
+        release = tuple(int(part) for part in self.version.split(".")[:2])
+        supported = f"a version from {_dotted(OLDEST_CORE)} to before {_dotted(FIRST_TOO_NEW_CORE)}"
+        remedy = "Install one, for example: pip install megatron-core==0.16.1"
+        given = f"megatron-core {self.version} in {self.root}"
+        if release < OLDEST_CORE:
+            raise UsageError(f"{given} is too old", supported, remedy)
+        if release >= FIRST_TOO_NEW_CORE:
+            if settings.DRIFT.get() != "warn":
+                also = f"or set {settings.DRIFT.name}=warn to try this one with the patches that still fit."
+                raise UsageError(f"{given} is too new", supported, f"{remedy}; {also}")
+            _logger.warning(
+                "%s is newer than what was tested, %s: patches that fit are applied, the line before the "
+                "first step names those that do not",
+                given,
+                supported,
+            )
+
+    def _require_alone(self) -> None:
+        wanted = settings.MEGATRON_PATH.get()
+        if wanted and Path(wanted).resolve() == self.root:
+            return  # the user has said which one is meant
+        others = [(path, version) for path, version in self.shadowed if version != self.version]
+        if others:
+            listed = ", ".join(f"{version} in {path}" for path, version in others)
+            raise UsageError(
+                f"two Megatrons are on the path: {self.version} in {self.root} (first) and {listed}",
+                "one (a checkout and a wheel may mix their modules)",
+                f"Remove one from the path, or set {settings.MEGATRON_PATH.name} to the one that comes first "
+                "to say that it is meant.",
+            )
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+def find(path: str | Path | None = None, given_by: str = "") -> Upstream:
+    """Return the Megatron in ``path`` (a checkout, a site-packages, an unpacked wheel) or on ``sys.path``.
+
+    Args:
+        given_by: the variable or flag that holds ``path``, for the error.
+
+    Raises:
+        UsageError: there is none.
+    """
+    roots = [Path(path).resolve()] if path is not None else _roots_on_path()
+    found = [upstream for upstream in map(_inspect, roots) if upstream is not None]
+    if not found:
+        raise _none_found(path, given_by)
+    first = found[0]
+    rest = tuple((upstream.root, upstream.version) for upstream in found[1:] if upstream.root != first.root)
+    return Upstream(first.name, first.version, first.root, rest)
+
+
+def named(path: str | None) -> tuple[str | None, str]:
+    """Return the path that ``--megatron``, else ``MEGATRON_LM_PATH`` names, and which of the two does."""
+    if path:
+        return path, "--megatron"
+    path = settings.MEGATRON_PATH.get() or None
+    return path, settings.MEGATRON_PATH.name if path else ""
+
+
+def _none_found(path: str | Path | None, given_by: str) -> UsageError:
+    inside = "a folder megatron/ with megatron-core or Megatron-LM in it"
+    if path is None:
+        checkout = settings.MEGATRON_PATH.get()
+        nor = f", nor in {checkout} ({settings.MEGATRON_PATH.name})" if checkout else ""
+        return UsageError(
+            f"no Megatron on the Python path{nor}",
+            inside,
+            "Run: pip install megatron-core==0.16.1, or put a Megatron-LM checkout on PYTHONPATH.",
+        )
+    given = f" ({given_by})" if given_by else ""
+    remedy = f"Correct {given_by or 'the path'}."
+    if not Path(path).is_dir():
+        return UsageError(f"no folder {path}{given}", "a folder that holds megatron/", remedy)
+    return UsageError(f"no Megatron in {path}{given}", inside, remedy)
+
+
+def _roots_on_path() -> list[Path]:
+    """Return every folder that ``import megatron`` looks into, in its order.
+
+    Each entry of ``sys.path`` is asked separately. A regular package (with ``__init__.py``) wins over the
+    portions of a namespace package (megatron-core from 0.16 on), even over those that come before it.
+    """
+    regular: list[Path] = []
+    portions: list[Path] = []
+    for entry in sys.path:
+        spec = PathFinder.find_spec("megatron", [entry or "."])
+        if spec is None:
+            continue
+        roots = portions if spec.origin is None else regular
+        for location in spec.submodule_search_locations or ():
+            root = Path(location).resolve().parent
+            if root not in roots:
+                roots.append(root)
+    return regular + portions
+
+
+def _inspect(root: Path) -> Upstream | None:
+    """Return the Megatron whose ``megatron`` folder lies in ``root``."""
+    package = root / "megatron"
+    if (package / "model" / "transformer.py").is_file():
+        return Upstream(_legacy_name(root), _legacy_version(package), root)
+    if not (package / "core").is_dir():
+        return None
+    version = _core_version(package / "core" / "package_info.py")
+    return None if version is None else Upstream("megatron_core", version, root)
+
+
+def _legacy_name(root: Path) -> str:
+    """Say whether a tree of old is one of those that are named Megatron-DeepSpeed, and which."""
+    model = root / "megatron" / "model" / "gpt_model.py"
+    if not model.is_file() or "from deepspeed" not in model.read_text(encoding="utf-8", errors="replace"):
+        return "megatron_lm"
+    return "megatron_deepspeed" + ("_core" if (root / "megatron" / "core").is_dir() else "")
+
+
+def _legacy_version(package: Path) -> str:
+    """Return the commit of a tree without a version of its own, or ``unknown``."""
+    digest = hashlib.sha256()
+    for name in _LEGACY_FILES:
+        path = package / name
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return _BY_DIGEST.get(digest.hexdigest(), "unknown")
+
+
+def _core_version(package_info: Path) -> str | None:
+    """Read MAJOR, MINOR, PATCH and PRE_RELEASE from megatron-core's ``package_info.py``, unexecuted."""
+    try:
+        tree = ast.parse(package_info.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return None
+    values: dict[str, Any] = {
+        node.targets[0].id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    try:
+        version = f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}"
+    except KeyError:
+        return None
+    return version + str(values.get("PRE_RELEASE", ""))

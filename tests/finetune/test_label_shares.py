@@ -1,0 +1,186 @@
+"""The loss of a global batch is the mean over its labels, in micro-batches and on ranks as by a plain loop.
+
+The loops are written here, with torch and Transformers alone. Eight rows are an epoch of one global batch, so
+that their order does not matter; losses and norms of four iterations are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+from tests.finetune import tasks_data, tiny_models  # noqa: E402
+from tests.support import (
+    tiny,
+    train_runs,
+)
+
+WORDS = [word for word in tiny_models.WORDS if word.isalpha()]
+LONG, SHORT = 30, 2  # words of a target, by turns
+PAIRS = [
+    {"source": " ".join(WORDS[n : n + 5]), "target": " ".join(WORDS[(7 * n + k) % 30] for k in range(size))}
+    for n, size in enumerate((SHORT, LONG, SHORT, SHORT, LONG, SHORT, SHORT, LONG))
+]
+TAGS = [  # of one row nothing is asked: it has no words
+    {
+        "tokens": WORDS[n : n + size],
+        "tags": ["O", "B-LOC", "O", "O", "B-LOC", "B-LOC", "O", "O", "B-LOC"][:size],
+    }
+    for n, size in enumerate((2, 9, 1, 8, 0, 3, 1, 7))
+]
+ITERATIONS, LR = 4, 3e-3
+FLAGS = ["--global-batch-size", "8", "--epochs", str(ITERATIONS), "--lr", str(LR), "--weight-decay", "0"]
+FLAGS += ["--log-interval", "1", "--eval-interval", "99", "--no-plot"]
+
+
+def loop(model: torch.nn.Module, loss_of: Any, largest: float = 1.0) -> tuple[list[float], list[float]]:
+    """Train; return the loss and the norm of each iteration."""
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=LR, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 1 - at / ITERATIONS)
+    losses, norms = [], []
+    for _ in range(ITERATIONS):
+        loss = loss_of(model)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), largest)))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def of_pairs(model: Any, folder: Path) -> torch.Tensor:
+    """Return the mean over the tokens of all targets, each row by itself: nothing is filled up."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    every, count = [], 0
+    for row in PAIRS:
+        source, target = (torch.tensor([tokenizer(row[name])["input_ids"]]) for name in ("source", "target"))
+        begins = torch.cat([torch.zeros_like(target[:, :1]), target[:, :-1]], 1)
+        logits = model(input_ids=source, decoder_input_ids=begins).logits
+        every.append(cross_entropy(logits[0], target[0], reduction="sum"))
+        count += target.numel()
+    return torch.stack(every).sum() / count
+
+
+def of_tags(model: Any, folder: Path) -> torch.Tensor:
+    """Return the mean over all words, each row by itself."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    every, names = [], ["B-LOC", "O"]
+    for row in TAGS:
+        ids = [tokenizer.convert_tokens_to_ids(word) for word in row["tokens"]]
+        whole = torch.tensor([[tokenizer.cls_token_id, *ids, tokenizer.sep_token_id]])
+        if ids:
+            true = torch.tensor([names.index(tag) for tag in row["tags"]])
+            every.append(cross_entropy(model(whole).logits[0, 1:-1], true, reduction="none"))
+    return torch.cat(every).mean()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows and models; four rows to validate on."""
+    folder = tmp_path_factory.mktemp("labels")
+    for name, rows in (("pairs", PAIRS), ("tags", TAGS)):
+        tasks_data.write_rows(folder / name / "train.jsonl", rows)
+        tasks_data.write_rows(folder / name / "validation.jsonl", rows[:5])
+    tiny_models.t5(folder / "t5")
+    tiny_models.bert(folder / "bert", "ForTokenClassification", num_labels=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> dict[str, tuple[list[float], list[float]]]:
+    """Losses and norms of the loops."""
+    t5 = transformers.T5ForConditionalGeneration.from_pretrained(place / "t5")
+    bert = transformers.BertForTokenClassification.from_pretrained(place / "bert")
+    return {
+        "seq2seq": loop(t5, lambda model: of_pairs(model, place / "t5")),
+        "token_classification": loop(bert, lambda model: of_tags(model, place / "bert")),
+    }
+
+
+def command(place: Path, task: str, micro_batch: int, *flags: str) -> list[str]:
+    """Return the command line of a task behind ``train``."""
+    data, model = {"seq2seq": ("pairs", "t5"), "token_classification": ("tags", "bert")}[task]
+    named = ["--task", task, "--data-path", str(place / data)]
+    return [
+        *(*named, "--pretrained-model-name-or-path", str(place / model)),
+        *(*FLAGS, "--micro-batch-size", str(micro_batch), *flags),
+    ]
+
+
+def found(log: Path) -> tuple[list[float], list[float]]:
+    """Return losses and norms of a run's log."""
+    rows = tiny.rows(log)
+    return [one for row in rows for one in row["losses"]], [one for row in rows for one in row["grad_norms"]]
+
+
+def test_targets_of_2_and_30_words(place: Path, whole: Any, tmp_path: Path) -> None:
+    log = ["--json-log", str(tmp_path / "log")]
+    done = train_runs.train(*command(place, "seq2seq", 1, *log), processes=2)
+    assert done.returncode == 0, done.stderr
+    losses, norms = found(tmp_path / "log")
+    assert losses == pytest.approx(whole["seq2seq"][0], rel=2e-6)
+    assert norms == pytest.approx(whole["seq2seq"][1], rel=1e-5)
+
+
+@pytest.mark.parametrize("task", ["seq2seq", "token_classification"])
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
+def test_one_rank(micro_batch: int, task: str, place: Path, whole: Any) -> None:
+    _, outcome = tasks_data.train(command(place, task, micro_batch))
+    assert outcome.losses == pytest.approx(whole[task][0], rel=2e-6)
+    assert outcome.grad_norms == pytest.approx(whole[task][1], rel=1e-5)
+
+
+SWITCHES: dict[str, list[str]] = {
+    "none": [],
+    "zero-1": ["--zero-1-memory-optimization"],
+    "zero-2": ["--zero-2-memory-optimization"],
+    "zero-3": ["--zero-3-memory-optimization"],
+    "fsdp": ["--fsdp-memory-optimization"],
+    "fused": ["--fused-ops", "--checkpoint-activations"],
+    "fp16": ["--mixed-precision", "fp16"],
+    "bf16": ["--mixed-precision", "bf16"],
+    "lora": ["--lora-rank", "4"],
+    "clipped": ["--clip-grad", "0.1"],
+}
+
+
+def test_two_ranks_with_switches(place: Path, whole: Any, tmp_path: Path) -> None:
+    """Tags: micro-batches of one row, one of them without a word."""
+    commands = {
+        name: command(place, "token_classification", 1, *flags, "--json-log", str(tmp_path / name))
+        for name, flags in SWITCHES.items()
+    }
+    for size in (2, 4):
+        log = ("--json-log", str(tmp_path / f"pairs-{size}"))
+        commands[f"pairs-{size}"] = command(place, "seq2seq", size, *log)
+    (tmp_path / "commands.json").write_text(json.dumps(commands))
+    result = tiny.run_python(
+        [
+            *(tiny.sys.executable, *tiny.torchrun(2)),
+            *("-m", "tests.finetune.tasks_worker", str(tmp_path / "commands.json"), str(tmp_path)),
+        ],
+        {**tiny.environment(), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")},
+    )
+    assert result.returncode == 0, result.stderr
+    bert = transformers.BertForTokenClassification.from_pretrained(place / "bert")
+    clipped = loop(bert, lambda model: of_tags(model, place / "bert"), largest=0.1)
+    lora = found(tmp_path / "lora")
+    _, alone = tasks_data.train(command(place, "token_classification", 8, *SWITCHES["lora"]))
+    assert lora[0] == pytest.approx(alone.losses, rel=1e-5)
+    assert lora[1] == pytest.approx(alone.grad_norms, rel=1e-4)
+    for name in commands.keys() - {"lora"}:
+        losses, norms = found(tmp_path / name)
+        expected = whole["seq2seq" if name.startswith("pairs") else "token_classification"]
+        expected = clipped if name == "clipped" else expected
+        within = {"fp16": 2e-3, "bf16": 2e-2}.get(name, 1e-5)
+        assert losses == pytest.approx(expected[0], rel=within), name
+        assert norms == pytest.approx(expected[1], rel=10 * within), name

@@ -1,0 +1,54 @@
+"""Workers of these tests on a megatron-core that is not the installed one."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.sim.conftest import run_simulated, unavailable
+from tests.support import tiny, warm
+
+
+def environment(version: str) -> dict[str, str]:
+    """Return the variables that find a megatron-core in checkouts/; skip the test where it is absent."""
+    root = ROOT / "checkouts" / (f"core_v{version}" if version == "0.16.1" else f"megatron_core-{version}")
+    if not root.is_dir():
+        pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
+    path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
+    return {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)}
+
+
+def run(
+    worker: str, version: str, *arguments: str, processes: int = 0, npu: bool = False, **variables: str
+) -> None:
+    """Run a module of this folder, by itself or in the processes of a group, and demand that it succeeds.
+
+    Args:
+        worker: the module.
+        version: of megatron-core; it is taken from checkouts/, and the test skipped where it is absent.
+        arguments: of the module.
+        processes: torchrun's; 0: none.
+        npu: on simulated ones; the test is skipped where there can be none.
+        variables: of the environment, besides those that find the version.
+    """
+    common, found = tiny.environment(), environment(version) | variables
+    launcher = tiny.torchrun(processes) if processes else []
+    command = [*launcher, "-m", f"tests.adaptors.megatron_core.{worker}", *arguments]
+    if npu:
+        if unavailable():
+            pytest.skip(unavailable())
+        done = run_simulated("python", *command, cwd=ROOT, **found)
+        assert done.returncode == 0, done.stdout[-3000:]
+        return
+    done = warm.run(
+        [sys.executable, *command],
+        env=common | found,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

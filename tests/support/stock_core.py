@@ -1,0 +1,158 @@
+"""Runs of Megatron-LM's own scripts of a core_v0.* tree, unedited, as a user starts them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from packaging.version import Version
+
+from megatron_npu.data.preprocessing import indexed_dataset
+from megatron_npu.upstream import megatrons
+from tests.conftest import LONGEST
+from tests.sim.conftest import run_simulated
+from tests.support import processes, tiny, warm
+
+# --transformer-impl is left at its default, transformer_engine, which is not installed
+FLAGS = [
+    *"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64".split(),
+    *"--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3".split(),
+    *"--train-iters 6 --log-interval 1 --eval-interval 100 --eval-iters 1 --split 90,5,5".split(),
+    *"--tokenizer-type NullTokenizer --vocab-size 1023 --attention-dropout 0 --hidden-dropout 0".split(),
+]
+
+# models of sentences: what each script takes besides SENTENCES
+LAYERS = {
+    "pretrain_bert.py": "--num-layers 2 --seq-length 64".split(),
+    "pretrain_t5.py": [
+        *"--encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 64".split(),
+        *"--decoder-seq-length 32 --kv-channels 16 --ffn-hidden-size 128 --vocab-extra-ids 100".split(),
+    ],
+}
+SENTENCES = [
+    *"--hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --micro-batch-size 4".split(),
+    *"--global-batch-size 8 --lr 1e-2 --lr-decay-style constant --train-iters 12 --log-interval 1".split(),
+    *"--eval-interval 100 --eval-iters 1 --split 80,10,10 --attention-dropout 0 --hidden-dropout 0".split(),
+]
+
+NEWER_TYPING = Path(warm.__file__).with_name("newer_typing.py")
+
+Run = subprocess.CompletedProcess[str]
+
+
+def git_status(tree: Path) -> str:
+    return processes.run(
+        ["git", "-C", tree, "status", "--short"], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def pretrain(
+    tree: Path,
+    folder: Path,
+    *changes: str,
+    processes: int = 1,
+    device: str = "cpu",
+    data: Path | None = None,
+    **variables: str,
+) -> Run:
+    """Run pretrain_gpt.py of ``tree`` in ``folder``; it must leave the tree as it is.
+
+    Args:
+        changes: flags behind ``FLAGS``, over which they win.
+        device: ``cpu``, or ``npu`` for simulated Ascend NPUs.
+        data: prefix of the dataset; None is upstream's mock data.
+        variables: of the environment.
+    """
+    arguments = [*(["--data-path", str(data)] if data else ["--mock-data"]), *FLAGS, *changes]
+    return run_script(
+        tree, folder, "pretrain_gpt.py", *arguments, processes=processes, device=device, **variables
+    )
+
+
+def run_script(
+    tree: Path,
+    folder: Path,
+    script: str,
+    *arguments: str,
+    processes: int = 1,
+    device: str = "cpu",
+    **variables: str,
+) -> Run:
+    """Run ``script``, a path in ``tree``, in ``folder``; it must leave the tree as it is."""
+    before = git_status(tree)
+    command = tiny.command("run", str(tree / script), *arguments, processes=processes)
+    first: tuple[str, ...] = ()
+    if needs_newer_typing(tree):
+        first = (NEWER_TYPING.stem,)
+        at = command.index("megatron_npu")
+        command[at - 1 : at + 1] = [str(NEWER_TYPING)]  # a module of tests would be sought in the tree's
+    variables = {"MEGATRON_LM_PATH": str(tree), **variables}
+    if device == "npu":
+        modules = (*first, *warm.STOCK)
+        done = run_simulated(*command, cwd=folder, timeout=LONGEST, modules=modules, tree=tree, **variables)
+        done.stderr = done.stdout  # it has both
+    else:
+        done = warm.run(
+            command,
+            env=tiny.environment() | variables,
+            modules=(*first, *warm.STOCK),
+            tree=tree,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
+            check=False,
+        )
+    assert git_status(tree) == before
+    return done
+
+
+def needs_newer_typing(tree: Path) -> bool:
+    """Return whether this Python lacks what ``megatron.training`` of ``tree`` takes from Python 3.12."""
+    return sys.version_info < (3, 12) and Version(megatrons.find(tree).version) >= Version("0.18")
+
+
+def losses(done: Run) -> list[float]:
+    """Return the training losses that the script has logged, one for each iteration."""
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [float(loss) for loss in re.findall(r"iteration .* lm loss: (\S+)", done.stdout)]
+
+
+def norms(done: Run) -> list[float]:
+    """Return the norms of the gradient that the script has logged."""
+    return [float(norm) for norm in re.findall(r"grad norm: (\S+)", done.stdout)]
+
+
+def final_loss(done: Run) -> str:
+    """Return the loss on the test set."""
+    return re.search(r"test set \| lm loss value: (\S+)", done.stdout)[1]
+
+
+def write_sentences(folder: Path, *, documents: int = 60, words: int = 200) -> list[str]:
+    """Write documents of sentences, and the vocabulary of their words; return the flags that name both."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = folder / "vocabulary.txt"
+    vocabulary.write_text("\n".join([*special, *(f"word{n}" for n in range(words))]) + "\n")
+    generator = np.random.default_rng(0)
+    with indexed_dataset.Writer(str(folder / "sentences"), np.dtype(np.uint16)) as writer:
+        for _ in range(documents):
+            lengths = generator.integers(4, 20, size=int(generator.integers(3, 8))).astype(np.int32)
+            # few of the words are in use, which is learned in a few steps
+            tokens = len(special) + generator.integers(0, words // 20, size=int(lengths.sum()))
+            writer.add(tokens.astype(np.uint16).tobytes(), lengths, np.array([len(lengths)], np.int64))
+        writer.finish()
+        indexed_dataset.publish([writer])
+    return ["--vocab-file", str(vocabulary), "--data-path", str(folder / "sentences")]
+
+
+def learns_from_sentences(tree: Path, folder: Path, script: str, *flags: str) -> None:
+    """Run a script of BERT or T5 until it has learned which words there are."""
+    model = LAYERS[Path(script).name]
+    done = run_script(tree, folder, script, *write_sentences(folder), *model, *SENTENCES, *flags)
+    curve = losses(done)
+    assert len(curve) == 12
+    assert curve[-1] < curve[0] - 0.3
+    assert "on test set | lm loss value" in done.stdout
