@@ -21,7 +21,7 @@ HEAVY = ("torch", "torch_npu", "megatron")  # packages that not every room may i
 
 @dataclass(frozen=True)
 class Room:
-    """A folder (``ops/``) or file (``settings.py``) of the package.
+    """A folder (``ops/``) or file (``plugin.py``) of the package; one inside of another is a room of its own.
 
     Attributes:
         name: as above.
@@ -38,252 +38,161 @@ class Room:
 
     @property
     def module(self) -> str:
-        """The name of its module in the package."""
-        return self.name.removesuffix("/").removesuffix(".py")
+        """The name of its module in the package: ``generation.sampling``."""
+        return self.name.removesuffix("/").removesuffix(".py").replace("/", ".")
 
 
 ROOMS = (
-    Room("errors.py", "the one error for a user's mistakes"),
-    Room("installed_packages.py", "whether a package is installed, without importing it"),
-    Room("files.py", "atomic writes of files and folders, private ones"),
-    Room("folder_lock.py", "one run at a time in a folder", "errors"),
-    Room(
-        "deepspeed_device.py",
-        "what DeepSpeed is told of this process's device",
-        "errors installed_packages",
-    ),
-    Room("extension_locks.py", "locks that interrupted compilations have left in torch's cache"),
-    Room(
-        "checksums.py",
-        "of a checkpoint's files: written with it, compared while it is loaded",
-        "errors files",
-        ("torch",),
-    ),
-    Room("interruption.py", "Ctrl-C that is heard, whatever the process is doing"),
-    Room("elastic_agent.py", "the process that has started this rank: torchrun's, for instance"),
-    Room("stacks.py", "where every thread of a process stands, on SIGUSR1"),
-    Room("one_line_end.py", "a user's mistake ends a process in one line, whoever started it"),
-    Room("spawned_processes.py", "arms the hook in spawned processes, too"),
-    Room("collector.py", "the garbage collector, at rest while a command starts"),
-    Room(
-        "inert_packages.py",
-        "what stands in torch's place where it is only named: in help texts, `check`",
-        "installed_packages",
-    ),
-    Room("visible_devices.py", "`CUDA_VISIBLE_DEVICES`, and what it means on an NPU and a CPU"),
-    Room("replaced.py", "attributes of torch and Python that stand for something else for a while"),
-    Room(
-        "deepspeed_half.py",
-        "the first step and the loss scale of DeepSpeed's 16 bits without ZeRO",
-        "replaced",
-        ("torch",),
-    ),
-    Room("arg_parser.py", "the parser that all commands share", "errors"),
-    Room("settings.py", "every environment variable", "arg_parser errors"),
-    Room("user_cache.py", "folders of this user's alone, from which libraries are loaded", "errors"),
-    Room(
-        "cached_library.py",
-        "C++ of this project's, compiled once for a user, a compiler and a processor",
-        "errors user_cache",
-    ),
-    Room("checked_numpy.py", "numpy's values in a file, built after a look at them"),
-    Room("data_unpickler.py", "Python's own reader of pickles, for files that may hold data alone"),
-    Room(
-        "safe_load.py",
-        "files of torch and pickle, read without running them",
-        "checked_numpy errors",
-        ("torch",),
-    ),
-    Room(
-        "torch_readers.py",
-        "the types that torch's reader of checkpoints may build",
-        "data_unpickler errors replaced safe_load",
-        ("torch",),
-    ),
-    Room("replicas.py", "whether data-parallel ranks hold the same bits", heavy=("torch", "megatron")),
-    Room(
-        "web/",
-        "where the servers of the project listen, and what their answers say",
-        "arg_parser errors installed_packages",
-    ),
-    Room(
-        "watchdog/",
-        "names the rank that a run waits for in vain, and ends one that hangs",
-        "elastic_agent errors settings stacks",
-        ("torch",),
-    ),
-    Room("attention_flags.py", "the flags added to Megatron's own", "arg_parser"),
-    Room("switches.py", "the words that switch accelerations on", "arg_parser"),
-    Room(
-        "switch_rules.py",
-        "which of them go together, for which models, where",
-        "errors installed_packages switches",
-    ),
-    Room("older_flags.py", "flags of older Megatrons: what they mean today", "arg_parser errors"),
+    Room("base/", "errors, settings, files, the parser that all commands share"),
+    Room("process/", "the process itself: signals, stacks, how it ends, what its children inherit", "base"),
     Room(
         "patching/", "records, import hook, pins, ledger; knows neither Megatron nor the rest of this project"
     ),
     Room(
+        "safe_files/",
+        "readers of files that somebody else may have written: none of them runs code",
+        "base",
+        ("torch", "megatron"),
+    ),
+    Room(
+        "checkpoint_files/",
+        "what is beside a checkpoint's tensors: checksums, the lock of its folder, equal replicas",
+        "base",
+        ("torch", "megatron"),
+    ),
+    Room("web/", "where the servers of the project listen, and what their answers say", "base"),
+    Room(
+        "watchdog/",
+        "names the rank that a run waits for in vain, and ends one that hangs",
+        "base process",
+        ("torch",),
+    ),
+    Room(
         "devices/",
         "npu, cuda, cpu behind one interface; what `torch.cuda` means here",
-        "elastic_agent errors installed_packages replaced settings visible_devices",
+        "base process",
         ("torch", "torch_npu"),
     ),
+    Room("options/", "flags that several commands share, one file a feature", "base devices"),
     Room(
         "ops/",
         "operations: contract, reference, implementation per device",
-        "cached_library devices errors settings user_cache",
+        "base process devices options",
         ("torch", "torch_npu"),
     ),
     Room(
-        "hccl_buffers.py",
-        "sizes of HCCL's buffers of each process group, from the arguments",
-        "devices errors",
-    ),
-    Room(
-        "memory_flags.py",
-        "flags that move what a step needs out of the device's memory",
-        "devices errors",
-    ),
-    Room("tokenization/", "tokenizers: text to ids, without Megatron", "errors"),
-    Room(
-        "upstream.py",
-        "which Megatron is on the path, and its version, without importing it",
-        "errors settings",
-    ),
-    Room(
-        "early_import.py",
-        "`transformer_engine` for a library that imports it before Megatron",
-        "errors installed_packages settings upstream",
-    ),
-    Room(
-        "stock_tools.py",
-        "scripts inside a Megatron-LM tree: their path, and those refused",
-        "early_import errors",
+        "upstream/",
+        "which Megatron is on the path, found without importing it; what its scripts need",
+        "base",
     ),
     Room(
         "standins/",
         "modules in place of absent packages that upstream imports (apex, amp_C, …), and layers under "
         "TransformerEngine's names",
-        "cached_library devices early_import errors ops settings upstream user_cache",
+        "base process devices ops upstream",
         ("torch", "megatron"),
     ),
     Room(
         "adaptors/",
-        "what connects upstream's symbols to the operations: one module or folder per subject",
-        "attention_flags checked_numpy checksums data_unpickler deepspeed_device deepspeed_half devices "
-        "errors extension_locks files folder_lock hccl_buffers installed_packages interruption "
-        "memory_flags older_flags ops patching replaced replicas safe_load settings standins "
-        "torch_readers watchdog",
+        "what connects upstream's symbols to the operations, one folder per upstream; the bugs cured there",
+        "base process patching safe_files checkpoint_files watchdog devices options ops standins",
         ("torch", "megatron"),
-    ),
-    Room(
-        "known_bugs.py",
-        "the bugs of upstream that are cured here: one list, made of the adaptors' records",
-        "adaptors patching",
     ),
     Room(
         "plugin.py",
         "the wiring: arms the hook; at the first import of Megatron puts the rooms above to work",
-        "adaptors deepspeed_device devices early_import errors one_line_end ops patching replicas settings "
-        "spawned_processes stacks standins stock_tools torch_readers upstream",
+        "base process patching safe_files checkpoint_files devices ops upstream standins adaptors",
     ),
     Room(
-        "runner.py",
-        "`megatron-npu run`: a stock script with the hook armed",
-        "arg_parser errors extension_locks plugin settings stock_tools visible_devices",
+        "data/", "text to token ids to `.bin/.idx`: `megatron-npu preprocess`, the tokenizers", "base process"
     ),
     Room(
-        "patch_names.py",
-        "by which names patches are asked for: of symbols, of files, of a guide",
-        "errors patching",
+        "data/sequence_parts.py",
+        "the part of each sequence that a context-parallel rank computes",
+        heavy=("torch", "megatron"),
     ),
     Room(
-        "patch_commands.py",
-        "`megatron-npu check`, `pin`, `ledger`: the patches, their pins and their states",
-        "adaptors arg_parser errors files patch_names patching plugin settings upstream",
+        "generation/sampling/",
+        "text from a live GPT: how tokens are chosen, and the Sampler; knows no checkpoint",
+        "base devices data data.sequence_parts",
+        ("torch", "megatron"),
     ),
     Room(
-        "preprocessing/",
-        "`megatron-npu preprocess`: text to `.bin/.idx`",
-        "arg_parser errors files interruption tokenization",
+        "pretrain/",
+        "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
+        "base process safe_files checkpoint_files web watchdog devices options ops upstream plugin data "
+        "data.sequence_parts generation.sampling",
+        ("torch", "megatron"),
     ),
     Room(
         "generation/",
-        "text from a live GPT: how tokens are chosen, and the Sampler; knows no checkpoint",
-        "devices errors tokenization",
-        ("torch", "megatron"),
-    ),
-    Room(
-        "training/",
-        "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
-        "arg_parser attention_flags checksums collector devices errors extension_locks files folder_lock "
-        "generation hccl_buffers installed_packages memory_flags older_flags ops plugin preprocessing "
-        "replicas safe_load settings switch_rules switches tokenization torch_readers upstream watchdog "
-        "web",
-        ("torch", "megatron"),
+        "`megatron-npu generate`: text of a checkpoint",
+        "base watchdog devices data generation.sampling pretrain",
+        ("torch",),
     ),
     Room(
         "evaluation/",
-        "`megatron-npu generate`, `lambada`: text and accuracy of a trained model",
-        "arg_parser attention_flags devices errors files generation tokenization training watchdog",
+        "`megatron-npu lambada`: accuracy of a checkpoint",
+        "base devices options pretrain generation",
         ("torch",),
     ),
     Room(
         "serving/",
-        "`megatron-npu serve`: text of a trained model over HTTP, and a page to try it",
-        "arg_parser errors evaluation generation tokenization watchdog web",
+        "`megatron-npu serve`: text of a checkpoint over HTTP, and a page to try it",
+        "base web watchdog data generation.sampling generation",
         ("torch",),
     ),
     Room(
         "conversion/",
         "`megatron-npu convert`: checkpoints to and from Hugging Face's format",
-        "arg_parser checksums devices errors files installed_packages plugin tokenization training",
+        "base checkpoint_files devices plugin data pretrain",
         ("torch",),
     ),
     Room(
-        "acceleration/",
+        "finetune/",
         "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
-        "arg_parser checksums deepspeed_device devices errors files ops preprocessing replicas safe_load "
-        "settings standins switch_rules switches tokenization torch_readers training watchdog",
+        "base process safe_files checkpoint_files watchdog devices options ops standins data pretrain",
         ("torch", "megatron"),
     ),
     Room(
         "sim/",
         "`megatron-npu sim`: launcher, fake CANN and NPU kernels of the simulated Ascend; imports nothing "
         "that it serves to test",
-        "arg_parser errors files settings user_cache visible_devices",
+        "base process",
         ("torch",),
+    ),
+    Room(
+        "commands/patches.py",
+        "`megatron-npu check`, `pin`, `ledger`: the patches, their pins and their states",
+        "base patching upstream adaptors plugin",
     ),
     Room(
         "doctor/",
         "`megatron-npu doctor`: what is installed, what works, what to do",
-        "arg_parser deepspeed_device devices early_import errors extension_locks installed_packages "
-        "known_bugs ops patch_commands settings upstream",
+        "base process devices ops upstream adaptors commands.patches",
         ("torch",),
     ),
     Room(
-        "benching/",
+        "measuring/",
         "`megatron-npu bench`: the four tables of a document about accelerated training, on this machine",
-        "acceleration arg_parser devices doctor errors files installed_packages plugin switch_rules "
-        "switches training",
+        "base devices options plugin pretrain finetune doctor",
         ("torch", "megatron"),
     ),
     Room(
-        "cli.py",
-        "`megatron-npu COMMAND`: finds the command, prints a `UsageError` in one line",
-        "acceleration benching collector conversion doctor errors evaluation files inert_packages "
-        "interruption patch_commands patching preprocessing runner serving settings sim training "
-        "visible_devices",
-    ),
-    Room(
-        "stock_script.py",
-        "the guide's `pretrain_gpt.py` and `main.py`: run the stock script that they stand for",
-        "cli errors settings",
+        "commands/",
+        "`megatron-npu COMMAND`: finds the command, prints a `UsageError` in one line; `run`",
+        "base process patching upstream plugin data pretrain generation evaluation serving conversion "
+        "finetune sim commands.patches doctor measuring",
     ),
     Room("__init__.py", "`import megatron_npu`: arms the hook; the ledger", "patching plugin"),
-    Room("__main__.py", "`python -m megatron_npu`", "cli"),
+    Room("__main__.py", "`python -m megatron_npu`", "commands"),
 )
+
+
+def room_of(name: str) -> Room | None:
+    """Return the innermost room of a module, by its name below the package: ``ops.norm``."""
+    found = [room for room in ROOMS if f"{name}.".startswith(f"{room.module}.")]
+    return max(found, key=lambda room: len(room.module), default=None)
 
 
 def table() -> str:

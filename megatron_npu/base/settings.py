@@ -295,7 +295,7 @@ def operation_names() -> frozenset[str]:
     They are read from the sources, as settings are checked where nothing that knows them has been imported.
     """
     names: set[str] = set()
-    for file in sorted((Path(__file__).parent / "ops").rglob("*.py")):
+    for file in sorted((Path(__file__).parents[1] / "ops").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Operation":
                 texts = [*node.args[:1], *(word.value for word in node.keywords if word.arg == "group")]

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_npu import adaptors, plugin
+from megatron_npu.adaptors.patch_names import called
 from megatron_npu.base import files, settings
 from megatron_npu.base.arg_parser import Parser
 from megatron_npu.base.errors import UsageError
-from megatron_npu.commands.patch_names import called
 from megatron_npu.patching.ledger import Ledger
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError, PinFile, Pins, SourceTree, Verdict, by_target, compare

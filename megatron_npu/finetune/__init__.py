@@ -43,20 +43,20 @@ __all__ = [
 ]
 
 _PLACES = {
-    "Finetuner": "templates",
-    "PreTrainer": "templates",
-    "Pretrainer": "templates",
-    "RapidformerEngine": "engine",
-    "build_train_valid_test_datasets": "mmap_datasets",
-    "build_train_valid_test_datasets_for_huggingface": "mmap_datasets",
-    "get_args": "state",
-    "get_logger": "state",
-    "get_ltor_masks_and_position_ids": "megatron_scripts",
-    "get_timers": "state",
-    "get_tokenizer": "megatron_scripts",
-    "load_metric": "script_metrics",
-    "megatron_config": "megatron_scripts",
-    "megatron_gpt": "megatron_scripts",
+    "Finetuner": "rapidformer.templates",
+    "PreTrainer": "rapidformer.templates",
+    "Pretrainer": "rapidformer.templates",
+    "RapidformerEngine": "rapidformer.engine",
+    "build_train_valid_test_datasets": "data.mmap_datasets",
+    "build_train_valid_test_datasets_for_huggingface": "data.mmap_datasets",
+    "get_args": "rapidformer.state",
+    "get_logger": "rapidformer.state",
+    "get_ltor_masks_and_position_ids": "rapidformer.megatron_scripts",
+    "get_timers": "rapidformer.state",
+    "get_tokenizer": "rapidformer.megatron_scripts",
+    "load_metric": "rapidformer.script_metrics",
+    "megatron_config": "rapidformer.megatron_scripts",
+    "megatron_gpt": "rapidformer.megatron_scripts",
 }
 
 

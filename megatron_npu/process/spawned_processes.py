@@ -12,7 +12,7 @@ import multiprocessing.spawn
 from collections.abc import Callable
 from pathlib import Path
 
-_ROOT = str(Path(__file__).resolve().parent.parent)
+_ROOT = str(Path(__file__).resolve().parents[2])
 _ARMING = "import megatron_npu"
 
 

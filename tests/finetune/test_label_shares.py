@@ -18,10 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 from tests.finetune import tasks_data, tiny_models  # noqa: E402
-from tests.support import (
-    tiny,
-    train_runs,
-)
+from tests.support import tiny, train_runs  # noqa: E402
 
 WORDS = [word for word in tiny_models.WORDS if word.isalpha()]
 LONG, SHORT = 30, 2  # words of a target, by turns

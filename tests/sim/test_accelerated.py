@@ -27,7 +27,7 @@ def plain(kind: str, steps: int, lora_rank: int = 0) -> list[float]:
 def two_npus(simulated, tmp_path_factory):
     """Name of a run of stacks.py -> what two ranks made of it."""
     folder = tmp_path_factory.mktemp("stacks")
-    program = [sys.executable, str(ROOT / "tests" / "acceleration" / "stacks.py"), str(folder), "npu"]
+    program = [sys.executable, str(ROOT / "tests" / "support" / "stacks.py"), str(folder), "npu"]
     done = simulated(*program, timeout=LONGEST, MEGATRON_NPU_SIM_DEVICES="2")
     assert done.returncode == 0, done.stdout[-4000:]
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
@@ -57,7 +57,7 @@ def test_resumed_with_another_sharding_and_offloaded(two_npus):
 
 def test_ranks_are_those_of_the_devices_that_are_listed(simulated):
     """In a process of its own from the start: torch_npu counts devices when torch is imported."""
-    script = ROOT / "tests" / "acceleration" / "scripts" / "slow.py"
+    script = ROOT / "tests" / "finetune" / "scripts" / "slow.py"
     flags = f"--user-script {script} --epochs 1 --micro-batch-size 3 --global-batch-size 4".split()
     start = ["env", sys.executable, "-m", "megatron_npu", "train", *flags]
     done = simulated(*start, MEGATRON_NPU_SIM_DEVICES="4", CUDA_VISIBLE_DEVICES="1,3")

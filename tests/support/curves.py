@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support import tiny
 
-WORKER = Path(__file__).parent / "worker.py"
+WORKER = Path(__file__).resolve().parents[1] / "distributed" / "worker.py"
 
 
 @dataclass(frozen=True)

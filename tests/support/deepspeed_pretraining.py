@@ -17,6 +17,7 @@ ITERATIONS = 6
 _EVERY = os.environ.get("TEST_EVERY_VERSION") == "1"
 RARELY = pytest.mark.skipif(not _EVERY, reason="TEST_EVERY_VERSION=1 runs it")
 TP2 = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 32"
+_SCRIPTS = Path(__file__).resolve().parents[1] / "adaptors" / "megatron_deepspeed"
 
 
 def train(tree: Path, data: Path, *changes: str, processes: int = 1) -> dict[int, float]:
@@ -75,8 +76,11 @@ def to_universal(tree: Path, checkpoint: Path) -> None:
 
 
 def call_in_tree(tree: Path, script: str, *arguments: object) -> None:
-    """Call a script of this folder where ``megatron`` is the tree, whose enumerations a checkpoint names."""
-    command = [sys.executable, str(Path(__file__).parent / script), *map(str, arguments)]
+    """Call a script of tests/adaptors/megatron_deepspeed.
+
+    ``megatron`` is the tree there, whose enumerations a checkpoint names.
+    """
+    command = [sys.executable, str(_SCRIPTS / script), *map(str, arguments)]
     result = warm.run(
         command, env=stock_lm.environment(PYTHONPATH=str(tree)), modules=warm.STOCK, tree=tree, check=False
     )

@@ -113,7 +113,7 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **own, **bytecode.elsewhere(), **changes}
 
 
-BASELINE = Path(__file__).parent / "baseline.py"
+BASELINE = Path(__file__).resolve().parents[1] / "adaptors" / "megatron_lm" / "baseline.py"
 
 
 def run(

@@ -31,5 +31,6 @@ def test_a_process_with_torch_does_not_rest() -> None:
 
 @pytest.mark.parametrize("arguments", [["pretrain", "--no-such-flag"], ["check", "--help"]])
 def test_the_collector_runs_again_when_a_command_has_ended(arguments: list[str]) -> None:
-    ran = f"import gc; from megatron_npu.commands import cli\ntry: cli.main({arguments})\nexcept SystemExit: pass\n"
+    tried = f"try: cli.main({arguments})\nexcept SystemExit: pass\n"
+    ran = f"import gc; from megatron_npu.commands import cli\n{tried}"
     assert _run(f"{ran}print(gc.isenabled())").endswith("True\n")

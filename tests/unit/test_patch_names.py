@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron_npu import adaptors
+from megatron_npu.adaptors import patch_names
+from megatron_npu.adaptors.patch_names import GUIDE, called
 from megatron_npu.base.errors import UsageError
-from megatron_npu.commands import cli, patch_names
+from megatron_npu.commands import cli
 from megatron_npu.commands import patches as patch_commands
-from megatron_npu.commands.patch_names import GUIDE, called
 from megatron_npu.patching.registry import Patch, registry
 from tests.adaptors.megatron_lm.appendix import LISTED
 from tests.conftest import ROOT, checkout

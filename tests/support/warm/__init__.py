@@ -27,7 +27,7 @@ from typing import Any
 from tests.support import bytecode, processes
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 TORCH = ("numpy", "torch", "torch.distributed.launcher.api", "torch.distributed.checkpoint")
 _OPTIMIZERS = "torch._dynamo"  # half of a second; Megatron and torch's first optimizer import it
 DRIVER = (

@@ -24,7 +24,7 @@ from megatron_npu.web.address import Address
 from tests.conftest import LONGEST, ROOT, on_a_leash, wait_until
 from tests.support import browser
 
-PAGE = ROOT / "megatron_npu" / "training" / "dashboard" / "page"
+PAGE = ROOT / "megatron_npu" / "pretrain" / "report" / "dashboard" / "page"
 START = {
     "event": "start",
     "iteration": 0,

@@ -1,6 +1,6 @@
 """The server of the page. Nothing can be changed through it: it answers GET alone, with a page and a state.
 
-``python -m megatron_npu.pretrain.report.dashboard.server METRICS NAME SOCKET HOST`` is what ``process`` starts.
+``process`` starts it: ``python -m megatron_npu.pretrain.report.dashboard.server METRICS NAME SOCKET HOST``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ PRELOADED = """torch torch.distributed.checkpoint torch._dynamo transformers meg
     megatron.training.training""".split()
 PRELOADED_DEEPSPEED = "torch deepspeed transformers megatron megatron.initialize megatron.training".split()
 # megatron.training of 0.18 and 0.19 takes a name of Python 3.12; by its path, as ``tests`` is upstream's here
-NEWER_TYPING = Path(__file__).resolve().parents[3] / "warm" / "newer_typing.py"
+NEWER_TYPING = Path(__file__).resolve().parents[3] / "support" / "warm" / "newer_typing.py"
 PLUGINS = ("pytest_mock", "pytest_asyncio.plugin")  # those that upstream's tests use
 
 
