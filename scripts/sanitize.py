@@ -61,7 +61,8 @@ def _environment(cache: str) -> dict[str, str]:
         # Python frees nothing at its end; what torch and its libraries do is theirs
         "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "XDG_CACHE_HOME": cache,
+        "HOME": cache,  # no library of these is left in the user's own
+        "XDG_CACHE_HOME": f"{cache}/.cache",
         "PYTHONPATH": str(ROOT),
     }
 

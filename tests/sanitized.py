@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 from megatron_npu.ops.compiled import building
 
+os.environ.pop("LD_PRELOAD", None)  # g++, which tests start, would be slow with it
 building._LONGEST = 1800  # seconds: a compilation takes longer with them
 building._FLAGS = (
     *building._FLAGS,
